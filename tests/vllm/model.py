@@ -44,13 +44,14 @@ def save(directory: Path, model: Any) -> Path:
 
 
 def make_adapter(directory: Path, model: Path, *, seed: int, rank: int = 8, alpha: int = 64) -> Path:
-    """A LoRA adapter of a Llama's attention with weights by seed, in PEFT's files. Whatever is there is overwritten in
-    place."""
+    """A LoRA adapter of a Llama's attention, or of layers with the same names, with weights by seed, in PEFT's files.
+    Whatever is there is overwritten in place."""
     import torch
     from safetensors.torch import save_file
 
     config = json.loads((model / "config.json").read_text())
-    hidden, heads = config["hidden_size"], config["head_dim"]
+    hidden = config["hidden_size"]
+    heads = config.get("head_dim") or hidden // config["num_attention_heads"]
     sizes = {"q": config["num_attention_heads"] * heads, "k": config["num_key_value_heads"] * heads}
     source, weights = torch.Generator().manual_seed(seed), {}
     for layer in range(config["num_hidden_layers"]):

@@ -552,6 +552,7 @@ def test_splits_that_cannot_be_served_are_refused(name: str) -> None:
         check_parallel(SimpleNamespace(**{name: 2}))
 
 
+@pytest.mark.engine_feature("vLLM", "sleep and wake", "refused, stand-ins")
 def test_an_engine_that_sleeps_unheard_keeps_its_memory_to_itself() -> None:
     sleeps = SimpleNamespace(enable_sleep_mode=True)
     for transport in ("auto", "cuda_ipc"):

@@ -192,6 +192,7 @@ def test_a_hybrid_without_a_state_at_its_end_is_no_hit_in_any_stage(make: Any) -
     assert make(RECURRENT).match(FakeRequest("b", tokens)) == 0
 
 
+@pytest.mark.engine_feature("vLLM", "pipeline parallel", "stand-ins")
 def test_a_hit_ends_where_every_stage_can_end_it(make: Any, process: ServerProcess) -> None:
     """One stage has less than the other, whose states lie elsewhere: the first state that both can use is the hit."""
     first, tokens = make(RECURRENT), list(range(5 * BLOCK + 1))
@@ -243,7 +244,10 @@ def test_stages_with_other_chunks_or_one_stage_with_two_names_store_nothing(capl
         side = SchedulerSide(FakeServer(), EVEN[0], VllmOptions(), workers=2)
         side.heard(StepReport(served={0: SERVED, 1: served}))
         assert "differently" in caplog.text
-        assert side.matched_tokens(FakeRequest("a", list(range(16))), 0) == (0, False)
+        request = FakeRequest("a", list(range(16)))
+        assert side.matched_tokens(request, 0) == (0, False)
+        side.allocated(request, table(16), 0)
+        assert dict(side.tally.counts) == {"miss_requests|workers_differ": 1}
         caplog.clear()
 
 
