@@ -119,6 +119,25 @@ def test_an_adapter_that_was_trained_again_is_another_name(facts: ModelFacts, tm
     assert name() != second
 
 
+def test_an_adapter_that_changes_after_the_engine_has_started_names_kv_of_its_own(
+    facts: ModelFacts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang may have loaded what its files held before; also where the user names the weights."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_text("first")
+    written = (adapter / "adapter_model.safetensors").stat().st_mtime
+
+    def name(engine: str, started: float) -> object:
+        adapted = replace(facts, adapters={"a": model_files(str(adapter))}, engine=engine, started=started, files=())
+        return identify(adapted, model="m", weights="mine")
+
+    assert name("e1", written + 1) == name("e2", written + 1)
+    assert not caplog.records
+    assert len({name("e1", written + 1), name("e1", written - 1), name("e2", written - 1)}) == 3
+    assert "shared with no other engine" in caplog.text
+
+
 def test_dummy_weights_are_named_by_their_seed(facts: ModelFacts) -> None:
     dummies = [identify(replace(facts, load_format="dummy", seed=seed, files=())) for seed in (1, 2)]
     assert dummies[0] != dummies[1]

@@ -124,7 +124,9 @@ def test_stages_of_a_hybrid_have_its_groups_and_chunk_whatever_layers_they_hold(
         for name in ("l.0", "l.1")
     ]
     assert [[group.layers for group in stage] for stage in stages] == [[("l.0",), ()], [(), ("l.1",)]]
-    assert [[(group.block_size, group.state) for group in stage] for stage in stages] == [[(640, False), (640, True)]] * 2
+    assert [[(group.block_size, group.state) for group in stage] for stage in stages] == [
+        [(640, False), (640, True)]
+    ] * 2
     assert [OpaqueBlocks("p").options(stage)["chunk_tokens"] for stage in stages] == [640, 640]
 
 
