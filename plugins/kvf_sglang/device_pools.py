@@ -21,8 +21,8 @@ def device_form_of(pool: Any, page_tokens: int) -> PoolForm:
         beside = [getattr(cache, "replayssm_d", None), *getattr(pool, "_slot_siblings", [])]
         if any(each is not None for each in beside):
             raise _refused(pool, "its states have parts beside them")
-        axes = ("layer", "block", "dim")
-        return state_form(cache.temporal, cache.conv, axes, page_tokens, release=release_of(pool))
+        order = ("layer", "block", "dim")
+        return state_form(cache.temporal, cache.conv, order, page_tokens, release=release_of(pool))
     if kind not in (_MHA, _MLA):
         raise _refused(pool, "its kind is not known to convert exactly")
     if pool.page_size != page_tokens:
