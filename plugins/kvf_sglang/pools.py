@@ -33,6 +33,7 @@ _LATENT = {
     "page_first_direct": ("block", "layer", "token", "head", "dim"),
 }
 _STATE_LAYOUTS = ("page_first", "page_first_direct")
+TURNED = "the numbers of its states do not lie in the order of their shape"
 # Exact classes: their subclasses hold other things in the same attributes.
 _MHA, _MLA, _MAMBA = "MHATokenToKVPoolHost", "MLATokenToKVPoolHost", "MambaPoolHost"
 
@@ -83,6 +84,9 @@ def form_of(pool: Any, page_tokens: int) -> PoolForm:
 def _states(pool: Any, page_tokens: int) -> PoolForm:
     if pool.layout not in _STATE_LAYOUTS or pool.page_size != 1:
         raise _refused(pool, f"its layout is {pool.layout!r}, its slots hold {pool.page_size} states")
+    on_device = getattr(pool, "buffer_info", None)
+    if on_device is not None and not lie_as_shaped([on_device.temporal, *on_device.conv]):
+        raise _refused(pool, TURNED)
     more = getattr(pool, "slot_state_buffers", ())
     axes = ("block", "layer", "dim")
     return state_form(pool.temporal_buffer, pool.conv_buffer, axes, page_tokens, more, release=release_of(pool))
@@ -121,6 +125,12 @@ def state_form(
     text = json.dumps([release, shapes], sort_keys=True)
     packing = "states:" + hashlib.blake2b(text.encode(), digest_size=8, person=b"kvf-sgl-states").hexdigest()
     return PoolForm(tensors, {"groups": groups, "chunk_tokens": page_tokens}, slots=1, state=True, packing=packing)
+
+
+def lie_as_shaped(states: Sequence[torch.Tensor]) -> bool:
+    """True if the numbers of each state lie in the order of its shape, behind the axes of layers and slots. On CPUs with
+    AMX those of convolutions do not; on NPUs their shape is another one."""
+    return all(each[:1, :1].is_contiguous() for each in states)
 
 
 def release_of(pool: Any) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +17,15 @@ from kvframework.errors import ConfigFieldError
 from kvframework.wire import messages as m
 from tests.sglang import pools
 from tests.sglang.caches import MAMBA, Engine
-from tests.sglang.pools import MambaPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, Transfer, content, keys
+from tests.sglang.pools import (
+    MambaPoolHost,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    Transfer,
+    content,
+    keys,
+    turned,
+)
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -265,6 +273,13 @@ def test_a_full_l1_drops_a_store_and_serves_what_it_has() -> None:
             assert loaded == sorted(loaded, reverse=True)
 
 
+def of_turned_states() -> MambaPoolHost:
+    """Its copies of the device's states keep their order."""
+    pool = MambaPoolHost()
+    pool.buffer_info = SimpleNamespace(conv=[turned(slots_first=False)], temporal=pool.temporal_buffer)
+    return pool
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -273,6 +288,7 @@ def test_a_full_l1_drops_a_store_and_serves_what_it_has() -> None:
         (type("MHATokenToKVPoolHost", (MHATokenToKVPoolHost,), {"v_head_dim": 3}), "values 3"),
         (type("MLATokenToKVPoolHost", (MLATokenToKVPoolHost,), {"dcp_size": 2}), "decode context"),
         (lambda: MambaPoolHost("layer_first"), "layout is 'layer_first'"),
+        (of_turned_states, "do not lie"),
     ],
 )
 def test_a_pool_that_is_not_known_to_convert_is_left_out(
