@@ -128,8 +128,8 @@ def state_form(
 
 
 def lie_as_shaped(states: Sequence[torch.Tensor]) -> bool:
-    """True if the numbers of each state lie in the order of its shape, behind the axes of layers and slots. On CPUs with
-    AMX those of convolutions do not; on NPUs their shape is another one."""
+    """True if the numbers of each state lie in the order of its shape, behind the axes of layers and slots. Those of
+    convolutions do not on CPUs with AMX; on NPUs their shape is another one."""
     return all(each[:1, :1].is_contiguous() for each in states)
 
 
