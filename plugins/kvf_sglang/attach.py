@@ -52,7 +52,8 @@ class AttachedPool:
 
 
 class Attachments:
-    """The pools of one engine process, by name. `identity` names the model; it may read files, and raise."""
+    """The pools of one engine process, by name. `identity` names the model; it may read files, and raise. `release` is
+    part of the names if it is not ""."""
 
     def __init__(
         self,
@@ -60,11 +61,13 @@ class Attachments:
         options: SglangOptions,
         identity: Callable[[], KvIdentity],
         *,
+        release: str = "",
         retry_s: float = RETRY_S,
     ) -> None:
         self._client = client
         self._options = options
         self._identity = identity
+        self._release = "release:" + release if release else ""
         self._retry_s = retry_s
         self._named: KvIdentity | None = None
         self._attached: dict[str, AttachedPool] = {}
@@ -162,7 +165,8 @@ class Attachments:
     def _adapter(self, name: str, form: PoolForm, place: Place, identity: KvIdentity) -> WorkerAdapter:
         # What names KV beside the model; nothing where the names are those of other engines.
         foreign = self._client.hello.hasher_fingerprint != PAGE_HASHER
-        parts = ["pages:" + PAGE_HASHER if foreign else "", "" if name == "kv" else "pool:" + name, place.stage]
+        pool = "" if name == "kv" else "pool:" + name
+        parts = ["pages:" + PAGE_HASHER if foreign else "", pool, form.packing, place.stage, self._release]
         return WorkerAdapter(
             self._client,
             instance_id=secrets.randbits(62),

@@ -71,10 +71,12 @@ class PageCache:
         worker: Worker,
         identity: Callable[[], KvIdentity],
         *,
+        release: str = "",
         client: KVClient | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises `EndpointError` and `ConfigFieldError`. Never blocks."""
+        """`release` is that of an SGLang that is only tried: it shares with engines of the same one. Raises
+        `EndpointError` and `ConfigFieldError`. Never blocks."""
         self.tally = Tally()
         self._options = options
         self._worker = worker
@@ -82,7 +84,7 @@ class PageCache:
         self._client = client or KVClient(
             options.endpoint or None, name="sglang", deadline_scale=options.deadline_scale
         )
-        self._attachments = Attachments(self._client, options, identity)
+        self._attachments = Attachments(self._client, options, identity, release=release)
         self._salt = Salt(engine_name())
         self._pages: dict[str, PoolPages] = {}
         self._page_tokens = 0

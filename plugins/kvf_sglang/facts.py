@@ -6,8 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvf_sglang.identity import ModelFacts
-from kvframework.client import model_files, process_started
+from kvframework.client import ModelFacts, model_files, process_started
 
 # Options of SGLang's that change what the same weights compute: quantisation while they are loaded, images before the
 # model sees them, hooks around its layers. At their defaults they are falsy.

@@ -15,10 +15,10 @@ import pytest
 from kvf_sglang.attach import Place
 from kvf_sglang.cache import Worker
 from kvf_sglang.facts import CHANGING, model_facts
-from kvf_sglang.identity import ModelFacts, identify
+from kvf_sglang.identity import identify
 from kvf_sglang.options import SglangOptions, parse_options
 from kvf_sglang.supported import FINGERPRINT, KNOWN, check_version
-from kvframework.client import changed_since, fingerprint, model_files, process_started
+from kvframework.client import ModelFacts, changed_since, fingerprint, model_files, process_started
 from kvframework.errors import ConfigFieldError, VersionMismatch
 
 
@@ -182,6 +182,7 @@ def facts_of(monkeypatch: pytest.MonkeyPatch, model: Path, **options: object) ->
     return model_facts("engine")
 
 
+@pytest.mark.engine_feature("SGLang", "LoRA", "stand-ins")
 def test_an_adapter_that_was_trained_again_is_another_name(facts: ModelFacts, tmp_path: Path) -> None:
     """SGLang's page hashes hold its name and path only."""
     adapter = tmp_path / "adapter"
@@ -199,6 +200,25 @@ def test_an_adapter_that_was_trained_again_is_another_name(facts: ModelFacts, tm
     second = name()
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 16}))
     assert name() != second
+
+
+def test_an_adapter_that_changes_after_the_engine_has_started_names_kv_of_its_own(
+    facts: ModelFacts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang may have loaded what its files held before; also where the user names the weights."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_text("first")
+    written = (adapter / "adapter_model.safetensors").stat().st_mtime
+
+    def name(engine: str, started: float) -> object:
+        adapted = replace(facts, adapters={"a": model_files(str(adapter))}, engine=engine, started=started, files=())
+        return identify(adapted, model="m", weights="mine")
+
+    assert name("e1", written + 1) == name("e2", written + 1)
+    assert not caplog.records
+    assert len({name("e1", written + 1), name("e1", written - 1), name("e2", written - 1)}) == 3
+    assert "shared with no other engine" in caplog.text
 
 
 def test_dummy_weights_are_named_by_their_seed(facts: ModelFacts) -> None:
@@ -240,9 +260,9 @@ def test_options_are_checked() -> None:
 
 
 def test_releases_are_known_by_number_or_interface(caplog: pytest.LogCaptureFixture) -> None:
-    check_version(KNOWN[0], "any")
+    assert check_version(KNOWN[0], "any") == ""
     assert not caplog.records
-    check_version("0.5.99", FINGERPRINT)
+    assert check_version("0.5.99", FINGERPRINT) == "0.5.99"
     assert "has not been tried" in caplog.text
     with pytest.raises(VersionMismatch, match=r"SGLang 0\.6\.0"):
         check_version("0.6.0", "another")

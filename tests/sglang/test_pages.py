@@ -3,8 +3,10 @@ that are not there, hang, die and come again."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,15 @@ from kvframework.errors import ConfigFieldError
 from kvframework.wire import messages as m
 from tests.sglang import pools
 from tests.sglang.caches import MAMBA, Engine
-from tests.sglang.pools import MambaPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, Transfer, content, keys
+from tests.sglang.pools import (
+    MambaPoolHost,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    Transfer,
+    content,
+    keys,
+    turned,
+)
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -136,6 +146,50 @@ def test_a_hit_of_a_hybrid_ends_where_a_state_is(server: ServerProcess) -> None:
         assert other.cache.find(names, [MAMBA]).pages == 0
 
 
+def test_a_state_of_another_shape_or_release_is_another_name(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turned round it has the same size, as another backend may keep it; in another release even the same shape."""
+    names = keys(2)
+
+    class Turned(MambaPoolHost):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temporal_buffer = self.temporal_buffer.transpose(-1, -2).contiguous()
+
+    Turned.__name__ = "MambaPoolHost"
+    assert Turned().temporal_buffer[0].numel() == MambaPoolHost().temporal_buffer[0].numel()
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), MambaPoolHost()) as engine:
+        assert engine.store(names) == [True] * 2
+        assert engine.store_state(names[1], 5) == [True]
+        assert engine.cache.find(names, [MAMBA]).pages == 2
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), Turned()) as other:
+        assert other.cache.find(names).pages == 2
+        assert other.cache.find(names, [MAMBA]).pages == 0
+        assert other.cache.load("mamba", names[1:], [0]) == [False]
+    package = ModuleType("an_engine")
+    package.__version__ = "0.5.99"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "an_engine", package)
+    later = type("MambaPoolHost", (MambaPoolHost,), {"__module__": "an_engine.pools"})
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), later()) as other:
+        assert other.cache.find(names).pages == 2, "keys and values are canonical"
+        assert other.cache.find(names, [MAMBA]).pages == 0
+
+
+def test_engines_of_a_release_that_is_only_tried_share_among_themselves(server: ServerProcess) -> None:
+    """What its pools hold was not read: their layouts may have other meanings."""
+    names = keys(2)
+    with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
+        assert engine.store(names) == [True] * 2
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), release="0.5.99") as tried:
+        assert tried.cache.find(names).pages == 0
+        assert tried.store(names) == [True] * 2
+        with Engine(server.endpoint, MHATokenToKVPoolHost(), release="0.5.99") as other:
+            assert other.load(names) == [True] * 2
+        with Engine(server.endpoint, MHATokenToKVPoolHost(), release="0.5.100") as other:
+            assert other.cache.find(names).pages == 0
+
+
 def test_what_a_pool_without_registration_needs_is_no_hit(server: ServerProcess) -> None:
     names = keys(2)
     with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
@@ -146,6 +200,7 @@ def test_what_a_pool_without_registration_needs_is_no_hit(server: ServerProcess)
         assert engine.cache.store("indexer", names[:1], [0]) == [False]
 
 
+@pytest.mark.engine_feature("SGLang", "sliding windows", "refused, stand-ins")
 def test_windows_and_groups_of_pages_are_left_out(server: ServerProcess) -> None:
     names = keys(2)
     with Engine(server.endpoint, MHATokenToKVPoolHost(), MambaPoolHost()) as engine:
@@ -243,6 +298,13 @@ def test_a_full_l1_drops_a_store_and_serves_what_it_has() -> None:
             assert loaded == sorted(loaded, reverse=True)
 
 
+def of_turned_states() -> MambaPoolHost:
+    """Its copies of the device's states keep their order."""
+    pool = MambaPoolHost()
+    pool.buffer_info = SimpleNamespace(conv=[turned(slots_first=False)], temporal=pool.temporal_buffer)
+    return pool
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -251,6 +313,7 @@ def test_a_full_l1_drops_a_store_and_serves_what_it_has() -> None:
         (type("MHATokenToKVPoolHost", (MHATokenToKVPoolHost,), {"v_head_dim": 3}), "values 3"),
         (type("MLATokenToKVPoolHost", (MLATokenToKVPoolHost,), {"dcp_size": 2}), "decode context"),
         (lambda: MambaPoolHost("layer_first"), "layout is 'layer_first'"),
+        (of_turned_states, "do not lie"),
     ],
 )
 def test_a_pool_that_is_not_known_to_convert_is_left_out(

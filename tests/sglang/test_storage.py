@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvf_sglang.identity import ModelFacts
+from kvframework.client import ModelFacts
 from tests.sglang import fake_sglang
 from tests.sglang.pools import PAGE, MambaPoolHost, MHATokenToKVPoolHost, Policy, content, keys
 from tests.support.server_process import ServerProcess

@@ -24,11 +24,11 @@ from kvf_vllm.facts import (
     place_of,
     stage_of_model,
 )
-from kvf_vllm.identity import ModelFacts, identify
+from kvf_vllm.identity import identify
 from kvf_vllm.layouts import GroupFacts, OpaqueBlocks, packing_name
 from kvf_vllm.options import VllmOptions, parse_options
 from kvf_vllm.supported import EQUAL, check_version
-from kvframework.client import KvIdentity, fingerprint, model_files, named_identity
+from kvframework.client import KvIdentity, ModelFacts, fingerprint, model_files, named_identity
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError, VersionMismatch
 
 
@@ -554,6 +554,7 @@ def test_splits_that_cannot_be_served_are_refused(name: str) -> None:
         check_parallel(SimpleNamespace(**{name: 2}))
 
 
+@pytest.mark.engine_feature("vLLM", "sleep and wake", "refused, stand-ins")
 def test_an_engine_that_sleeps_unheard_keeps_its_memory_to_itself() -> None:
     sleeps = SimpleNamespace(enable_sleep_mode=True)
     for transport in ("auto", "cuda_ipc"):
