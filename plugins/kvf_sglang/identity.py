@@ -127,5 +127,5 @@ def _unnamed(facts: ModelFacts, what: str, why: str) -> ConfigFieldError:
         f"the {what} of {facts.name!r} {why}, so that they cannot be distinguished from others",
         where="kvframework.weights",
         available="any text that is another one for other weights",
-        hint='set "kvframework.weights" in --hicache-storage-backend-extra-config',
+        hint='set "kvframework.weights", see docs/engines/sglang.md#options',
     )

@@ -1,4 +1,4 @@
-"""The backend's options: the `kvframework.*` keys of SGLang's `--hicache-storage-backend-extra-config`. Pure."""
+"""The options of backend and linker: the `kvframework.*` keys of SGLang's extra configuration. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvframework.api.options import Options
 from kvframework.errors import ConfigFieldError
 
 PREFIX = "kvframework."
-WHERE = "--hicache-storage-backend-extra-config"
+BACKEND = "--hicache-storage-backend-extra-config"
+LINKER = "linker_extra_config of --unified-cache-external-linker-config"
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
@@ -51,8 +52,9 @@ class SglangOptions(Options, frozen=True):
     ] = ""
 
 
-def parse_options(extra: Mapping[str, object]) -> SglangOptions:
-    """The options among SGLang's extra configuration; keys without the prefix are passed over.
+def parse_options(extra: Mapping[str, object], where: str = BACKEND) -> SglangOptions:
+    """The options among SGLang's extra configuration; keys without the prefix are passed over. `where` is the place of
+    the options, for messages.
 
     Raises `ConfigFieldError` for an unknown key or a value of the wrong type.
     """
@@ -63,7 +65,7 @@ def parse_options(extra: Mapping[str, object]) -> SglangOptions:
             close = difflib.get_close_matches(name, known, n=1)
             raise ConfigFieldError(
                 f"there is no option {PREFIX}{name}",
-                where=WHERE,
+                where=where,
                 available=", ".join(PREFIX + each for each in known),
                 hint=f"did you mean {PREFIX}{close[0]}?" if close else "leave it out",
             )
@@ -74,5 +76,5 @@ def parse_options(extra: Mapping[str, object]) -> SglangOptions:
         text, _, place = str(error).partition(" - at `$.")
         name = place.rstrip("`")
         raise ConfigFieldError(
-            text, where=f"{WHERE}, {PREFIX}{name}" if name else WHERE, hint="see docs/engines/sglang.md"
+            text, where=f"{where}, {PREFIX}{name}" if name else where, hint="see docs/engines/sglang.md"
         ) from None
