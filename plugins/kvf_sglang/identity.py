@@ -25,7 +25,7 @@ SGLANG = EngineKind(
             "safetensors",
         }
     ),
-    "--hicache-storage-backend-extra-config",
+    "SGLang's extra configuration, see docs/engines/sglang.md#options",
 )
 
 

@@ -1,4 +1,4 @@
-"""The backend's options: the `kvframework.*` keys of SGLang's `--hicache-storage-backend-extra-config`. Pure."""
+"""The options of backend and linker: the `kvframework.*` keys of SGLang's extra configuration. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import msgspec
 
 from kvframework.client import EngineOptions, Seconds, engine_options
 
-WHERE = "--hicache-storage-backend-extra-config"
+BACKEND = "--hicache-storage-backend-extra-config"
+LINKER = "linker_extra_config of --unified-cache-external-linker-config"
 
 
 class SglangOptions(EngineOptions, frozen=True):
@@ -24,6 +25,7 @@ class SglangOptions(EngineOptions, frozen=True):
     )
 
 
-def parse_options(extra: Mapping[str, object]) -> SglangOptions:
-    """The options among SGLang's extra configuration. Raises as `engine_options` does."""
-    return engine_options(extra, SglangOptions, where=WHERE, page="docs/engines/sglang.md")
+def parse_options(extra: Mapping[str, object], where: str = BACKEND) -> SglangOptions:
+    """The options among SGLang's extra configuration, which the user knows as `where`. Raises as `engine_options`
+    does."""
+    return engine_options(extra, SglangOptions, where=where, page="docs/engines/sglang.md")

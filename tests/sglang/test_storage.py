@@ -112,7 +112,13 @@ def unreadable(_engine: str) -> ModelFacts:
     ("given", "why"),
     [
         ({"extra": None, "facts": unreadable}, "SGLang has other settings now"),
-        ({"extra": {"kvframework.endpiont": "x"}}, "there is no option kvframework.endpiont"),
+        (
+            {"extra": {"kvframework.endpiont": "x"}},
+            (
+                "open failed, the engine continues without the cache there: [config.field] "
+                "--hicache-storage-backend-extra-config: there is no option kvframework.endpiont"
+            ),
+        ),
         ({"extra": {"kvframework.endpoint": "http://x"}}, "http://x"),
         ({"extra": {}, "version": "0.4.0"}, "this is SGLang 0.4.0"),
     ],

@@ -37,8 +37,9 @@ class Slots:
 
     `url` is the server's address, `folder` its `--slot-save-path`, `gguf` the model's file, or the first of its shards,
     whose content names the KV. `settings` names whatever of the server's command changes KV besides: rope options, a
-    control vector. Adapters that are on are refused at each call, as a miss. Raises `OSError` for a server or file that
-    is not there.
+    control vector. Adapters that are on are refused at each call, as a miss. The constructor waits `connect_timeout_s`
+    for a missing server of kvframework, which is tried again at each prompt. Raises `OSError` for a llama.cpp server or
+    a file that is not there.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Slots:
         slot: int = 0,
         settings: str = "",
         endpoint: str | None = None,
+        connect_timeout_s: float = 5.0,
         timeout_s: float = 600.0,
         **client: Any,
     ) -> None:
@@ -58,13 +60,15 @@ class Slots:
         self._digest = fingerprint(model_files(str(gguf)) if gguf.is_file() else (gguf,))
         self._settings = settings
         self._cells = int(self._called("/slots")[slot]["n_ctx"])
-        self._client = KVClient(endpoint, name="llama.cpp", **client)
+        self._client = KVClient(endpoint, name="llama.cpp", connect_timeout_s=connect_timeout_s, **client)
         self._worker: WorkerAdapter | None = None
         self._scheduler: SchedulerAdapter | None = None
         self._form: SlotForm | None = None
         self._memory: dict[str, Planes] = {}
         self._held: list[int] = []  # by the slot, as far as is known
         self._adapted = True  # as what the slot holds from before may be
+        if not self._client.wait_up(connect_timeout_s):
+            log.warning("no server of kvframework yet, prompts are computed")
 
     def complete(self, prompt: Sequence[int], **options: Any) -> dict[str, Any]:
         """Answer `/completion` with a restore before and a store after it. `options` are those of the request; with
