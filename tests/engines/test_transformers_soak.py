@@ -37,7 +37,7 @@ class Transformers:
     def answer(self, reply: Any) -> Answer:
         return Answer(reply["tokens"], reply["cached"])
 
-    def faults(self, engine: Engine) -> list[str]:
+    def faults(self, engine: Engine, *, server_killed: bool) -> list[str]:
         """What the plugin warns of, and tracebacks."""
         return [line for line in engine.log.read_text().splitlines() if "WARNING:kvf_" in line or "Traceback" in line]
 

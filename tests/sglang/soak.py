@@ -30,7 +30,9 @@ class SGLang:
     def command(self, port: int, endpoint: str) -> Sequence[str]:
         storage = storage_of(endpoint, **OPTIONS) if endpoint else {}
         pools = POOLS if endpoint else {**POOLS, "hicache_ratio": 2.0}
-        settings = {**settings_of(Order(str(self._model), [], pools, storage)), "host": "127.0.0.1", "port": port}
+        # SGLang's warm-up waits until it listens itself, else it logs an error on a busy machine.
+        server = {"host": "127.0.0.1", "port": port, "skip_server_warmup": False}
+        settings = settings_of(Order(str(self._model), [], {**pools, **server}, storage))
         return [sys.executable, "-m", "tests.sglang.http_engine", json.dumps(settings)]
 
     def environment(self) -> Mapping[str, str]:
@@ -43,7 +45,7 @@ class SGLang:
     def answer(self, reply: Any) -> Answer:
         return Answer(reply["output_ids"], (reply["meta_info"].get("cached_tokens_details") or {}).get("storage", 0))
 
-    def faults(self, engine: Engine) -> list[str]:
+    def faults(self, engine: Engine, *, server_killed: bool) -> list[str]:
         """Lines of its log: a call that raised, in the storage or in SGLang."""
         lines = engine.log.read_text().splitlines()
         return [line for line in lines if "the engine continues without the cache" in line or "Traceback" in line]

@@ -77,8 +77,9 @@ class Kind(Protocol):
 
     def answer(self, reply: Any) -> Answer: ...
 
-    def faults(self, engine: Engine) -> list[str]:
-        """What the engine, at rest, says of errors in its connector that a killed server does not explain."""
+    def faults(self, engine: Engine, *, server_killed: bool) -> list[str]:
+        """What the engine, at rest, says of errors in its connector that a killed server does not explain, if one was
+        killed."""
         ...
 
 
@@ -345,6 +346,11 @@ def registered(server: ServerProcess, engines: Sequence[Engine]) -> bool:
     return found >= {engine.pid for engine in engines}
 
 
+def hit_tokens(status: dict[str, Any]) -> dict[str, int]:
+    """By connected engine."""
+    return {name: use["hit_tokens"] for name, use in status["use"]["engines"].items() if name != "other"}
+
+
 def check_server(rests: Sequence[tuple[Holdings, dict[str, Any]]]) -> None:
     """Four times at rest: before and after the kill of an engine, and in the next server, early and late."""
     for before, after in ((rests[0], rests[1]), (rests[2], rests[3])):
@@ -353,9 +359,9 @@ def check_server(rests: Sequence[tuple[Holdings, dict[str, Any]]]) -> None:
         assert holdings.descriptors <= before[0].descriptors + 2, (before[0], holdings)
         assert holdings.threads <= before[0].threads, (before[0], holdings)
         assert holdings.own_mib <= before[0].own_mib + 16, (before[0], holdings)
-        hits = {name: use["hit_tokens"] for name, use in status["use"]["engines"].items() if name != "other"}
+        earlier, hits = hit_tokens(before[1]), hit_tokens(status)
         assert len(hits) == ENGINES, hits
-        assert all(hits.values()), hits
+        assert all(tokens > earlier.get(name, 0) for name, tokens in hits.items()), (earlier, hits)
         # No engine but those that were there when the server was killed has lost a call.
         assert status["losses"] == before[1]["losses"] | {"recent": status["losses"]["recent"]}, status["losses"]
         for name in ("loop_errors", "tick_errors", "malformed", "unanswerable", "unroutable"):
@@ -372,6 +378,7 @@ def soak(kind: Kind, talk: Talk, server: ServerProcess, directory: Path, seconds
         right = expected(talk, plain)
     seen = Seen()
     rests: list[tuple[Holdings, dict[str, Any]]] = []
+    seconds_to_rest: list[float] = []
     resident: list[list[dict[str, int]]] = []
     with server, contextlib.ExitStack() as stack:
         engines = [
@@ -387,8 +394,14 @@ def soak(kind: Kind, talk: Talk, server: ServerProcess, directory: Path, seconds
 
         def rest() -> None:
             assert not seen.wrong, seen.wrong[:3]
+            started = time.monotonic()
             rests.append(at_rest(server))
+            seconds_to_rest.append(round(time.monotonic() - started, 1))
             resident.append([engine.resident_mib() for engine in engines])
+
+        def no_faults(*, server_killed: bool) -> None:
+            faults = [fault for engine in engines for fault in kind.faults(engine, server_killed=server_killed)]
+            assert not faults, faults[:5]
 
         all_registered()
         # The first round fills what is allocated once.
@@ -404,6 +417,7 @@ def soak(kind: Kind, talk: Talk, server: ServerProcess, directory: Path, seconds
             conversations.last(seconds / 12)
             conversations.until_rounds(1)
         rest()
+        no_faults(server_killed=False)
         with conversing() as conversations:
             conversations.last(seconds / 6)
             server.kill9()
@@ -417,9 +431,8 @@ def soak(kind: Kind, talk: Talk, server: ServerProcess, directory: Path, seconds
             conversations.last(seconds / 3)
             conversations.until_rounds(1)
         rest()
-        faults = [fault for engine in engines for fault in kind.faults(engine)]
-    assert not faults, faults[:5]
-    check_server(rests)
+        no_faults(server_killed=True)
+        check_server(rests)
     statuses = [status for _, status in rests]
     return {
         "answers": seen.answers,
@@ -428,9 +441,8 @@ def soak(kind: Kind, talk: Talk, server: ServerProcess, directory: Path, seconds
         "lost with their engine": seen.lost,
         "tokens cached": seen.cached,
         "server at rest": [holdings for holdings, _ in rests],
-        "hit tokens by engine": [
-            {name: use["hit_tokens"] for name, use in status["use"]["engines"].items()} for status in statuses
-        ],
+        "seconds to rest": seconds_to_rest,
+        "hit tokens by engine": [hit_tokens(status) for status in statuses],
         "losses": [{name: status["losses"][name] for name in ("lookups", "loads", "stores")} for status in statuses],
         "recovered": statuses[-1]["l1"]["recovered"],
         "evictions": [status["l1"]["evictions"] for status in statuses],

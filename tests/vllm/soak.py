@@ -17,6 +17,7 @@ from tests.vllm import hybrid_models
 from tests.vllm.model import make
 
 TALK = Talk()
+_ERRORS = "kvframework:errors_total"
 
 
 class VLLM:
@@ -85,12 +86,14 @@ class VLLM:
         cached = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return Answer(reply["choices"][0]["token_ids"], cached)
 
-    def faults(self, engine: Engine) -> list[str]:
-        """What the connector counts as errors; tracebacks."""
+    def faults(self, engine: Engine, *, server_killed: bool) -> list[str]:
+        """Tracebacks, and what the connector counts as errors: a transfer for which there is no server is one."""
         metrics = engine.metrics()
-        self.metrics.append(metrics)
         lines = [line for line in engine.log.read_text().splitlines() if "Traceback" in line]
-        return lines + [f"{metrics[name]} {name}" for name in ["kvframework:errors_total"] if metrics[name]]
+        if server_killed:
+            self.metrics.append(metrics)
+            return lines
+        return lines + [f"{metrics[_ERRORS]} {_ERRORS}"] * bool(metrics[_ERRORS])
 
 
 def model_of(cache: Path, name: str) -> Path:
