@@ -85,7 +85,7 @@ class Kind(Protocol):
 
 class Engine:
     """The HTTP server of an engine and all its processes. `life` counts its starts; `up` is false while it is killed or
-    starts."""
+    starts; `asked` is how many answers somebody waits for."""
 
     def __init__(self, kind: Kind, log: Path, endpoint: str = "") -> None:
         self._kind = kind
@@ -94,6 +94,8 @@ class Engine:
         self.port = free_port()
         self.life = 0
         self.up = False
+        self.asked = 0
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Engine:
@@ -144,7 +146,13 @@ class Engine:
     def complete(self, tokens: list[int], new_tokens: int) -> Answer:
         """Raises `OSError` or `HTTPException` if the engine has ended."""
         path, body = self._kind.request(tokens, new_tokens, stream=False)
-        return self._kind.answer(json.loads(self._ask("POST", path, body)))
+        with self._lock:
+            self.asked += 1
+        try:
+            return self._kind.answer(json.loads(self._ask("POST", path, body)))
+        finally:
+            with self._lock:
+                self.asked -= 1
 
     def break_off(self, tokens: list[int], new_tokens: int, after: float) -> None:
         """Ask, and hang up before the answer."""
@@ -410,6 +418,7 @@ def soak(kind: Kind, talk: Talk, server: ServerProcess, directory: Path, seconds
         rest()
         with conversing() as conversations:
             conversations.last(seconds / 6)
+            wait_until(lambda: engines[0].asked, ANSWER_S, "a request")
             engines[0].kill9()
             conversations.last(seconds / 12)
             engines[0].start()
