@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine_soak import Answer, Engine, Talk, soak
+from tests.support.engine_soak.conversations import Talk
+from tests.support.engine_soak.engine import Answer, Engine
+from tests.support.engine_soak.run import soak
 from tests.support.held_server import HeldServer
 from tests.support.server_process import ServerProcess
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from tests.sglang.engine_order import Order, settings_of, storage_of
 from tests.sglang.model import make
-from tests.support.engine_soak import Answer, Engine, Talk, soak
+from tests.support.engine_soak.conversations import Talk
+from tests.support.engine_soak.engine import Answer, Engine
+from tests.support.engine_soak.run import soak
 from tests.support.held_server import HeldServer
 
 TALK = Talk()
@@ -53,7 +55,7 @@ class SGLang:
 
 def run(model: Path, directory: Path, seconds: float) -> dict[str, Any]:
     """What was seen, for those who read it."""
-    return soak(SGLang(model), TALK, HeldServer(capacity="24MiB"), directory, seconds)
+    return soak(SGLang(model), TALK, HeldServer(capacity="12MiB"), directory, seconds)
 
 
 def main() -> None:

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.engine_soak import Answer, Engine, Talk, soak
+from tests.support.engine_soak.conversations import Talk
+from tests.support.engine_soak.engine import Answer, Engine
+from tests.support.engine_soak.run import soak
 from tests.support.server_process import ServerProcess
 from tests.vllm import hybrid_models
 from tests.vllm.model import make
