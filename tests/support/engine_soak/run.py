@@ -63,8 +63,9 @@ def registered(server: ServerProcess, engines: Sequence[Engine]) -> bool:
 
 
 def hit_tokens(status: dict[str, Any]) -> dict[str, int]:
-    """By connected engine."""
-    return {name: use["hit_tokens"] for name, use in status["use"]["engines"].items() if name != "other"}
+    """By connected client that asks: of each engine one."""
+    engines = status["use"]["engines"].items()
+    return {name: use["hit_tokens"] for name, use in engines if name != "other" and use["lookups"]}
 
 
 def check_server(rests: Sequence[tuple[Holdings, dict[str, Any]]]) -> None:
