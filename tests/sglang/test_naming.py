@@ -129,7 +129,7 @@ def test_all_that_changes_kv_is_in_the_name(facts: ModelFacts, model: Path) -> N
         {"modelopt_quant": "fp8"},
         {"quantize_and_serve": True},
         {"forward_hooks": [{"name": "steer"}]},
-        {"lora_target_modules": {"q_proj", "v_proj"}},
+        {"lora_target_modules": {"q_proj"}},
     ],
     ids=str,
 )
