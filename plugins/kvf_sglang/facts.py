@@ -8,13 +8,16 @@ from typing import Any
 
 from kvframework.client import ModelFacts, model_files, process_started
 
-# Options of SGLang's that change what the same weights compute: quantisation while they are loaded, images before the
-# model sees them, hooks around its layers. At their defaults they are falsy.
+# Options of SGLang's that change what the same weights and adapters compute: quantisation while they are loaded, images
+# before the model sees them, hooks around its layers, modules that adapters are kept from. At their defaults they are
+# falsy.
 CHANGING = (
     "decrypted_config_file",
     "enable_precise_embedding_interpolation",
+    "experts_shared_outer_loras",
     "forward_hooks",
     "kt_weight_path",
+    "lora_target_modules",
     "mm_process_config",
     "modelopt_checkpoint_restore_path",
     "modelopt_quant",
@@ -107,8 +110,13 @@ def _settings(resolved: Any) -> dict[str, object]:
         "kv_scales": _content_of(getattr(resolved, "quantization_param_path", None)),
         "overrides": "" if resolved.json_model_override_args == "{}" else str(resolved.json_model_override_args),
         "speculative": str(getattr(resolved, "speculative_algorithm", None) or ""),
-        **{name: str(getattr(resolved, name, None) or "") for name in CHANGING},
+        **{name: _text(getattr(resolved, name, None)) for name in CHANGING},
     }
+
+
+def _text(value: object) -> str:
+    """The value as text, "" for one that is falsy; of a set, whose order differs between processes, sorted."""
+    return str(sorted(value) if isinstance(value, (set, frozenset)) else value) if value else ""
 
 
 def _content_of(path: str | None) -> str:

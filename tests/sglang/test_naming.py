@@ -129,6 +129,7 @@ def test_all_that_changes_kv_is_in_the_name(facts: ModelFacts, model: Path) -> N
         {"modelopt_quant": "fp8"},
         {"quantize_and_serve": True},
         {"forward_hooks": [{"name": "steer"}]},
+        {"lora_target_modules": {"q_proj"}},
     ],
     ids=str,
 )
@@ -138,6 +139,11 @@ def test_options_that_change_what_the_files_compute_are_in_the_name(
     assert facts_of(monkeypatch, model).settings != facts_of(monkeypatch, model, **changed).settings
     # What is off is falsy, as in engines that have no such option.
     assert not any(facts_of(monkeypatch, model, **dict.fromkeys(CHANGING)).settings.values())
+
+
+def test_a_set_is_named_in_one_order(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    facts = facts_of(monkeypatch, model, lora_target_modules={"v_proj", "q_proj", "k_proj"})
+    assert facts.settings["lora_target_modules"] == "['k_proj', 'q_proj', 'v_proj']"
 
 
 @pytest.mark.parametrize("option", ["kt_weight_path", "modelopt_checkpoint_restore_path", "rl_quant_profile"])
