@@ -7,7 +7,7 @@ import http.client
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.support.engine_soak.engine import ANSWER_S, Engine
@@ -103,10 +103,10 @@ class Conversations:
             time.sleep(0.1)
         assert not self._seen.wrong, self._seen.wrong[:3]
 
-    def until_rounds(self, rounds: int) -> None:
-        """Go on until so many more whole conversations are over."""
-        wanted = self._seen.rounds + rounds
-        wait_until(lambda: self._seen.rounds >= wanted or bool(self._seen.wrong), 2 * ANSWER_S, "the conversations")
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Go on until the condition is true, or an answer is wrong."""
+        wait_until(lambda: bool(self._seen.wrong) or condition(), 2 * ANSWER_S, what)
+        assert not self._seen.wrong, self._seen.wrong[:3]
 
     def _go_on(self, conversation: int) -> None:
         source = random.Random(f"{conversation} {self._seen.answers}")
