@@ -7,11 +7,10 @@ import http.client
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.support.engine_soak.engine import ANSWER_S, Engine
-from tests.support.waiting import wait_until
 
 
 @dataclass(frozen=True)
@@ -98,15 +97,17 @@ class Conversations:
 
     def last(self, seconds: float) -> None:
         """Go on for so long; fails at once with the first wrong answer."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not self._seen.wrong:
-            time.sleep(0.1)
-        assert not self._seen.wrong, self._seen.wrong[:3]
+        end = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > end, "the end", seconds + ANSWER_S)
 
-    def until_rounds(self, rounds: int) -> None:
-        """Go on until so many more whole conversations are over."""
-        wanted = self._seen.rounds + rounds
-        wait_until(lambda: self._seen.rounds >= wanted or bool(self._seen.wrong), 2 * ANSWER_S, "the conversations")
+    def until(self, condition: Callable[[], bool], what: str, timeout: float = 2 * ANSWER_S) -> None:
+        """Go on until the condition is true; fails at once with the first wrong answer."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert not self._seen.wrong, self._seen.wrong[:3]
+            assert time.monotonic() < deadline, f"{what}: not within {timeout} s"
+            # Conditions may ask the server, which has other things to do.
+            time.sleep(0.1)
 
     def _go_on(self, conversation: int) -> None:
         source = random.Random(f"{conversation} {self._seen.answers}")
