@@ -93,7 +93,7 @@ class ServerProcess:
         if self.process is None:
             self.start()
         with self.client() as client:
-            wait_until(lambda: client.call("CLEAR", m.Clear()).in_use == 0 and _alone(client), what="an empty server")
+            wait_until(lambda: client.call("CLEAR", m.Clear()).in_use == 0 and _alone(client), 60, "an empty server")
         return self
 
     def stop(self) -> int:
