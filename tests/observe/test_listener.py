@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from kvframework.config import ObserveConfig
-from kvframework.observe import listener as module
-from kvframework.observe.app import PLAIN, Reply, Request
-from kvframework.observe.listener import MOST_CONNECTIONS, Listener
-from kvframework.observe.settings import tls_context
+from kvframework.http import listener as module
+from kvframework.http.listener import MOST_CONNECTIONS, Listener
+from kvframework.http.messages import PLAIN, Reply, Request
+from kvframework.http.settings import tls_context
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.observe_process import Got, get
 from tests.support.waiting import wait_until
