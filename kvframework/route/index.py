@@ -1,0 +1,148 @@
+"""Which place holds which blocks: the state behind every score. Pure.
+
+A **place** is what one publisher says of one tier. A block has two names: the hash that its publisher gave it
+(`external`), which is all that a removal says, and the hash that its tokens make (`own`), by which requests ask. Both
+are 64-bit. One table maps a place's external hashes to own ones, another counts a place's own ones, since two external
+hashes may stand for the same tokens. 28 bytes a slot, 40 a block of a full index, whatever the number of places.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvframework.route.table import ABSENT, Flags, Keys, Slots, Table
+
+MOST_PLACES = 1 << 16
+_MOST_EQUAL = 60_000  # external hashes of one place for the same tokens; the count has 16 bits
+_AT_ONCE = 4096  # blocks of one step, so that a count cannot pass its bits within it
+_SWEPT = 1 << 20
+_NONZERO = np.uint64(1)
+
+
+class Index:
+    """Room for `blocks` blocks, each counted once for each place that holds it. Not thread-safe."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self._externals = Table(blocks)
+        self._owns = np.zeros(self._externals.slots, np.uint64)
+        self._places = np.zeros(self._externals.slots, np.uint16)
+        self._held = Table(blocks)
+        self._counts = np.zeros(self._held.slots, np.uint16)
+        # By place: the number that keeps its keys apart from those of all others, and how many blocks it has.
+        self._salts = np.zeros(MOST_PLACES, np.uint64)
+        self._sizes: list[int] = []
+        self._free: list[int] = []
+
+    @property
+    def bytes(self) -> int:
+        """The memory of a full index."""
+        own = self._owns.nbytes + self._places.nbytes + self._counts.nbytes
+        return self._externals.bytes + self._held.bytes + own
+
+    def open(self) -> int | None:
+        """A new place, without blocks; None if there are `MOST_PLACES`."""
+        if not self._free and len(self._sizes) == MOST_PLACES:
+            return None
+        place = self._free.pop() if self._free else len(self._sizes)
+        if place == len(self._sizes):
+            self._sizes.append(0)
+        self._salts[place] = secrets.randbits(64)
+        return place
+
+    def size(self, place: int) -> int:
+        """How many blocks the place holds."""
+        return self._sizes[place]
+
+    def store(self, place: int, externals: Keys, owns: Keys) -> int:
+        """The place holds these blocks; an external hash that it has gets its new meaning. An external hash comes once
+        in a call. Returns how many found no room."""
+        refused = 0
+        for begin in range(0, len(externals), _AT_ONCE):
+            refused += self._store(place, externals[begin : begin + _AT_ONCE], owns[begin : begin + _AT_ONCE])
+        return refused
+
+    def remove(self, place: int, externals: Keys) -> int:
+        """The place does not hold these blocks any more. Returns how many it held."""
+        slots = np.unique(self._externals.find(self._external_keys(place, externals)))
+        slots = slots[slots != ABSENT]
+        self._forget(place, slots)
+        return len(slots)
+
+    def close(self, places: Sequence[int]) -> None:
+        """Drop the places and all their blocks. Reads the whole index once."""
+        ending = np.asarray(places, np.uint16)
+        for begin in range(0, len(self._places), _SWEPT):
+            slots = np.flatnonzero(np.isin(self._places[begin : begin + _SWEPT], ending)) + begin
+            slots = slots[self._externals.occupied(slots)]
+            for place in places:
+                self._forget(place, slots[self._places[slots] == place])
+        self._free += places
+
+    def own(self, places: Sequence[int], externals: Keys) -> tuple[Flags, Keys]:
+        """Whether any of the places has each external hash, and its own hash."""
+        known = np.zeros(len(externals), np.bool_)
+        owns = np.zeros(len(externals), np.uint64)
+        for place in places:
+            slots = self._externals.find(self._external_keys(place, externals))
+            here = slots != ABSENT
+            owns[here] = self._owns[slots[here]]
+            known |= here
+        return known, owns
+
+    def holds(self, places: Sequence[int], owns: Keys) -> Flags:
+        """Whether each place, a row, holds each block, a column."""
+        keys = owns[None, :] ^ self._salts[np.asarray(places, np.int64)][:, None]
+        found: Flags = self._held.find(_nonzero(keys.reshape(-1))) != ABSENT
+        return found.reshape(keys.shape)
+
+    def holds_externals(self, places: Sequence[int], externals: Keys) -> Flags:
+        """As `holds`, by external hashes."""
+        rows = [self._externals.find(self._external_keys(place, externals)) != ABSENT for place in places]
+        return np.stack(rows) if rows else np.zeros((0, len(externals)), np.bool_)
+
+    def _store(self, place: int, externals: Keys, owns: Keys) -> int:
+        keys = self._external_keys(place, externals)
+        slots = self._externals.find(keys)
+        known = slots != ABSENT
+        same = known.copy()
+        same[known] = self._owns[slots[known]] == owns[known]
+        self._forget(place, slots[known & ~same])
+        keys, owns = keys[~same], owns[~same]
+
+        held = self._held.add(_nonzero(owns ^ self._salts[place]))
+        fits = held != ABSENT
+        fits[fits] = self._counts[held[fits]] < _MOST_EQUAL
+        slots = np.full(len(keys), ABSENT, np.int64)
+        slots[fits] = self._externals.add(keys[fits])
+        stored = slots != ABSENT
+        np.add.at(self._counts, held[stored], 1)
+        unused = held[~stored & (held != ABSENT)]
+        self._held.discard(unused[self._counts[unused] == 0])
+        self._owns[slots[stored]] = owns[stored]
+        self._places[slots[stored]] = place
+        self._sizes[place] += int(stored.sum())
+        return len(keys) - int(stored.sum())
+
+    def _forget(self, place: int, slots: Slots) -> None:
+        """Free these slots of the place, none twice."""
+        held = self._held.find(_nonzero(self._owns[slots] ^ self._salts[place]))
+        np.subtract.at(self._counts, held, 1)
+        self._held.discard(held[self._counts[held] == 0])
+        self._externals.discard(slots)
+        self._sizes[place] -= len(slots)
+
+    def _external_keys(self, place: int, externals: Keys) -> Keys:
+        """Random numbers, however the publisher chose its hashes: the finalizer of splitmix64."""
+        mixed = externals ^ self._salts[place]
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return _nonzero(mixed ^ (mixed >> np.uint64(31)))
+
+
+def _nonzero(keys: Keys) -> Keys:
+    """No key is 0, which marks a free slot."""
+    return np.maximum(keys, _NONZERO)
