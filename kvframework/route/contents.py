@@ -39,8 +39,8 @@ class Contents:
     def __init__(self, index: Index, most_blocks: int) -> None:
         self.counts: Counter[str] = Counter()
         self.last_mistake = ""
+        self.most_blocks = most_blocks
         self._index = index
-        self._most_blocks = most_blocks
         self._places: dict[tuple[bytes, int, int, str], Place] = {}
         # Of a model with groups of layers of different kinds one is followed, by topic and rank.
         self._groups: dict[tuple[bytes, int], int | None] = {}
@@ -106,7 +106,7 @@ class Contents:
             held.setdefault(event.tier, {}).update(named)
         for tier, named in held.items():
             place = self._place(topic, rank, block_tokens, tier)
-            if place is None or self.blocks + len(named) > self._most_blocks:
+            if place is None or self.blocks + len(named) > self.most_blocks:
                 self.counts["refused"] += len(named)
                 continue
             refused = self._index.store(place.number, _externals(named), prefix_hashes.as_keys(list(named.values())))

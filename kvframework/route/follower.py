@@ -65,14 +65,14 @@ class Follower:
         if not fell and self._last is not None and number <= self._last:
             self._last_live = number  # a replay has brought it before
             return True
-        if self._last is not None and (fell or number > self._last + 1):
+        if number != 0 if self._last is None else fell or number > self._last + 1:
             if self._has_replay and not self.in_doubt and self._waiting != number:
                 self._waiting, self._last_live = number, None
                 self._ask()
                 return False
             if fell:
                 self._forget()
-            else:
+            elif self._last is not None:
                 self.lost += number - self._last - 1
         self._waiting = None
         self._last_live = number
