@@ -63,8 +63,10 @@ def route(
         "token_file": token_file,
     }
     files = {name: str(value) for name, value in given.items() if value is not None}
+    config = RouteConfig(nodes=tuple(node or ()), blocks=blocks, listen=listen, **files)
+    process.check(config)
     configure_logging("info", "human")
     try:
-        process.route(RouteConfig(nodes=tuple(node or ()), blocks=blocks, listen=listen, **files))
+        process.route(config)
     finally:
         end_logging()

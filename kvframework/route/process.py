@@ -22,13 +22,17 @@ log = logging.getLogger(__name__)
 WHERE = "kvframework route"
 
 
-def route(config: RouteConfig) -> None:
-    """Follow and answer until SIGINT or SIGTERM; SIGHUP reads the file of nodes again. In the main thread. Raises
-    `ConfigError`, and `EndpointError` of a port that is taken."""
-    nodes = read_nodes(config)
+def check(config: RouteConfig) -> None:
+    """Raise the first error with which `route` would refuse to start, if there is one. Blocking."""
+    read_nodes(config)
     for refusal in refusals(config, WHERE):
         raise refusal
-    asyncio.run(_run(config, nodes))
+
+
+def route(config: RouteConfig) -> None:
+    """Follow and answer until SIGINT or SIGTERM; SIGHUP reads the file of nodes again. In the main thread, after
+    `check`. Raises `ConfigError`, also of what has changed since."""
+    asyncio.run(_run(config, read_nodes(config)))
 
 
 async def _run(config: RouteConfig, nodes: list[Node]) -> None:

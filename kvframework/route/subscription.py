@@ -23,7 +23,7 @@ from kvframework.route.settings import Publisher
 
 log = logging.getLogger(__name__)
 
-SLICE_S = 0.005
+SLICE_S = 0.002
 ANSWER_S = 10.0  # between two messages of a replay
 ASK_AGAIN_S = 30.0  # after a replay that failed; live events wait while one is asked for
 AWAY_S = 10.0  # a connection that is lost for longer is a node that is not there

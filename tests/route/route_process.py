@@ -18,14 +18,26 @@ from tests.support.waiting import wait_until
 SLOW_S = 60.0
 
 
-class RouteProcess:
-    """A context manager. `url` is where it answers."""
+# As the command, with times that tests can wait for: what is slow for an operator is not for a test.
+_HASTY = """
+import sys
+from kvframework.route import subscription
+subscription.AWAY_S = subscription.ANSWER_S = subscription.ASK_AGAIN_S = 0.3
+subscription._POLL_MS = 50
+from kvframework.cli.main import main
+sys.argv[0] = "kvframework"
+main()
+"""
 
-    def __init__(self, *arguments: str) -> None:
+
+class RouteProcess:
+    """A context manager. `url` is where it answers; with `hasty` its times are short."""
+
+    def __init__(self, *arguments: str, hasty: bool = False) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="kvf-")
         self._log = Path(self._directory.name, "log")
-        command = [sys.executable, "-m", "kvframework.cli.main", "route", "--listen", "127.0.0.1:0"]
-        self._command = [*command, "--blocks", "100000", *arguments]
+        program = ["-c", _HASTY] if hasty else ["-m", "kvframework.cli.main"]
+        self._command = [sys.executable, *program, "route", "--listen", "127.0.0.1:0", "--blocks", "100000", *arguments]
         self.url = ""
 
     def __enter__(self) -> RouteProcess:

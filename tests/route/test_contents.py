@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("numpy")
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -115,12 +112,8 @@ def test_engines_ranks_and_sizes_of_blocks_are_kept_apart() -> None:
         contents.apply(topic, batch(stored([1], None, range(4)), rank=rank))
     contents.apply(first, batch(stored([1], None, range(8), size=8)))
     contents.apply(first, batch(removed([1])))
-    assert sorted((each.topic, each.rank, each.block_tokens, contents._index.size(each.number)) for each in contents.places) == [
-        (first, 0, 4, 0),
-        (first, 0, 8, 0),
-        (first, 1, 4, 1),
-        (second, 0, 4, 1),
-    ]
+    sizes = {(each.topic, each.rank, each.block_tokens): contents._index.size(each.number) for each in contents.places}
+    assert sizes == {(first, 0, 4): 0, (first, 0, 8): 0, (first, 1, 4): 1, (second, 0, 4): 1}
     contents.apply(second, batch(CLEARED))
     assert contents.blocks == 1
 

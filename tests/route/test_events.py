@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-pytest.importorskip("numpy")
-
 import msgspec
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-
-np = pytest.importorskip("numpy")
-
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvf_hashers import Sha256
 from kvframework.client.hashing import RequestHashes
 from kvframework.route import prefix_hashes, scoring
 from kvframework.route.contents import Place
 from kvframework.route.events import TIERS
 from kvframework.route.index import Index
-from kvf_hashers import Sha256
 
 SIZE = 4
 BLOCKS = 90  # more than the first spans

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-np = pytest.importorskip("numpy")
-
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
