@@ -105,35 +105,37 @@ class Index:
         return np.stack(rows) if rows else np.zeros((0, len(externals)), np.bool_)
 
     def _store(self, place: int, externals: Keys, owns: Keys) -> int:
-        keys = self._external_keys(place, externals)
-        slots = self._externals.find(keys)
-        known = slots != ABSENT
-        same = known.copy()
-        same[known] = self._owns[slots[known]] == owns[known]
-        self._forget(place, slots[known & ~same])
-        keys, owns = keys[~same], owns[~same]
+        slots, new = self._externals.add(self._external_keys(place, externals))
+        here = slots != ABSENT
+        renamed = here & ~new
+        renamed[renamed] = self._owns[slots[renamed]] != owns[renamed]
+        self._uncount(place, slots[renamed])
+        wanted = new | renamed
+        slots, owns, renamed = slots[wanted], owns[wanted], renamed[wanted]
 
-        held = self._held.add(_nonzero(owns ^ self._salts[place]))
+        held, _ = self._held.add(_nonzero(owns ^ self._salts[place]))
         fits = held != ABSENT
         fits[fits] = self._counts[held[fits]] < _MOST_EQUAL
-        slots = np.full(len(keys), ABSENT, np.int64)
-        slots[fits] = self._externals.add(keys[fits])
-        stored = slots != ABSENT
-        np.add.at(self._counts, held[stored], 1)
-        unused = held[~stored & (held != ABSENT)]
+        np.add.at(self._counts, held[fits], 1)
+        unused = held[~fits & (held != ABSENT)]
         self._held.discard(unused[self._counts[unused] == 0])
-        self._owns[slots[stored]] = owns[stored]
-        self._places[slots[stored]] = place
-        self._sizes[place] += int(stored.sum())
-        return len(keys) - int(stored.sum())
+        self._externals.discard(slots[~fits])
+        self._owns[slots[fits]] = owns[fits]
+        self._places[slots[fits]] = place
+        self._sizes[place] += int(fits.sum()) - int(renamed.sum())
+        return len(externals) - int(here.sum()) + int((~fits).sum())
 
     def _forget(self, place: int, slots: Slots) -> None:
         """Free these slots of the place, none twice."""
+        self._uncount(place, slots)
+        self._externals.discard(slots)
+        self._sizes[place] -= len(slots)
+
+    def _uncount(self, place: int, slots: Slots) -> None:
+        """Count the blocks of these slots no more, none twice."""
         held = self._held.find(_nonzero(self._owns[slots] ^ self._salts[place]))
         np.subtract.at(self._counts, held, 1)
         self._held.discard(held[self._counts[held] == 0])
-        self._externals.discard(slots)
-        self._sizes[place] -= len(slots)
 
     def _external_keys(self, place: int, externals: Keys) -> Keys:
         """Random numbers, however the publisher chose its hashes: the finalizer of splitmix64."""

@@ -40,31 +40,37 @@ class Table:
         """The slot of each key, `ABSENT` for one that is not here."""
         found = np.empty(len(keys), np.int64)
         for begin in range(0, len(keys), _SLICE):
-            found[begin : begin + _SLICE] = self._find(keys[begin : begin + _SLICE])
+            part = keys[begin : begin + _SLICE]
+            buckets = self._candidates(part)
+            found[begin : begin + _SLICE] = _slots(buckets, self._keys[buckets], part)
         return found
 
-    def add(self, keys: Keys) -> Slots:
-        """The slot of each key, which is made for one that is not here; `ABSENT` if both its buckets are full. A key
-        may come twice."""
-        slots = self.find(keys)
+    def add(self, keys: Keys) -> tuple[Slots, Flags]:
+        """The slot of each key, which is made for one that is not here, `ABSENT` if both its buckets are full; and
+        whether it was made. A key may come twice."""
+        buckets = self._candidates(keys)
+        held = self._keys[buckets]
+        slots = _slots(buckets, held, keys)
+        new = slots == ABSENT
+        lacking = np.flatnonzero(new)
+        buckets, held = buckets[lacking], held[lacking]
         flat = self._keys.reshape(-1)
-        lacking = np.flatnonzero(slots == ABSENT)
         while lacking.size:
             wanted = keys[lacking]
-            buckets = self._candidates(wanted)
-            free = self._keys[buckets] == 0
+            free = held == 0
             rooms = free.sum(2)
             second = (rooms[:, 1] > rooms[:, 0]).astype(np.int64)
             row = np.arange(len(wanted))
             slot = buckets[row, second] * _WIDTH + free[row, second].argmax(1)
-            has_room = rooms[row, second] > 0
-            lacking, wanted, slot = lacking[has_room], wanted[has_room], slot[has_room]
+            fits = rooms[row, second] > 0
+            flat[slot[fits]] = wanted[fits]
             # Of keys that chose the same slot the last one gets it; the others choose again.
-            flat[slot] = wanted
-            got = flat[slot] == wanted
+            got = fits & (flat[slot] == wanted)
             slots[lacking[got]] = slot[got]
-            lacking = lacking[~got]
-        return slots
+            again = fits & ~got
+            lacking, buckets = lacking[again], buckets[again]
+            held = self._keys[buckets]
+        return slots, new & (slots != ABSENT)
 
     def occupied(self, slots: Slots) -> Flags:
         """Whether each slot has a key."""
@@ -75,18 +81,19 @@ class Table:
         """Free these slots."""
         self._keys.reshape(-1)[slots] = 0
 
-    def _find(self, keys: Keys) -> Slots:
-        buckets = self._candidates(keys)
-        equal = (self._keys[buckets] == keys[:, None, None]).reshape(len(keys), 2 * _WIDTH)
-        at = equal.argmax(1)
-        row = np.arange(len(keys))
-        slots: Slots = buckets[row, at // _WIDTH] * _WIDTH + at % _WIDTH
-        slots[~equal[row, at]] = ABSENT
-        return slots
-
     def _candidates(self, keys: Keys) -> Slots:
         """The two buckets of each key, in rows: each half of it as a fraction of all buckets."""
         buckets = np.empty((len(keys), 2), np.int64)
         buckets[:, 0] = ((keys >> _HALF) * np.uint64(self._buckets)) >> _HALF
         buckets[:, 1] = ((keys & _LOW) * np.uint64(self._buckets)) >> _HALF
         return buckets
+
+
+def _slots(buckets: Slots, held: Keys, keys: Keys) -> Slots:
+    """Where the keys are among what their buckets hold."""
+    equal = (held == keys[:, None, None]).reshape(len(keys), 2 * _WIDTH)
+    at = equal.argmax(1)
+    row = np.arange(len(keys))
+    slots: Slots = buckets[row, at // _WIDTH] * _WIDTH + at % _WIDTH
+    slots[~equal[row, at]] = ABSENT
+    return slots

@@ -17,8 +17,9 @@ def test_it_is_a_set(steps: list[tuple[bool, list[int]]]) -> None:
     for adds, keys in steps:
         asked = np.array(keys, np.uint64)
         if adds:
-            slots = table.add(asked)
+            slots, new = table.add(asked)
             assert (slots != ABSENT).all()
+            assert new.tolist() == [key not in model for key in keys]
             assert len(set(slots.tolist())) == len(set(keys))
             model |= set(keys)
         else:
@@ -33,9 +34,10 @@ def test_it_is_a_set(steps: list[tuple[bool, list[int]]]) -> None:
 def test_it_takes_the_keys_that_it_has_room_for_and_says_what_it_refuses() -> None:
     keys = np.random.default_rng(1).integers(1, 1 << 63, 200_000, dtype=np.uint64) * np.uint64(2)
     table = Table(100_000)
-    first = table.add(keys[:100_000])
+    first, _ = table.add(keys[:100_000])
     assert (first == ABSENT).sum() < 100_000 * 0.0001
-    more = table.add(keys[100_000:])
+    more, new = table.add(keys[100_000:])
+    assert (new == (more != ABSENT)).all()
     assert (more == ABSENT).any()
     assert len(np.unique(more[more != ABSENT])) == (more != ABSENT).sum()
     kept = keys[:100_000][first != ABSENT]
@@ -45,5 +47,5 @@ def test_it_takes_the_keys_that_it_has_room_for_and_says_what_it_refuses() -> No
 def test_keys_that_all_want_the_same_two_buckets_are_refused_beyond_their_slots() -> None:
     # Equal high parts of both halves: the same buckets.
     keys = np.arange(1, 101, dtype=np.uint64)
-    slots = Table(1_000_000).add(keys)
+    slots, _ = Table(1_000_000).add(keys)
     assert (slots != ABSENT).sum() in (8, 16)
