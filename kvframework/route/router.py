@@ -19,6 +19,8 @@ from kvframework.route.scoring import Score
 from kvframework.route.settings import Node, Publisher
 from kvframework.route.subscription import Subscription
 
+_SWEEP_S = 0.2
+
 
 @dataclass(eq=False)
 class _Followed:
@@ -41,6 +43,7 @@ class Router:
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.MAX_SOCKETS, 1 << 16)
         self._followed: dict[Publisher, _Followed] = {}
+        self._sweeper: asyncio.Task[None] | None = None
 
     def follow(self, nodes: Sequence[Node]) -> None:
         """Follow these nodes and no others from now on. Blocking: reads key files. Raises `CurveKeyError`, with nothing
@@ -55,12 +58,13 @@ class Router:
             if publisher not in self._followed:
                 self._followed[publisher] = self._begin(publisher, keys[publisher])
             self._followed[publisher].names = names
+        self._sweeper = self._sweeper or asyncio.get_running_loop().create_task(self._sweep())
         for each in self._followed.values():
             each.contents.most_blocks = self.index.blocks // len(self._followed)
 
     async def stop(self) -> None:
         """End all subscriptions."""
-        tasks = [each.task for each in self._followed.values() if each.task]
+        tasks = [task for task in (self._sweeper, *(each.task for each in self._followed.values())) if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -104,6 +108,11 @@ class Router:
             for name in each.names:
                 nodes.setdefault(name, []).extend(places)
         return nodes
+
+    async def _sweep(self) -> None:
+        """Free, little by little, what was forgotten."""
+        while True:
+            await asyncio.sleep(0 if self.index.sweep() else _SWEEP_S)
 
     def _begin(self, publisher: Publisher, keys: LoadedKeys | None) -> _Followed:
         contents = Contents(self.index, 0)

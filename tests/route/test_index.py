@@ -23,6 +23,8 @@ def keys(numbers: list[int]) -> Keys:
 class Indexing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(module, "_SWEPT", 1000)
         self.index = Index(2000)
         self.model: dict[int, dict[int, int]] = {}
 
@@ -59,6 +61,10 @@ class Indexing(RuleBasedStateMachine):
         for place in places:
             del self.model[place]
 
+    @rule()
+    def sweep(self) -> None:
+        self.index.sweep()
+
     @invariant()
     def is_the_model(self) -> None:
         places = sorted(self.model)
@@ -77,7 +83,12 @@ class Indexing(RuleBasedStateMachine):
             assert {each: int(own) for each, here, own in zip(externals, known, owns, strict=True) if here} == (
                 self.model[place]
             )
-        # Nothing is left of what has gone.
+
+    def teardown(self) -> None:
+        """Nothing is left of what has gone."""
+        while self.index.sweep():
+            pass
+        self.patch.undo()
         assert np.count_nonzero(self.index._externals._keys) == sum(map(len, self.model.values()))
         assert np.count_nonzero(self.index._held._keys) == sum(len(set(held.values())) for held in self.model.values())
 
@@ -116,6 +127,9 @@ def test_there_are_so_many_places_and_no_more(monkeypatch: pytest.MonkeyPatch) -
     index = Index(100)
     assert [index.open(), index.open(), index.open()] == [0, 1, None]
     index.close([0])
+    assert index.open() is None
+    while index.sweep():
+        pass
     assert index.open() == 0
 
 
