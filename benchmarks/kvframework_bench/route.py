@@ -36,7 +36,7 @@ _PROMPT = 32768
 _NODES, _HELD, _LIFE_S = 1000, 10_000_000, 3600.0
 
 
-class Told(msgspec.Struct, tag="BlockStored", omit_defaults=True):
+class Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
     """A chunk's event, as kvframework's servers and vLLM write it."""
 
     block_hashes: list[int]
@@ -54,7 +54,7 @@ class Gone(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
 
 
 class Speaker:
-    """Makes batches of prompts of 32k tokens, whose hashes nobody else has."""
+    """Makes batches of prompts of 32k tokens, with hashes of its own."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -68,7 +68,7 @@ class Speaker:
             first = at // BLOCK
             parent = hashes[first - 1] if first else None
             own = hashes[first : first + CHUNK // BLOCK]
-            events.append(Told(own, parent, tokens[at : at + CHUNK], BLOCK, None, "CPU", None))
+            events.append(Stored(own, parent, tokens[at : at + CHUNK], BLOCK, None, "CPU", None))
         parts = [events[at : at + _CHUNKS_A_BATCH] for at in range(0, len(events), _CHUNKS_A_BATCH)]
         return [self._encode((time.time(), part, 0)) for part in parts], hashes
 
@@ -82,7 +82,7 @@ class Speaker:
 
 
 def main(
-    blocks: Annotated[int, typer.Option(help="Blocks of the index, and told.")] = 10_000_000,
+    blocks: Annotated[int, typer.Option(help="Blocks of the index, and announced.")] = 10_000_000,
     nodes: Annotated[int, typer.Option(help="Publishers that tell them.")] = 8,
     many: Annotated[int, typer.Option(help="Publishers of the scores among many.")] = _NODES,
 ) -> None:
@@ -158,7 +158,7 @@ async def _filled(router: Router, blocks: int, nodes: int) -> list[tuple[str, st
     cleared_s = time.process_time() - began
     rate, wire = told / spent, nbytes / told
     return [
-        ("blocks told, and found no room", f"{told:,}, {refused:,}"),
+        ("blocks announced, and without room", f"{told:,}, {refused:,}"),
         ("memory a block: of the tables, resident", f"{router.index.bytes / blocks:.1f}, {took / told:.1f} bytes"),
         ("a block on the wire", f"{wire:.0f} bytes"),
         ("taken in, of batches with 1,024 blocks", f"{rate:,.0f} blocks/s, {batches / spent:,.0f} batches/s"),
@@ -199,7 +199,7 @@ def _thousand(rate: float, wire: float, removals: float, held: float) -> list[tu
         ("their events", f"{nbytes / 1e6:,.0f} MB/s"),
         ("cores that take them in", f"{processes:.1f}"),
         ("memory, all routers together", f"{_NODES * _HELD * held / 1e9:,.0f} GB"),
-        ("one node learnt anew", f"{_HELD * wire / 1e6:,.0f} MB, {_HELD / rate:.0f} s of a core"),
+        ("one node heard from its beginning", f"{_HELD * wire / 1e6:,.0f} MB, {_HELD / rate:.0f} s of a core"),
     ]
 
 

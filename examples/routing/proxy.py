@@ -4,7 +4,7 @@
 
 `POST /generate {"tokens": [...]}` goes to an engine, the answer comes back with the node's name in it. A node that has
 more of the prompt than others gets the request, unless it is much busier than they are; without an answer from the
-router, or where nobody has anything, the least busy one gets it. `GET /counts` has the sums.
+router, or where no node has anything, the least busy one gets it. `GET /counts` has the sums.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Rights:
         return not self._loopback or is_loopback(_host(request))
 
     def is_allowed(self, request: Request) -> bool:
-        """Whether the request has the token; nobody has one that cannot be read."""
+        """Whether the request has the token; no request has one that cannot be read."""
         try:
             token = self._token()
         except OSError:

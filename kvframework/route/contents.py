@@ -18,6 +18,8 @@ from kvframework.route.table import Keys
 
 # Of one publisher: engines, sizes of blocks and tiers, multiplied.
 MOST_PLACES = 64
+_LONGEST_TOPIC = 1024
+_LONGEST_MISTAKE = 200
 
 
 class Place(NamedTuple):
@@ -32,15 +34,17 @@ class Place(NamedTuple):
 
 
 class Contents:
-    """The places of one publisher, with room for `most_blocks`. `counts` has what came, by kind: `stored`, `removed`
+    """The places of one publisher, with room for `most_blocks`; topics that begin otherwise than with `topic` are not
+    taken in. `counts` has what came, by kind: `stored`, `removed`
     and `cleared` blocks and clears; events that were `skipped` or `malformed`; blocks without room (`refused`) and
     blocks whose parent is not known (`orphans`)."""
 
-    def __init__(self, index: Index, most_blocks: int) -> None:
+    def __init__(self, index: Index, most_blocks: int, *, topic: bytes = b"") -> None:
         self.counts: Counter[str] = Counter()
         self.last_mistake = ""
         self.most_blocks = most_blocks
         self._index = index
+        self._topic = topic
         self._places: dict[tuple[bytes, int, int, str], Place] = {}
         # Of a model with groups of layers of different kinds one is followed, by topic and rank.
         self._groups: dict[tuple[bytes, int], int | None] = {}
@@ -55,6 +59,11 @@ class Contents:
 
     def apply(self, topic: bytes, payload: bytes) -> None:
         """Take a batch in."""
+        if len(topic) > _LONGEST_TOPIC:
+            self._mistaken("a topic is too long")
+            return
+        if not topic.startswith(self._topic):
+            return
         batch = events.decoded(payload)
         stored: list[events.Stored] = []
         for event in batch.events:
@@ -71,9 +80,12 @@ class Contents:
             elif isinstance(event, events.Skipped):
                 self.counts["skipped"] += 1
             else:
-                self.counts["malformed"] += 1
-                self.last_mistake = event.why
+                self._mistaken(event.why)
         self._store(topic, batch.rank, stored)
+
+    def _mistaken(self, why: str) -> None:
+        self.counts["malformed"] += 1
+        self.last_mistake = why[:_LONGEST_MISTAKE]
 
     def clear(self) -> None:
         """Forget everything."""
@@ -86,6 +98,9 @@ class Contents:
 
     def _store(self, topic: bytes, rank: int, stored: list[events.Stored]) -> None:
         """Take in events without others between them: their parents are looked up at once, and may be among them."""
+        if stored and (topic, rank) not in self._groups and len(self._groups) == MOST_PLACES:
+            self.counts["refused"] += sum(len(event.externals) for event in stored)
+            return
         followed = [event for event in stored if event.group == self._groups.setdefault((topic, rank), event.group)]
         self.counts["skipped"] += len(stored) - len(followed)
         for block_tokens in {event.block_tokens for event in followed}:

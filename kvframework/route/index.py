@@ -18,7 +18,7 @@ from kvframework.route.table import ABSENT, Flags, Keys, Slots, Table
 MOST_PLACES = 1 << 16
 _MOST_EQUAL = 60_000  # external hashes of one place for the same tokens; the count has 16 bits
 _AT_ONCE = 4096  # blocks of one step, so that a count cannot pass its bits within it
-_SWEPT = 1 << 17  # slots of one step of a sweep
+_SWEPT = 1 << 15  # slots of one step of a sweep
 _NONZERO = np.uint64(1)
 
 

@@ -22,7 +22,7 @@ def _each(read: Callable[[Any], Any]) -> Reader:
 
     def rows(document: Document) -> Iterator[tuple[Labels, Any]]:
         for publisher in document["publishers"]:
-            yield (publisher["events"],), read(publisher)
+            yield (_name(publisher),), read(publisher)
 
     return rows
 
@@ -33,9 +33,14 @@ def _by(field: str) -> Reader:
     def rows(document: Document) -> Iterator[tuple[Labels, Any]]:
         for publisher in document["publishers"]:
             for name, number in publisher[field].items():
-                yield (publisher["events"], name), number
+                yield (_name(publisher), name), number
 
     return rows
+
+
+def _name(publisher: Document) -> str:
+    """The endpoint; with the topic where only that counts."""
+    return " ".join(filter(None, (publisher["events"], publisher["topic"])))
 
 
 def _whole(field: str) -> Reader:
@@ -48,7 +53,7 @@ def _metric(name: str, kind: Type, help_: str, read: Reader, labels: Labels = _N
 
 METRICS = (
     _metric("connected", "gauge", "whether it is connected", _each(lambda each: each["connected"])),
-    _metric("in_step", "gauge", "whether all that it told is in the index", _each(lambda each: each["in_step"])),
+    _metric("in_step", "gauge", "whether all that it announced is in the index", _each(lambda each: each["in_step"])),
     _metric("blocks", "gauge", "blocks that it holds", _each(lambda each: each["blocks"])),
     _metric("batches_total", "counter", "batches taken in", _each(lambda each: each["batches"])),
     _metric("lost_batches_total", "counter", "batches that no replay gave", _each(lambda each: each["lost_batches"])),
@@ -56,8 +61,12 @@ METRICS = (
     _metric(
         "failed_replays_total", "counter", "replays that were not answered", _each(lambda each: each["failed_replays"])
     ),
-    _metric("odd_events_total", "counter", "events that told no block", _by("events_by_kind"), ("publisher", "kind")),
-    _metric("told_blocks_total", "counter", "blocks told, by fate", _by("blocks_by_fate"), ("publisher", "fate")),
+    _metric(
+        "odd_events_total", "counter", "events that announced no block", _by("events_by_kind"), ("publisher", "kind")
+    ),
+    _metric(
+        "announced_blocks_total", "counter", "blocks announced, by fate", _by("blocks_by_fate"), ("publisher", "fate")
+    ),
     _metric("index_blocks", "gauge", "blocks in the index, once for each place", _whole("blocks"), ()),
     _metric("index_most_blocks", "gauge", "blocks for which it has room", _whole("most_blocks"), ()),
     _metric("index_bytes", "gauge", "memory of a full index", _whole("index_bytes"), ()),

@@ -1,7 +1,7 @@
 """The router's own names of blocks: hashes of all tokens up to a block's end, and of what else makes its KV. Pure.
 
 Publishers choose their hashes as they like, so requests could not ask by them. These are the same for all publishers
-and for requests; they hold for one process, whose seed nobody knows.
+and for requests; they hold for one process, with a seed that it alone has.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class Router:
             await asyncio.sleep(0 if self.index.sweep() else _SWEEP_S)
 
     def _begin(self, publisher: Publisher, keys: LoadedKeys | None) -> _Followed:
-        contents = Contents(self.index, 0)
+        contents = Contents(self.index, 0, topic=publisher.topic.encode())
         follower = Follower(contents, has_replay=bool(publisher.replay))
         subscription = Subscription(self._context, publisher, follower, keys)
         task = asyncio.get_running_loop().create_task(subscription.run())
@@ -137,6 +137,7 @@ def _publisher(publisher: Publisher, followed: _Followed) -> Mapping[str, Any]:
     counts = contents.counts
     return {
         "events": publisher.events,
+        "topic": publisher.topic,
         "nodes": followed.names,
         "connected": subscription.connected,
         "away": subscription.is_away,

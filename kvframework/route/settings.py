@@ -20,11 +20,12 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
 class Publisher(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A publisher of a node's events. `replay` is where it tells missed ones, "" for nowhere; `server_key` is the file
-    of its public key, "" for no CURVE."""
+    of its public key, "" for no CURVE. Of its topics those count that begin with `topic`."""
 
     events: str
     replay: str = ""
     server_key: str = ""
+    topic: str = ""
 
 
 class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,10 +36,11 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     events: str
     replay: str = ""
     server_key: str = ""
+    topic: str = ""
 
     @property
     def publisher(self) -> Publisher:
-        return Publisher(self.events, self.replay, self.server_key)
+        return Publisher(self.events, self.replay, self.server_key, self.topic)
 
 
 class Nodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

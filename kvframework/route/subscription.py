@@ -74,7 +74,7 @@ class Subscription:
 
     @property
     def in_step(self) -> bool:
-        """Whether the index is as the publisher has told, as far as that can be known."""
+        """Whether the index is as the publisher says, as far as that can be known."""
         return self._connected and self._follower.question is None and not self._follower.in_doubt
 
     async def run(self) -> None:

@@ -133,7 +133,7 @@ def test_metrics(asking: Asking) -> None:
     }
     a = NODES[0].events
     assert found["kvframework_route_blocks", a] == 3
-    assert found["kvframework_route_told_blocks_total", a, "stored"] == 3
+    assert found["kvframework_route_announced_blocks_total", a, "stored"] == 3
     assert found["kvframework_route_connected", a] == 0
     assert found["kvframework_route_requests_total",] == 1
     assert found["kvframework_route_refused_requests_total",] == 1

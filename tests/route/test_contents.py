@@ -154,13 +154,15 @@ def test_places_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(10):
         contents.apply(b"kv@%d@m" % number, batch(stored([1], None, range(4))))
     assert (len(contents.places), contents.counts["refused"]) == (3, 7)
+    assert len(contents._groups) == 3
 
 
 def test_nonsense_is_counted_and_the_rest_is_taken() -> None:
     contents = made()
     contents.apply(TOPIC, b"\xc1 no msgpack")
     contents.apply(TOPIC, batch(stored([1], None, range(4)), 7, stored([2], 1, range(4))))
-    assert (contents.counts["malformed"], contents.blocks) == (2, 2)
+    contents.apply(b"t" * 2000, batch(stored([3], None, range(4))))
+    assert (contents.counts["malformed"], contents.blocks) == (3, 2)
     assert contents.last_mistake
 
 
@@ -180,3 +182,10 @@ def test_salts_and_adapters_are_other_content() -> None:
     assert score(contents, tokens, salt="other") == {}
     assert score(contents, tokens, adapter="l") == {"cpu": 4}
     assert score(contents, tokens, adapter="l", salt="s") == {}
+
+
+def test_only_topics_that_begin_so_are_taken_in() -> None:
+    contents = Contents(Index(100), 100, topic=b"kv@b@")
+    for topic in (b"kv@a@m", b"kv@b@m", b"kv@bb@m"):
+        contents.apply(topic, batch(stored([1], None, range(4))))
+    assert [place.topic for place in contents.places] == [b"kv@b@m"]

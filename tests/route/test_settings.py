@@ -14,12 +14,12 @@ from tests.cli.command import run
 
 def test_nodes_of_the_command_line_and_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "nodes.toml"
-    file.write_text('[[node]]\nname = "c"\nevents = "tcp://c:1"\nserver_key = "c.public"\n')
+    file.write_text('[[node]]\nname = "c"\nevents = "tcp://c:1"\nserver_key = "c.public"\ntopic = "kv@c@"\n')
     config = RouteConfig(("a=tcp://a:1,tcp://a:2", "b=ipc:///run/b"), str(file), client_key="r.secret")
     assert read_nodes(config) == [
         Node("a", "tcp://a:1", "tcp://a:2"),
         Node("b", "ipc:///run/b"),
-        Node("c", "tcp://c:1", "", "c.public"),
+        Node("c", "tcp://c:1", "", "c.public", "kv@c@"),
     ]
 
 
