@@ -61,9 +61,7 @@ METRICS = (
     _metric(
         "failed_replays_total", "counter", "replays that were not answered", _each(lambda each: each["failed_replays"])
     ),
-    _metric(
-        "odd_events_total", "counter", "events that announced no block", _by("events_by_kind"), ("publisher", "kind")
-    ),
+    _metric("odd_events_total", "counter", "events that name no block", _by("events_by_kind"), ("publisher", "kind")),
     _metric(
         "announced_blocks_total", "counter", "blocks announced, by fate", _by("blocks_by_fate"), ("publisher", "fate")
     ),
