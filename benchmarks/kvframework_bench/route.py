@@ -12,6 +12,7 @@ import math
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -112,12 +113,13 @@ async def _following(blocks: int, nodes: int) -> Router:
 
 async def _filled(router: Router, blocks: int, nodes: int) -> list[tuple[str, str]]:
     """Fill the index; return rows."""
-    before, spent, told, batches, nbytes = _resident_bytes(), 0.0, 0, 0, 0
+    resident, spent, told, batches, nbytes = _resident_bytes(), 0.0, 0, 0, 0
     followed = list(router._followed.values())
-    removed_s, removed = 0.0, 0
     prompt = list(range(_PROMPT))
+    latest: deque[list[int]] = deque(maxlen=200)  # the hashes of the last publisher's last prompts
     for number, each in enumerate(followed):
         speaker = Speaker(number)
+        latest.clear()
         parts, hashes = speaker.prompt(prompt) if number < nodes // 2 else ([], [])
         for payloads, named in chain([(parts, hashes)], speaker.prompts(blocks // nodes - len(hashes))):
             for payload in payloads:
@@ -126,7 +128,9 @@ async def _filled(router: Router, blocks: int, nodes: int) -> list[tuple[str, st
                 spent += time.process_time() - began
                 batches, nbytes = batches + 1, nbytes + len(payload)
             told += len(named)
-    took = _resident_bytes() - before
+            if named:
+                latest.append(named)
+    took = _resident_bytes() - resident
     refused = sum(each.contents.counts["refused"] for each in followed)
     document = router.document()
     scores = [
@@ -134,22 +138,17 @@ async def _filled(router: Router, blocks: int, nodes: int) -> list[tuple[str, st
         for tokens in (1024, 8192, 32768)
     ]
     # Turnover, at full load: as much goes as comes.
-    speaker, last = Speaker(10**6), followed[-1]
-    turned: list[list[int]] = []
-    churn_s, churned, lost = 0.0, 0, last.contents.counts["refused"]
-    for payloads, named in speaker.prompts(min(blocks // nodes // 4, 200_000)):
+    speaker, last, removed_s, removed = Speaker(10**6), followed[-1], 0.0, 0
+    full = last.contents.counts["refused"]
+    for gone, (payloads, _) in zip(list(latest), speaker.prompts(blocks), strict=False):
+        payload, before = speaker.removal(gone), last.contents.blocks
         began = time.process_time()
-        if turned:
-            last.contents.apply(_TOPIC, speaker.removal(turned.pop()))
-            removed_s += time.process_time() - began
-            removed += len(named)
-        began = time.process_time()
+        last.contents.apply(_TOPIC, payload)
+        removed_s += time.process_time() - began
+        removed += before - last.contents.blocks
         for payload in payloads:
             last.contents.apply(_TOPIC, payload)
-        churn_s += time.process_time() - began
-        churned += len(named)
-        turned.append(named)
-    lost = last.contents.counts["refused"] - lost
+    lost = last.contents.counts["refused"] - full
     began = time.process_time()
     held, steps = last.contents.blocks, 1
     last.contents.clear()
@@ -162,11 +161,12 @@ async def _filled(router: Router, blocks: int, nodes: int) -> list[tuple[str, st
         ("memory a block: of the tables, resident", f"{router.index.bytes / blocks:.1f}, {took / told:.1f} bytes"),
         ("a block on the wire", f"{wire:.0f} bytes"),
         ("taken in, of batches with 1,024 blocks", f"{rate:,.0f} blocks/s, {batches / spent:,.0f} batches/s"),
-        ("removed", f"{removed / max(removed_s, 1e-9):,.0f} blocks/s"),
+        ("removed", f"{removed / removed_s:,.0f} blocks/s"),
+        ("new ones in their places, and without room", f"{removed:,}, {lost:,}"),
         *((name, f"{value:.2f} ms") for name, value in scores),
         (f"a publisher with {held:,} blocks forgotten", f"{1000 * cleared_s:.0f} ms, in {steps} steps"),
         ("blocks in the index then", f"{document['blocks']:,}"),
-        *_thousand(rate, wire, removed / max(removed_s, 1e-9), router.index.bytes / blocks),
+        *_thousand(rate, wire, removed / removed_s, router.index.bytes / blocks),
     ]
 
 

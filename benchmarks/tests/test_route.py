@@ -14,4 +14,5 @@ def test_the_figures_of_a_router() -> None:
     rows = dict(re.findall(r"^\| (.*) \| (.*) \|$", done.stdout, re.MULTILINE))
     assert rows["blocks announced, and without room"] == "16,384, 0"
     assert rows["memory a block: of the tables, resident"].startswith("40.")
+    assert rows["new ones in their places, and without room"] == "8,192, 0"
     assert any("all 3 nodes have them" in name for name in rows)
