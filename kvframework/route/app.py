@@ -19,7 +19,7 @@ from kvframework.route.events import MOST_BLOCK_TOKENS
 from kvframework.route.metrics import exposition
 from kvframework.route.router import Router
 
-MOST_BODY = 16 << 20
+MOST_BODY = 8 << 20
 MOST_TOKENS = 1 << 20
 PROBES = ("/livez", "/readyz")
 

@@ -40,10 +40,9 @@ def by_tokens(
     best: dict[str, Score] = {node: {} for node in nodes}
     for size in sorted({place.block_tokens for places in nodes.values() for place in places}):
         sized = {node: [each for each in places if each.block_tokens == size] for node, places in nodes.items()}
-        extras = {0: prefix_hashes.salted(salt)}
-        owns = prefix_hashes.as_keys(prefix_hashes.chained(prefix_hashes.root(adapter), tokens, size, extras))
-        has = partial(_has_own, index, owns)
-        for node, score in _scores(sized, len(owns), size, has).items():
+        prompt = _Prompt(tokens, size, salt, adapter)
+        has = partial(_has_own, index, prompt)
+        for node, score in _scores(sized, len(tokens) // (4 * size), size, has).items():
             if sum(score.values()) > sum(best[node].values()):
                 best[node] = score
     return best
@@ -71,8 +70,25 @@ def last_block(digest: bytes, model: str, salt: str, adapter: str) -> int:
     return xxhash.xxh3_64_intdigest(digest, seed=xxhash.xxh3_64_intdigest(root)) >> 1
 
 
-def _has_own(index: Index, owns: Keys, places: Sequence[int], span: slice) -> Flags:
-    return index.holds(places, owns[span])
+class _Prompt:
+    """The names of a prompt's blocks, made as far as they are asked for, span after span: most are not."""
+
+    def __init__(self, tokens: bytes, block_tokens: int, salt: str, adapter: str) -> None:
+        self._tokens = tokens
+        self._block_tokens = block_tokens
+        self._extras = {0: prefix_hashes.salted(salt)}
+        self._last = prefix_hashes.root(adapter)
+
+    def owns(self, span: slice) -> Keys:
+        step = 4 * self._block_tokens
+        tokens = self._tokens[span.start * step : span.stop * step]
+        names = prefix_hashes.chained(self._last, tokens, self._block_tokens, self._extras)
+        self._last, self._extras = names[-1], {}
+        return prefix_hashes.as_keys(names)
+
+
+def _has_own(index: Index, prompt: _Prompt, places: Sequence[int], span: slice) -> Flags:
+    return index.holds(places, prompt.owns(span))
 
 
 def _has_external(index: Index, externals: Keys, places: Sequence[int], span: slice) -> Flags:
