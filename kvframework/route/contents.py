@@ -6,6 +6,7 @@ data parallel rank. Each of them, with each size of block and each tier, is a pl
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -15,6 +16,8 @@ import numpy as np
 from kvframework.route import events, prefix_hashes
 from kvframework.route.index import Index
 from kvframework.route.table import Keys
+
+log = logging.getLogger(__name__)
 
 # Of one publisher: engines, sizes of blocks and tiers, multiplied.
 MOST_PLACES = 64
@@ -58,7 +61,14 @@ class Contents:
         return sum(self._index.size(place.number) for place in self._places.values())
 
     def apply(self, topic: bytes, payload: bytes) -> None:
-        """Take a batch in."""
+        """Take a batch in. An error of this code costs that batch, and would come again with it."""
+        try:
+            self._apply(topic, payload)
+        except Exception:
+            log.exception("a batch is not taken in")
+            self._mistaken("a bug of this router; see its log")
+
+    def _apply(self, topic: bytes, payload: bytes) -> None:
         if len(topic) > _LONGEST_TOPIC:
             self._mistaken("a topic is too long")
             return

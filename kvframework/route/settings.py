@@ -9,11 +9,10 @@ from typing import Annotated
 import msgspec
 
 from kvframework.api.installing import install_command
-from kvframework.config import convert
+from kvframework.config import convert, parse_endpoint
 from kvframework.config.toml import read_toml
 from kvframework.errors import ConfigFieldError, PluginUnavailable
 
-_SCHEMES = ("tcp://", "ipc://")
 _FORM = "NAME=EVENTS or NAME=EVENTS,REPLAY, each tcp://HOST:PORT or ipc://PATH"
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 
@@ -70,7 +69,7 @@ def check_extra(where: str = "kvframework route") -> None:
 
 
 def read_nodes(config: RouteConfig) -> list[Node]:
-    """The nodes of now. Blocking. Raises `ConfigFileError` and `ConfigFieldError`."""
+    """The nodes of now. Blocking. Raises `ConfigFileError`, `ConfigFieldError` and `EndpointError`."""
     nodes = [_parsed(text) for text in config.nodes]
     if config.nodes_file:
         path = Path(config.nodes_file)
@@ -95,8 +94,7 @@ def _parsed(text: str) -> Node:
 def _check(node: Node, config: RouteConfig) -> None:
     where = f"node {node.name!r}"
     for endpoint in filter(None, (node.events, node.replay)):
-        if not endpoint.startswith(_SCHEMES):
-            raise ConfigFieldError(f"{endpoint!r} is no endpoint", where=where, available=_FORM)
+        parse_endpoint(endpoint, where=where)
     if node.server_key and not config.client_key:
         raise ConfigFieldError(
             "its publisher has a key and this router has none",

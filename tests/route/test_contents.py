@@ -189,3 +189,13 @@ def test_only_topics_that_begin_so_are_taken_in() -> None:
     for topic in (b"kv@a@m", b"kv@b@m", b"kv@bb@m"):
         contents.apply(topic, batch(stored([1], None, range(4))))
     assert [place.topic for place in contents.places] == [b"kv@b@m"]
+
+
+def test_a_bug_costs_a_batch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    contents = made()
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_hashes, "chained", None)
+        contents.apply(TOPIC, batch(stored([1], None, range(4))))
+    assert "a batch is not taken in" in caplog.text
+    contents.apply(TOPIC, batch(stored([2], None, range(4))))
+    assert (contents.counts["malformed"], contents.blocks) == (1, 1)
