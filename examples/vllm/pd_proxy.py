@@ -20,6 +20,8 @@ from typing import Any
 PROMPTS = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY_BYTES = 64 << 20
 PIECE_BYTES = 64 << 10
+# Of an engine or a client that is not there, hangs or speaks otherwise, or of a path that cannot be passed on.
+FAILURES = (OSError, http.client.HTTPException, ValueError)
 
 
 def main() -> None:
@@ -28,7 +30,9 @@ def main() -> None:
     parser.add_argument("--decode", required=True, help="HOST:PORT of the engine with kv_role kv_consumer")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a byte from an engine")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds without a byte from an engine or a client"
+    )
     arguments = parser.parse_args()
     with proxy(arguments.prefill, arguments.decode, arguments.host, arguments.port, arguments.timeout) as server:
         print(f"listening on {arguments.host}:{server.server_address[1]}", flush=True)
@@ -41,15 +45,19 @@ def proxy(
     """A server that listens. Each request has a thread; the caller runs it and closes it."""
 
     class Relay(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self) -> None:
             self._relay(decode, b"")
 
         def do_POST(self) -> None:
             length = self.headers.get("Content-Length", "")
-            if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            if not length.isdecimal() or len(length) > len(str(MAX_BODY_BYTES)) or int(length) > MAX_BODY_BYTES:
                 self.send_error(413 if length.isdecimal() else 411, f"a body of at most {MAX_BODY_BYTES} bytes")
                 return
             body = self.rfile.read(int(length))
+            if len(body) < int(length):  # the client hung up
+                return
             first = prefill_of(body) if self.path in PROMPTS else b""
             if first:
                 self._prefill(first)
@@ -62,24 +70,39 @@ def proxy(
                     reply.read()
                 if reply.status != 200:
                     self.log_error("prefill engine: status %s", reply.status)
-            except (OSError, http.client.HTTPException) as error:
+            except FAILURES as error:
                 self.log_error("prefill engine: %r", error)
 
         def _relay(self, engine: str, body: bytes) -> None:
+            # One request a connection: nothing of a client's bytes is taken for a second one.
+            self.close_connection = True
             with closing(http.client.HTTPConnection(engine, timeout=timeout)) as connection:
                 try:
                     reply = self._asked(connection, body)
-                except (OSError, http.client.HTTPException) as error:
+                except FAILURES as error:
                     self.send_error(502, f"decode engine: {error!r}")
                     return
-                self.send_response(reply.status)
-                self.send_header("Content-Type", reply.getheader("Content-Type", "application/json"))
-                # The connection's end is the answer's: streams have no length.
-                self.send_header("Connection", "close")
-                self.end_headers()
-                self.close_connection = True
-                while piece := reply.read1(PIECE_BYTES):
-                    self.wfile.write(piece)
+                try:
+                    self._answer(reply)
+                except FAILURES as error:
+                    self.log_error("the answer broke off: %r", error)
+
+        def _answer(self, reply: http.client.HTTPResponse) -> None:
+            """Pass the answer on as it comes. One that breaks off has no end for the client either."""
+            length = reply.getheader("Content-Length")
+            in_chunks = length is None and self.request_version != "HTTP/1.0"
+            self.send_response(reply.status)
+            self.send_header("Content-Type", reply.getheader("Content-Type", "application/json"))
+            self.send_header("Connection", "close")
+            if length is not None:
+                self.send_header("Content-Length", length)
+            elif in_chunks:
+                self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            while piece := reply.read1(PIECE_BYTES):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece) if in_chunks else piece)
+            if in_chunks:
+                self.wfile.write(b"0\r\n\r\n")
 
         def _asked(self, connection: http.client.HTTPConnection, body: bytes) -> http.client.HTTPResponse:
             kept = ("Content-Type", "Authorization", "traceparent", "X-Request-Id")
@@ -87,6 +110,7 @@ def proxy(
             connection.request(self.command, self.path, body or None, headers)
             return connection.getresponse()
 
+    Relay.timeout = timeout
     return ThreadingHTTPServer((host, port), Relay)
 
 

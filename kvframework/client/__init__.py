@@ -3,9 +3,11 @@ parts."""
 
 from kvframework.client.connection import KVClient
 from kvframework.client.digest_memory import FileState
+from kvframework.client.engine_options import EngineOptions, Seconds, engine_options
 from kvframework.client.file_digests import FileDigest, digest_files
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.model_files import WEIGHT_SUFFIXES, changed_since, fingerprint, model_files, process_started
+from kvframework.client.model_identity import EngineKind, ModelFacts, model_identity
 from kvframework.client.naming import KvIdentity, named_identity
 from kvframework.client.read_progress import Progress
 from kvframework.client.registration.canonical import CanonicalInstance, register_canonical
@@ -18,20 +20,26 @@ __all__ = [
     "WEIGHT_SUFFIXES",
     "CanonicalInstance",
     "CurveKeys",
+    "EngineKind",
+    "EngineOptions",
     "FileDigest",
     "FileState",
     "KVClient",
     "KvIdentity",
     "LookupResult",
+    "ModelFacts",
     "Progress",
     "RequestHashes",
     "SchedulerAdapter",
+    "Seconds",
     "WorkerAdapter",
     "changed_since",
     "current_trace",
     "digest_files",
+    "engine_options",
     "fingerprint",
     "model_files",
+    "model_identity",
     "named_identity",
     "process_started",
     "register_canonical",

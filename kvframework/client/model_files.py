@@ -67,10 +67,20 @@ def fingerprint(files: Sequence[Path]) -> str:
 
 
 def changed_since(files: Sequence[Path], started: float) -> list[Path]:
-    """The files written after `started`, seconds since the epoch. Files that a hub's cache links to are written once,
-    often by this engine's own download, and count as unchanged. Raises `OSError`."""
-    found = [(path, path.stat()) for path in files if not path.is_symlink()]
-    return [path for path, status in found if max(status.st_mtime, status.st_ctime) > started]
+    """The files that were written, or that a link came to name, after `started`, seconds since the epoch. Files of a
+    hub's cache are written once, often by this engine's own download, and count as unchanged. Raises `OSError`."""
+    return [path for path in files if not _is_hubs(path) and _changed_at(path) > started]
+
+
+def _is_hubs(path: Path) -> bool:
+    """True for a link to one of the files that a hub's cache names by their content."""
+    return path.is_symlink() and path.resolve().parent.name == "blobs"
+
+
+def _changed_at(path: Path) -> float:
+    links = [each for each in (path, *path.parents) if each.is_symlink()]
+    found = [path.stat(), *(each.lstat() for each in links)]
+    return max(max(each.st_mtime, each.st_ctime) for each in found)
 
 
 def process_started() -> float:

@@ -52,7 +52,8 @@ class AttachedPool:
 
 
 class Attachments:
-    """The pools of one engine process, by name. `identity` names the model; it may read files, and raise."""
+    """The pools of one engine process, by name. `identity` names the model; it may read files, and raise. `release` is
+    part of the names if it is not ""."""
 
     def __init__(
         self,
@@ -60,17 +61,20 @@ class Attachments:
         options: SglangOptions,
         identity: Callable[[], KvIdentity],
         *,
+        release: str = "",
         retry_s: float = RETRY_S,
     ) -> None:
         self._client = client
         self._options = options
         self._identity = identity
+        self._release = "release:" + release if release else ""
         self._retry_s = retry_s
         self._named: KvIdentity | None = None
         self._attached: dict[str, AttachedPool] = {}
         self._waiting: dict[str, tuple[PoolForm, int, Place]] = {}
         self._logged: set[str] = set()
         self._lock = threading.Lock()
+        self._registering = threading.Lock()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -90,12 +94,12 @@ class Attachments:
                 self._thread.start()
 
     def close(self) -> None:
-        """Unregisters, if the server runs. No transfer may be in progress. Idempotent."""
+        """Unregisters, if the server runs; waits for a registration that is under way, not for files that are read. No
+        transfer may be in progress. Idempotent."""
         with self._lock:
             self._closed.set()
-            thread = self._thread
-        if thread is not None:
-            thread.join(2 * self._client.deadlines.setup_s + _UP_S)
+        if self._registering.acquire(timeout=2 * self._client.deadlines.setup_s + _UP_S):
+            self._registering.release()
         attached, self._attached = self._attached, {}
         for pool in attached.values():
             pool.loads.close()
@@ -109,7 +113,12 @@ class Attachments:
                     self._thread = None
                     return
             try:
-                pool = self._registered(name, *waiting)
+                if self._named is None:
+                    self._named = self._identity()
+                with self._registering:
+                    if self._closed.is_set():
+                        return
+                    self._attached[name] = self._registered(name, self._named, *waiting)
             except Exception as error:  # noqa: BLE001 - not even a broken plugin may harm the engine
                 self._log(name, error)
                 with self._lock:  # another pool may have more luck
@@ -118,15 +127,14 @@ class Attachments:
                     self._closed.wait(self._retry_s)
                 continue
             with self._lock:
-                self._attached[name] = pool
                 del self._waiting[name]
 
-    def _registered(self, name: str, form: PoolForm, page_tokens: int, place: Place) -> AttachedPool:
-        if self._named is None:
-            self._named = self._identity()
+    def _registered(
+        self, name: str, identity: KvIdentity, form: PoolForm, page_tokens: int, place: Place
+    ) -> AttachedPool:
         if not self._client.wait_up(_UP_S):
             self._client.raise_down()
-        loads, stores = [self._adapter(name, form, place, self._named) for _ in range(2)]
+        loads, stores = [self._adapter(name, form, place, identity) for _ in range(2)]
         try:
             registration = loads.register_kv_caches(form.tensors, block_size=page_tokens)
             stores.register_kv_caches(form.tensors, block_size=page_tokens)
@@ -157,7 +165,8 @@ class Attachments:
     def _adapter(self, name: str, form: PoolForm, place: Place, identity: KvIdentity) -> WorkerAdapter:
         # What names KV beside the model; nothing where the names are those of other engines.
         foreign = self._client.hello.hasher_fingerprint != PAGE_HASHER
-        parts = ["pages:" + PAGE_HASHER if foreign else "", "" if name == "kv" else "pool:" + name, place.stage]
+        pool = "" if name == "kv" else "pool:" + name
+        parts = ["pages:" + PAGE_HASHER if foreign else "", pool, form.packing, place.stage, self._release]
         return WorkerAdapter(
             self._client,
             instance_id=secrets.randbits(62),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvf_sglang.attach import Attachments, Place
 from kvf_sglang.options import SglangOptions
-from kvf_sglang.pages import PoolPages, Salt, digests_of
+from kvf_sglang.pages import PoolPages, Salt, digests_of, places_of
 from kvf_sglang.pools import PoolForm, form_of
 from kvf_sglang.tally import Tally
 from kvframework.client import KVClient, KvIdentity
@@ -40,9 +40,10 @@ class Worker(NamedTuple):
     cp_size: int = 1
     replicated: bool = False
 
-    def place(self, *, per_head: bool) -> Place:
+    def place(self, *, per_head: bool, first_layer: int = 0) -> Place:
+        """`first_layer` is the first of a pipeline stage: users may split the layers as they like."""
         stages = [
-            f"pp{self.pp_rank}of{self.pp_size}" if self.pp_size > 1 else "",
+            f"pp{self.pp_rank}of{self.pp_size}@{first_layer}" if self.pp_size > 1 else "",
             f"cp{self.cp_rank}of{self.cp_size}" if self.cp_size > 1 else "",
         ]
         stage = "+".join(filter(None, stages))
@@ -70,10 +71,12 @@ class PageCache:
         worker: Worker,
         identity: Callable[[], KvIdentity],
         *,
+        release: str = "",
         client: KVClient | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises `EndpointError` and `ConfigFieldError`. Never blocks."""
+        """`release` is that of an SGLang that is only tried: it shares with engines of the same one. Raises
+        `EndpointError` and `ConfigFieldError`. Never blocks."""
         self.tally = Tally()
         self._options = options
         self._worker = worker
@@ -81,10 +84,11 @@ class PageCache:
         self._client = client or KVClient(
             options.endpoint or None, name="sglang", deadline_scale=options.deadline_scale
         )
-        self._attachments = Attachments(self._client, options, identity)
+        self._attachments = Attachments(self._client, options, identity, release=release)
         self._salt = Salt(engine_name())
         self._pages: dict[str, PoolPages] = {}
         self._page_tokens = 0
+        self._first_layer = 0
         self._retired = ""
         self._left_out = False
         self._told: set[str] = set()
@@ -94,6 +98,7 @@ class PageCache:
         page hashes. If a pool cannot be kept nothing is: a hit needs all of them. Never blocks."""
         if name == KV:
             self._page_tokens = int(pool.page_size)
+            self._first_layer = int(getattr(pool, "start_layer", 0))
         try:
             form = form_of(pool, self._page_tokens)
             # The first rank alone stores what all hold alike, except states.
@@ -103,7 +108,8 @@ class PageCache:
         except KVFrameworkError as error:
             self._leave_out(f"pool {name}: {error}")
             return
-        self._attachments.add(name, form, self._page_tokens, self._worker.place(per_head=form.per_head))
+        place = self._worker.place(per_head=form.per_head, first_layer=self._first_layer)
+        self._attachments.add(name, form, self._page_tokens, place)
 
     def attached(self, name: str) -> bool:
         """True if a pool is registered and the server is there, so that a call is worth its while. Never blocks."""
@@ -170,15 +176,16 @@ class PageCache:
         failed = [False] * len(keys)
         if pages is None or not keys:
             return failed
-        if len(indices) != len(keys) * pages.slots:
-            self._tell(f"pool {name}: {len(indices)} slots for {len(keys)} pages of {pages.slots}")
+        places = places_of(indices, pages.slots)
+        if places is None or len(places) != len(keys):
+            self._tell(f"pool {name}: slots that are not one whole page of {pages.slots} for each key")
             return failed
-        firsts, digests = list(indices[:: pages.slots]), digests_of(keys)
+        digests = digests_of(keys)
         started = self._clock()
         if storing:
-            done = len(keys) if pages.store(digests, firsts, self._options.store_deadline_s) else 0
+            done = len(keys) if pages.store(digests, places, self._options.store_deadline_s) else 0
         else:
-            done = pages.load(digests, firsts, self._options.load_deadline_s)
+            done = pages.load(digests, places, self._options.load_deadline_s)
         self.tally.moved("backup" if storing else "prefetch", done, done * pages.page_bytes, self._clock() - started)
         return [True] * done + failed[done:]
 

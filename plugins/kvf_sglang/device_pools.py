@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvf_sglang.pools import PoolForm, state_form
+from kvf_sglang.pools import TURNED, PoolForm, lie_as_shaped, release_of, state_form
 from kvframework.errors import BadLayout
 
 # Exact classes: their subclasses hold other things in the same attributes.
@@ -21,7 +21,10 @@ def device_form_of(pool: Any, page_tokens: int) -> PoolForm:
         beside = [getattr(cache, "replayssm_d", None), *getattr(pool, "_slot_siblings", [])]
         if any(each is not None for each in beside):
             raise _refused(pool, "its states have parts beside them")
-        return state_form(cache.temporal, cache.conv, ("layer", "block", "dim"), page_tokens)
+        if not lie_as_shaped([cache.temporal, *cache.conv]):
+            raise _refused(pool, TURNED)
+        order = ("layer", "block", "dim")
+        return state_form(cache.temporal, cache.conv, order, page_tokens, release=release_of(pool))
     if kind not in (_MHA, _MLA):
         raise _refused(pool, "its kind is not known to convert exactly")
     if pool.page_size != page_tokens:

@@ -6,8 +6,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvf_sglang.identity import ModelFacts
-from kvframework.client import model_files, process_started
+from kvframework.client import ModelFacts, model_files, process_started
+
+# Options of SGLang's that change what the same weights and adapters compute: quantisation while they are loaded, images
+# before the model sees them, hooks around its layers, modules that adapters are kept from. At their defaults they are
+# falsy.
+CHANGING = (
+    "decrypted_config_file",
+    "enable_precise_embedding_interpolation",
+    "experts_shared_outer_loras",
+    "forward_hooks",
+    "kt_weight_path",
+    "lora_target_modules",
+    "mm_process_config",
+    "modelopt_checkpoint_restore_path",
+    "modelopt_quant",
+    "quantize_and_serve",
+    "rl_quant_profile",
+)
+# Those with weights of their own, in forms that are not known here.
+_OTHER_WEIGHTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "rl_quant_profile")
 
 
 def model_facts(engine: str) -> ModelFacts:
@@ -51,12 +69,19 @@ def _facts(
         config=_config(path, revision, resolved) or config.hf_config.to_dict(),
         dtype=str(config.dtype),
         settings={} if draft_path else _settings(resolved),
-        files=model_files(path, revision or None, resolved.download_dir, code=bool(resolved.trust_remote_code)),
+        files=_files(path, revision, resolved),
         draft=draft,
         adapters=None if draft_path else _adapters(resolved),
         engine=engine,
         started=process_started(),
     )
+
+
+def _files(path: str, revision: str, resolved: Any) -> tuple[Path, ...]:
+    """The files that hold all weights, () if there are none."""
+    if any(getattr(resolved, name, None) for name in _OTHER_WEIGHTS):
+        return ()
+    return model_files(path, revision or None, resolved.download_dir, code=bool(resolved.trust_remote_code))
 
 
 def _config(path: str, revision: str, resolved: Any) -> dict[str, Any]:
@@ -85,7 +110,13 @@ def _settings(resolved: Any) -> dict[str, object]:
         "kv_scales": _content_of(getattr(resolved, "quantization_param_path", None)),
         "overrides": "" if resolved.json_model_override_args == "{}" else str(resolved.json_model_override_args),
         "speculative": str(getattr(resolved, "speculative_algorithm", None) or ""),
+        **{name: _text(getattr(resolved, name, None)) for name in CHANGING},
     }
+
+
+def _text(value: object) -> str:
+    """The value as text, "" for one that is falsy; of a set, whose order differs between processes, sorted."""
+    return str(sorted(value) if isinstance(value, (set, frozenset)) else value) if value else ""
 
 
 def _content_of(path: str | None) -> str:

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
+from kvframework.errors import KVFrameworkError
+
 log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,7 +23,7 @@ class Counting(Protocol):
 
 def harmless(default: Callable[..., object]) -> Callable[[F], F]:
     """Decorates a method so that it returns `default(*its arguments)` where it would raise. The first error of each
-    kind in each method is logged with its traceback."""
+    kind in each method is logged, with its traceback if it is not the framework's own."""
 
     def decorate(method: F) -> F:
         @functools.wraps(method)
@@ -32,11 +34,12 @@ def harmless(default: Callable[..., object]) -> Callable[[F], F]:
                 kind = f"{method.__name__}: {type(error).__name__}"
                 seen = self.errors[kind] = self.errors.get(kind, 0) + 1
                 if seen == 1:
+                    known = isinstance(error, KVFrameworkError)
                     log.error(
-                        "%s failed, the engine continues without the cache there: %r",
-                        method.__name__,
-                        error,
-                        exc_info=error,
+                        "%s failed, the engine continues without the cache there: %s",
+                        method.__name__.lstrip("_"),
+                        error if known else repr(error),
+                        exc_info=None if known else error,
                     )
                 return default(*args, **kwargs)
 

@@ -24,7 +24,7 @@ from kvf_sglang.harmless import harmless
 from kvf_sglang.identity import identify
 from kvf_sglang.lookups import LOOKUP_S, RecentLookups
 from kvf_sglang.offloads import Offloads
-from kvf_sglang.options import parse_options
+from kvf_sglang.options import LINKER, parse_options
 from kvf_sglang.supported import check_linker_version
 from kvf_sglang.weight_updates import watch
 
@@ -64,7 +64,7 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         kv = params.token_to_kv_pool_allocator.get_kvcache()
         self.pools = {PoolName.KV: kv}
         check_linker_version(sglang.__version__)
-        options = parse_options(extra)
+        options = parse_options(extra, LINKER)
         names = {str(getattr(each, "name", each)) for each in components}
         if params.pp_size > 1 or not names <= {"FULL", "MAMBA"}:
             what = "pipeline parallelism" if params.pp_size > 1 else f"a cache of {', '.join(sorted(names))}"

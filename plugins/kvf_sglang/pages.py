@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvf_sglang.attach import AttachedPool
@@ -64,16 +64,16 @@ class Tickets:
         """Returns those that are to be freed."""
         with self._lock:
             self._held.append(_Held(last, self._clock() + TICKET_HOLDS_S, result))
-            return self._ended(b"")
+            return self._ended(())
 
-    def take(self, last: bytes) -> list[LookupResult]:
-        """The tickets that end with the page `last`, or by their time: to be freed."""
+    def take(self, ends: Collection[bytes]) -> list[LookupResult]:
+        """The tickets whose last page is one of these, or whose time is over: to be freed."""
         with self._lock:
-            return self._ended(last)
+            return self._ended(ends)
 
-    def _ended(self, last: bytes) -> list[LookupResult]:
+    def _ended(self, ends: Collection[bytes]) -> list[LookupResult]:
         now, oldest = self._clock(), len(self._held) - MOST_TICKETS
-        ended = [each.last == last or each.until < now or index < oldest for index, each in enumerate(self._held)]
+        ended = [each.last in ends or each.until < now or index < oldest for index, each in enumerate(self._held)]
         freed = [each.result for each, over in zip(self._held, ended, strict=True) if over]
         self._held = [each for each, over in zip(self._held, ended, strict=True) if not over]
         return freed
@@ -121,47 +121,48 @@ class PoolPages:
                 end = start
         return found[::-1]
 
-    def load(self, digests: Sequence[bytes], indices: Sequence[int], deadline_s: float) -> int:
-        """Loads pages into the pool; `indices` are the places of their first slots. Returns how many from the first on
-        are there. After it returns nothing writes into the pool."""
-        until = self._clock() + deadline_s
+    def load(self, digests: Sequence[bytes], places: Sequence[int], deadline_s: float) -> int:
+        """Loads pages into these places of the pool. Returns how many from the first on are there. After it returns
+        nothing writes into the pool."""
+        until, ends = self._clock() + deadline_s, {digests[-1]}
         try:
-            loaded = self._load(digests, indices, until)
+            loaded = self._load(digests, places, until)
             if not loaded and len(digests) > 1:
                 # A page was evicted meanwhile: what is before it can still be loaded.
                 left = max(until - self._clock(), 0.0)
                 there = self.prefix(digests, left) if left else 0
-                loaded = self._load(digests[:there], indices[:there], until) if 0 < there < len(digests) else 0
+                ends.add(digests[there - 1])
+                loaded = self._load(digests[:there], places[:there], until) if 0 < there < len(digests) else 0
             return loaded
         finally:
-            self._free(self._tickets.take(digests[-1]) if digests else [])
+            self._free(self._tickets.take(ends))
 
-    def store(self, digests: Sequence[bytes], indices: Sequence[int], deadline_s: float) -> bool:
-        """Stores pages; those that are stored already are skipped. True if the server has all of them. After it returns
-        nothing reads the pool."""
+    def store(self, digests: Sequence[bytes], places: Sequence[int], deadline_s: float) -> bool:
+        """Stores the pages in these places; those that are stored already are skipped. True if the server has all of
+        them. After it returns nothing reads the pool."""
         pool, until = self._pool, self._clock() + deadline_s
         request = self._request(digests)
         if request is None or not digests:
             return not digests
-        blocks = [[index // pool.form.slots for index in indices]] * pool.groups
+        blocks = [places] * pool.groups
         with pool.storing:
             future = pool.stores.submit_store(request, 0, len(digests) * pool.page_tokens, blocks)
             outcome = self._ended(future, until)
             pool.stores.get_finished()
         return outcome is not None and not (outcome.dropped or outcome.unknown or outcome.error)
 
-    def _load(self, digests: Sequence[bytes], indices: Sequence[int], until: float) -> int:
+    def _load(self, digests: Sequence[bytes], places: Sequence[int], until: float) -> int:
         """All pages or none, each in one request if it is a state."""
         pool = self._pool
         if pool.form.state and len(digests) > 1:
             done = 0
-            while done < len(digests) and self._load(digests[done : done + 1], indices[done : done + 1], until):
+            while done < len(digests) and self._load(digests[done : done + 1], places[done : done + 1], until):
                 done += 1
             return done
         request = self._request(digests)
         if request is None or not digests:
             return 0
-        blocks = [[index // pool.form.slots for index in indices]] * pool.groups
+        blocks = [places] * pool.groups
         with pool.loading:
             future = pool.loads.submit_retrieve(request, 0, len(digests) * pool.page_tokens, blocks)
             outcome = self._ended(future, until)
@@ -219,3 +220,11 @@ def digests_of(keys: Sequence[str]) -> list[bytes]:
     if any(len(each) != DIGEST_BYTES for each in digests):
         raise ValueError(f"a page hash is not of {DIGEST_BYTES} bytes")
     return digests
+
+
+def places_of(indices: Sequence[int], slots: int) -> list[int] | None:
+    """The places of pages whose slots these are; None unless each page has all slots of a place, in their order, and
+    no other page has the same."""
+    places = [first // slots for first in indices[::slots]]
+    whole = [slot for place in places for slot in range(place * slots, (place + 1) * slots)]
+    return places if whole == list(indices) and len({*places}) == len(places) else None

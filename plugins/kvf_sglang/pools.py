@@ -7,6 +7,9 @@ of other kinds, share them.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +33,7 @@ _LATENT = {
     "page_first_direct": ("block", "layer", "token", "head", "dim"),
 }
 _STATE_LAYOUTS = ("page_first", "page_first_direct")
+TURNED = "the numbers of its states do not lie in the order of their shape"
 # Exact classes: their subclasses hold other things in the same attributes.
 _MHA, _MLA, _MAMBA = "MHATokenToKVPoolHost", "MLATokenToKVPoolHost", "MambaPoolHost"
 
@@ -39,7 +43,8 @@ class PoolForm:
     """One pool as a layout plugin takes it: views of its memory, and the options of `layout.paged`.
 
     `slots` is the number of the pool's indices in one page. `per_head` is True if ranks of one tensor-parallel group
-    hold different heads of it, or different parts of a state. `state`: an entry is the state after a page's last token.
+    hold different heads of it, or different parts of a state. `state`: an entry is the state after a page's last token,
+    and `packing` names what the order of its elements depends on.
     """
 
     tensors: Mapping[str, LayerTensors]
@@ -47,6 +52,7 @@ class PoolForm:
     slots: int
     per_head: bool = True
     state: bool = False
+    packing: str = ""
 
 
 def form_of(pool: Any, page_tokens: int) -> PoolForm:
@@ -78,8 +84,12 @@ def form_of(pool: Any, page_tokens: int) -> PoolForm:
 def _states(pool: Any, page_tokens: int) -> PoolForm:
     if pool.layout not in _STATE_LAYOUTS or pool.page_size != 1:
         raise _refused(pool, f"its layout is {pool.layout!r}, its slots hold {pool.page_size} states")
+    on_device = getattr(pool, "buffer_info", None)
+    if on_device is not None and not lie_as_shaped([on_device.temporal, *on_device.conv]):
+        raise _refused(pool, TURNED)
     more = getattr(pool, "slot_state_buffers", ())
-    return state_form(pool.temporal_buffer, pool.conv_buffer, ("block", "layer", "dim"), page_tokens, more)
+    axes = ("block", "layer", "dim")
+    return state_form(pool.temporal_buffer, pool.conv_buffer, axes, page_tokens, more, release=release_of(pool))
 
 
 def state_form(
@@ -88,15 +98,23 @@ def state_form(
     axes: tuple[str, ...],
     page_tokens: int,
     more: Sequence[torch.Tensor] = (),
+    *,
+    release: str,
 ) -> PoolForm:
     """The form of recurrent states, one slot a state. Their parts differ in dtype, and each is a layer group: `axes`
-    are those of the first two kinds, whose further axes are the state itself, `more` have slots first."""
+    are those of the first two kinds, whose further axes are the state itself, `more` have slots first.
+
+    Only the code of SGLang's `release` knows how the numbers of a state lie, whose shape may stay the same when they
+    are turned round."""
     tensors: dict[str, LayerTensors] = {}
     groups = []
+    shapes: dict[str, list[int]] = {}
 
     def add(name: str, buffer: torch.Tensor, axes: tuple[str, ...]) -> None:
         if buffer.numel():
             tensors[name] = buffer.flatten(len(axes) - 1)
+            # Host pools have an axis of one more.
+            shapes[name] = [size for size in buffer.shape[len(axes) - 1 :] if size > 1]
             groups.append({"layers": [name], "state": True, "axes": list(axes)})
 
     add("temporal", temporal, axes)
@@ -104,7 +122,20 @@ def state_form(
         add(f"conv_{index}", buffer, axes)
     for index, buffer in enumerate(more):
         add(f"slot_{index}", buffer, ("block", "dim"))
-    return PoolForm(tensors, {"groups": groups, "chunk_tokens": page_tokens}, slots=1, state=True)
+    text = json.dumps([release, shapes], sort_keys=True)
+    packing = "states:" + hashlib.blake2b(text.encode(), digest_size=8, person=b"kvf-sgl-states").hexdigest()
+    return PoolForm(tensors, {"groups": groups, "chunk_tokens": page_tokens}, slots=1, state=True, packing=packing)
+
+
+def lie_as_shaped(states: Sequence[torch.Tensor]) -> bool:
+    """True if the numbers of each state lie in the order of its shape, behind the axes of layers and slots. Those of
+    convolutions do not on CPUs with AMX; on NPUs their shape is another one."""
+    return all(each[:1, :1].is_contiguous() for each in states)
+
+
+def release_of(pool: Any) -> str:
+    """The release of the package that a pool's class is from, "" if it says none."""
+    return str(getattr(sys.modules.get(type(pool).__module__.partition(".")[0]), "__version__", ""))
 
 
 def _refused(pool: Any, why: str) -> BadLayout:

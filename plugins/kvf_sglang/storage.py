@@ -63,7 +63,7 @@ class KvFrameworkStorage(HiCacheStorage):  # type: ignore[misc]
         extra = config.extra_config if isinstance(config.extra_config, dict) else {}
         # SGLang asks for it after the constructor: pages go straight between pool and arena.
         extra["interface_v1"] = 1
-        check_version(sglang.__version__, interface_of(HiCacheStorage))
+        tried = check_version(sglang.__version__, interface_of(HiCacheStorage))
         options = parse_options(extra)
         worker = Worker(
             tp_rank=config.tp_rank,
@@ -78,7 +78,9 @@ class KvFrameworkStorage(HiCacheStorage):  # type: ignore[misc]
         facts = model_facts(engine_name())
         from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-        cache = PageCache(options, worker, lambda: identify(facts, model=options.model, weights=options.weights))
+        cache = PageCache(
+            options, worker, lambda: identify(facts, model=options.model, weights=options.weights), release=tried
+        )
         watch(cache, WeightUpdater)
         self._metrics = bool(config.enable_storage_metrics)
         self.cache = cache

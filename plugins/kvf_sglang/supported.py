@@ -55,10 +55,12 @@ def check_linker_version(version: str) -> None:
         )
 
 
-def check_version(version: str, interface: str) -> None:
-    """Logs a warning for another release with the same interface; raises `VersionMismatch` for one with another."""
+def check_version(version: str, interface: str) -> str:
+    """Returns "" for a known release. Another one with the same interface is tried: logs a warning, and returns the
+    release, since its pools may mean something else by the same names. Raises `VersionMismatch` for one with another
+    interface."""
     if version in KNOWN:
-        return
+        return ""
     if interface != FINGERPRINT:
         raise VersionMismatch(
             f"this is SGLang {version}, whose storage interface is not the one that this backend follows",
@@ -69,3 +71,4 @@ def check_version(version: str, interface: str) -> None:
     log.warning(
         "SGLang %s has not been tried with this release, its storage interface is that of %s", version, KNOWN[-1]
     )
+    return version

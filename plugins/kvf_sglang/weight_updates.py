@@ -26,23 +26,29 @@ class Retiring(Protocol):
 
 
 _watching: weakref.WeakSet[Any] = weakref.WeakSet()
+# The updates of this process, by SGLang's class.
+_updated: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 
 def watch(cache: Retiring, updater: type) -> None:
-    """Retires the cache before any update of the weights of this process. `updater` is SGLang's class. Raises
-    `AttributeError` if its methods are not those that are known."""
+    """Retires the cache before any update of the weights of this process, and at once if there was one since the first
+    call: a backend may be detached and attached. `updater` is SGLang's class. Raises `AttributeError` if its methods
+    are not those that are known."""
     for name in UPDATES:
         method = getattr(updater, name)
         if not hasattr(method, "kvf_sglang"):
-            setattr(updater, name, _watched(name, method))
+            setattr(updater, name, _watched(updater, name, method))
     _watching.add(cache)
+    if updater in _updated:
+        cache.retire(_updated[updater])
 
 
-def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(updater: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        why = _updated[updater] = f"SGLang updates its weights ({name})"
         for cache in list(_watching):
-            cache.retire(f"SGLang updates its weights ({name})")
+            cache.retire(why)
         return method(*args, **kwargs)
 
     watched.kvf_sglang = True  # type: ignore[attr-defined]

@@ -109,7 +109,8 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._groups = groups_of(kv_cache_config)
         if self._options.load == "sync" and only_between_steps(self._groups):
             raise ConfigFieldError(
-                "this model has several KV cache groups or recurrent states, which vLLM can only load asynchronously",
+                "this model has several KV cache groups, sliding windows or recurrent states, which vLLM can only load "
+                "asynchronously",
                 where="kvframework.load",
                 available="async",
             )

@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvf_vllm.canonical import LayerForm
-from kvf_vllm.identity import ModelFacts
 from kvf_vllm.layouts import GroupFacts, packing_name
-from kvframework.client import KvIdentity, model_files, process_started
+from kvframework.client import KvIdentity, ModelFacts, model_files, process_started
 from kvframework.errors import BadLayout, ConfigFieldError, TransportMismatch
 
 # Attention that needs all tokens before a position, as far as the choice of blocks to keep is concerned.

@@ -139,8 +139,9 @@ def group_of_each(layout: KVLayout, groups: Sequence[GroupFacts]) -> tuple[int, 
 
 def only_between_steps(groups: Sequence[GroupFacts]) -> bool:
     """True if only the request can be named to vLLM when a load fails, which vLLM takes for loads between steps: with
-    several groups, and with states, whose tables name the null block."""
-    return len(groups) > 1 or any(group.state for group in groups)
+    several groups, and with windows or states. Their tables name the null block, which all requests share, and vLLM
+    frees the blocks before a window when it plans the load: the request has to start from its first token."""
+    return len(groups) > 1 or any(group.window or group.state for group in groups)
 
 
 def whole_prompt_loadable(groups: Sequence[GroupFacts]) -> bool:

@@ -37,13 +37,17 @@ class LookupService(Protocol):
 
 @dataclass(frozen=True)
 class StagedResult(LookupResult):
-    """The results of all pipeline stages: tokens that all of them have. Its `ticket` only says whether there is one."""
+    """The results of all pipeline stages for `request` from token `start`: tokens that all of them have. Its `ticket`
+    only says whether there is one."""
 
     parts: Sequence[LookupResult] = ()
+    request: RequestHashes | None = None
+    start: int = 0
 
 
 class ServerLookups:
-    """Lookups over a `KVClient`, which is borrowed. A prefix is a hit as far as every stage has it."""
+    """Lookups over a `KVClient`, which is borrowed. A prefix is a hit as far as every stage has it, and can end it
+    there: a window or a state makes what a stage has of a shorter prefix another question."""
 
     def __init__(self, client: KVClient) -> None:
         self._client = client
@@ -74,7 +78,7 @@ class ServerLookups:
         return RequestHashes(hasher, self._chunk_tokens, request_id=request_id, cache_salt=salt, trace=trace)
 
     def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult:
-        return _together([each.lookup(request, start, end) for each in self._serving()])
+        return self._agreed(request, start, [each.lookup(request, start, end) for each in self._serving()])
 
     def too_short(self, request: RequestHashes) -> None:
         self._serving()[0].too_short(request)
@@ -82,7 +86,9 @@ class ServerLookups:
     def poll(self, result: LookupResult) -> LookupResult:
         if not isinstance(result, StagedResult):
             return self._serving()[0].poll(result)
-        return _together([each.poll(part) for each, part in zip(self._serving(), result.parts, strict=True)])
+        assert result.request is not None
+        parts = [each.poll(part) for each, part in zip(self._serving(), result.parts, strict=True)]
+        return self._agreed(result.request, result.start, parts)
 
     def free(self, result: LookupResult) -> None:
         if not isinstance(result, StagedResult):
@@ -91,16 +97,27 @@ class ServerLookups:
         for each, part in zip(self._serving(), result.parts, strict=True):
             each.free(part)
 
+    def _agreed(self, request: RequestHashes, start: int, parts: list[LookupResult]) -> LookupResult:
+        """One result for all stages. Those that have more than another are asked again for no more than that, until
+        all have the same; not before each has answered."""
+        while not any(part.pending for part in parts) and len({part.hit_tokens for part in parts}) > 1:
+            shortest = min(part.hit_tokens for part in parts)
+            for index, (each, part) in enumerate(zip(self._serving(), parts, strict=True)):
+                if part.hit_tokens > shortest:
+                    # Asked before the other is let go, which pins what it shares with it.
+                    parts[index] = each.lookup(request, start, start + shortest) if shortest else LookupResult(0)
+                    each.free(part)
+        return _together(parts, request, start)
+
     def _serving(self) -> Sequence[SchedulerAdapter]:
         assert self._adapters, "lookups come after serve()"
         return self._adapters
 
 
-def _together(parts: Sequence[LookupResult]) -> LookupResult:
-    """One result for all stages."""
+def _together(parts: Sequence[LookupResult], request: RequestHashes, start: int) -> LookupResult:
     if len(parts) == 1:
         return parts[0]
     hit = min(part.hit_tokens for part in parts)
     ticket = next((part.ticket for part in parts if part.ticket), "")
     asked = max(part.asked_tokens for part in parts)
-    return StagedResult(hit, ticket, any(part.pending for part in parts), asked, parts)
+    return StagedResult(hit, ticket, any(part.pending for part in parts), asked, parts, request, start)

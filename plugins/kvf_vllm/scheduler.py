@@ -95,6 +95,7 @@ class SchedulerSide:
         self._whole_prompt = self._is_async and whole_prompt_loadable(self._groups)
         self._served: Served | None = None
         self._heard: dict[int, Served | None] = {}
+        self._differ = False
         self._first_asked: float | None = None
         self._tracked: dict[str, _Tracked] = {}
         self._planned_loads: list[LoadOp] = []
@@ -122,7 +123,7 @@ class SchedulerSide:
             return self._no_hit(tracked, "load_failed")
         hashes = self._hashed(tracked) if self._served is not None else None
         if self._served is None or hashes is None:
-            return self._no_hit(tracked, "no_server")
+            return self._no_hit(tracked, "workers_differ" if self._differ else "no_server")
         chunk = self._served.chunk_tokens
         start = computed // chunk * chunk
         is_known = tracked.adapter.use is None or tracked.adapter.is_loaded
@@ -301,6 +302,7 @@ class SchedulerSide:
         known = {each for each in self._heard.values() if each is not None}
         stages = {each.stage: each for each in known}
         if len(known) > len(stages) or len({each.chunk_tokens for each in known}) > 1:
+            self._differ = True
             log.error("the engine's workers name their KV differently, nothing is loaded or stored: %s", known)
         elif self._served is None and len(self._heard) == self._workers and None not in self._heard.values():
             served = [stages[stage] for stage in sorted(stages)]

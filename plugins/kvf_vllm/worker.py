@@ -45,7 +45,8 @@ class Instance(Protocol):
 
 class WorkerSide:
     """`stores` False: this worker holds the same KV as another one, which stores it. `block_size` is that of an engine
-    with one KV cache group, which reports failed loads by their blocks. For one thread."""
+    with one KV cache group of full attention, which reports failed loads by their blocks; 0: by their requests. For one
+    thread."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class WorkerSide:
         return received, failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks whose load failed since the last call, of an engine with one KV cache group."""
+        """Blocks whose load failed since the last call, if it names them by blocks."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 

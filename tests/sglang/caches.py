@@ -26,11 +26,12 @@ class Engine:
         worker: Worker = Worker(),  # noqa: B008 - immutable
         identity: KvIdentity | Callable[[], KvIdentity] = MODEL,
         attached: bool = True,
+        release: str = "",
         **options: Any,
     ) -> None:
         named = identity if callable(identity) else lambda: identity
         given = {"lookup_deadline_s": 10.0, "load_deadline_s": 10.0, "store_deadline_s": 10.0, "deadline_scale": 20.0}
-        self.cache = PageCache(SglangOptions(endpoint=endpoint, **{**given, **options}), worker, named)
+        self.cache = PageCache(SglangOptions(endpoint=endpoint, **{**given, **options}), worker, named, release=release)
         self.pools = dict(zip((KV, "mamba"), host_pools, strict=False))
         for name, pool in self.pools.items():
             self.cache.add_pool(name, pool)

@@ -140,6 +140,14 @@ class MambaPool:
         return [self.mamba_cache.temporal[:, slot][:, None], self.mamba_cache.conv[0][:, slot][:, None]]
 
 
+def turned(*, slots_first: bool) -> Any:
+    """States of 3 by 2 whose numbers lie column by column, as SGLang keeps convolutions on CPUs with AMX."""
+    import torch
+
+    first = (PAGES, LAYERS) if slots_first else (LAYERS, PAGES)
+    return torch.zeros(*first, 2, 3, dtype=torch.bfloat16).transpose(-1, -2)
+
+
 class Policy:
     def __init__(self, value: str) -> None:
         self.value = value

@@ -26,6 +26,7 @@ from tests.sglang.pools import (
     MLATokenToKVPool,
     content,
     keys,
+    turned,
 )
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -82,6 +83,12 @@ def test_objects_of_device_pools_are_those_of_host_pools(server: ServerProcess) 
         assert not linked.pools["mamba"].mamba_cache.temporal[:, 2].any()
 
 
+def turned_states() -> MambaPool:
+    pool = MambaPool()
+    pool.mamba_cache.conv = [turned(slots_first=False)]
+    return pool
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -89,6 +96,7 @@ def test_objects_of_device_pools_are_those_of_host_pools(server: ServerProcess) 
         (type("MHATokenToKVPool", (MHATokenToKVPool,), {"kv_cache_layout": "hnd"}), "layout is 'hnd'"),
         (type("MLATokenToKVPool", (MLATokenToKVPool,), {"page_size": 16}), "pages have 16 tokens"),
         (type("MambaPool", (MambaPool,), {"_slot_siblings": (SimpleNamespace(),)}), "parts beside"),
+        (turned_states, "do not lie"),
     ],
 )
 def test_a_device_pool_that_is_not_known_to_convert_is_refused(make: Callable[[], Any], why: str) -> None:

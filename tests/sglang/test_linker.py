@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvf_sglang.identity import ModelFacts
+from kvframework.client import ModelFacts
 from tests.sglang import fake_sglang
 from tests.sglang.pools import PAGE, MambaPool, MHATokenToKVPool, Policy, content, keys
 from tests.support.server_process import ServerProcess
@@ -104,7 +104,13 @@ def unreadable(_engine: str) -> ModelFacts:
     ("given", "why"),
     [
         ({"extra": {}, "facts": unreadable}, "SGLang has other settings now"),
-        ({"extra": {"kvframework.endpiont": "x"}}, "there is no option kvframework.endpiont"),
+        (
+            {"extra": {"kvframework.endpiont": "x"}},
+            (
+                "open failed, the engine continues without the cache there: [config.field] linker_extra_config of "
+                "--unified-cache-external-linker-config: there is no option kvframework.endpiont"
+            ),
+        ),
         ({"extra": {}, "version": "0.5.24"}, "the interface of linkers changes"),
         ({"extra": {}, "pp_size": 2}, "pipeline parallelism"),
         ({"extra": {}, "components": ("FULL", "SWA")}, "a cache of FULL, SWA"),

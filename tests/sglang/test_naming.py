@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvf_sglang.attach import Place
 from kvf_sglang.cache import Worker
-from kvf_sglang.identity import ModelFacts, identify
+from kvf_sglang.facts import CHANGING, model_facts
+from kvf_sglang.identity import identify
 from kvf_sglang.options import SglangOptions, parse_options
 from kvf_sglang.supported import FINGERPRINT, KNOWN, check_version
-from kvframework.client import changed_since, fingerprint, model_files, process_started
+from kvframework.client import ModelFacts, changed_since, fingerprint, model_files, process_started
 from kvframework.errors import ConfigFieldError, VersionMismatch
 
 
@@ -65,13 +69,32 @@ def test_content_is_named_wherever_it_lies(model: Path, tmp_path: Path) -> None:
     assert fingerprint(model_files(str(moved))) != before
 
 
-def test_files_that_changed_are_told(model: Path) -> None:
+def test_files_that_changed_are_told(model: Path, tmp_path: Path) -> None:
     weights = model / "model.safetensors"
     assert changed_since([weights], weights.stat().st_mtime + 60) == []
     assert changed_since([weights], weights.stat().st_mtime - 60) == [weights]
-    link = model / "link.safetensors"
+    blob = tmp_path / "models--a--b" / "blobs" / "1234"
+    blob.parent.mkdir(parents=True)
+    blob.write_text("weights")
+    hubs, link = model / "hubs.safetensors", model / "link.safetensors"
+    hubs.symlink_to(blob)
     link.symlink_to(weights)
-    assert changed_since([link], 0.0) == []
+    assert changed_since([hubs, link], 0.0) == [link]
+
+
+def test_a_link_to_other_files_is_a_change(model: Path, tmp_path: Path) -> None:
+    """As of deployments that name the current checkpoint by a link: the files themselves are old."""
+    weights = model / "model.safetensors"
+    later = weights.stat().st_ctime + 60
+    current = tmp_path / "current"
+    current.symlink_to(model)
+    assert changed_since([current / weights.name], later) == []
+    os.utime(current, (later + 60, later + 60), follow_symlinks=False)
+    assert changed_since([current / weights.name], later) == [current / weights.name]
+
+
+def test_the_start_of_this_process(model: Path) -> None:
+    weights = model / "model.safetensors"
     assert 0 < process_started() < weights.stat().st_mtime + 1
 
 
@@ -99,6 +122,73 @@ def test_all_that_changes_kv_is_in_the_name(facts: ModelFacts, model: Path) -> N
     assert identify(replace(facts, config={"hidden_size": 8, "transformers_version": "6"})) == identify(facts)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"mm_process_config": {"image": {"image_mean": [0, 0, 0]}}},
+        {"modelopt_quant": "fp8"},
+        {"quantize_and_serve": True},
+        {"forward_hooks": [{"name": "steer"}]},
+        {"lora_target_modules": {"q_proj"}},
+    ],
+    ids=str,
+)
+def test_options_that_change_what_the_files_compute_are_in_the_name(
+    monkeypatch: pytest.MonkeyPatch, model: Path, changed: dict[str, Any]
+) -> None:
+    assert facts_of(monkeypatch, model).settings != facts_of(monkeypatch, model, **changed).settings
+    # What is off is falsy, as in engines that have no such option.
+    assert not any(facts_of(monkeypatch, model, **dict.fromkeys(CHANGING)).settings.values())
+
+
+def test_a_set_is_named_in_one_order(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    facts = facts_of(monkeypatch, model, lora_target_modules={"v_proj", "q_proj", "k_proj"})
+    assert facts.settings["lora_target_modules"] == "['k_proj', 'q_proj', 'v_proj']"
+
+
+@pytest.mark.parametrize("option", ["kt_weight_path", "modelopt_checkpoint_restore_path", "rl_quant_profile"])
+def test_weights_from_elsewhere_have_no_name_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, model: Path, option: str
+) -> None:
+    assert facts_of(monkeypatch, model).files
+    with pytest.raises(ConfigFieldError, match="cannot be distinguished"):
+        identify(facts_of(monkeypatch, model, **{option: "/elsewhere"}))
+
+
+@pytest.mark.sglang
+def test_the_options_are_those_of_sglang() -> None:
+    from sglang.srt.arg_groups.field_order import POSITIONAL_FIELD_ORDER
+
+    assert {*CHANGING} <= {*POSITIONAL_FIELD_ORDER}
+
+
+def facts_of(monkeypatch: pytest.MonkeyPatch, model: Path, **options: object) -> ModelFacts:
+    """The facts of an engine that was started with these options, by stand-ins for SGLang's configuration."""
+    args = SimpleNamespace(
+        model_path=str(model),
+        revision=None,
+        load_format="auto",
+        random_seed=0,
+        download_dir=None,
+        trust_remote_code=False,
+        kv_cache_dtype="auto",
+        json_model_override_args="{}",
+        **options,
+    )
+    config = SimpleNamespace(quantization=None, dtype="float32", hf_config=SimpleNamespace(to_dict=dict))
+    for name, content in {
+        "sglang.srt.arg_groups.model_override_base": {"resolving_view": lambda given: given},
+        "sglang.srt.runtime_context": {"get_server_args": lambda: args},
+        "sglang.srt.configs.model_config": {"ModelConfig": SimpleNamespace(from_server_args=lambda _args: config)},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("kvf_sglang.facts._config", lambda *_given: {"hidden_size": 8})
+    return model_facts("engine")
+
+
+@pytest.mark.engine_feature("SGLang", "LoRA", "stand-ins")
 def test_an_adapter_that_was_trained_again_is_another_name(facts: ModelFacts, tmp_path: Path) -> None:
     """SGLang's page hashes hold its name and path only."""
     adapter = tmp_path / "adapter"
@@ -116,6 +206,25 @@ def test_an_adapter_that_was_trained_again_is_another_name(facts: ModelFacts, tm
     second = name()
     (adapter / "adapter_config.json").write_text(json.dumps({"r": 16}))
     assert name() != second
+
+
+def test_an_adapter_that_changes_after_the_engine_has_started_names_kv_of_its_own(
+    facts: ModelFacts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang may have loaded what its files held before; also where the user names the weights."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").write_text("first")
+    written = (adapter / "adapter_model.safetensors").stat().st_mtime
+
+    def name(engine: str, started: float) -> object:
+        adapted = replace(facts, adapters={"a": model_files(str(adapter))}, engine=engine, started=started, files=())
+        return identify(adapted, model="m", weights="mine")
+
+    assert name("e1", written + 1) == name("e2", written + 1)
+    assert not caplog.records
+    assert len({name("e1", written + 1), name("e1", written - 1), name("e2", written - 1)}) == 3
+    assert "shared with no other engine" in caplog.text
 
 
 def test_dummy_weights_are_named_by_their_seed(facts: ModelFacts) -> None:
@@ -157,9 +266,9 @@ def test_options_are_checked() -> None:
 
 
 def test_releases_are_known_by_number_or_interface(caplog: pytest.LogCaptureFixture) -> None:
-    check_version(KNOWN[0], "any")
+    assert check_version(KNOWN[0], "any") == ""
     assert not caplog.records
-    check_version("0.5.99", FINGERPRINT)
+    assert check_version("0.5.99", FINGERPRINT) == "0.5.99"
     assert "has not been tried" in caplog.text
     with pytest.raises(VersionMismatch, match=r"SGLang 0\.6\.0"):
         check_version("0.6.0", "another")
@@ -167,6 +276,6 @@ def test_releases_are_known_by_number_or_interface(caplog: pytest.LogCaptureFixt
 
 def test_places_of_workers() -> None:
     split = Worker(tp_rank=1, tp_size=4, pp_rank=1, pp_size=2, cp_rank=0, cp_size=2)
-    assert split.place(per_head=True) == Place(1, 4, "pp1of2+cp0of2")
-    assert split.place(per_head=False) == Place(0, 1, "pp1of2+cp0of2")
+    assert split.place(per_head=True, first_layer=3) == Place(1, 4, "pp1of2@3+cp0of2")
+    assert split.place(per_head=False) == Place(0, 1, "pp1of2@0+cp0of2")
     assert Worker().place(per_head=True) == Place(0, 1, "")

@@ -3,8 +3,10 @@ that are not there, hang, die and come again."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,15 @@ from kvframework.errors import ConfigFieldError
 from kvframework.wire import messages as m
 from tests.sglang import pools
 from tests.sglang.caches import MAMBA, Engine
-from tests.sglang.pools import MambaPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, Transfer, content, keys
+from tests.sglang.pools import (
+    MambaPoolHost,
+    MHATokenToKVPoolHost,
+    MLATokenToKVPoolHost,
+    Transfer,
+    content,
+    keys,
+    turned,
+)
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -101,6 +111,18 @@ def test_names_hold_all_that_makes_keys_and_values_differ(server: ServerProcess)
         assert engine.cache.find(names).pages == 2
 
 
+def test_stages_of_as_many_layers_that_begin_elsewhere_share_nothing(server: ServerProcess) -> None:
+    """As with SGLANG_PP_LAYER_PARTITION: the second of 3, 3, 3 layers, and of 2, 3, 4."""
+    names, worker = keys(2), Worker(pp_rank=1, pp_size=3)
+    even, odd = (type("MHATokenToKVPoolHost", (MHATokenToKVPoolHost,), {"start_layer": at}) for at in (3, 2))
+    with Engine(server.endpoint, even(), worker=worker) as engine:
+        assert engine.store(names) == [True] * 2
+    with Engine(server.endpoint, odd(), worker=worker) as other:
+        assert other.cache.find(names).pages == 0
+    with Engine(server.endpoint, even(), worker=worker) as engine:
+        assert engine.load(names) == [True] * 2
+
+
 def test_a_hit_of_a_hybrid_ends_where_a_state_is(server: ServerProcess) -> None:
     names = keys(6)
     with Engine(server.endpoint, MHATokenToKVPoolHost(), MambaPoolHost()) as engine:
@@ -124,6 +146,50 @@ def test_a_hit_of_a_hybrid_ends_where_a_state_is(server: ServerProcess) -> None:
         assert other.cache.find(names, [MAMBA]).pages == 0
 
 
+def test_a_state_of_another_shape_or_release_is_another_name(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turned round it has the same size, as another backend may keep it; in another release even the same shape."""
+    names = keys(2)
+
+    class Turned(MambaPoolHost):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temporal_buffer = self.temporal_buffer.transpose(-1, -2).contiguous()
+
+    Turned.__name__ = "MambaPoolHost"
+    assert Turned().temporal_buffer[0].numel() == MambaPoolHost().temporal_buffer[0].numel()
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), MambaPoolHost()) as engine:
+        assert engine.store(names) == [True] * 2
+        assert engine.store_state(names[1], 5) == [True]
+        assert engine.cache.find(names, [MAMBA]).pages == 2
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), Turned()) as other:
+        assert other.cache.find(names).pages == 2
+        assert other.cache.find(names, [MAMBA]).pages == 0
+        assert other.cache.load("mamba", names[1:], [0]) == [False]
+    package = ModuleType("an_engine")
+    package.__version__ = "0.5.99"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "an_engine", package)
+    later = type("MambaPoolHost", (MambaPoolHost,), {"__module__": "an_engine.pools"})
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), later()) as other:
+        assert other.cache.find(names).pages == 2, "keys and values are canonical"
+        assert other.cache.find(names, [MAMBA]).pages == 0
+
+
+def test_engines_of_a_release_that_is_only_tried_share_among_themselves(server: ServerProcess) -> None:
+    """What its pools hold was not read: their layouts may have other meanings."""
+    names = keys(2)
+    with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
+        assert engine.store(names) == [True] * 2
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), release="0.5.99") as tried:
+        assert tried.cache.find(names).pages == 0
+        assert tried.store(names) == [True] * 2
+        with Engine(server.endpoint, MHATokenToKVPoolHost(), release="0.5.99") as other:
+            assert other.load(names) == [True] * 2
+        with Engine(server.endpoint, MHATokenToKVPoolHost(), release="0.5.100") as other:
+            assert other.cache.find(names).pages == 0
+
+
 def test_what_a_pool_without_registration_needs_is_no_hit(server: ServerProcess) -> None:
     names = keys(2)
     with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
@@ -134,6 +200,7 @@ def test_what_a_pool_without_registration_needs_is_no_hit(server: ServerProcess)
         assert engine.cache.store("indexer", names[:1], [0]) == [False]
 
 
+@pytest.mark.engine_feature("SGLang", "sliding windows", "refused, stand-ins")
 def test_windows_and_groups_of_pages_are_left_out(server: ServerProcess) -> None:
     names = keys(2)
     with Engine(server.endpoint, MHATokenToKVPoolHost(), MambaPoolHost()) as engine:
@@ -145,10 +212,11 @@ def test_windows_and_groups_of_pages_are_left_out(server: ServerProcess) -> None
 
 def test_an_evicted_page_ends_a_load_before_it(server: ServerProcess) -> None:
     names = keys(4)
-    with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
+    with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine, server.client() as client:
         assert engine.store(names[:2]) == [True] * 2
         assert engine.store(names[3:]) == [True]
         assert engine.load(names) == [True, True, False, False]
+        wait_until(lambda: client.call("CLEAR", m.Clear()).in_use == 0, what="the pins' end")
 
 
 def test_a_found_page_stays_until_it_is_loaded(server: ServerProcess) -> None:
@@ -197,9 +265,21 @@ def test_slots_that_do_not_fit_the_pages_are_a_miss(server: ServerProcess) -> No
     names = keys(2)
     with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
         slots = engine.pool.indices([0, 1])
-        assert engine.cache.store(KV, names, slots[:-1]) == [False] * 2
+        no_pages = [
+            slots[:-1],
+            slots + slots,
+            [slot + 3 for slot in slots],
+            [slots[0], *slots[9:16], *slots[8:]],
+            [*reversed(slots)],
+            # Of two pages in one place only the last would be there.
+            slots[: pools.PAGE] * 2,
+        ]
+        for given in no_pages:
+            assert engine.cache.store(KV, names, given) == [False] * 2
+            assert engine.cache.find(names).pages == 0
         assert engine.cache.store(KV, names, slots) == [True] * 2
-        assert engine.cache.load(KV, names, slots + slots) == [False] * 2
+        for given in no_pages:
+            assert engine.cache.load(KV, names, given) == [False] * 2
         with pytest.raises(ValueError, match="non-hexadecimal"):
             engine.cache.find(["no hash"])
         with pytest.raises(ValueError, match="32 bytes"):
@@ -218,6 +298,13 @@ def test_a_full_l1_drops_a_store_and_serves_what_it_has() -> None:
             assert loaded == sorted(loaded, reverse=True)
 
 
+def of_turned_states() -> MambaPoolHost:
+    """Its copies of the device's states keep their order."""
+    pool = MambaPoolHost()
+    pool.buffer_info = SimpleNamespace(conv=[turned(slots_first=False)], temporal=pool.temporal_buffer)
+    return pool
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -226,6 +313,7 @@ def test_a_full_l1_drops_a_store_and_serves_what_it_has() -> None:
         (type("MHATokenToKVPoolHost", (MHATokenToKVPoolHost,), {"v_head_dim": 3}), "values 3"),
         (type("MLATokenToKVPoolHost", (MLATokenToKVPoolHost,), {"dcp_size": 2}), "decode context"),
         (lambda: MambaPoolHost("layer_first"), "layout is 'layer_first'"),
+        (of_turned_states, "do not lie"),
     ],
 )
 def test_a_pool_that_is_not_known_to_convert_is_left_out(
@@ -309,6 +397,26 @@ def test_weights_without_a_name_keep_the_cache_off_and_say_why(
         assert tried.wait(60)
         wait_until(lambda: "the weights have no name" in caplog.text, what="the log line")
         assert engine.cache.find(keys(1)).pages == 0
+
+
+def test_a_backend_is_detached_while_its_weights_are_read(server: ServerProcess) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow() -> KvIdentity:
+        reading.set()
+        go_on.wait()
+        return KvIdentity("model", "revision")
+
+    slowly: dict[str, Any] = {"identity": slow, "attached": False, "deadline_scale": 100.0}
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), **slowly) as engine:
+        assert reading.wait(60)
+    thread = engine.cache._attachments._thread
+    assert thread is not None
+    assert thread.is_alive()
+    go_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert engine.cache._attachments.get(KV) is None
 
 
 def test_threads_store_and_load_at_once(server: ServerProcess) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvf_sglang.identity import ModelFacts
+from kvframework.client import ModelFacts
 from tests.sglang import fake_sglang
 from tests.sglang.pools import PAGE, MambaPoolHost, MHATokenToKVPoolHost, Policy, content, keys
 from tests.support.server_process import ServerProcess
@@ -112,7 +112,13 @@ def unreadable(_engine: str) -> ModelFacts:
     ("given", "why"),
     [
         ({"extra": None, "facts": unreadable}, "SGLang has other settings now"),
-        ({"extra": {"kvframework.endpiont": "x"}}, "there is no option kvframework.endpiont"),
+        (
+            {"extra": {"kvframework.endpiont": "x"}},
+            (
+                "open failed, the engine continues without the cache there: [config.field] "
+                "--hicache-storage-backend-extra-config: there is no option kvframework.endpiont"
+            ),
+        ),
         ({"extra": {"kvframework.endpoint": "http://x"}}, "http://x"),
         ({"extra": {}, "version": "0.4.0"}, "this is SGLang 0.4.0"),
     ],
@@ -205,3 +211,11 @@ def test_an_update_of_the_weights_ends_it(monkeypatch: pytest.MonkeyPatch, serve
     assert updater.updated == ["new"]
     assert backend.batch_set_v1(keys(1), torch.arange(PAGE)) == [False]
     backend.close()
+    # Detached and attached again: the files are no longer what the engine computes with.
+    again = sys.modules["kvf_sglang.storage"].KvFrameworkStorage(
+        fake_sglang.StorageConfig({"kvframework.endpoint": server.endpoint}), {}
+    )
+    again.register_mem_pool_host(MHATokenToKVPoolHost())
+    wait_until(lambda: again.cache._attachments.get("kv"), what="the registration")
+    assert again.batch_set_v1(keys(1), torch.arange(PAGE)) == [False]
+    again.close()

@@ -75,7 +75,8 @@ class EngineResults:
     """A plugin of pytest that writes the files when the run ends.
 
     A feature is recorded with its tests if each of them that ran has passed; one that failed takes it out. What was
-    only skipped stays as it was, unless the engine is of another release now: then all of it is out of date.
+    only skipped stays as it was, unless the engine is of another release now: then all of it is out of date. Where the
+    engine is not installed only what nothing better is known of is recorded.
     """
 
     def __init__(self, folder: Path = FOLDER) -> None:
@@ -96,12 +97,15 @@ class EngineResults:
         for engine in {engine for engine, _ in (*self._passed, *self._failed)}:
             file = self._folder / f"{engine}.json"
             known = recorded(engine, self._folder)
-            release = _release(engine)
+            installed = _release(engine)
+            release = installed or known["release"]
             features = known["features"] if known["release"] == release else {}
             for (name, feature), tests in self._passed.items():
                 if name == engine:
                     how = min(tests.values(), key=HOW.index)
-                    features[feature] = {"how": how, "tests": sorted(tests)}
+                    before = features.get(feature, {}).get("how", HOW[-1])
+                    if installed or HOW.index(how) <= HOW.index(before):
+                        features[feature] = {"how": how, "tests": sorted(tests)}
             for name, feature in self._failed:
                 if name == engine:
                     features.pop(feature, None)

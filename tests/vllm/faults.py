@@ -37,6 +37,20 @@ class WrongKv(Watched):
                     tensor[blocks] = -tensor[blocks]
 
 
+class WrongKvFromTheSecondLoadOn(WrongKv):
+    """The loads before are right."""
+
+    right = 1
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self.right -= len(self._get_connector_metadata().plan.loads)
+        (super(WrongKv, self) if self.right >= 0 else super()).start_load_kv(forward_context, **kwargs)
+
+
+class WrongKvFromTheThirdLoadOn(WrongKvFromTheSecondLoadOn):
+    right = 2
+
+
 class WithoutStatesTheSecondTime(Watched):
     """From the second load on the blocks of recurrent states are left empty, as vLLM hands them out."""
 

@@ -21,17 +21,17 @@ WINDOW = 512
 
 
 def make(directory: Path, size: str) -> Path:
-    """A Llama, or for "window" a small Gemma 3 with sliding-window layers. Made only if it is not there."""
+    """A Llama; for "window" a small Gemma 3 some of whose layers have sliding windows, for "windows" a Mistral all of
+    whose layers do. Made only if it is not there."""
     if (directory / "done").exists():
         return directory
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1234)
-    return save(
-        directory,
-        AutoModelForCausalLM.from_config(_gemma() if size == "window" else _llama(*SIZES[size])).float(),
-    )
+    others = {"window": _gemma, "windows": _mistral}
+    config = others[size]() if size in others else _llama(*SIZES[size])
+    return save(directory, AutoModelForCausalLM.from_config(config).float())
 
 
 def save(directory: Path, model: Any) -> Path:
@@ -44,13 +44,14 @@ def save(directory: Path, model: Any) -> Path:
 
 
 def make_adapter(directory: Path, model: Path, *, seed: int, rank: int = 8, alpha: int = 64) -> Path:
-    """A LoRA adapter of a Llama's attention with weights by seed, in PEFT's files. Whatever is there is overwritten in
-    place."""
+    """A LoRA adapter of a Llama's attention, or of layers with the same names, with weights by seed, in PEFT's files.
+    Whatever is there is overwritten in place."""
     import torch
     from safetensors.torch import save_file
 
     config = json.loads((model / "config.json").read_text())
-    hidden, heads = config["hidden_size"], config["head_dim"]
+    hidden = config["hidden_size"]
+    heads = config.get("head_dim") or hidden // config["num_attention_heads"]
     sizes = {"q": config["num_attention_heads"] * heads, "k": config["num_key_value_heads"] * heads}
     source, weights = torch.Generator().manual_seed(seed), {}
     for layer in range(config["num_hidden_layers"]):
@@ -112,6 +113,12 @@ def _gemma() -> Any:
         pad_token_id=0,
         query_pre_attn_scalar=64,
     )
+
+
+def _mistral() -> Any:
+    from transformers import MistralConfig
+
+    return MistralConfig(**{**_llama(*SIZES["tiny"]).to_dict(), "model_type": "mistral", "sliding_window": WINDOW})
 
 
 def _tokenizer(directory: Path) -> None:

@@ -54,6 +54,7 @@ class Bench:
     new_tokens: int = 32
     options: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    python: str = sys.executable
     # An engine with a connector would else get another number of threads than one without.
     cores: str = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0-1")
 
@@ -72,7 +73,9 @@ class Bench:
         transfer = kvframework_transfer(server.endpoint, self.options, connector) if server else {}
         pid = str(server.pid) if server and server.process else "0"
         order = Order(str(self.model), list(asks), transfer, self.engine)
-        answers = run_engine(order, self.directory, cores=self.cores, environment={SERVER_PID: pid}, on_wait=on_wait)
+        answers = run_engine(
+            order, self.directory, cores=self.cores, environment={SERVER_PID: pid}, on_wait=on_wait, python=self.python
+        )
         return [replace(answer, computed=answer.computed if server else -1) for answer in answers]
 
 
@@ -84,6 +87,7 @@ def run_engine(
     environment: Mapping[str, str] | None = None,
     on_wait: Callable[[], None] | None = None,
     program: str = "tests.vllm.engine",
+    python: str = sys.executable,
 ) -> list[Answer]:
     """The answers of a new engine process, whose log stays in `directory`. Asserts that it ends well."""
     steps = Path(tempfile.mkstemp(dir=directory, prefix="steps-")[1])
@@ -100,7 +104,7 @@ def run_engine(
     log = steps.with_suffix(".log")
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", program, "-"],
+            [python, "-m", program, "-"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -388,6 +388,7 @@ def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, 
         assert torch.equal(loaded, torch.cat([wanted_keys, wanted_values], dim=-1))
 
 
+@pytest.mark.engine_feature("vLLM", "sleep and wake", "stand-ins")
 def test_an_engine_that_sleeps_is_registered_again_when_it_wakes(make: Any, server: ServerProcess) -> None:
     engine = make()
     request = FakeRequest("a", list(range(2 * CHUNK)))

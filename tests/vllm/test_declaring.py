@@ -24,11 +24,11 @@ from kvf_vllm.facts import (
     place_of,
     stage_of_model,
 )
-from kvf_vllm.identity import ModelFacts, identify
+from kvf_vllm.identity import identify
 from kvf_vllm.layouts import GroupFacts, OpaqueBlocks, packing_name
 from kvf_vllm.options import VllmOptions, parse_options
 from kvf_vllm.supported import EQUAL, check_version
-from kvframework.client import KvIdentity, fingerprint, model_files, named_identity
+from kvframework.client import KvIdentity, ModelFacts, fingerprint, model_files, named_identity
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError, VersionMismatch
 
 
@@ -261,9 +261,11 @@ def test_files_that_change_while_an_engine_starts_name_kv_of_its_own(
     assert len({plain, *found}) == 3
     assert "shared with no other" in caplog.text
     # What a hub's cache links to may be this engine's own download.
-    snapshot = tmp_path / "snapshot"
+    snapshot, blob = tmp_path / "snapshot", tmp_path / "blobs" / "1234"
     snapshot.mkdir()
-    (snapshot / "model.safetensors").symlink_to(folder / "model.safetensors")
+    blob.parent.mkdir()
+    (folder / "model.safetensors").rename(blob)
+    (snapshot / "model.safetensors").symlink_to(blob)
     assert identify(facts(files=files_of(snapshot), engine="one", started=before)) == plain
     assert before < model_of(vllm_config(folder)).started + 3600
     assert model_of(vllm_config(folder)).started < time.time()
@@ -552,6 +554,7 @@ def test_splits_that_cannot_be_served_are_refused(name: str) -> None:
         check_parallel(SimpleNamespace(**{name: 2}))
 
 
+@pytest.mark.engine_feature("vLLM", "sleep and wake", "refused, stand-ins")
 def test_an_engine_that_sleeps_unheard_keeps_its_memory_to_itself() -> None:
     sleeps = SimpleNamespace(enable_sleep_mode=True)
     for transport in ("auto", "cuda_ipc"):

@@ -14,7 +14,7 @@ import pytest
 
 from tests.vllm import rows
 from tests.vllm.hybrid_models import FAMILIES, make
-from tests.vllm.model import prompt
+from tests.vllm.model import make_adapter, prompt
 from tests.vllm.rows import Answer, Bench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -99,6 +99,33 @@ def test_states_of_another_size_are_not_found(tmp_path: Path) -> None:
         (answer,) = other.run(server, other.ask())
     assert (answer.cached, answer.computed) == (0, len(bench.prompt))
     assert answer.tokens == rows.cold(other).tokens
+
+
+@pytest.mark.engine_feature("vLLM", "hybrid models")
+@pytest.mark.engine_feature("vLLM", "LoRA")
+def test_adapters_have_states_of_their_own(tmp_path: Path) -> None:
+    """The first request with an adapter computes: a hybrid's loads are made before vLLM has loaded the adapter."""
+    bench = bench_of("lfm2", tmp_path, enable_lora=True, max_loras=2, max_lora_rank=8)
+    hit = len(bench.prompt) - 1
+    style = [["style", 1, str(make_adapter(tmp_path / "style", bench.model, seed=1))]]
+    cold, base = bench.run(None, bench.ask(adapters=style), bench.ask())
+    assert cold.tokens != base.tokens
+    with rows.server_for() as server:
+        (stored,) = bench.run(server, bench.ask(adapters=style))
+        assert (stored.tokens, stored.cached) == (cold.tokens, 0)
+        assert stored.counters["kvframework:miss_requests|reason=lora_not_loaded"] == 1
+        assert stored.counters["kvframework:stored_tokens"] == hit
+        asks = [
+            bench.ask(100, adapters=style),
+            bench.ask(adapters=style),
+            bench.ask(adapters=style, reset=True),
+            bench.ask(reset=True),
+        ]
+        _, loaded, without, plain = bench.run(server, *asks, connector="WithoutStatesTheSecondTime")
+    assert (loaded.tokens, loaded.cached, loaded.computed) == (cold.tokens, hit, 1)
+    assert (without.cached, without.computed) == (hit, 1)
+    assert without.tokens != cold.tokens
+    assert (plain.tokens, plain.cached) == (base.tokens, 0)
 
 
 def test_a_conversation_goes_on_in_another_engine_as_in_vllms_own_cache(tmp_path: Path) -> None:

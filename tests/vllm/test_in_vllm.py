@@ -111,6 +111,45 @@ def test_states_in_vllms_own_words() -> None:
         groups_of(recurrent("none"))
 
 
+def test_stages_of_a_hybrid_have_its_groups_and_chunk_whatever_layers_they_hold() -> None:
+    from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
+
+    from kvf_vllm.facts import groups_of
+    from kvf_vllm.layouts import OpaqueBlocks
+
+    groups = recurrent("align").kv_cache_groups
+    specs = {name: group.kv_cache_spec for group in groups for name in group.layer_names}
+    stages = [
+        groups_of(SimpleNamespace(kv_cache_groups=_project_kv_cache_groups_to_worker(groups, {name: specs[name]})))
+        for name in ("l.0", "l.1")
+    ]
+    assert [[group.layers for group in stage] for stage in stages] == [[("l.0",), ()], [(), ("l.1",)]]
+    assert [[(group.block_size, group.state) for group in stage] for stage in stages] == [
+        [(640, False), (640, True)]
+    ] * 2
+    assert [OpaqueBlocks("p").options(stage)["chunk_tokens"] for stage in stages] == [640, 640]
+
+
+def test_loads_within_a_step_are_refused_where_vllm_could_not_name_the_failed_ones() -> None:
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+    from kvf_vllm.connector import KvFrameworkConnector
+    from kvframework.errors import ConfigFieldError
+
+    spec = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32, sliding_window=64)
+    windows = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["l.0"], spec)])
+    transfer = SimpleNamespace(
+        kv_connector="KvFrameworkConnector",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"kvframework.load": "sync"},
+    )
+    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace())
+    with pytest.raises(ConfigFieldError, match="sliding windows"):
+        KvFrameworkConnector(config, KVConnectorRole.WORKER, windows)
+
+
 def test_copies_of_states_are_among_the_blocks_to_be_written() -> None:
     """vLLM makes room for a state that it is about to overwrite in a block that stands in no table."""
     from vllm.v1.core.sched.output import SchedulerOutput

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,9 +31,10 @@ pd_proxy = loaded()
 
 
 class Engine:
-    """Answers with its name, in two pieces; remembers what it was asked. `status` 0: hangs up."""
+    """Answers with its name, in two pieces; remembers what it was asked. `status` 0: hangs up. `framing` is how it says
+    where its answer ends; an answer that is `cut` ends before."""
 
-    def __init__(self, name: str, status: int = 200) -> None:
+    def __init__(self, name: str, status: int = 200, *, framing: str = "length", cut: bool = False) -> None:
         self.asked: list[tuple[str, Any, str]] = []
         engine = self
 
@@ -49,11 +51,15 @@ class Engine:
                     return
                 self.send_response(status)
                 self.send_header("Content-Type", "text/event-stream")
-                self.send_header("Content-Length", str(len(name) + 1))
+                in_chunks = framing == "chunks"
+                self.send_header(
+                    *(("Transfer-Encoding", "chunked") if in_chunks else ("Content-Length", str(len(name) + 1)))
+                )
                 self.end_headers()
-                for piece in (name, "!"):
-                    self.wfile.write(piece.encode())
+                for piece in (name, "!", "")[: 1 if cut else None]:
+                    self.wfile.write((f"{len(piece):x}\r\n{piece}\r\n" if in_chunks else piece).encode())
                     self.wfile.flush()
+                self.close_connection = cut
 
             def do_GET(self) -> None:
                 text = f"{name} at {self.path}".encode()
@@ -146,10 +152,47 @@ def test_bodies_without_end_are_refused() -> None:
     proxy = pd_proxy.proxy(engine.place, engine.place)
     with running(engine.server, proxy):
         connection = http.client.HTTPConnection("127.0.0.1", proxy.server_address[1], timeout=60)
-        for length, status in ((str(1 << 40), 413), ("many", 411)):
+        for length, status in ((str(1 << 40), 413), ("9" * 5000, 413), ("many", 411)):
             connection.putrequest("POST", "/v1/completions")
             connection.putheader("Content-Length", length)
             connection.endheaders()
             assert connection.getresponse().status == status
             connection.close()
     assert not engine.asked
+
+
+@pytest.mark.parametrize("framing", ["length", "chunks"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_an_answer_that_breaks_off_does_not_look_whole(
+    framing: str, cut: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prefill, decode = Engine("prefill"), Engine("decode", framing=framing, cut=cut)
+    proxy = pd_proxy.proxy(prefill.place, decode.place)
+    with running(prefill.server, decode.server, proxy):
+        if cut:
+            with pytest.raises(http.client.IncompleteRead):
+                asked(proxy, "POST", "/v1/completions", b'{"prompt": "a"}')
+        else:
+            assert asked(proxy, "POST", "/v1/completions", b'{"prompt": "a"}')[1] == "decode!"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b'POST /v1/completions HTTP/1.1\r\nContent-Length: 1000\r\n\r\n{"prompt": "a"}',
+        b"POST /v1/\xe9 HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",
+        b"GET /v1/models HTTP/1.1\r\n\r\nGET /secret HTTP/1.1\r\n\r\n",
+    ],
+    ids=["a body that ends before", "a path beyond ASCII", "two requests at once"],
+)
+def test_what_clients_send_harms_neither_proxy_nor_engines(sent: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    engine = Engine("any")
+    proxy = pd_proxy.proxy(engine.place, engine.place)
+    with running(engine.server, proxy), socket.create_connection(("127.0.0.1", proxy.server_address[1]), 60) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert b"secret" not in answer
+    assert not engine.asked
+    assert "Traceback" not in capfd.readouterr().err

@@ -3,20 +3,22 @@ only what all of them have is a hit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from kvf_hashers.sha256 import Sha256
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.facts import place_of, stage_of_model
 from kvf_vllm.layouts import GroupFacts, OpaqueBlocks
 from kvf_vllm.lookups import ServerLookups, StagedResult, _together
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
+from kvf_vllm.states import Handover
 from kvf_vllm.step_messages import Served, StepPlan, StepReport
 from kvf_vllm.worker import WorkerSide
-from kvframework.client import KVClient, KvIdentity, LookupResult
+from kvframework.client import KVClient, KvIdentity, LookupResult, RequestHashes
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.vllm.stand_ins import SERVED, FakeRequest, FakeServer, computed, filled, scheduler, table
@@ -38,6 +40,12 @@ WINDOWED = (
     (GroupFacts(("l.0",), BLOCK), GroupFacts(("w.0",), BLOCK, window=20)),
     (GroupFacts(("l.1",), BLOCK), GroupFacts((), BLOCK, window=20)),
 )
+# A hybrid of which one stage holds nothing but states, another nothing but attention, a third both.
+RECURRENT = (
+    (GroupFacts((), BLOCK), GroupFacts(("s.0", "s.1"), BLOCK, state=True), GroupFacts(("s.2",), BLOCK, state=True)),
+    (GroupFacts(("l.3",), BLOCK), GroupFacts((), BLOCK, state=True), GroupFacts((), BLOCK, state=True)),
+)
+BOTH = ((GroupFacts(("l.0",), BLOCK), GroupFacts(("s.1",), BLOCK, state=True), GroupFacts((), BLOCK, state=True)),)
 
 
 class Parallel:
@@ -53,7 +61,9 @@ class Engine:
     """The connector of an engine with a worker for each stage, without vLLM."""
 
     def __init__(self, server: ServerProcess, stages: Any = EVEN) -> None:
-        self.clients = [KVClient(server.endpoint, connect_timeout_s=1.0, deadline_scale=20.0) for _ in range(3)]
+        self.clients = [
+            KVClient(server.endpoint, connect_timeout_s=1.0, deadline_scale=20.0) for _ in range(len(stages) + 1)
+        ]
         self.kv = [
             {name: torch.randn(BLOCKS, 2, BLOCK, 16) for group in groups for name in group.layers} for groups in stages
         ]
@@ -74,8 +84,8 @@ class Engine:
             )
             instance.attach(self.kv[rank])
             self.workers.append((WorkerSide(instance, worker=rank), instance))
-        self.clients[2].wait_up(5)
-        self.scheduler = SchedulerSide(ServerLookups(self.clients[2]), stages[0], OPTIONS, workers=len(stages))
+        self.clients[-1].wait_up(5)
+        self.scheduler = SchedulerSide(ServerLookups(self.clients[-1]), stages[0], OPTIONS, workers=len(stages))
         self.step(StepPlan())
 
     def step(self, plan: StepPlan) -> list[tuple[set[str], set[str]]]:
@@ -100,9 +110,10 @@ class Engine:
         wait_until(settled, what="the lookup")
         return found[-1] or 0
 
-    def compute(self, request: FakeRequest, blocks: list[list[int]]) -> None:
+    def compute(self, request: FakeRequest, blocks: list[list[int]], states: Sequence[Handover] = ()) -> None:
         self.match(request)
-        self.step(self.scheduler.plan_step({request.request_id: request.num_tokens}, lambda _request_id: blocks))
+        tokens, handed = {request.request_id: request.num_tokens}, {request.request_id: states}
+        self.step(self.scheduler.plan_step(tokens, lambda _request_id: blocks, (), handed))
 
     def load(self, request: FakeRequest, blocks: list[list[int]], external: int) -> list[tuple[set[str], set[str]]]:
         self.scheduler.allocated(request, blocks, external)
@@ -155,6 +166,53 @@ def test_each_stage_loads_its_own_layers(make: Any, stages: Any) -> None:
                 assert torch.equal(mine[name][there[0][:blocks]], its[name][here[0][:blocks]]), name
 
 
+@pytest.mark.parametrize("stages", [RECURRENT, RECURRENT[::-1], (*RECURRENT, *BOTH)])
+@pytest.mark.engine_feature("vLLM", "pipeline parallel", "stand-ins")
+def test_stages_of_a_hybrid_load_keys_and_values_or_states_or_both(make: Any, stages: Any) -> None:
+    first, other = make(stages), make(stages)
+    tokens = list(range(3 * BLOCK + 1))
+    here, there = [[1, 2, 3, 4], [0, 0, 5, 6], [0, 0, 7, 8]], [[9, 8, 7], [0, 12, 14], [0, 13, 15]]
+    first.compute(FakeRequest("a", tokens), here, [(1, 10, 2 * BLOCK), (2, 11, 2 * BLOCK)])
+    request = FakeRequest("b", tokens)
+    assert other.match(request) == 2 * BLOCK
+    before = [{name: tensor.clone() for name, tensor in kv.items()} for kv in other.kv]
+    assert other.load(request, there, 2 * BLOCK) == [({"b"}, set())] * len(stages)
+    for stage, groups in enumerate(stages):
+        for group, source, target in zip(groups, ([1, 2], [10], [11]), ([9, 8], [12], [13]), strict=True):
+            for name in group.layers:
+                wanted = before[stage][name]
+                wanted[target] = first.kv[stage][name][source]
+                assert torch.equal(other.kv[stage][name], wanted), name
+
+
+def test_a_hybrid_without_a_state_at_its_end_is_no_hit_in_any_stage(make: Any) -> None:
+    first = make(RECURRENT)
+    tokens = list(range(2 * BLOCK + 1))
+    first.compute(FakeRequest("a", tokens), [[1, 2, 3], [0, 4, 5], [0, 6, 7]])
+    assert make(RECURRENT).match(FakeRequest("b", tokens)) == 0
+
+
+@pytest.mark.engine_feature("vLLM", "pipeline parallel", "stand-ins")
+def test_a_hit_ends_where_every_stage_can_end_it(make: Any, process: ServerProcess) -> None:
+    """One stage has less than the other, whose states lie elsewhere: the first state that both can use is the hit."""
+    first, tokens = make(RECURRENT), list(range(5 * BLOCK + 1))
+    tables = [list(range(1, 7)), [0] * 6, [0] * 6]
+    first.compute(FakeRequest("a", tokens[: BLOCK + 1]), tables, [(1, 10, BLOCK), (2, 11, BLOCK)])
+    # What only the stage of attention has, and what only the stage of states has.
+    for length, left_out in ((3, 0), (5, 1)):
+        kept = list(first.workers)
+        del first.workers[left_out]
+        request = FakeRequest(str(length), tokens[: length * BLOCK + 1])
+        first.compute(request, tables, [(group, 10 + group, length * BLOCK) for group in (1, 2)])
+        first.workers = kept
+        first.scheduler.finished(request)
+    other, request = make(RECURRENT), FakeRequest("b", tokens)
+    assert other.match(request) == BLOCK
+    assert other.load(request, [[1], [12], [13]], BLOCK) == [({"b"}, set())] * 2
+    with process.client() as client:
+        assert client.status()["tickets"] == 0
+
+
 def test_what_one_stage_lacks_is_no_hit(make: Any) -> None:
     first = make()
     tokens = list(range(2 * CHUNK))
@@ -176,8 +234,9 @@ def test_engines_that_are_split_otherwise_share_nothing(make: Any) -> None:
 
 def test_results_of_stages_are_one_as_far_as_all_have_it() -> None:
     one, other = LookupResult(64, "t1", asked_tokens=96), LookupResult(32, "", pending=True, asked_tokens=96)
-    assert _together([one]) is one
-    assert _together([other, one]) == StagedResult(32, "t1", True, 96, [other, one])
+    request = RequestHashes(Sha256(), CHUNK, request_id="a")
+    assert _together([one], request, 16) is one
+    assert _together([other, one], request, 16) == StagedResult(32, "t1", True, 96, [other, one], request, 16)
 
 
 def test_stages_with_other_chunks_or_one_stage_with_two_names_store_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -185,7 +244,10 @@ def test_stages_with_other_chunks_or_one_stage_with_two_names_store_nothing(capl
         side = SchedulerSide(FakeServer(), EVEN[0], VllmOptions(), workers=2)
         side.heard(StepReport(served={0: SERVED, 1: served}))
         assert "differently" in caplog.text
-        assert side.matched_tokens(FakeRequest("a", list(range(16))), 0) == (0, False)
+        request = FakeRequest("a", list(range(16)))
+        assert side.matched_tokens(request, 0) == (0, False)
+        side.allocated(request, table(16), 0)
+        assert dict(side.tally.counts) == {"miss_requests|workers_differ": 1}
         caplog.clear()
 
 

@@ -165,6 +165,34 @@ def test_a_model_with_sliding_windows(bench: Bench, tmp_path: Path) -> None:
     assert rows.server_dies(window, "ServerDiesBeforeLoad").tokens == cold.tokens
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.engine_feature("vLLM", "sliding windows")
+def test_a_model_all_of_whose_layers_have_windows(bench: Bench, tmp_path: Path) -> None:
+    """vLLM keeps one KV cache group of it. Of what a load passes by, vLLM takes the blocks away at once, also those of
+    its own cache: after a failure they are missing."""
+    local, loaded = 5 * CHUNK, CHUNK
+    tokens = prompt(local + loaded + 100, seed=4)
+    windows = Bench(make(bench.model.parent / "windows", "windows"), tmp_path, tokens, 16)
+    cold = rows.cold(windows)
+    with rows.server_for() as server:
+        windows.run(server, windows.ask())
+        asks = windows.ask(local, params={"kvframework.load": False}, reset=True), windows.ask()
+        found, _, mixed, wrong = windows.run(
+            server, windows.ask(), *asks, windows.ask(reset=True), connector="WrongKvFromTheThirdLoadOn"
+        )
+        assert (found.tokens, found.computed) == (cold.tokens, 100)
+        assert (mixed.tokens, mixed.computed) == (cold.tokens, 100)
+        assert loaded <= mixed.counters["kvframework:hit_tokens"] < local
+        assert wrong.computed == 100
+        assert wrong.tokens != cold.tokens
+        _, failed = windows.run(server, *asks, connector="ServerDiesBeforeLoad")
+        assert failed.counters["kvframework:failed_loads"] == 1
+        assert failed.tokens == cold.tokens
+        assert server.process is not None
+        assert server.process.wait(60) == -9
+        server.process = None
+
+
 @pytest.mark.engine_feature("vLLM", "tensor parallel")
 def test_each_tensor_parallel_worker_has_objects_of_its_own(bench: Bench) -> None:
     split = Bench(**{**vars(bench), "engine": {"tensor_parallel_size": 2}, "cores": "0|1"})

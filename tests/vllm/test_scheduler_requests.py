@@ -121,6 +121,7 @@ def test_the_trace_of_a_sampled_request_goes_to_the_workers(headers: Any, carrie
     assert [op.trace for op in (*plan.loads, *plan.stores)] == [carried, carried]
 
 
+@pytest.mark.engine_feature("vLLM", "images", "stand-ins")
 def test_images_are_part_of_what_a_chunk_is_called() -> None:
     def with_image(identifier: str, offset: int) -> dict[str, Any]:
         place = SimpleNamespace(offset=offset, length=3)

@@ -4,7 +4,9 @@ nothing else of a state's block table is."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,6 +80,23 @@ def test_a_state_is_of_no_use_without_those_of_the_other_groups_or_within_a_chun
     assert store.block_ids[1:] == [[NO_BLOCK, NO_BLOCK]] * 2
 
 
+@pytest.mark.parametrize("accepted", [0, 1, 3])
+def test_behind_drafts_a_state_is_stored_when_its_tokens_are_known(accepted: int) -> None:
+    """vLLM computes drafts beyond the chunk's end, and names the state there once its tokens are accepted: in that step
+    or in a later one. It tells connectors to store when it knows which drafts those are."""
+    end = 2 * CHUNK
+    side, request = begun(end - 1)
+    assert [store.end for store in step(side, request, CHUNK, [(1, 31, CHUNK), (2, 32, CHUNK)]).stores] == [CHUNK]
+    handed = [(1, 41, end), (2, 42, end)]
+    request.num_computed_tokens = end - 2
+    # One token and three drafts, of which the chunk's last token is the first.
+    assert not step(side, request, 4).stores
+    request.all_token_ids += range(accepted + 1)
+    request.num_computed_tokens = end - 1 + accepted
+    (store,) = step(side, request, 4, handed).stores
+    assert (store.start, store.end, store.block_ids[1:]) == (CHUNK, end, [[41], [42]])
+
+
 def test_a_store_ends_before_the_blocks_of_its_states_are_written() -> None:
     side, request = begun(CHUNK + 1)
     (store,) = step(side, request, CHUNK, [(1, 41, CHUNK), (2, 42, CHUNK)]).stores
@@ -103,9 +122,10 @@ def test_a_hit_leaves_a_token_to_compute_and_loads_into_the_last_place_of_each_s
     assert not server.tickets
 
 
-def test_states_are_loaded_between_steps_even_in_a_single_group() -> None:
+@pytest.mark.parametrize("fields", [{"state": True}, {"window": CHUNK}], ids=["state", "window"])
+def test_states_and_windows_are_loaded_between_steps_even_in_a_single_group(fields: dict[str, Any]) -> None:
     """A load within a step that fails would be told by its blocks, among them the null block of all requests."""
-    alone = (GroupFacts(("ssm",), CHUNK, state=True),)
+    alone = (GroupFacts(("layer",), CHUNK, **fields),)
     assert only_between_steps(alone)
     server = FakeServer()
     filled(server, list(range(CHUNK)))

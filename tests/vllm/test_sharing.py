@@ -76,6 +76,20 @@ def test_vllm_continues_what_transformers_has_computed(bench: Bench, cold: Answe
         assert vllm_answers(bench, server, weights="").computed == PROMPT
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif("KVF_VLLM_OTHER" not in os.environ, reason="names no interpreter with another release of vLLM")
+def test_engines_of_two_releases_share_blocks_of_attention(bench: Bench) -> None:
+    """Whether they share depends on the release of transformers, too: it describes the model."""
+    here = replace(bench, options={"kvframework.model": "m", "kvframework.weights": "w"})
+    there = replace(here, python=os.environ["KVF_VLLM_OTHER"])
+    cold = rows.cold(here)
+    with rows.server_for() as server:
+        assert there.run(server, there.ask())[0].tokens == cold.tokens
+        found, wrong = here.run(server, here.ask(), here.ask(reset=True), connector="WrongKvFromTheSecondLoadOn")
+        assert (found.tokens, found.cached) == (cold.tokens, CHUNKS)
+        assert wrong.tokens != cold.tokens
+
+
 def test_a_model_with_sliding_windows_is_canonical_for_vllm_too(bench: Bench, tmp_path: Path) -> None:
     window = Bench(make(bench.model.parent / "window", "window"), tmp_path, prompt(PROMPT, seed=3), 16, CANONICAL)
     stored, loaded = rows.store_and_load(window)

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 
 from kvf_llamacpp.slot_file import TYPES, Planes, SlotForm, built, parsed
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter, digest_files
+from kvframework.client import (
+    KVClient,
+    RequestHashes,
+    SchedulerAdapter,
+    WorkerAdapter,
+    fingerprint,
+    model_files,
+)
 from kvframework.errors import KVFrameworkError, RequestError
 
 log = logging.getLogger(__name__)
@@ -28,9 +35,11 @@ BLOCK = 16
 class Slots:
     """One slot of one server, for one request at a time. Not thread-safe.
 
-    `url` is the server's address, `folder` its `--slot-save-path`, `gguf` the model's file, whose content names the KV.
-    `settings` names whatever of the server's command changes KV besides: rope options, a control vector. Adapters that
-    are on are refused at each call, as a miss. Raises `OSError` for a server or file that is not there.
+    `url` is the server's address, `folder` its `--slot-save-path`, `gguf` the model's file, or the first of its shards,
+    whose content names the KV. `settings` names whatever of the server's command changes KV besides: rope options, a
+    control vector. Adapters that are on are refused at each call, as a miss. The constructor waits `connect_timeout_s`
+    for a missing server of kvframework, which is tried again at each prompt. Raises `OSError` for a llama.cpp server or
+    a file that is not there.
     """
 
     def __init__(
@@ -42,27 +51,38 @@ class Slots:
         slot: int = 0,
         settings: str = "",
         endpoint: str | None = None,
+        connect_timeout_s: float = 5.0,
         timeout_s: float = 600.0,
         **client: Any,
     ) -> None:
         self._url, self._folder, self._slot, self._timeout_s = url, folder, slot, timeout_s
         self._file = folder / f"kvframework-{secrets.token_hex(8)}.bin"
-        self._digest = digest_files([gguf])[gguf].digest
+        self._digest = fingerprint(model_files(str(gguf)) if gguf.is_file() else (gguf,))
         self._settings = settings
         self._cells = int(self._called("/slots")[slot]["n_ctx"])
-        self._client = KVClient(endpoint, name="llama.cpp", **client)
+        self._client = KVClient(endpoint, name="llama.cpp", connect_timeout_s=connect_timeout_s, **client)
         self._worker: WorkerAdapter | None = None
         self._scheduler: SchedulerAdapter | None = None
         self._form: SlotForm | None = None
         self._memory: dict[str, Planes] = {}
         self._held: list[int] = []  # by the slot, as far as is known
         self._adapted = True  # as what the slot holds from before may be
+        if not self._client.wait_up(connect_timeout_s):
+            log.warning("no server of kvframework yet, prompts are computed")
 
     def complete(self, prompt: Sequence[int], **options: Any) -> dict[str, Any]:
-        """Answer `/completion` with a restore before and a store after it. `options` are those of the request."""
-        restored = self.restore(prompt)
-        self._held = []
-        body = {**options, "prompt": list(prompt), "id_slot": self._slot, "cache_prompt": True, "return_tokens": True}
+        """Answer `/completion` with a restore before and a store after it. `options` are those of the request; with
+        adapters of its own (`lora`) it goes past the cache."""
+        restored = 0 if options.get("lora") else self.restore(prompt)
+        self._held, self._adapted = [], self._adapted or bool(options.get("lora"))
+        body = {
+            **options,
+            "prompt": list(prompt),
+            "id_slot": self._slot,
+            "cache_prompt": True,
+            "n_cache_reuse": 0,  # parts that are moved to other positions are not what a computation gives
+            "return_tokens": True,
+        }
         answer: dict[str, Any] = self._called("/completion", body)
         answer["kvframework"] = {"restored": restored, "stored": self.store()}
         return answer

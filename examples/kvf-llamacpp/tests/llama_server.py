@@ -69,6 +69,7 @@ if __name__ == "__main__":
     parameters.cpuparams.n_threads = 2
     # Or its own memory would serve what the test wants from kvframework.
     parameters.cache_ram_mib = 0
+    parameters.n_cache_reuse = 16
     if sys.argv[4] == "transposed":
         parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(parameters)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,12 +35,21 @@ def folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def endpoint(folder: Path) -> Iterator[str]:
     address = f"ipc://{folder}/s.sock"
+    with serving(address):
+        yield address
+
+
+@contextmanager
+def serving(address: str) -> Iterator[None]:
+    """A server of kvframework that begins to start."""
     command = [str(Path(sys.executable).with_name("kvframework")), "serve"]
     for setting in (f"server.endpoint={address}", f"server.chunk_size={CHUNK}", "l1.capacity=64MiB"):
         command += ["--set", setting]
     with subprocess.Popen(command) as server:
-        yield address
-        server.terminate()
+        try:
+            yield
+        finally:
+            server.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +65,25 @@ def llama(model: Path, endpoint: str, *, slots: int = 1, values: str = "rows") -
     """A server process of its own, and its last slot."""
     with ExitStack() as stack:
         saved = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        command = [sys.executable, str(PROGRAM), str(model), str(saved), str(slots), values]
-        process = stack.enter_context(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        )
-        assert process.stdin
-        assert process.stdout
-        stack.callback(process.kill)
-        url = process.stdout.readline().decode().strip()
+        url = stack.enter_context(running(model, str(saved), slots=slots, values=values))
         connected = Slots(
             url, saved, model, slot=slots - 1, settings=values, endpoint=endpoint, connect_timeout_s=PATIENCE_S,
             deadline_scale=20.0,
         )  # fmt: skip
         stack.callback(connected.close)
-        assert connected._client.wait_up(PATIENCE_S)
         yield connected
+
+
+@contextmanager
+def running(model: Path, saved: str, *, slots: int = 1, values: str = "rows") -> Iterator[str]:
+    """The address of a llama.cpp server."""
+    command = [sys.executable, str(PROGRAM), str(model), saved, str(slots), values]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout
+        try:
+            yield process.stdout.readline().decode().strip()
+        finally:
+            process.kill()
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -129,6 +142,19 @@ def test_without_kvframework_the_server_answers(model: Path, folder: Path) -> No
 
 
 @engine
+def test_the_first_prompt_is_stored_in_a_server_that_has_just_started(model: Path, folder: Path) -> None:
+    address = f"ipc://{folder}/late.sock"
+    with ExitStack() as stack:
+        saved = stack.enter_context(tempfile.TemporaryDirectory())
+        url = stack.enter_context(running(model, saved))
+        stack.enter_context(serving(address))
+        slots = Slots(url, Path(saved), model, endpoint=address, connect_timeout_s=PATIENCE_S, deadline_scale=20.0)
+        stack.callback(slots.close)
+        assert slots._client.wait_up(0.0)
+        assert answered(slots, prompt(CHUNK + 1, seed=7))[2] == {"restored": 0, "stored": CHUNK}
+
+
+@engine
 def test_while_an_adapter_is_on_nothing_is_named(model: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the server lists it; the model has none."""
     tokens = prompt(2 * CHUNK + 1, seed=11)
@@ -149,19 +175,50 @@ def test_while_an_adapter_is_on_nothing_is_named(model: Path, endpoint: str, mon
         assert answered(slots, [5, *tokens])[1:] == (0, {"restored": 0, "stored": 2 * CHUNK})
 
 
+@engine
+def test_a_request_with_adapters_of_its_own_goes_past_the_cache(model: Path, endpoint: str) -> None:
+    """The server lists those of all requests only; an adapter that it does not have is on for the request, too."""
+    tokens = prompt(2 * CHUNK + 1, seed=12)
+    with llama(model, endpoint) as slots:
+        adapted = slots.complete(tokens, n_predict=1, lora=[{"id": 0, "scale": 1.0}])
+        assert adapted["kvframework"] == {"restored": 0, "stored": 0}
+        # Nor is it stored, or gone on from, by the next one.
+        assert slots.store() == 0
+        _, cached, moved = answered(slots, tokens)
+        assert cached <= 1  # see above
+        assert moved == {"restored": 0, "stored": 2 * CHUNK}
+
+
+@engine
+def test_a_part_of_another_prompt_is_computed_where_it_stands(model: Path, endpoint: str) -> None:
+    """The server would move what its slot holds to other positions."""
+    tokens = prompt(3 * CHUNK, seed=13)
+    with llama(model, endpoint) as slots:
+        answered(slots, tokens)
+        assert answered(slots, tokens[CHUNK // 2 :])[1:] == (0, {"restored": 0, "stored": 2 * CHUNK})
+
+
+def test_every_shard_names_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one may hold no weights at all."""
+    monkeypatch.setattr(Slots, "_called", lambda *_given: [{"n_ctx": 64}])
+    shards = [folder / f"model-0000{number}-of-00002.gguf" for number in (1, 2)]
+    names = []
+    for weights in ("first", "second"):
+        for shard in shards:
+            shard.write_text(weights if shard is shards[1] else "the head")
+        with closing(Slots("http://x", folder, shards[0], endpoint=f"ipc://{folder}/nobody.sock")) as slots:
+            names.append(slots._digest)
+    assert names[0] != names[1]
+    with pytest.raises(OSError, match="nowhere"):
+        Slots("http://x", folder, folder / "nowhere.gguf", endpoint=f"ipc://{folder}/nobody.sock")
+
+
 @contextmanager
 def llama_alone(model: Path, folder: Path) -> Iterator[Slots]:
-    with tempfile.TemporaryDirectory() as saved:
-        command = [sys.executable, str(PROGRAM), str(model), saved, "1", "rows"]
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as process:
-            assert process.stdout
-            url = process.stdout.readline().decode().strip()
-            slots = Slots(url, Path(saved), model, endpoint=f"ipc://{folder}/nobody.sock", connect_timeout_s=0.1)
-            yield slots
-            slots.close()
-            process.kill()
+    with tempfile.TemporaryDirectory() as saved, running(model, saved) as url:
+        slots = Slots(url, Path(saved), model, endpoint=f"ipc://{folder}/nobody.sock", connect_timeout_s=0.1)
+        yield slots
+        slots.close()
 
 
 # the file, without a server

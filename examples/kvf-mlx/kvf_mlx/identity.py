@@ -9,22 +9,19 @@ from kvframework.client import KvIdentity, digest_files
 from kvframework.errors import RequestError
 
 
-def by_content(model: Path, adapter: Path | None = None) -> KvIdentity:
+def by_content(model: Path | str, adapter: Path | str | None = None) -> KvIdentity:
     """Return the identity of a model's folder, as `mlx_lm.load` takes it, and of the adapter's that is loaded with it.
 
     Reads every file once, and remembers the digests for all processes of the user. Raises `RequestError` for a folder
     without weights.
     """
-    files = [
-        file
-        for folder in (model, adapter)
-        if folder
-        for pattern in ("*.json", "*.safetensors")
-        for file in sorted(folder.glob(pattern))
-    ]
+    folders = [Path(folder) for folder in (model, adapter) if folder]
+    # A folder may bring the code of its model.
+    patterns = ("*.json", "*.py", "*.safetensors")
+    files = [file for folder in folders for pattern in patterns for file in sorted(folder.glob(pattern))]
     if not any(file.suffix == ".safetensors" for file in files):
         raise RequestError(f"{model} holds no weights", available="a folder with config.json and *.safetensors")
     digest = hashlib.blake2b(digest_size=16, person=b"kvf-mlx")
     for file, found in digest_files(files).items():
-        digest.update(f"{file.parent == adapter}{file.name}={found.digest}\n".encode())
+        digest.update(f"{file.parent == folders[-1]}{file.name}={found.digest}\n".encode())
     return KvIdentity("mlx", digest.hexdigest())

@@ -113,3 +113,7 @@ def test_a_model_is_named_by_the_content_of_its_files(tmp_path: Path) -> None:
     adapted = by_content(tmp_path, adapter)
     (adapter / "adapters.safetensors").write_bytes(b"3")
     assert len({first, adapted, by_content(tmp_path, adapter)}) == 3
+    # As `mlx_lm.load` is called.
+    assert by_content(str(tmp_path)) == first
+    (tmp_path / "custom_model.py").write_text("class Model: ...")
+    assert by_content(tmp_path) != first

@@ -10,18 +10,21 @@ import hashlib
 import logging
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensorrt_llm._torch.pyexecutor.kv_cache_connector import KvCacheConnectorScheduler, KvCacheConnectorWorker
 from tensorrt_llm._utils import mpi_rank
 
 from kvf_tensorrt_llm.plan import Op, Plan, Planner
+from kvframework.api.futures import Future
+from kvframework.api.transport import LoadOutcome, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter, digest_files
 from kvframework.errors import KVFrameworkError, RequestError
 
 log = logging.getLogger(__name__)
 
+O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
 LOOKUP_S, TRANSFER_S, CONNECT_S = 2.0, 30.0, 5.0
 
 # The worker of this process, for the scheduler of rank 0: TensorRT-LLM makes both and tells neither of the other.
@@ -77,7 +80,7 @@ class KvFrameworkWorker(KvCacheConnectorWorker):  # type: ignore[misc]
             future = adapter.submit_retrieve(
                 self._request(op), op.start, op.end, [op.block_ids], skip_first_n_tokens=op.skip
             )
-            outcome = future.result(TRANSFER_S)
+            outcome = _ended(future)
             adapter.get_finished()
             if not outcome.ok:
                 raise RequestError(f"the load of request {op.request_id} failed: {outcome.reason}")
@@ -96,13 +99,7 @@ class KvFrameworkWorker(KvCacheConnectorWorker):  # type: ignore[misc]
         stream.synchronize()
         for op in plan.stores:
             try:
-                future = adapter.submit_store(self._request(op), op.start, op.end, [op.block_ids])
-                try:
-                    future.result(TRANSFER_S)
-                finally:
-                    if not future.query():
-                        future.cancel()
-                        future.wait()
+                _ended(adapter.submit_store(self._request(op), op.start, op.end, [op.block_ids]))
             except KVFrameworkError as error:
                 log.warning("request %s was not stored: %s", op.request_id, error)
         adapter.get_finished()
@@ -150,7 +147,7 @@ class KvFrameworkScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
                 worker.client.hasher,
                 adapter.registration.desc.chunk_tokens,
                 request_id=str(request.request_id),
-                cache_salt=str(getattr(request, "cache_salt", None) or ""),
+                cache_salt=_salt(request),
             )
             hashes.extend(tokens)
             found = self._planner.begin(request.request_id, hashes, num_computed_tokens, len(tokens), LOOKUP_S)
@@ -192,9 +189,26 @@ class KvFrameworkScheduler(KvCacheConnectorScheduler):  # type: ignore[misc]
         whole.stores += plan.stores
 
 
+def _ended(future: Future[O]) -> O:
+    """The outcome. Whatever happens, nothing touches the blocks any more when this returns or raises."""
+    try:
+        return future.result(TRANSFER_S)
+    finally:
+        if not future.query():
+            future.cancel()
+            future.wait()
+
+
+def _salt(request: Any) -> str:
+    """TensorRT-LLM keeps a hash of a request's `cache_salt`."""
+    number = getattr(request, "cache_salt_id", None)
+    return "" if number is None else str(number)
+
+
 def _named_by_more_than_tokens(request: Any) -> bool:
-    """Adapters and images change KV; their content is not known here."""
-    return getattr(request, "lora_task_id", None) is not None or bool(getattr(request, "multimodal_hashes", None))
+    """Adapters, images and prompt tables change KV; their content is not known here. Not every image has a hash."""
+    more = ("lora_task_id", "prompt_vocab_size", "multimodal_hashes", "py_multimodal_data")
+    return any(getattr(request, name, None) not in (None, [], {}) for name in more)
 
 
 def _content(model: Path) -> str:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvframework.errors import RequestError
+from kvframework.api.futures import Promise
+from kvframework.errors import DeadlineExceeded, RequestError
 
 BLOCK, CHUNK, BLOCKS = 8, 16, 32
 
@@ -153,12 +154,15 @@ def test_generated_tokens_are_stored_too(engines: Any) -> None:
 
 
 def test_tenants_adapters_and_images_share_nothing(engines: Any) -> None:
-    tokens, engine = prompt(2 * CHUNK + 1, seed=42), engines()
-    engine.run(1, tokens, cache_salt="a")
-    assert engine.run(2, tokens, cache_salt="a")[0] == 2 * CHUNK
-    assert engine.run(3, tokens, cache_salt="b", lora_task_id=7)[0] == 0
-    assert engine.run(4, tokens, cache_salt="b", multimodal_hashes=[[1]])[0] == 0
-    assert engine.run(5, tokens, cache_salt="b")[0] == 0
+    tokens, engine = prompt(CHUNK + 1, seed=42), engines()
+    engine.run(1, tokens, cache_salt_id=0)
+    assert engine.run(2, tokens, cache_salt_id=0)[0] == CHUNK
+    assert engine.run(3, tokens, cache_salt_id=7, lora_task_id=0)[0] == 0
+    assert engine.run(4, tokens, cache_salt_id=7, multimodal_hashes=[[1]])[0] == 0
+    assert engine.run(5, tokens, cache_salt_id=7, py_multimodal_data={"image": 1})[0] == 0
+    assert engine.run(6, tokens, cache_salt_id=7, prompt_vocab_size=8)[0] == 0
+    assert engine.run(7, tokens)[0] == 0
+    assert engine.run(8, tokens, cache_salt_id=7)[0] == 0
 
 
 def test_other_weights_share_nothing(engines: Any, model: Path) -> None:
@@ -175,6 +179,25 @@ def test_a_promised_load_that_fails_is_not_taken_for_kv(engines: Any) -> None:
     engine.worker.bind_connector_meta(Plan(loads=[Op("9", bytes(32), "", 0, CHUNK, (0, 1))]))
     with pytest.raises(RequestError, match="load of request 9 failed"):
         engine.worker.start_load_kv(Stream())
+
+
+def test_a_load_that_takes_too_long_writes_nothing_afterwards(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvf_tensorrt_llm.plan import Op, Plan
+
+    engine, slow = engines(), Slow()
+    monkeypatch.setattr("kvf_tensorrt_llm.connector.TRANSFER_S", 0.01)
+    monkeypatch.setattr(engine.worker.adapter, "submit_retrieve", lambda *_given, **_more: slow)
+    engine.worker.bind_connector_meta(Plan(loads=[Op("9", bytes(32), "", 0, CHUNK, (0, 1))]))
+    with pytest.raises(DeadlineExceeded):
+        engine.worker.start_load_kv(Stream())
+    assert slow.query()
+
+
+class Slow(Promise[Any]):
+    """A transfer that ends when it is cancelled."""
+
+    def cancel(self) -> None:
+        self.set_result(None)
 
 
 def test_without_a_server_everything_is_computed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
