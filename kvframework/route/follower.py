@@ -81,20 +81,21 @@ class Follower:
 
     def answer(self, topic: bytes, number: int, payload: bytes) -> bool:
         """A batch of the replay arrives. False if the rest of it is of no use: `question` is another one."""
-        follows = self._last is None or number > self._last
-        if self._asked is None and follows:
-            self.lost += number - self._last - 1 if self._last is not None else 0
+        if self._asked is None:
+            self._begin()
+            if self._last is None or number > self._last:
+                self.lost += number - self._last - 1 if self._last is not None else 0
+                self._take(topic, number, payload)
+            return True
+        if self._proven and self._last is not None and number == self._last + 1:
             self._take(topic, number, payload)
-        elif self._asked is not None and not self._proven and self._asked == _Batch(number, _digest(payload)):
-            self._proven = True
-            self._last = number
-        elif self._asked is not None and self._proven and self._last is not None and number == self._last + 1:
-            self._take(topic, number, payload)
-        elif self._asked is not None:
-            self._forget()
-            self._ask()
-            return False
-        return True
+            return True
+        if not self._proven and self._asked == _Batch(number, _digest(payload)):
+            self._proven, self._last = True, number
+            return True
+        self._forget()
+        self._ask()
+        return False
 
     def end(self) -> None:
         """The replay ends. There may be another question."""
@@ -102,6 +103,7 @@ class Follower:
             self._forget()
             self._ask()
         else:
+            self._begin()
             self.question = None
             self.in_doubt = False
 
@@ -113,9 +115,13 @@ class Follower:
 
     def _ask(self) -> None:
         self._asked, self._proven = self._certain, False
-        if self._asked is None:
-            self._last = None  # what was taken in doubt may come again, and before it what was missing
         self.question = 0 if self._asked is None else self._asked.number
+
+    def _begin(self) -> None:
+        """An answer from 0 begins, or has ended empty: what was taken in doubt may be another publisher's."""
+        if not self._proven and self._last is not None:
+            self._forget()
+        self._proven = True
 
     def _take(self, topic: bytes, number: int, payload: bytes) -> None:
         self._sink.apply(topic, payload)

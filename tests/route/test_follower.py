@@ -206,3 +206,21 @@ def test_a_late_joiner_takes_what_a_short_buffer_still_has() -> None:
     follower.end()
     assert follow(follower, 10_000, 10_001) == [True, True]
     assert (follower.lost, follower.forgotten) == (0, 0)
+
+
+def test_what_was_taken_in_doubt_of_another_publisher_does_not_stay() -> None:
+    """Found by chance: no batch was certain, so nothing could be asked for but all."""
+    sink = Words()
+    follower = Follower(sink, has_replay=True)
+    follower.connected()
+    follower.failed()
+    assert follow(follower, 0) == [True]
+    for answered in (False, True):
+        follower.connected()
+        assert follower.question == 0
+        assert sink.words == {b"0"}
+        if answered:
+            follower.end()
+        else:
+            follower.failed()
+    assert sink.words == set()
