@@ -43,6 +43,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "plugins/test_kvf_redis_failover.py",
         "plugins/test_kvf_redis_pieces.py",
         "restart",
+        "route/test_process.py",
+        "route/test_real_server.py",
         "security/test_admitted_users.py",
         "security/test_descriptors.py",
         "security/test_every_wait_ends.py",

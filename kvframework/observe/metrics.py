@@ -7,14 +7,13 @@ bounds; never a salt, a prompt, a digest, a key or the id of a request. Each ser
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+from kvframework.http.exposition import Labels, Metric, Reader, Type
 from kvframework.observe import derived_readings as derived
 from kvframework.observe.health import findings
 from kvframework.observe.poller import Observed
 from kvframework.observe.readings import (
-    Labels,
-    Reader,
     counts,
     each,
     first_word,
@@ -27,10 +26,6 @@ from kvframework.observe.readings import (
     tier_histograms,
 )
 from kvframework.wire.messages import COLD_REASONS, REASONS
-
-PREFIX = "kvframework_"
-
-Type = Literal["counter", "gauge", "histogram"]
 
 CAUSES = ("room", "watermark", "tenant")
 TIER_VALUES = {
@@ -71,25 +66,6 @@ USE: dict[str, tuple[str, Type, str]] = {
     "stored_objects_total": ("stored_objects", "counter", "objects stored"),
     "evicted_objects_total": ("evicted_objects", "counter", "objects evicted from L1"),
 }
-
-
-class Metric(NamedTuple):
-    """One family of series. `name` is without the prefix; `place` is where its values stand in the status document, ""
-    for what `observe` itself knows; `row` is the anchor of the row of docs/operations.md about values that are wrong,
-    "" where none is."""
-
-    name: str
-    type: Type
-    help: str
-    place: str
-    read: Reader
-    labels: Labels = ()
-    row: str = ""
-
-    @property
-    def full(self) -> str:
-        """The name of the samples, without a histogram's suffix."""
-        return PREFIX + self.name
 
 
 def _counter(
