@@ -1,0 +1,99 @@
+"""Batches of events as vLLM writes them, which routers read: msgpack of `[time, events, rank]`, an event being a map with
+its `type` or, for older readers, an array. Pure. Encoding the event of a chunk takes 2 to 3 us.
+
+Field for field vLLM's, in its order; what has no meaning here is left out. `cache_salt` is the one field beside: NVIDIA
+Dynamo keeps salts apart by it, other readers skip it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from kvframework.api.hasher import TOKEN_BYTES
+from kvframework.events.blocks import SALT_TAG, ExtraKeys
+from kvframework.events.known import Removed, Stored
+
+Format = Literal["map", "array"]
+
+# The rank of a batch: there is one server a node, and a router tells it from the engine's ranks by its own registration.
+_RANK = 0
+
+
+class _MapStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+    block_hashes: Sequence[int]
+    parent_block_hash: int | None
+    token_ids: Sequence[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: Sequence[ExtraKeys | None] | None = None
+    cache_salt: str | None = None
+
+
+class _MapRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
+    block_hashes: Sequence[int]
+    medium: str | None
+
+
+class _ArrayStored(msgspec.Struct, tag="BlockStored", array_like=True, omit_defaults=True, gc=False):
+    block_hashes: Sequence[int]
+    parent_block_hash: int | None
+    token_ids: Sequence[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: Sequence[ExtraKeys | None] | None = None
+
+
+class _ArrayRemoved(msgspec.Struct, tag="BlockRemoved", array_like=True, omit_defaults=True, gc=False):
+    block_hashes: Sequence[int]
+    medium: str | None
+
+
+class Encoder:
+    """Encodes batches in one format. `block_size` is the tokens of a block."""
+
+    def __init__(self, form: Format, block_size: int) -> None:
+        self._map = form == "map"
+        self._block_size = block_size
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def batch(self, at: float, events: Sequence[Stored | Removed]) -> bytes:
+        """Return the payload of a batch; `at` is the wall clock's time."""
+        return self._encode((at, [self._event(each) for each in events], _RANK))
+
+    def _event(self, event: Stored | Removed) -> object:
+        if isinstance(event, Removed):
+            return (_MapRemoved if self._map else _ArrayRemoved)(event.hashes, event.medium.name)
+        chunk, first = event.chunk, event.first
+        tokens = chunk.tokens[first * self._block_size * TOKEN_BYTES :] if first else chunk.tokens
+        keys = _with_salt(chunk.extra_keys[first:], event.salt, len(chunk.hashes) - first)
+        fields = (
+            chunk.hashes[first:],
+            event.parent,
+            struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens),
+            self._block_size,
+            None,
+            event.medium.name,
+            chunk.lora_name or None,
+            keys or None,
+        )
+        if self._map:
+            return _MapStored(*fields, event.salt.removeprefix(SALT_TAG) or None)
+        return _ArrayStored(*fields)
+
+
+def _with_salt(keys: Sequence[ExtraKeys | None], salt: str, blocks: int) -> Sequence[ExtraKeys | None]:
+    """Return the extra keys with the salt in the first block, where Dynamo reads it in every event."""
+    if not salt:
+        return keys
+    keys = keys or [None] * blocks
+    return [(*(keys[0] or ()), SALT_TAG + salt.removeprefix(SALT_TAG)), *keys[1:]]
+
+
