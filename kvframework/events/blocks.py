@@ -67,9 +67,7 @@ def chunks_of(
     return made
 
 
-def verified(
-    content: ChunkContent, digests: bytes, start: int, chunk_tokens: int, hasher: KeyHasher
-) -> bool:
+def verified(content: ChunkContent, digests: bytes, start: int, chunk_tokens: int, hasher: KeyHasher) -> bool:
     """Return whether a content is what its digests name. Hashes all of it: 1 us a KiB."""
     at = start // chunk_tokens * DIGEST_BYTES
     parent = digests[at - DIGEST_BYTES : at] if at else b""

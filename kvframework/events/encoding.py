@@ -95,5 +95,3 @@ def _with_salt(keys: Sequence[ExtraKeys | None], salt: str, blocks: int) -> Sequ
         return keys
     keys = keys or [None] * blocks
     return [(*(keys[0] or ()), SALT_TAG + salt.removeprefix(SALT_TAG)), *keys[1:]]
-
-

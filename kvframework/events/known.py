@@ -34,6 +34,7 @@ class Stored(NamedTuple):
     """The blocks of a chunk from the block `first` on; `parent` is the hash of the block before, None for none."""
 
     model: str
+    namespace: bytes
     salt: str
     medium: Medium
     chunk: Chunk
@@ -165,9 +166,15 @@ class Known:
         news, self._news = self._news, []
         return news
 
-    def told(self) -> dict[tuple[str, Medium], list[int]]:
+    def told(self) -> dict[tuple[str, Medium], set[int]]:
         """Return the hashes of all told blocks."""
-        return {of: list(counts) for of, counts in self._counts.items() if counts}
+        return {of: set(counts) for of, counts in self._counts.items() if counts}
+
+    def kept(self) -> Iterator[tuple[Line, Chunk]]:
+        """Yield the unsalted chunks that L1 has objects of."""
+        for line in self.lines.values():
+            if not line.salt:
+                yield from ((line, held.chunk) for held in line.held.values() if L1 in held.rows)
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -307,9 +314,8 @@ class Known:
             parent = chunk.hashes[first - 1]
         elif chunk.parent:
             parent = line.held[chunk.parent].chunk.hashes[-1]
-        return Stored(line.model, line.salt, medium, chunk, first, parent)
+        return Stored(line.model, line.namespace, line.salt, medium, chunk, first, parent)
 
 
 def _media(bits: int) -> list[Medium]:
     return [medium for medium in Medium if bits >> medium & 1]
-

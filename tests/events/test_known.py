@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from kvframework.api.content import ChunkContent
 from kvframework.events import known as module
 from kvframework.events.blocks import Chunk, chunks_of
 from kvframework.events.encoding import Encoder
 from kvframework.events.known import L1, Known, Medium, Removed, Stored
-from kvframework.api.content import ChunkContent
 from tests.events.reader import Reader
 
 CHUNK, BLOCK = 8, 2
@@ -31,7 +31,12 @@ def _chunks() -> list[Chunk]:
         packed = b"".join(each.to_bytes(4, "little") for each in tokens)
         digests = (parent or b"") + digest
         (chunk,) = chunks_of(
-            ChunkContent(packed), digests, CHUNK if parent else 0, chunk_tokens=CHUNK, block_size=BLOCK, model="m",
+            ChunkContent(packed),
+            digests,
+            CHUNK if parent else 0,
+            chunk_tokens=CHUNK,
+            block_size=BLOCK,
+            model="m",
             salt="",
         )
         assert chunk is not None
@@ -144,7 +149,14 @@ def test_what_is_told_is_what_a_request_can_hit() -> None:
     run_state_machine_as_test(Told, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
-def _named(known: Known, chunk: Chunk, *, namespace: bytes = NAMESPACE, model: str = "m", prefixes: tuple[bytes, ...] = PREFIXES) -> None:
+def _named(
+    known: Known,
+    chunk: Chunk,
+    *,
+    namespace: bytes = NAMESPACE,
+    model: str = "m",
+    prefixes: tuple[bytes, ...] = PREFIXES,
+) -> None:
     known.name(namespace, model, "", prefixes, [(chunk, [True] * len(prefixes))])
 
 
