@@ -14,7 +14,8 @@ class Reader:
 
     def __init__(self) -> None:
         self.held: dict[str, set[int]] = {"CPU": set(), "STORAGE": set()}
-        self.tokens: dict[int, tuple[int, ...]] = {}
+        # By hash: the tokens of the prompt from its first one to the end of the block.
+        self.prefix: dict[int, tuple[int, ...]] = {}
         self.kinds: Counter[str] = Counter()
 
     def batch(self, payload: bytes, *, replayed: bool = False) -> None:
@@ -40,11 +41,17 @@ class Reader:
         for number, each in enumerate(hashes):
             assert each not in held, "told twice"
             held.add(each)
-            self.tokens[each] = tuple(event["token_ids"][number * size : (number + 1) * size])
+            before = self.prefix[parent] if parent is not None else ()
+            self.prefix[each] = (*before, *event["token_ids"][number * size : (number + 1) * size])
+            parent = each
 
     def batches(self, payloads: Iterable[bytes], *, replayed: bool = False) -> None:
         for each in payloads:
             self.batch(each, replayed=replayed)
+
+    def prompts(self, medium: str = "CPU") -> set[tuple[int, ...]]:
+        """The beginnings of prompts that are told."""
+        return {self.prefix[each] for each in self.held[medium]}
 
     @property
     def now(self) -> dict[str, set[int]]:
