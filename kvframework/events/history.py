@@ -47,19 +47,20 @@ class History:
         self._gone_hashes = 0
 
     def publish(self, at: float, news: Sequence[News]) -> Iterator[Numbered]:
-        """Yield the messages of news; an empty one for none."""
+        """Yield the messages of news, all of which must be taken; an empty one for none."""
         if not news:
             yield self._add(self._topic(self._engines[0], ""), self._encoder.batch(at, ()))
-        for each in news:
-            if isinstance(each, Removed):
-                self.gone(each, self.next)
         for model, events in _packs(news, MESSAGE_BYTES):
             payload = self._encoder.batch(at, events)
             for engine in self._engines:
                 yield self._add(self._topic(engine, model), payload)
+        # Of the last message, since a reader may lack that one alone.
+        for each in news:
+            if isinstance(each, Removed):
+                self.gone(each, self.next - 1)
 
     def gone(self, removed: Removed, number: int) -> None:
-        """Remember what was removed with that number."""
+        """Remember what was removed with that number or before."""
         self._gone.append((number, removed))
         self._gone_hashes += len(removed.hashes)
         while self._gone_hashes > MOST_GONE:

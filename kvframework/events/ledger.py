@@ -58,7 +58,7 @@ class _Told(msgspec.Struct, tag=1, array_like=True, gc=False):
 
 
 class _Gone(msgspec.Struct, tag=2, array_like=True, gc=False):
-    """Removed with the message `number`, about."""
+    """Removed with the message `number` or before."""
 
     number: int
     model: str
@@ -156,7 +156,8 @@ class Ledger:
         return self._nbytes > self._anew_at
 
     def write(self, end: int, number: int, news: Sequence[News]) -> None:
-        """Append news, before they are sent with `number` and later ones, all below `end`."""
+        """Append news, before they are sent with `number`, the last one, and those before, all below `end` (0: as it
+        was)."""
         records: list[_Record] = [_Numbers(end)] if end else []
         for each in news:
             if isinstance(each, Removed):

@@ -118,7 +118,7 @@ class Publisher:
         if not news and not empty:
             return
         messages = list(self._history.publish(self._clock(), news))
-        self._record(messages[0].number, news)
+        self._record(messages[-1].number, news)
         for sent, message in enumerate(messages, 1):
             self._sockets.publish(message)
             self.counters["batches"] += 1
@@ -126,7 +126,7 @@ class Publisher:
                 time.sleep(_PAUSE_S)
 
     def _record(self, number: int, news: Sequence[News]) -> None:
-        """Write down what is sent next, from `number` on."""
+        """Write down what is sent next, up to `number`."""
         end = self._history.next + RESERVE if self._history.next >= self._reserved else 0
         try:
             if end or news:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from kvf_hashers.sha256 import Sha256
 
+from kvf_hashers.sha256 import Sha256
 from kvframework.api.content import ChunkContent
 from kvframework.api.requests import CacheKey
 from kvframework.wire import messages as m
@@ -87,18 +87,26 @@ class Router(Reader):
     def __init__(self, endpoint: str, replay: str = "") -> None:
         super().__init__()
         self._context = zmq.Context()
-        self.news = self._context.socket(zmq.SUB)
-        self.news.linger = 0
-        self.news.subscribe(b"kv@")
-        self.news.connect(endpoint)
+        self._endpoint = endpoint
         self._replay = replay
         self.next: int | None = None
         self.topics: set[bytes] = set()
         self.replays = 0
         self.lost: set[int] = set()
+        self.join()
+
+    def join(self) -> None:
+        self.news = self._context.socket(zmq.SUB)
+        self.news.linger = 0
+        self.news.subscribe(b"kv@")
+        self.news.connect(self._endpoint)
+
+    def leave(self) -> None:
+        """Miss what is told from now on, until `join`."""
+        self.news.close()
 
     def close(self) -> None:
-        self.news.close()
+        self.leave()
         self._context.term()
 
     def read(self, timeout_s: float = 0.0) -> bool:

@@ -1,0 +1,88 @@
+"""What routers know across the ends of a server: stopped, killed, killed under a keeper."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from tests.events.node import OBJECT, Engine, beginnings, found, prompt, router, settings
+from tests.events.test_told import TellingServer
+from tests.support.held_server import HeldServer
+from tests.support.server_process import ServerProcess
+
+PROMPTS = [prompt(number, 3) for number in range(5)]
+
+
+def store_all(server: ServerProcess) -> set[tuple[int, ...]]:
+    with server.client() as client:
+        engine = Engine(client)
+        for tokens in PROMPTS:
+            engine.store(tokens)
+        return found(engine, PROMPTS)
+
+
+def ledgers(server: ServerProcess) -> list[Path]:
+    return [each for each in Path(server.endpoint.removeprefix("ipc://")).parent.iterdir() if "events-" in each.name]
+
+
+def test_after_a_cold_start_what_is_gone_is_removed_and_the_numbers_go_on() -> None:
+    for stop in (ServerProcess.stop, ServerProcess.kill9):
+        with TellingServer() as server, router(server) as reader:
+            held = store_all(server)
+            reader.until(held)
+            before = reader.next
+            assert before is not None
+            stop(server)
+            server.start()
+            reader.until(set())
+            assert reader.next is not None
+            assert reader.next > before
+            again = store_all(server)
+            assert again == held
+            reader.until(held)
+            with router(server) as late:
+                late.until(held)
+            assert {stat.S_IMODE(each.stat().st_mode) for each in ledgers(server)} == {0o600}
+
+
+def test_a_reader_that_was_away_for_two_lives_is_healed() -> None:
+    with TellingServer() as server, router(server) as away:
+        away.until(store_all(server))
+        away.leave()
+        for _ in range(2):
+            server.stop()
+            server.start()
+            with server.client() as client:
+                Engine(client).store(prompt(77, 1))
+        away.join()
+        away.until(beginnings(prompt(77, 1)))
+
+
+class HeldTellingServer(HeldServer):
+    def __init__(self) -> None:
+        super().__init__(capacity=f"{OBJECT * 64}B")
+        self.set(*settings(Path(self.endpoint.removeprefix("ipc://")).parent))
+
+
+def test_a_killed_server_whose_l1_is_kept_tells_it_again() -> None:
+    with HeldTellingServer() as server, router(server) as reader:
+        with server.client() as client:
+            engine = Engine(client)
+            for tokens in PROMPTS:
+                engine.store(tokens)
+            engine.store(prompt(9, 2), salt="secret of acme")
+            held = found(engine, PROMPTS)
+        reader.until(held)
+        assert not any(b"secret of acme" in each.read_bytes() for each in ledgers(server))
+        pid = server.pid
+        server.kill9()
+        server.serving(pid)
+        with server.client() as client:
+            engine = Engine(client)
+            assert found(engine, PROMPTS) == held
+            with router(server) as late:
+                late.until(held)
+            reader.until(held)
+            assert client.status()["events"]["blocks"]["CPU"] == len(held)
+            engine.store(prompt(99, 3))
+            reader.until(held | beginnings(prompt(99, 3)))
