@@ -23,7 +23,7 @@ Format = Literal["map", "array"]
 _RANK = 0
 
 
-class _MapStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+class _Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
     block_hashes: Sequence[int]
     parent_block_hash: int | None
     token_ids: Sequence[int]
@@ -35,23 +35,7 @@ class _MapStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False
     cache_salt: str | None = None
 
 
-class _MapRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
-    block_hashes: Sequence[int]
-    medium: str | None
-
-
-class _ArrayStored(msgspec.Struct, tag="BlockStored", array_like=True, omit_defaults=True, gc=False):
-    block_hashes: Sequence[int]
-    parent_block_hash: int | None
-    token_ids: Sequence[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: Sequence[ExtraKeys | None] | None = None
-
-
-class _ArrayRemoved(msgspec.Struct, tag="BlockRemoved", array_like=True, omit_defaults=True, gc=False):
+class _Removed(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
     block_hashes: Sequence[int]
     medium: str | None
 
@@ -70,11 +54,12 @@ class Encoder:
 
     def _event(self, event: Stored | Removed) -> object:
         if isinstance(event, Removed):
-            return (_MapRemoved if self._map else _ArrayRemoved)(event.hashes, event.medium.name)
+            removed = event.hashes, event.medium.name
+            return _Removed(*removed) if self._map else ("BlockRemoved", *removed)
         chunk, first = event.chunk, event.first
         tokens = chunk.tokens[first * self._block_size * TOKEN_BYTES :] if first else chunk.tokens
         keys = _with_salt(chunk.extra_keys[first:], event.salt, len(chunk.hashes) - first)
-        fields = (
+        stored = _Stored(
             chunk.hashes[first:],
             event.parent,
             struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens),
@@ -83,10 +68,15 @@ class Encoder:
             event.medium.name,
             chunk.lora_name or None,
             keys or None,
+            event.salt.removeprefix(SALT_TAG) or None,
         )
         if self._map:
-            return _MapStored(*fields, event.salt.removeprefix(SALT_TAG) or None)
-        return _ArrayStored(*fields)
+            return stored
+        # Readers of arrays are of older releases: what came later follows only if there is any.
+        fields: list[object] = [*msgspec.structs.astuple(stored)[:-1]]
+        while fields[-1] is None:
+            fields.pop()
+        return ("BlockStored", *fields)
 
 
 def _with_salt(keys: Sequence[ExtraKeys | None], salt: str, blocks: int) -> Sequence[ExtraKeys | None]:

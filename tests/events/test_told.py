@@ -148,7 +148,7 @@ def test_what_is_told_is_what_l1_holds_after_churn() -> None:
                     one.call("CLEAR", m.Clear())
                 if not step % 10:
                     reader.read(0.05)
-                    deaf.lost |= {number for number in range(deaf.next or 0, (deaf.next or 0) + 3)}
+                    deaf.lost |= set(range(deaf.next or 0, (deaf.next or 0) + 3))
                     deaf.read()
             last = prompt(990, 1)
             engines[1].store(last)
