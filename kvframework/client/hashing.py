@@ -6,7 +6,7 @@ import array
 import sys
 from collections.abc import Mapping, Sequence
 
-from kvframework.api.content import ChunkContent, Image
+from kvframework.api.content import ChunkContent, Extra, Image
 from kvframework.api.hasher import DIGEST_BYTES, KeyHasher
 from kvframework.api.trace import sampled_parent
 from kvframework.errors import BadRange, RequestError
@@ -103,8 +103,8 @@ class RequestHashes:
         if sys.byteorder == "big":
             tokens.byteswap()
         here = range(start // self.chunk_tokens, end // self.chunk_tokens)
-        extras = {index - here.start: extra for index, extra in self._extras.items() if index in here}
-        return ChunkContent(tokens.tobytes(), extras, block_size, hashes, tuple(images), self._lora_name)
+        extras = [Extra(index - here.start, extra) for index, extra in self._extras.items() if index in here]
+        return ChunkContent(tokens.tobytes(), tuple(extras), block_size, hashes, tuple(images), self._lora_name)
 
     def bring(self, start: int, end: int, content: ChunkContent) -> None:
         """Keep the content of tokens `[start, end)` that another process has made, to go along with their store or

@@ -47,6 +47,7 @@ def chunks_of(
     """Return the chunks of a content that begins at token `start`; None for one that cannot be described to a router.
     `digests` are those of the request from its first chunk. `block_size` divides `chunk_tokens`."""
     made: list[Chunk | None] = []
+    extras = {each.chunk for each in content.extras if each.content}
     root = root_of(model, salt, content.lora_name)
     own = struct.unpack(f"<{len(content.hashes) // 8}Q", content.hashes) if content.block_size == block_size else ()
     blocks = chunk_tokens // block_size
@@ -56,7 +57,7 @@ def chunks_of(
         begin = index * chunk_tokens
         end = begin + chunk_tokens
         images = [each for each in content.images if each.offset < end and begin < each.offset + each.length]
-        if content.extras.get(index) and not images and not content.lora_name:
+        if index in extras and not images and not content.lora_name:
             made.append(None)
             continue
         tokens = content.tokens[begin * TOKEN_BYTES : end * TOKEN_BYTES]
@@ -71,7 +72,8 @@ def verified(content: ChunkContent, digests: bytes, start: int, chunk_tokens: in
     """Return whether a content is what its digests name. Hashes all of it: 1 us a KiB."""
     at = start // chunk_tokens * DIGEST_BYTES
     parent = digests[at - DIGEST_BYTES : at] if at else b""
-    made = hasher.chunk_digests(content.tokens, chunk_tokens, parent=parent, extras=content.extras)
+    extras = {each.chunk: each.content for each in content.extras}
+    made = hasher.chunk_digests(content.tokens, chunk_tokens, parent=parent, extras=extras)
     return made == digests[at:]
 
 

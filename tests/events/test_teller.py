@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvf_hashers.sha256 import Sha256
-from kvframework.api.content import ChunkContent, Image
+from kvframework.api.content import ChunkContent, Extra, Image
 from kvframework.api.keys import CacheKey
 from kvframework.events import feed as feeds
 from kvframework.events.encoding import Encoder
@@ -117,12 +117,12 @@ def test_images_and_adapters_stand_in_the_extra_keys() -> None:
     node = Node()
     extras = {0: b"image"}
     image = Image("photo", BLOCK - 2, 4)
-    node.store(node.key(extras=extras), ChunkContent(packed(TOKENS), extras, images=(image,)))
+    node.store(node.key(extras=extras), ChunkContent(packed(TOKENS), (Extra(0, b"image"),), images=(image,)))
     first, second = node.turn()
     assert first["extra_keys"] == [[["photo", BLOCK - 2]], [["photo", -2]], None, None]
     assert "extra_keys" not in second
     lora = Node()
-    lora.store(lora.key(extras=extras), ChunkContent(packed(TOKENS), extras, lora_name="poet"))
+    lora.store(lora.key(extras=extras), ChunkContent(packed(TOKENS), (Extra(0, b"image"),), lora_name="poet"))
     events = lora.turn()
     assert [event["lora_name"] for event in events] == ["poet", "poet"]
     assert events[0]["extra_keys"] == [["poet"]] * (CHUNK // BLOCK)
@@ -132,7 +132,7 @@ def test_images_and_adapters_stand_in_the_extra_keys() -> None:
 def test_what_no_field_describes_is_withheld_with_all_that_follows() -> None:
     node = Node()
     extras = {0: b"something"}
-    node.store(node.key(extras=extras), ChunkContent(packed(TOKENS), extras))
+    node.store(node.key(extras=extras), ChunkContent(packed(TOKENS), (Extra(0, b"something"),)))
     assert node.turn() == []
     assert node.teller.withheld == 1
 

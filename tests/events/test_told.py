@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api.content import ChunkContent
+from kvframework.api.content import ChunkContent, Extra
 from kvframework.errors import BadRange
 from kvframework.wire import messages as m
 from tests.events.node import BLOCK, CHUNK, OBJECT, Engine, beginnings, found, packed, prompt, router, settings
@@ -89,7 +89,7 @@ def test_tokens_that_are_not_the_digests_are_not_told(server: ServerProcess) -> 
     [
         ChunkContent(packed([1] * CHUNK)),
         ChunkContent(packed(prompt(15, 2)), block_size=BLOCK, hashes=b"x" * 8),
-        ChunkContent(packed(prompt(15, 2)), extras={2: b"x"}),
+        ChunkContent(packed(prompt(15, 2)), extras=(Extra(2, b"x"),)),
     ],
 )
 def test_a_content_of_another_length_is_refused_and_the_lease_stays(
