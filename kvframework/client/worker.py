@@ -253,7 +253,9 @@ class WorkerAdapter:
             block_ids,
             event,
             # One rank's word is enough.
-            request.content(start, end) if self.identity.rank == 0 and self._client.wants_tokens else None,
+            request.content(start, end)
+            if self.identity.rank == 0 and self._client.wants_tokens(request.cache_salt)
+            else None,
             storing=storing,
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.events.known import L1
+from kvframework.wire.handshake import SALTED_TOKEN_IDS, TOKEN_IDS
 
 # Entries about objects, one a commit or a removal.
 MOST_ENTRIES = 1 << 17
@@ -26,6 +27,8 @@ class Events:
     """What storage and service know of events: nothing is told by this one. Methods are thread-safe and never block."""
 
     wanted = False
+    # Names for HELLO of the contents that are wanted.
+    features: tuple[str, ...] = ()
 
     def came(self, keys: Sequence[PackedKey]) -> None:
         """Objects are in L1 now. Called under the lock of L1."""
@@ -44,11 +47,13 @@ NO_EVENTS = Events()
 
 
 class Feed(Events):
-    """The queues. `take_objects`, `take_contents` and `take_loss` are the reader's, one thread."""
+    """The queues; the contents of salted prompts are wanted with `salts`. `take_objects`, `take_contents` and `take_loss`
+    are the reader's, one thread."""
 
     wanted = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, salts: bool = False) -> None:
+        self.features = (TOKEN_IDS, SALTED_TOKEN_IDS) if salts else (TOKEN_IDS,)
         self.dropped = 0
         self._lost = False
         self._objects: deque[Objects] = deque()

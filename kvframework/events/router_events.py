@@ -36,7 +36,7 @@ class RouterEvents:
         keys: ServerKeys | None = None,
         admit_uids: Collection[int] = (),
     ) -> None:
-        self.feed = Feed()
+        self.feed = Feed(salts=config.salted == "tell")
         self._config = config
         self._name = name
         self._hasher = hasher

@@ -47,7 +47,7 @@ from kvframework.service.transfer_paths.engine_driven import EngineDrivenTransfe
 from kvframework.service.transfer_paths.server_driven import ServerDrivenTransfers
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
-from kvframework.wire.handshake import FEATURES, TOKEN_IDS
+from kvframework.wire.handshake import FEATURES
 from kvframework.wire.table import REQUESTS
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class CacheService(CacheServices):
         events_status: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         self.stopping = False
-        self._features = (*FEATURES, TOKEN_IDS) if events.wanted else FEATURES
+        self._features = (*FEATURES, *events.features)
         self.boot_id = secrets.token_bytes(16)
         self.chunk_size = config.chunk_size
         self.contexts: Contexts = {}

@@ -95,7 +95,7 @@ class HelloReply(Message, frozen=True):
     """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
     that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server. `features` names what
     this server understands, and an older one of the same protocol version would ignore; `token_ids` among them asks for
-    the `content` of transfers."""
+    the `content` of transfers, `token_ids.salted` for that of salted ones."""
 
     version: int
     boot_id: bytes

@@ -14,6 +14,7 @@ import zmq
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.content import ChunkContent
 from kvframework.api.requests import CacheKey
+from kvframework.messaging.curve import LoadedKeys
 from kvframework.wire import messages as m
 from tests.events.reader import Reader
 from tests.support.server_process import ServerProcess
@@ -84,10 +85,11 @@ class Router(Reader):
     """Reads as llm-d's subscriber does: it asks for what it lacks when a number is missing, and demands each number
     once."""
 
-    def __init__(self, endpoint: str, replay: str = "") -> None:
+    def __init__(self, endpoint: str, replay: str = "", keys: LoadedKeys | None = None) -> None:
         super().__init__()
         self._context = zmq.Context()
         self._endpoint = endpoint
+        self._keys = keys
         self._replay = replay
         self.next: int | None = None
         self.topics: set[bytes] = set()
@@ -96,10 +98,8 @@ class Router(Reader):
         self.join()
 
     def join(self) -> None:
-        self.news = self._context.socket(zmq.SUB)
-        self.news.linger = 0
+        self.news = self._socket(zmq.SUB, self._endpoint)
         self.news.subscribe(b"kv@")
-        self.news.connect(self._endpoint)
 
     def leave(self) -> None:
         """Miss what is told from now on, until `join`."""
@@ -132,11 +132,8 @@ class Router(Reader):
         """Ask for all messages from a number on, and apply them: each number once."""
         self.replays += 1
         expected = number
-        socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.connect(self._replay)
+        socket = self.question(number)
         try:
-            socket.send_multipart([b"", number.to_bytes(8, "big")])
             while True:
                 assert socket.poll(_WAIT_S * 1000), "no answer"
                 empty, topic, at, payload = socket.recv_multipart()
@@ -149,6 +146,20 @@ class Router(Reader):
                 expected += 1
         finally:
             socket.close()
+
+    def question(self, number: int = 0) -> zmq.Socket[bytes]:
+        """A socket on which all messages from a number on were asked for."""
+        socket = self._socket(zmq.DEALER, self._replay)
+        socket.send_multipart([b"", number.to_bytes(8, "big")])
+        return socket
+
+    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        if self._keys is not None:
+            self._keys.apply(socket)
+        socket.connect(endpoint)
+        return socket
 
     def _apply(self, topic: bytes, number: int, payload: bytes, *, replayed: bool) -> None:
         self.topics.add(topic)
@@ -182,10 +193,10 @@ def prompt(number: int, chunks: int) -> list[int]:
     return list(itertools.islice(itertools.chain(shared, itertools.cycle((number, number + 1, 3))), chunks * CHUNK))
 
 
-def beginnings(tokens: Sequence[int], end: int | None = None) -> set[tuple[int, ...]]:
+def beginnings(tokens: Sequence[int], end: int | None = None, *, block: int = BLOCK) -> set[tuple[int, ...]]:
     """The blocks of the first `end` tokens of a prompt, each as the beginning of the prompt that it ends."""
     last = len(tokens) if end is None else end
-    return {tuple(tokens[:at]) for at in range(BLOCK, last + 1, BLOCK)}
+    return {tuple(tokens[:at]) for at in range(block, last + 1, block)}
 
 
 def found(engine: Engine, prompts: Iterable[Sequence[int]]) -> set[tuple[int, ...]]:
