@@ -68,7 +68,15 @@ def _head(document: Document) -> list[str]:
     if lookups.get("asked_tokens"):
         share = lookups["hit_tokens"] / lookups["asked_tokens"]
         lines.append(f"{counted(lookups['lookups'], 'lookups')}, hit {share:.0%} of {lookups['asked_tokens']} tokens")
-    return lines
+    return lines + _events(document.get("events", {}))
+
+
+def _events(told: Document) -> list[str]:
+    """What routers are told. Nothing of a server without `[events]`."""
+    if not told:
+        return []
+    blocks = " and ".join(f"{number} in {medium}" for medium, number in told["blocks"].items())
+    return [f"events at {told['endpoint']}: {blocks} blocks told, {told['waiting']} changes waiting"]
 
 
 def _recovered(found: Document) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from kvframework.wire import messages as m
 from tests.events.node import BLOCK, CHUNK, OBJECT, Engine, beginnings, found, packed, prompt, router, settings
 from tests.support.server_process import ServerProcess
 from tests.support.wire_client import key_for
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class TellingServer(ServerProcess):
@@ -162,3 +165,11 @@ def test_what_is_told_is_what_l1_holds_after_churn() -> None:
                 deaf.until(held)
             counters = one.status()["events"]["counters"]
             assert counters["dropped"] == counters["mismatched"] == 0
+
+
+def test_every_field_is_documented(server: ServerProcess) -> None:
+    found = set()
+    for name, value in server.status()["events"].items():
+        found |= {f"events.{name}.{each}" for each in value} if isinstance(value, dict) else {f"events.{name}"}
+    page = (ROOT / "docs" / "status.md").read_text()
+    assert set(re.findall(r"`(events\.[A-Za-z_.]+)`", page)) == found
