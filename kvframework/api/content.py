@@ -41,7 +41,7 @@ class ChunkContent(Message, frozen=True):
 
     `tokens` are packed u32 ids, `(end - start) * 4` bytes. `extras` are those of its chunks. `hashes` are the engine's
     own block hashes, packed u64, one for each `block_size` tokens; b"" and 0 if it has none. `images` and `lora_name`
-    say to routers what the extras mean: a chunk with an extra and without either is not told.
+    say to routers what the extras mean: a chunk with an extra and without either is not announced.
     """
 
     tokens: bytes

@@ -71,12 +71,12 @@ def _head(document: Document) -> list[str]:
     return lines + _events(document.get("events", {}))
 
 
-def _events(told: Document) -> list[str]:
-    """What routers are told. Nothing of a server without `[events]`."""
-    if not told:
+def _events(announced: Document) -> list[str]:
+    """What is announced to routers. Nothing of a server without `[events]`."""
+    if not announced:
         return []
-    blocks = " and ".join(f"{number} in {medium}" for medium, number in told["blocks"].items())
-    return [f"events at {told['endpoint']}: {blocks} blocks told, {told['waiting']} changes waiting"]
+    blocks = " and ".join(f"{number} in {medium}" for medium, number in announced["blocks"].items())
+    return [f"events at {announced['endpoint']}: {blocks} blocks announced, {announced['waiting']} changes waiting"]
 
 
 def _recovered(found: Document) -> list[str]:

@@ -127,7 +127,7 @@ class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[events]`: what L1 and the tiers hold is told to routers, see docs/routing.md. Without the table nothing is told,
+    """`[events]`: what L1 and the tiers hold is announced to routers, see docs/routing.md. Without the table nothing is,
     and no token ids come to the server. `engines` are the names by which routers know the engines of this node; ():
     the node's own name. `state` "" is a folder of this user."""
 
@@ -145,7 +145,9 @@ class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 16
     salted: Annotated[
         SaltedEvents,
-        msgspec.Meta(description="`tell`: prompts with a salt are told with it, and every subscriber learns the salt"),
+        msgspec.Meta(
+            description="`tell`: prompts with a salt are announced with it, and every subscriber learns the salt"
+        ),
     ] = "withhold"
     engines: Annotated[
         tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern="^[^@]+$")], ...],

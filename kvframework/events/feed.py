@@ -24,7 +24,7 @@ Objects = tuple[int, Sequence[PackedKey], Sequence[bool] | bool]
 
 
 class Events:
-    """What storage and service know of events: nothing is told by this one. Methods are thread-safe and never block."""
+    """What storage and service know of events; this one announces nothing. Methods are thread-safe and never block."""
 
     wanted = False
     # Names for HELLO of the contents that are wanted.

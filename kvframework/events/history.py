@@ -1,8 +1,8 @@
-"""The numbered messages of the stream, and what answers the question for those that a reader lacks. Pure.
+"""The numbered messages of the stream, and the answer to a reader that lacks some. Pure.
 
-What is still remembered is repeated word for word. For older numbers the answer is the state: removals of what was told
-and is gone, then what is told, then empty batches, so that each number from the one asked for to the live one comes
-once, as some readers demand. What is told is removed first, since a reader counts how often it was told.
+What is still remembered is repeated word for word. For older numbers the answer is the state: removals of what was
+announced before, then what is announced now, then empty batches, so that each number from the one asked for to the live
+one comes once, as some readers demand. What is announced is removed first, since a reader counts the announcements.
 """
 
 from __future__ import annotations
@@ -95,15 +95,15 @@ class History:
             yield Numbered(topic, filler, empty)
 
     def _removals(self, asked: int, known: Known) -> Iterator[Removed]:
-        """Yield the removals before the state; a reader that asks from 0 has been told nothing."""
+        """Yield the removals before the state; a reader that asks from 0 has heard nothing."""
         if not asked:
             return
-        told = known.told()
+        announced = known.announced()
         for number, removed in self._gone:
             if number >= asked:
-                now = told.get((removed.model, removed.medium), set())
+                now = announced.get((removed.model, removed.medium), set())
                 yield removed._replace(hashes=[each for each in removed.hashes if each not in now])
-        for (model, medium), hashes in told.items():
+        for (model, medium), hashes in announced.items():
             yield Removed(model, medium, list(hashes))
 
     def _add(self, topic: bytes, payload: bytes) -> Numbered:

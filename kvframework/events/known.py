@@ -1,8 +1,9 @@
-"""What routers have been told: the blocks of the chunks that the server can serve. A pure state machine.
+"""What is announced to routers: the blocks of the chunks that the server can serve. A pure state machine.
 
-A chunk is told in a medium once all objects that a hit needs are there, and its parent is told in any medium: so a
-block never comes before its parent, and what is told is what a request can hit. It is told until the first of its
-objects, or of its ancestors', has gone. A block that several chunks share is told once, and removed with the last.
+A chunk is announced in a medium once all objects that a hit needs are there, and its parent is announced in any medium:
+so a block never comes before its parent, and what is announced is what a request can hit. It stays so until the first
+of its objects, or of its ancestors', leaves. A block that several chunks share is announced once, and removed with the
+last.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ class Removed(NamedTuple):
 
 
 News = Stored | Removed
-# By model and medium: the number of told chunks that have each block.
+# By model and medium: the number of announced chunks that have each block.
 Counts = dict[tuple[str, Medium], dict[int, int]]
 
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A named chunk. `rows` has, by place, a bit for each object that is there; `told` a bit for each medium."""
+    """A named chunk. `rows` has, by place, a bit for each object that is there; `announced` a bit for each medium."""
 
     chunk: Chunk
     rows: dict[int, int] = field(default_factory=dict)
-    told: int = 0
+    announced: int = 0
 
 
 class Line:
@@ -154,7 +155,7 @@ class Known:
             self._lack(line, held, L1, 0)
 
     def forget_tiers(self) -> None:
-        """Forget what tiers hold: it is learnt anew by use."""
+        """Forget what tiers hold: it is learnt again by use."""
         self._unnamed.clear()
         for line in list(self.lines.values()):
             for held in list(line.held.values()):
@@ -166,8 +167,8 @@ class Known:
         news, self._news = self._news, []
         return news
 
-    def told(self) -> dict[tuple[str, Medium], set[int]]:
-        """Return the hashes of all told blocks."""
+    def announced(self) -> dict[tuple[str, Medium], set[int]]:
+        """Return the hashes of all announced blocks."""
         return {of: set(counts) for of, counts in self._counts.items() if counts}
 
     def kept(self) -> Iterator[tuple[Line, Chunk]]:
@@ -178,22 +179,22 @@ class Known:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The number of told blocks by medium."""
+        """The number of announced blocks by medium."""
         return {
             medium.name: sum(len(counts) for (_, each), counts in self._counts.items() if each is medium)
             for medium in Medium
         }
 
     def snapshot(self) -> Iterator[Stored]:
-        """Yield what is told, each block once and after its parent. Nothing may change meanwhile."""
+        """Yield what is announced, each block once and after its parent. Nothing may change meanwhile."""
         seen: dict[tuple[str, Medium], set[int]] = {}
         for line in self.lines.values():
             waiting = deque(line.children.get(b"", {}).values())
             while waiting:
                 held = waiting.popleft()
-                if not held.told:
+                if not held.announced:
                     continue
-                for medium in _media(held.told):
+                for medium in _media(held.announced):
                     already = seen.setdefault((line.model, medium), set())
                     first = next((at for at, each in enumerate(held.chunk.hashes) if each not in already), -1)
                     already.update(held.chunk.hashes)
@@ -267,22 +268,22 @@ class Known:
         while waiting:
             each = waiting.pop()
             parent = each.chunk.parent
-            before, now = each.told, 0
-            if not parent or (parent in line.held and line.held[parent].told):
+            before, now = each.announced, 0
+            if not parent or (parent in line.held and line.held[parent].announced):
                 for place, rows in each.rows.items():
                     if rows == line.whole:
                         now |= 1 << (Medium.CPU if place == L1 else Medium.STORAGE)
             if now == before:
                 continue
-            each.told = now
+            each.announced = now
             for medium in _media(now & ~before):
-                self._tell(line, each.chunk, medium)
+                self._announce(line, each.chunk, medium)
             for medium in _media(before & ~now):
-                self._untell(line, each.chunk, medium)
+                self._take_back(line, each.chunk, medium)
             if bool(now) != bool(before):
                 waiting.extend(line.children.get(each.chunk.digest, {}).values())
 
-    def _tell(self, line: Line, chunk: Chunk, medium: Medium) -> None:
+    def _announce(self, line: Line, chunk: Chunk, medium: Medium) -> None:
         counts = self._counts.setdefault((line.model, medium), {})
         first = -1
         for at, each in enumerate(chunk.hashes):
@@ -293,7 +294,7 @@ class Known:
         if first >= 0:
             self._news.append(self._stored(line, chunk, medium, first))
 
-    def _untell(self, line: Line, chunk: Chunk, medium: Medium) -> None:
+    def _take_back(self, line: Line, chunk: Chunk, medium: Medium) -> None:
         counts = self._counts[line.model, medium]
         gone = []
         for each in chunk.hashes:

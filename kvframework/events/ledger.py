@@ -1,10 +1,11 @@
-"""What a next server must know of what this one has told: a file of its own, for its user alone.
+"""What a next server must know of what this one has announced: a file of its own, for its user alone.
 
-It holds the numbers that are in use, 8 bytes for each told block, and, where a keeper holds L1, the tokens of unsalted
-chunks; never a salt. Records are appended before their news are sent, each with its length and a checksum: what a crash
-leaves of the last one is not read, and was not sent. The file is written anew when most of it is of the past.
+It holds the numbers that are in use, 8 bytes for each announced block, and, where a keeper holds L1, the tokens of
+unsalted chunks; never a salt. Records are appended before their news are sent, each with its length and a checksum:
+what a crash leaves of the last one is not read, and was not sent. The file is written whole again when most of it is of
+the past.
 
-A power cut may take the last records with it: then what they say was told stays told until the router drops the node.
+A power cut may take the last records with it: what they announced then stays at routers until they drop the node.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvframework.events.known import Line, Medium, News, Removed
 
 # Numbers that are reserved at a time.
 RESERVE = 1024
-# Growth after which the file is written anew.
+# Growth after which the file is written whole again.
 GROWTH_BYTES = 8 << 20
 _MAGIC = b"kvframework events 1\n"
 _HEAD = struct.Struct("<II")
@@ -83,11 +84,11 @@ _decoder = msgspec.msgpack.Decoder(_Record)
 
 @dataclass
 class Found:
-    """What a ledger holds: `next` is a number that no message has had; `told` the blocks that routers were told;
+    """What a ledger holds: `next` is a number that no message has had; `announced` the blocks that routers hold;
     `gone` those that were removed, with the number of their removal; `contents` the chunks of each namespace."""
 
     next: int = 0
-    told: dict[tuple[str, Medium], set[int]] = field(default_factory=dict)
+    announced: dict[tuple[str, Medium], set[int]] = field(default_factory=dict)
     gone: list[tuple[int, Removed]] = field(default_factory=list)
     contents: dict[bytes, dict[bytes, Chunk]] = field(default_factory=dict)
 
@@ -129,16 +130,16 @@ class Ledger:
     def rewrite(
         self,
         end: int,
-        told: dict[tuple[str, Medium], set[int]],
+        announced: dict[tuple[str, Medium], set[int]],
         gone: Iterable[tuple[int, Removed]],
         kept: Iterable[tuple[Line, Chunk]],
     ) -> None:
-        """Write the file anew: numbers below `end` are in use, `told` is told, and `kept` are the chunks of L1."""
+        """Write the whole file again: numbers below `end` are in use, and `kept` are the chunks of L1."""
         other = self.path.with_name(self.path.name + ".new")
         fd = os.open(other, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             _write(fd, _MAGIC)
-            nbytes = len(_MAGIC) + _write(fd, _framed(_state(end, told, gone)))
+            nbytes = len(_MAGIC) + _write(fd, _framed(_state(end, announced, gone)))
             if self._keeps:
                 for line, chunk in kept:
                     nbytes += _write(fd, _framed([_content(line.namespace, chunk)]))
@@ -152,7 +153,7 @@ class Ledger:
 
     @property
     def is_long(self) -> bool:
-        """Whether most of the file is of the past: it should be written anew."""
+        """Whether most of the file is of the past: it should be written whole again."""
         return self._nbytes > self._anew_at
 
     def write(self, end: int, number: int, news: Sequence[News]) -> None:
@@ -215,22 +216,22 @@ def _found(records: Iterable[_Record]) -> Found:
             chunk = Chunk(record.digest, record.parent, record.tokens, hashes, record.extra_keys, record.lora_name)
             found.contents.setdefault(record.namespace, {})[record.digest] = chunk
         elif isinstance(record, _Told):
-            found.told.setdefault((record.model, Medium(record.medium)), set()).update(_unpacked(record.hashes))
+            found.announced.setdefault((record.model, Medium(record.medium)), set()).update(_unpacked(record.hashes))
         else:
             of = record.model, Medium(record.medium)
             removed = Removed(*of, list(_unpacked(record.hashes)))
-            found.told.setdefault(of, set()).difference_update(removed.hashes)
+            found.announced.setdefault(of, set()).difference_update(removed.hashes)
             found.gone.append((record.number, removed))
     return found
 
 
 def _state(
-    end: int, told: dict[tuple[str, Medium], set[int]], gone: Iterable[tuple[int, Removed]]
+    end: int, announced: dict[tuple[str, Medium], set[int]], gone: Iterable[tuple[int, Removed]]
 ) -> Iterator[_Record]:
     yield _Numbers(end)
     for number, removed in gone:
         yield _Gone(number, removed.model, removed.medium, _packed(removed.hashes))
-    for (model, medium), hashes in told.items():
+    for (model, medium), hashes in announced.items():
         ordered = list(hashes)
         for first in range(0, len(ordered), _HASHES_AT_ONCE):
             yield _Told(model, medium, _packed(ordered[first : first + _HASHES_AT_ONCE]))

@@ -1,5 +1,5 @@
 """The thread that tells routers: news on a PUB socket, and what a reader lacks on a ROUTER socket, as vLLM's publisher
-does. It starts with what the ledger says was told before.
+does. It starts with what the ledger says was announced before.
 
 Each life of a server begins with a jump in the numbers, and each new subscriber gets a message at once: so a reader
 notices at once that it lacks something, and asks. Nothing here can fail a request: errors are logged and are problems
@@ -80,10 +80,10 @@ class Publisher:
             self._begin()
             while not self._stopping.is_set():
                 self._turn()
-            self._tell(self._teller.turn())
+            self._announce(self._teller.turn())
         except Exception as error:
-            self.problem = f"nothing is told: {error!r}"
-            log.exception("nothing is told to routers any more")
+            self.problem = f"nothing is announced: {error!r}"
+            log.exception("nothing is announced to routers any more")
         finally:
             self._sockets.close()
             self._ledger.close()
@@ -96,9 +96,9 @@ class Publisher:
             self._history.gone(removed, number)
         for namespace, contents in found.contents.items():
             self._teller.adopt(namespace, list(contents.values()))
-        news = _changed(found, self._teller.turn(), self._teller.known.told())
-        self._anew(found.told)
-        self._tell(news, empty=not news)
+        news = _changed(found, self._teller.turn(), self._teller.known.announced())
+        self._anew(found.announced)
+        self._announce(news, empty=not news)
 
     def _turn(self) -> None:
         until = time.monotonic() + self._batch_s
@@ -106,15 +106,15 @@ class Publisher:
             subscribers, requests = self._sockets.wait(left)
             self.counters["subscribers"] += subscribers
             if subscribers:
-                self._tell((), empty=True)
+                self._announce((), empty=True)
             for client, asked in requests:
                 if asked is None:
                     self.counters["bad_requests"] += 1
                 else:
                     self._answer(client, asked)
-        self._tell(self._teller.turn())
+        self._announce(self._teller.turn())
 
-    def _tell(self, news: Sequence[News], *, empty: bool = False) -> None:
+    def _announce(self, news: Sequence[News], *, empty: bool = False) -> None:
         if not news and not empty:
             return
         messages = list(self._history.publish(self._clock(), news))
@@ -133,14 +133,14 @@ class Publisher:
                 self._ledger.write(end, number, news)
                 self._reserved = end or self._reserved
             if self._ledger.is_long:
-                self._anew(self._teller.known.told())
+                self._anew(self._teller.known.announced())
         except OSError as error:
             self._unwritten(error)
 
-    def _anew(self, told: dict[tuple[str, Medium], set[int]]) -> None:
+    def _anew(self, announced: dict[tuple[str, Medium], set[int]]) -> None:
         end = max(self._reserved, self._history.next + RESERVE)
         try:
-            self._ledger.rewrite(end, told, self._history.removals(), self._teller.known.kept())
+            self._ledger.rewrite(end, announced, self._history.removals(), self._teller.known.kept())
             self._reserved = end
         except OSError as error:
             self._unwritten(error)
@@ -151,9 +151,9 @@ class Publisher:
         self.problem = f"the ledger cannot be written, so a next server cannot tell removals: {error.strerror}"
 
     def _answer(self, client: bytes, asked: int) -> None:
-        """Send what a reader lacks. What is waiting is told before, so that the answer is the state of the live
+        """Send what a reader lacks. What is waiting is announced before, so that the answer is the state of the live
         number."""
-        self._tell(self._teller.turn())
+        self._announce(self._teller.turn())
         self.counters["replays"] += 1
         answer = self._history.replay(asked, self._clock(), self._teller.known)
         for sent, message in enumerate(answer, 1):
@@ -166,15 +166,15 @@ class Publisher:
 
 
 def _changed(found: Found, news: list[News], now: dict[tuple[str, Medium], set[int]]) -> list[News]:
-    """Return what of `news` a reader of the server before has not been told, and what it must forget."""
+    """Return what of `news` a reader of the server before does not know, and what it must forget."""
     changed: list[News] = []
-    for (model, medium), hashes in found.told.items():
+    for (model, medium), hashes in found.announced.items():
         gone = hashes - now.get((model, medium), set())
         if gone:
             changed.append(Removed(model, medium, list(gone)))
     for each in news:
         if isinstance(each, Stored):
-            before = found.told.get((each.model, each.medium), set())
+            before = found.announced.get((each.model, each.medium), set())
             hashes = set(each.chunk.hashes[each.first :])
             if hashes <= before:
                 continue

@@ -1,4 +1,4 @@
-"""From what the server does to what routers are told: the feed is read, contents are checked, news come out.
+"""From what the server does to what routers hear: the feed is read, contents are checked, news come out.
 
 A content counts only if it hashes to the digests under which the objects lie: so no client makes routers believe
 anything of another's prompts. Runs in the publisher's thread; holds no lock but for the moments of `present`.
@@ -17,7 +17,7 @@ from kvframework.events.blocks import Chunk, chunks_of, verified
 from kvframework.events.feed import Feed
 from kvframework.events.known import Known, Line, News
 
-# Objects of a chunk beyond which it is not told.
+# Objects of a chunk beyond which it is not announced.
 MOST_ROWS = 1 << 12
 # Chunks whose objects are asked for while L1 is locked.
 _AT_ONCE = 256
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 class Teller:
     """See the module. `shape_of` returns the shape of a namespace and salt, None if the namespace is not known;
-    `present` returns which objects are in L1. Salted prompts are told only with `salts`."""
+    `present` returns which objects are in L1. Salted prompts are announced only with `salts`."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Teller:
         present: Callable[[Sequence[PackedKey]], Sequence[bool]],
     ) -> None:
         self.known = Known()
-        # Contents that are not what their digests name, and those that are not told: salted, cut otherwise than the
+        # Contents that are not what their digests name, and those that are withheld: salted, cut otherwise than the
         # router cuts, or with an extra that says nothing to it.
         self.mismatched = 0
         self.withheld = 0
@@ -58,7 +58,7 @@ class Teller:
         self._present = present
 
     def turn(self) -> list[News]:
-        """Return what is to be told, after all that was handed over until now."""
+        """Return what routers must hear, after all that was handed over until now."""
         lost = self._feed.take_loss()
         for place, objects, there in self._feed.take_objects():
             for each, here in zip(objects, repeat(there) if isinstance(there, bool) else there, strict=False):
@@ -102,9 +102,9 @@ class Teller:
             model=shape.model,
             salt=key.cache_salt,
         )
-        told = [chunk for chunk in chunks if chunk is not None]
-        self.withheld += len(chunks) - len(told)
-        self._learn(key.namespace, key.cache_salt, shape, told)
+        announced = [chunk for chunk in chunks if chunk is not None]
+        self.withheld += len(chunks) - len(announced)
+        self._learn(key.namespace, key.cache_salt, shape, announced)
 
     def _learn(self, namespace: bytes, salt: str, shape: Shape, chunks: Sequence[Chunk]) -> None:
         self.known.name(namespace, shape.model, salt, shape.prefixes, self._with_presence(chunks, shape.prefixes))
@@ -120,7 +120,7 @@ class Teller:
                 yield chunk, here[index * rows : (index + 1) * rows]
 
     def _look_again(self) -> None:
-        """Make what is known equal to L1, after entries of the feed were dropped; tiers are learnt anew by use."""
+        """Make what is known equal to L1, after entries of the feed were dropped; tiers are learnt again by use."""
         self.known.forget_tiers()
         for line in list(self.known.lines.values()):
             chunks = [held.chunk for held in line.held.values()]

@@ -405,7 +405,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
     "Events": (
         _gauge(
             "events_blocks",
-            "blocks that routers are told, by medium",
+            "blocks that are announced to routers, by medium",
             "events.blocks.CPU, events.blocks.STORAGE",
             each({medium: f"events.blocks.{medium}" for medium in ("CPU", "STORAGE")}),
             ("medium",),
@@ -424,16 +424,16 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             row="events-dropped",
         ),
         _counter(
-            "events_not_told_total",
-            "contents that are not what their digests name, and those that are withheld",
+            "events_withheld_total",
+            "contents that are not announced: not what their digests name, or of no form for routers",
             "events.counters.mismatched, events.counters.withheld",
             each({name: f"events.counters.{name}" for name in ("mismatched", "withheld")}),
             ("why",),
             "events-mismatched",
         ),
-        _gauge("events_waiting", "what is not told yet", "events.waiting"),
+        _gauge("events_waiting", "what is not announced yet", "events.waiting"),
         _gauge("events_next_number", "number of the next batch", "events.next_number"),
-        _gauge("events_ledger_bytes", "size of the ledger of what was told", "events.ledger_bytes"),
+        _gauge("events_ledger_bytes", "size of the ledger of what was announced", "events.ledger_bytes"),
     ),
     "Who uses it": (*_use("model"), *_use("tenant")),
 }

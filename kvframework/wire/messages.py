@@ -282,7 +282,7 @@ class LeaseRef(Message, frozen=True):
 
 class Commit(Message, frozen=True):
     """COMMIT_STORE and COMMIT_RETRIEVE. `content` is that of the tokens of the key that was prepared, for a server that
-    asks for it; without it the objects are the same, and routers are not told of them."""
+    asks for it; without it the objects are the same, and routers do not hear of them."""
 
     lease: str
     content: ChunkContent | None = None

@@ -398,7 +398,7 @@ class SchedulerSide:
         number, self._next_store = self._next_store, self._next_store + 1
         blocks = {block for ids in block_ids for block in ids}
         content = self._content(tracked, hashes, start, end)
-        # What the server tells is not told twice.
+        # What the server tells is not announced twice.
         event = self.events.of(request, tracked.wish, start, end) if content is None else None
         self._unfinished[number] = _Unfinished(blocks, self._workers, 0, event)
         digests, salt, adapter = hashes.digests(end), hashes.cache_salt, tracked.adapter.use

@@ -102,7 +102,7 @@ class Router(Reader):
         self.news.subscribe(b"kv@")
 
     def leave(self) -> None:
-        """Miss what is told from now on, until `join`."""
+        """Miss what is announced from now on, until `join`."""
         self.news.close()
 
     def close(self) -> None:
@@ -166,15 +166,15 @@ class Router(Reader):
         self.batch(payload, replayed=replayed)
         self.next = number + 1
 
-    def until(self, told: Callable[[], set[tuple[int, ...]]] | set[tuple[int, ...]], medium: str = "CPU") -> None:
-        """Read until the told beginnings of prompts are `told`, in a medium."""
+    def until(self, announced: Callable[[], set[tuple[int, ...]]] | set[tuple[int, ...]], medium: str = "CPU") -> None:
+        """Read until the announced beginnings of prompts are `announced`, in a medium."""
 
         def there() -> bool:
             while self.read():
                 pass
-            return self.prompts(medium) == (told() if callable(told) else told)
+            return self.prompts(medium) == (announced() if callable(announced) else announced)
 
-        wait_until(there, _WAIT_S, "what is told")
+        wait_until(there, _WAIT_S, "what is announced")
 
 
 @contextmanager

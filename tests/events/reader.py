@@ -10,7 +10,7 @@ import msgspec
 
 
 class Reader:
-    """`held` has the told blocks by medium. A block comes once until it is removed, and after its parent."""
+    """`held` has the announced blocks by medium. A block comes once until it is removed, and after its parent."""
 
     def __init__(self) -> None:
         self.held: dict[str, set[int]] = {"CPU": set(), "STORAGE": set()}
@@ -31,15 +31,15 @@ class Reader:
         held, hashes = self.held[event["medium"]], event["block_hashes"]
         if event["type"] == "BlockRemoved":
             for each in hashes:
-                assert replayed or each in held, "removed, and never told"
+                assert replayed or each in held, "removed, and never announced"
                 held.discard(each)
             return
         size = event["block_size"]
         assert len(event["token_ids"]) == size * len(hashes)
         parent = event["parent_block_hash"]
-        assert parent is None or any(parent in each for each in self.held.values()), "its parent is not told"
+        assert parent is None or any(parent in each for each in self.held.values()), "its parent is not announced"
         for number, each in enumerate(hashes):
-            assert each not in held, "told twice"
+            assert each not in held, "announced twice"
             held.add(each)
             before = self.prefix[parent] if parent is not None else ()
             self.prefix[each] = (*before, *event["token_ids"][number * size : (number + 1) * size])
@@ -50,7 +50,7 @@ class Reader:
             self.batch(each, replayed=replayed)
 
     def prompts(self, medium: str = "CPU") -> set[tuple[int, ...]]:
-        """The beginnings of prompts that are told."""
+        """The beginnings of prompts that are announced."""
         return {self.prefix[each] for each in self.held[medium]}
 
     @property

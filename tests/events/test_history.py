@@ -64,9 +64,9 @@ def test_a_reader_that_asks_from_any_number_knows_the_state(
         expected = range(asked, history.next)
         assert numbers(answer) == list(expected)
         reader.batches([each.payload for each in answer if each.topic.startswith(b"kv@e0@")], replayed=True)
-        told = {medium.name: hashes for (_, medium), hashes in known.told().items()}
+        announced = {medium.name: hashes for (_, medium), hashes in known.announced().items()}
         if answer or left_at:
-            assert reader.now == {"CPU": set(), "STORAGE": set(), **told}
+            assert reader.now == {"CPU": set(), "STORAGE": set(), **announced}
         assert list(history.replay(history.next, 1.0, known)) == []
 
 

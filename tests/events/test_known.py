@@ -1,4 +1,4 @@
-"""What is told, against a model that computes it anew after each step; and each rule of routers, by a strict reader."""
+"""What is announced, against a model that computes it from nothing after each step; a reader checks each rule."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Told(RuleBasedStateMachine):
         self.named &= {chunk for chunk, _, _ in self.here}
 
     def _expected(self) -> dict[str, set[int]]:
-        told: dict[bytes, set[str]] = {b"": {"root"}}
+        announced: dict[bytes, set[str]] = {b"": {"root"}}
         expected: dict[str, set[int]] = {"CPU": set(), "STORAGE": set()}
         for number, chunk in enumerate(CHUNKS):  # parents come first
             media = {
@@ -127,8 +127,8 @@ class Told(RuleBasedStateMachine):
                 for place in PLACES
                 if all((number, row, place) in self.here for row in range(len(PREFIXES)))
             }
-            told[chunk.digest] = media if number in self.named and told[chunk.parent] else set()
-            for medium in told[chunk.digest]:
+            announced[chunk.digest] = media if number in self.named and announced[chunk.parent] else set()
+            for medium in announced[chunk.digest]:
                 expected[medium].update(chunk.hashes)
         return expected
 
@@ -140,8 +140,8 @@ class Told(RuleBasedStateMachine):
         late = Reader()
         late.batch(self.encoder.batch(1.0, list(self.known.snapshot())))
         assert late.now == expected
-        told = self.known.told()
-        assert {medium.name: set(told.get(("m", medium), ())) for medium in Medium} == expected
+        announced = self.known.announced()
+        assert {medium.name: set(announced.get(("m", medium), ())) for medium in Medium} == expected
         assert self.known.blocks == {medium: len(held) for medium, held in expected.items()}
 
 

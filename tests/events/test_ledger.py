@@ -23,7 +23,7 @@ REMOVED = Removed("m", Medium.CPU, list(CHUNKS[1].hashes[1:]))
 def opened(path: Path, *, keeps: bool = True) -> tuple[Ledger, Found]:
     ledger = Ledger(path, keeps=keeps)
     found = ledger.open()
-    ledger.rewrite(found.next, found.told, found.gone, ())
+    ledger.rewrite(found.next, found.announced, found.gone, ())
     return ledger, found
 
 
@@ -44,7 +44,7 @@ def test_what_was_written_is_found(tmp_path: Path) -> None:
     ledger.close()
     found = read(path)
     assert found.next == 2000
-    assert found.told == {
+    assert found.announced == {
         ("m", Medium.CPU): {*CHUNKS[0].hashes, *CHUNKS[5].hashes},
         ("m", Medium.STORAGE): set(CHUNKS[0].hashes),
     }
@@ -75,10 +75,10 @@ def test_a_torn_or_damaged_end_is_not_read(tmp_path: Path) -> None:
         path.write_bytes(data[:cut])
         found = read(path)
         assert found.next in ((2000,) if cut < whole + 8 else (2000, 3000))
-        assert set(CHUNKS[0].hashes) <= found.told["m", Medium.CPU]
+        assert set(CHUNKS[0].hashes) <= found.announced["m", Medium.CPU]
     for at in range(whole, len(data), 7):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        assert set(CHUNKS[0].hashes) <= read(path).told["m", Medium.CPU]
+        assert set(CHUNKS[0].hashes) <= read(path).announced["m", Medium.CPU]
     path.write_bytes(b"something else")
     assert read(path) == Found()
 
@@ -87,14 +87,14 @@ def test_a_rewrite_keeps_what_counts(tmp_path: Path) -> None:
     path = tmp_path / "l"
     ledger, _ = opened(path)
     ledger.write(2000, 7, NEWS)
-    told = {("m", Medium.CPU): set(CHUNKS[0].hashes)}
-    ledger.rewrite(4000, told, [(9, REMOVED)], ())
+    announced = {("m", Medium.CPU): set(CHUNKS[0].hashes)}
+    ledger.rewrite(4000, announced, [(9, REMOVED)], ())
     assert not ledger.is_long
     ledger.write(0, 10, [Stored("m", NAMESPACE, "", Medium.CPU, CHUNKS[2], 0, None)])
     ledger.close()
     found = read(path)
     assert (found.next, found.gone) == (4000, [(9, REMOVED)])
-    assert found.told == {("m", Medium.CPU): {*CHUNKS[0].hashes, *CHUNKS[2].hashes}}
+    assert found.announced == {("m", Medium.CPU): {*CHUNKS[0].hashes, *CHUNKS[2].hashes}}
 
 
 def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Each way of a transfer brings its content; each tier is told; over TCP only with keys."""
+"""Each way of a transfer brings its content; each tier is announced; over TCP only with keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvframework.errors import BadRange
 from kvframework.wire import messages as m
 from kvframework.wire.handshake import SALTED_TOKEN_IDS, TOKEN_IDS
 from tests.events.node import CHUNK, Engine, Router, beginnings, packed, prompt, router, settings
-from tests.events.test_told import TellingServer
+from tests.events.test_announced import TellingServer
 from tests.server.gated_transport import GatedPlugin
 from tests.server.in_process import serving
 from tests.server.test_server_driven import TOKENS, register, transfer
@@ -99,9 +99,9 @@ def test_a_transfer_that_the_server_drives_brings_its_content(tmp_path: Path) ->
     plugin = GatedPlugin()
     memory = tmp_path / "memory"
     memory.write_bytes(bytes(1 << 20))
-    told = settings(tmp_path, block_size=16)[1:]
+    announced = settings(tmp_path, block_size=16)[1:]
     with (
-        serving("transport.1.use=gated", *told, plugins=(plugin,)) as server,
+        serving("transport.1.use=gated", *announced, plugins=(plugin,)) as server,
         WireClient(server.endpoint) as client,
     ):
         plugin.transport.gate.release(1000)
@@ -154,15 +154,15 @@ def test_what_a_tier_holds_is_told_until_it_is_gone_there(tmp_path: Path) -> Non
 def test_over_tcp_a_reader_needs_an_admitted_key(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys")
     keys.add("stranger", admitted=False)
-    told, again = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    announced, again = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     with (
-        ServerProcess(*keys.settings, *settings(tmp_path, endpoint=told, replay=again)) as server,
+        ServerProcess(*keys.settings, *settings(tmp_path, endpoint=announced, replay=again)) as server,
         server.client() as client,
     ):
         Engine(client).store(prompt(1, 2))
-        reader = Router(told, again, keys.of("client").load())
-        stranger = Router(told, again, keys.of("stranger").load())
-        plain = Router(told, again)
+        reader = Router(announced, again, keys.of("client").load())
+        stranger = Router(announced, again, keys.of("stranger").load())
+        plain = Router(announced, again)
         try:
             reader.until(beginnings(prompt(1, 2)))
             wait_until(lambda: client.status()["events"]["counters"]["curve_refused"] > 0, 30, "the refusal")

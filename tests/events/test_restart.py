@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from tests.events.node import OBJECT, Engine, beginnings, found, prompt, router, settings
-from tests.events.test_told import TellingServer
+from tests.events.test_announced import TellingServer
 from tests.support.held_server import HeldServer
 from tests.support.server_process import ServerProcess
 

@@ -1,4 +1,4 @@
-"""From contents and objects to what is told: salts, adapters, images, engines' hashes, lost entries. No sockets."""
+"""From contents and objects to what is announced: salts, adapters, images, engines' hashes, lost entries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = list(range(1, 2 * CHUNK + 1))
 
 
 class Node:
-    """A teller, and an L1 of which it is told: `here` has the keys."""
+    """A teller, and an L1 of which it is announced: `here` has the keys."""
 
     def __init__(self, *, salts: bool = False, chunk_tokens: int = CHUNK) -> None:
         self.feed = Feed()
@@ -57,11 +57,11 @@ class Node:
         self.feed.named(key, content)
 
     def turn(self) -> list[dict[str, Any]]:
-        """What is told, as maps."""
-        return told(self.teller.turn(), self.reader)
+        """What is announced, as maps."""
+        return announced(self.teller.turn(), self.reader)
 
 
-def told(news: list[News], reader: Reader) -> list[dict[str, Any]]:
+def announced(news: list[News], reader: Reader) -> list[dict[str, Any]]:
     payload = Encoder("map", BLOCK).batch(1.0, news)
     reader.batch(payload)
     events: list[dict[str, Any]] = msgspec.msgpack.decode(payload)[1]
@@ -77,7 +77,7 @@ def test_a_chunk_is_told_once_all_of_its_objects_are_there() -> None:
     node.feed.named(key, ChunkContent(packed(TOKENS)))
     assert node.turn() == []
     node.feed.came([last])
-    assert node.turn() == []  # its parent is not told
+    assert node.turn() == []  # its parent is not announced
     node.feed.came([other])
     assert [len(event["block_hashes"]) for event in node.turn()] == [CHUNK // BLOCK] * 2
     assert node.reader.prompts() == {tuple(TOKENS[:end]) for end in range(BLOCK, 2 * CHUNK + 1, BLOCK)}

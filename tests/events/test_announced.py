@@ -1,4 +1,4 @@
-"""What routers are told, by a real server over real sockets."""
+"""What routers are announced, by a real server over real sockets."""
 
 from __future__ import annotations
 
