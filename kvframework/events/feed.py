@@ -6,6 +6,7 @@ counted, and the reader learns that it has to look at L1 itself.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -59,6 +60,7 @@ class Feed(Events):
         self._objects: deque[Objects] = deque()
         self._contents: deque[tuple[CacheKey, ChunkContent | None]] = deque()
         self._content_bytes = 0
+        self._counting = threading.Lock()
 
     @property
     def waiting(self) -> int:
@@ -75,11 +77,12 @@ class Feed(Events):
 
     def named(self, key: CacheKey, content: ChunkContent | None) -> None:
         nbytes = _size(key, content)
-        if self._content_bytes + nbytes > MOST_CONTENT_BYTES:
-            # The next request that uses the chunks brings their tokens again.
-            self.dropped += 1
-            return
-        self._content_bytes += nbytes
+        with self._counting:
+            if self._content_bytes + nbytes > MOST_CONTENT_BYTES:
+                # The next request that uses the chunks brings their tokens again.
+                self.dropped += 1
+                return
+            self._content_bytes += nbytes
         self._contents.append((key, content))
 
     def take_objects(self) -> list[Objects]:
@@ -87,7 +90,8 @@ class Feed(Events):
 
     def take_contents(self) -> list[tuple[CacheKey, ChunkContent | None]]:
         taken = _taken(self._contents)
-        self._content_bytes -= sum(_size(*each) for each in taken)
+        with self._counting:
+            self._content_bytes -= sum(_size(*each) for each in taken)
         return taken
 
     def take_loss(self) -> bool:

@@ -179,11 +179,9 @@ class Known:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The number of announced blocks by medium."""
-        return {
-            medium.name: sum(len(counts) for (_, each), counts in self._counts.items() if each is medium)
-            for medium in Medium
-        }
+        """The number of announced blocks by medium. From any thread."""
+        counted = list(self._counts.items())
+        return {medium.name: sum(len(counts) for (_, each), counts in counted if each is medium) for medium in Medium}
 
     def snapshot(self) -> Iterator[Stored]:
         """Yield what is announced, each block once and after its parent. Nothing may change meanwhile."""

@@ -99,7 +99,7 @@ class Ledger:
 
     def __init__(self, path: Path, *, keeps: bool) -> None:
         self.path = path
-        self._keeps = keeps
+        self.keeps = keeps
         self._fd = -1
         self._lock_fd = -1
         self._nbytes = 0
@@ -140,7 +140,7 @@ class Ledger:
         try:
             _write(fd, _MAGIC)
             nbytes = len(_MAGIC) + _write(fd, _framed(_state(end, announced, gone)))
-            if self._keeps:
+            if self.keeps:
                 for line, chunk in kept:
                     nbytes += _write(fd, _framed([_content(line.namespace, chunk)]))
             os.fdatasync(fd)
@@ -165,7 +165,7 @@ class Ledger:
                 records.append(_Gone(number, each.model, each.medium, _packed(each.hashes)))
                 continue
             records.append(_Told(each.model, each.medium, _packed(each.chunk.hashes[each.first :])))
-            if self._keeps and each.medium is Medium.CPU and not each.salt:
+            if self.keeps and each.medium is Medium.CPU and not each.salt:
                 records.append(_content(each.namespace, each.chunk))
         self._nbytes += _write(self._fd, _framed(records))
 

@@ -11,21 +11,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvframework.events.history import History, Numbered
-from kvframework.events.known import Medium, News, Removed, Stored
+from kvframework.events.known import Known, Medium, News, Removed, Stored
 from kvframework.events.ledger import RESERVE, Found, Ledger
 from kvframework.events.sockets import EventSockets
 from kvframework.events.teller import Teller
 
 log = logging.getLogger(__name__)
 
-# News are collected for so long: the numbers stay small, and a reader is as late.
+# News are collected for so long, and for longer with each number that a late reader has to be given.
 BATCH_S = 0.05
-# After so many messages of an answer the serving thread gets its turn.
-_PAUSE_EVERY = 16
-_PAUSE_S = 0.001
+_BATCH_S_A_NUMBER = 1e-7
+# After so many bytes of messages the serving thread gets its turn; a message counts for some more than its own.
+_PAUSE_BYTES = 1 << 18
+_MESSAGE_BYTES = 1 << 10
+_PAUSE_S = 0.0005
 _END = (1 << 64) - 1
 _STOP_S = 1.0
 
@@ -50,7 +52,7 @@ class Publisher:
         self._teller = teller
         self._ledger = ledger
         self._found: Found | None = found
-        self._history = history(found.next + RESERVE)
+        self._history = history(found.next and found.next + RESERVE)
         self._reserved = 0
         self._sockets = sockets
         self._batch_s = batch_s
@@ -62,7 +64,7 @@ class Publisher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell what is waiting, and end. Blocks for `_STOP_S` seconds at most. Idempotent."""
+        """Announce what is waiting, and what ends with this server, and end. Blocks for `_STOP_S` seconds at most. Idempotent."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
@@ -81,6 +83,8 @@ class Publisher:
             while not self._stopping.is_set():
                 self._turn()
             self._announce(self._teller.turn())
+            if not self._ledger.keeps:
+                self._announce(_all_removed(self._teller.known))
         except Exception as error:
             self.problem = f"nothing is announced: {error!r}"
             log.exception("nothing is announced to routers any more")
@@ -101,29 +105,27 @@ class Publisher:
         self._announce(news, empty=not news)
 
     def _turn(self) -> None:
-        until = time.monotonic() + self._batch_s
+        until = time.monotonic() + max(self._batch_s, self._history.next * _BATCH_S_A_NUMBER)
+        joined = 0
         while (left := until - time.monotonic()) > 0 and not self._stopping.is_set():
             subscribers, requests = self._sockets.wait(left)
-            self.counters["subscribers"] += subscribers
-            if subscribers:
-                self._announce((), empty=True)
+            joined += subscribers
             for client, asked in requests:
                 if asked is None:
                     self.counters["bad_requests"] += 1
                 else:
                     self._answer(client, asked)
-        self._announce(self._teller.turn())
+        self.counters["subscribers"] += joined
+        self._announce(self._teller.turn(), empty=bool(joined))
 
     def _announce(self, news: Sequence[News], *, empty: bool = False) -> None:
         if not news and not empty:
             return
         messages = list(self._history.publish(self._clock(), news))
         self._record(messages[-1].number, news)
-        for sent, message in enumerate(messages, 1):
+        for message in _in_turns(messages):
             self._sockets.publish(message)
             self.counters["batches"] += 1
-            if not sent % _PAUSE_EVERY:
-                time.sleep(_PAUSE_S)
 
     def _record(self, number: int, news: Sequence[News]) -> None:
         """Write down what is sent next, up to `number`."""
@@ -156,13 +158,32 @@ class Publisher:
         self._announce(self._teller.turn())
         self.counters["replays"] += 1
         answer = self._history.replay(asked, self._clock(), self._teller.known)
-        for sent, message in enumerate(answer, 1):
+        for message in _in_turns(answer):
             if self._stopping.is_set():
                 return
             self._sockets.answer(client, message)
-            if not sent % _PAUSE_EVERY:
-                time.sleep(_PAUSE_S)
         self._sockets.answer(client, Numbered(b"", _END, b""))
+
+
+def pause() -> None:
+    """Give way to the serving thread."""
+    time.sleep(_PAUSE_S)
+
+
+def _in_turns(messages: Iterable[Numbered]) -> Iterator[Numbered]:
+    """Yield messages, with pauses."""
+    nbytes = 0
+    for message in messages:
+        nbytes += _MESSAGE_BYTES + len(message.payload)
+        if nbytes >= _PAUSE_BYTES:
+            nbytes = 0
+            pause()
+        yield message
+
+
+def _all_removed(known: Known) -> list[Removed]:
+    """Return what must be announced when all is lost."""
+    return [Removed(model, medium, list(hashes)) for (model, medium), hashes in known.announced().items()]
 
 
 def _changed(found: Found, news: list[News], now: dict[tuple[str, Medium], set[int]]) -> list[News]:

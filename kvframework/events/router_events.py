@@ -16,7 +16,7 @@ from kvframework.events.encoding import Encoder
 from kvframework.events.feed import Feed
 from kvframework.events.history import History
 from kvframework.events.ledger import Ledger
-from kvframework.events.publisher import Publisher
+from kvframework.events.publisher import Publisher, pause
 from kvframework.events.sockets import EventSockets
 from kvframework.events.teller import Shape, Teller
 from kvframework.messaging.curve import ServerKeys
@@ -72,6 +72,7 @@ class RouterEvents:
             salts=config.salted == "tell",
             shape_of=shape_of,
             present=present,
+            pause=pause,
         )
         self._publisher = Publisher(
             self._teller, ledger, found, lambda first: History(encoder, engines, first), self._sockets
@@ -79,7 +80,7 @@ class RouterEvents:
         self._publisher.start()
 
     def stop(self) -> None:
-        """Tell what is waiting, and close. Blocks for a second at most. Idempotent."""
+        """Announce what is waiting, and close. Blocks for a second at most. Idempotent."""
         if self._publisher is not None:
             self._publisher.stop()
 

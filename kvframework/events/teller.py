@@ -21,6 +21,8 @@ from kvframework.events.known import Known, Line, News
 MOST_ROWS = 1 << 12
 # Chunks whose objects are asked for while L1 is locked.
 _AT_ONCE = 256
+# Entries after which other threads get their turn.
+_ENTRIES_AT_ONCE = 512
 
 
 class Shape(NamedTuple):
@@ -33,7 +35,8 @@ class Shape(NamedTuple):
 
 class Teller:
     """See the module. `shape_of` returns the shape of a namespace and salt, None if the namespace is not known;
-    `present` returns which objects are in L1. Salted prompts are announced only with `salts`."""
+    `present` returns which objects are in L1; `pause` gives way to other threads. Salted prompts are announced only with
+    `salts`."""
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class Teller:
         salts: bool,
         shape_of: Callable[[bytes, str], Shape | None],
         present: Callable[[Sequence[PackedKey]], Sequence[bool]],
+        pause: Callable[[], None] = lambda: None,
     ) -> None:
         self.known = Known()
         # Contents that are not what their digests name, and those that are withheld: salted, cut otherwise than the
@@ -56,17 +60,21 @@ class Teller:
         self._salts = salts
         self._shape_of = shape_of
         self._present = present
+        self._pause = pause
 
     def turn(self) -> list[News]:
         """Return what routers must hear, after all that was handed over until now."""
         lost = self._feed.take_loss()
-        for place, objects, there in self._feed.take_objects():
+        for number, (place, objects, there) in enumerate(self._feed.take_objects(), 1):
+            if not number % _ENTRIES_AT_ONCE:
+                self._pause()
             for each, here in zip(objects, repeat(there) if isinstance(there, bool) else there, strict=False):
                 (self.known.came if here else self.known.went)(each, place)
         if lost:
             self._look_again()
         for key, content in self._feed.take_contents():
             self._name(key, content)
+            self._pause()
         return self.known.take()
 
     def adopt(self, namespace: bytes, chunks: Sequence[Chunk]) -> None:

@@ -86,3 +86,12 @@ def test_a_killed_server_whose_l1_is_kept_tells_it_again() -> None:
             assert client.status()["events"]["blocks"]["CPU"] == len(held)
             engine.store(prompt(99, 3))
             reader.until(held | beginnings(prompt(99, 3)))
+
+
+def test_a_server_that_stops_takes_back_what_ends_with_it() -> None:
+    with TellingServer() as server, router(server) as reader:
+        reader.until(store_all(server))
+        asked = reader.replays
+        server.stop()
+        reader.until(set())
+        assert reader.replays == asked
