@@ -7,7 +7,6 @@ Dynamo keeps salts apart by it, other readers skip it.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Literal
 
@@ -26,7 +25,7 @@ _RANK = 0
 class _Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
     block_hashes: Sequence[int]
     parent_block_hash: int | None
-    token_ids: Sequence[int]
+    token_ids: msgspec.Raw
     block_size: int
     lora_id: int | None
     medium: str | None
@@ -62,7 +61,7 @@ class Encoder:
         stored = _Stored(
             chunk.hashes[first:],
             event.parent,
-            struct.unpack(f"<{len(tokens) // TOKEN_BYTES}I", tokens),
+            _array_of(tokens),
             self._block_size,
             None,
             event.medium.name,
@@ -77,6 +76,17 @@ class Encoder:
         while fields[-1] is None:
             fields.pop()
         return ("BlockStored", *fields)
+
+
+def _array_of(tokens: bytes) -> msgspec.Raw:
+    """Return packed u32 as an array in msgpack: each a byte for its type, then big-endian. Half the time of making
+    integers of them."""
+    count = len(tokens) // TOKEN_BYTES
+    packed = bytearray(5 * count)
+    packed[0::5] = b"\xce" * count
+    for byte in range(TOKEN_BYTES):
+        packed[1 + byte :: 5] = tokens[TOKEN_BYTES - 1 - byte :: TOKEN_BYTES]
+    return msgspec.Raw(b"\xdd" + count.to_bytes(4, "big") + packed)
 
 
 def _with_salt(keys: Sequence[ExtraKeys | None], salt: str, blocks: int) -> Sequence[ExtraKeys | None]:
