@@ -95,3 +95,15 @@ def test_a_server_that_stops_takes_back_what_ends_with_it() -> None:
         server.stop()
         reader.until(set())
         assert reader.replays == asked
+
+
+def test_a_server_that_takes_over_goes_on() -> None:
+    with TellingServer() as server, router(server) as reader:
+        reader.until(store_all(server))
+        assert server.take_over() == 0
+        with server.client() as client:
+            engine = Engine(client)
+            assert engine.hit(PROMPTS[0]) == len(PROMPTS[0]), "L1 was handed over"
+            reader.until(set())  # the tokens were not: without a keeper they are on no disk
+            assert engine.load(PROMPTS[0])
+            reader.until(beginnings(PROMPTS[0]))
