@@ -70,6 +70,19 @@ def test_a_reader_that_asks_from_any_number_knows_the_state(
         assert list(history.replay(history.next, 1.0, known)) == []
 
 
+def test_a_reader_that_lacks_the_removal_alone_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_MESSAGES", 1)
+    known, history, reader = Known(), History(Encoder("map", BLOCK), ["e"], 5), Reader()
+    play(known, [(True, 0)])
+    (first,) = history.publish(1.0, known.take())
+    reader.batch(first.payload)
+    play(known, [(False, 0)])
+    (lost,) = history.publish(1.0, known.take())
+    list(history.publish(1.0, ()))
+    reader.batches([each.payload for each in history.replay(lost.number, 1.0, known)], replayed=True)
+    assert reader.now == {"CPU": set(), "STORAGE": set()}
+
+
 def test_removals_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_GONE", 10)
     known, history = Known(), History(Encoder("map", BLOCK), ["e"], 5)
