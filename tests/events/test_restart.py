@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from random import Random
 
+from kvframework.wire import messages as m
 from tests.events.node import OBJECT, Engine, beginnings, found, prompt, router, settings
 from tests.events.test_announced import TellingServer
 from tests.support.held_server import HeldServer
 from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 
 PROMPTS = [prompt(number, 3) for number in range(5)]
 
@@ -59,8 +62,8 @@ def test_a_reader_that_was_away_for_two_lives_is_healed() -> None:
 
 
 class HeldTellingServer(HeldServer):
-    def __init__(self) -> None:
-        super().__init__(capacity=f"{OBJECT * 64}B")
+    def __init__(self, objects: int = 64) -> None:
+        super().__init__(capacity=f"{OBJECT * objects}B")
         self.set(*settings(Path(self.endpoint.removeprefix("ipc://")).parent))
 
 
@@ -107,3 +110,40 @@ def test_a_server_that_takes_over_goes_on() -> None:
             reader.until(set())  # the tokens were not: without a keeper they are on no disk
             assert engine.load(PROMPTS[0])
             reader.until(beginnings(PROMPTS[0]))
+
+
+def churn(server: ServerProcess, prompts: list[list[int]], steps: int, dice: Random) -> set[tuple[int, ...]]:
+    """Two engines store more than L1 holds, load, and clear now and then; return what lookups find then."""
+    with server.client() as one, server.client() as other:
+        engines = [Engine(one, 1), Engine(other, 2)]
+        for _ in range(steps):
+            engine, tokens = dice.choice(engines), dice.choice(prompts)
+            if dice.random() < 0.6:
+                engine.store(tokens)
+            elif not engine.load(tokens) and dice.random() < 0.05:
+                one.call("CLEAR", m.Clear())
+        return found(engines[0], prompts)
+
+
+def test_churn_over_kills_and_stops_leaves_every_reader_with_what_l1_holds() -> None:
+    """One reader hears all, one loses most messages, one comes in each life; a keeper holds L1 over kills."""
+    dice = Random(9)
+    prompts = [prompt(number, dice.randint(1, 4)) for number in range(200, 250)]
+    with HeldTellingServer(objects=36) as server, router(server) as reader, router(server) as deaf:
+        for _ in range(3):
+            deaf.lost = set(range((deaf.next or 0) + 1, (deaf.next or 0) + 200))
+            held = churn(server, prompts, 60, dice)
+            assert held
+            reader.until(held)
+            # Starts that end sooner count as failed: after three in a row nothing is kept.
+            wait_until(lambda: server.status()["server"]["uptime_s"] > 2, 30, "a server that has served")
+            pid = server.pid
+            server.kill9()
+            server.serving(pid)
+            with server.client() as client:
+                assert found(Engine(client), prompts) == held, "a keeper holds L1"
+            deaf.lost = set()
+            with router(server) as late:
+                late.until(held)
+                reader.until(held)
+                deaf.until(held)
