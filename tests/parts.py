@@ -31,6 +31,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "doctor/test_plugins.py",
         "doctor/test_redis.py",
         "doctor/test_storage.py",
+        "events/test_restart.py",
         "fuzz",
         "keeper/test_hold.py",
         "keeper/test_hold_strangers.py",

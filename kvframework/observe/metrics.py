@@ -58,6 +58,7 @@ MESSAGING = (
     "unanswerable",
     "unroutable",
 )
+EVENTS = ("batches", "replays", "subscribers", "bad_requests", "curve_refused")
 USE: dict[str, tuple[str, Type, str]] = {
     "bytes": ("bytes", "gauge", "bytes in L1"),
     "objects": ("objects", "gauge", "objects in L1"),
@@ -376,6 +377,39 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             derived.devices("copies"),
             ("transport", "device"),
         ),
+    ),
+    "Events": (
+        _gauge(
+            "events_blocks",
+            "blocks that are announced to routers, by medium",
+            "events.blocks.CPU, events.blocks.STORAGE",
+            each({medium: f"events.blocks.{medium}" for medium in ("CPU", "STORAGE")}),
+            ("medium",),
+        ),
+        _counter(
+            "events_total",
+            "batches sent to routers, answers with what one lacked, subscriptions, and what was refused",
+            ", ".join(f"events.counters.{name}" for name in EVENTS),
+            each({name: f"events.counters.{name}" for name in EVENTS}),
+            ("what",),
+        ),
+        _counter(
+            "events_dropped_total",
+            "what the server was too busy to note for routers, and has looked up since",
+            "events.counters.dropped",
+            row="events-dropped",
+        ),
+        _counter(
+            "events_withheld_total",
+            "contents that are not announced: not what their digests name, or of no form for routers",
+            "events.counters.mismatched, events.counters.withheld",
+            each({name: f"events.counters.{name}" for name in ("mismatched", "withheld")}),
+            ("why",),
+            "events-mismatched",
+        ),
+        _gauge("events_waiting", "what is not announced yet", "events.waiting"),
+        _gauge("events_next_number", "number of the next batch", "events.next_number"),
+        _gauge("events_ledger_bytes", "size of the ledger of what was announced", "events.ledger_bytes"),
     ),
     "Who uses it": (*_use("model"), *_use("tenant")),
 }
