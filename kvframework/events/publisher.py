@@ -64,7 +64,8 @@ class Publisher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Announce what is waiting, and what ends with this server, and end. Blocks for `_STOP_S` seconds at most. Idempotent."""
+        """Announce what is waiting, and what ends with this server, and end. Blocks for `_STOP_S` seconds at most.
+        Idempotent."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
