@@ -85,6 +85,12 @@ class Held:
         wait_until(lambda: len(self._ready()) >= count, TIMEOUT, f"ready server {count}")
         return self._ready()[count - 1]
 
+    def first_is_heard(self) -> dict[str, Any]:
+        """Wait until the keeper has received what the first server reports to have sent, and return the report."""
+        ready = self.ready(1)
+        wait_until(lambda: (self.ask("status")["server"] or {}).get("ready"), TIMEOUT, "the keeper's word of it")
+        return ready
+
     def _ready(self) -> list[dict[str, Any]]:
         return [line for line in self.reports() if line["event"] == "ready"]
 

@@ -159,7 +159,7 @@ def test_the_doctor_names_what_is_kept(held: Held) -> None:
 
 
 def test_drop_refuses_while_a_server_uses_what_is_kept(held: Held) -> None:
-    server = held.ready(1)["pid"]
+    server = held.first_is_heard()["pid"]
     refused = held.ask("drop")
     assert not refused["done"]
     assert str(server) in refused["text"]
@@ -167,7 +167,7 @@ def test_drop_refuses_while_a_server_uses_what_is_kept(held: Held) -> None:
 
 
 def test_drop_with_a_restart_starts_the_server_cold(held: Held) -> None:
-    server = held.ready(1)["pid"]
+    server = held.first_is_heard()["pid"]
     assert held.ask("drop", restart=True)["freed"] == 2 << 20
     assert held.ready(2)["found"] == {}
     assert has_ended(server)
@@ -176,7 +176,7 @@ def test_drop_with_a_restart_starts_the_server_cold(held: Held) -> None:
 @pytest.fixture
 def arena(held: Held) -> Iterator[int]:
     """The kept arena, opened as nobody else has it."""
-    held.ready(1)
+    held.first_is_heard()
     (number,) = [fd for fd, target in descriptors(held.process.pid).items() if "kvf-arena" in target]
     opened = os.open(f"/proc/{held.process.pid}/fd/{number}", os.O_RDWR)
     yield opened

@@ -129,7 +129,7 @@ class HeldServer(ServerProcess):
         try:
             with self.client(timeout=2.0) as client:
                 status = client.status()
-        except (TimeoutError, ConnectionError):
+        except OSError:  # not there, or about to end: its sockets go one after the other
             return False
         self._pids.add(status["server"]["pid"])
         return status["server"]["pid"] != self._killed and self._is_ready(status)

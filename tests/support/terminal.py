@@ -22,10 +22,13 @@ from typing import Any
 from tests.support.waiting import wait_until
 
 _SLOW_S = 120.0
-# Makes its standard input the terminal of a session of its own, with signals ignored, and becomes the program.
+# Makes its standard input the terminal of a session of its own, with signals ignored, and becomes the program. What the
+# tests themselves were started with does not count: shells ignore signals for what they run in the background.
 _LEAD = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, signal.SIG_DFL)
 for number in sys.argv[1].split():
     signal.signal(int(number), signal.SIG_IGN)
 os.execvp(sys.argv[2], sys.argv[2:])
