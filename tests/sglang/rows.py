@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,18 @@ class Bench:
 
     def answers(self, server: ServerProcess | None, *asks: Ask, objects: int = 0, **options: Any) -> list[Answer]:
         """The answers of a new engine process; without a server it has no hierarchical cache. It lives until the server
-        has as many `objects`."""
-        with self.running(server, *(asks or [Ask(self.prompt)]), **options) as engine:
+        has as many `objects`. With one, asks once each rank has its pool registered: until then all are misses."""
+        asked = [replace(ask) for ask in asks or [Ask(self.prompt)]]
+        begin = self.directory / f"begin-{len(list(self.directory.glob('engine-*.log')))}"
+        if server is not None:
+            asked[0].wait_file = str(begin)
+        with self.running(server, *asked, **options) as engine:
+            if server is not None:
+                engine.expect("waiting")
+                settings = {**self.engine, **(options.get("engine") or {})}
+                instances = 2 * settings.get("tp_size", 1) * settings.get("pp_size", 1)  # one to load, one to store
+                wait_until(lambda: len(server.status()["instances"]) >= instances, _END_S, "the registration")
+                begin.touch()
             found = [engine.answer() for _ in asks or [None]]
             if server is not None:
                 wait_until(lambda: stored(server) >= objects, what="the stores")
