@@ -14,6 +14,7 @@ from kvframework.errors import BadRange
 from kvframework.wire import messages as m
 from tests.events.node import BLOCK, CHUNK, OBJECT, Engine, beginnings, found, packed, prompt, router, settings
 from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 from tests.support.wire_client import key_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,3 +175,23 @@ def test_every_field_is_documented(server: ServerProcess) -> None:
         found |= {f"events.{name}.{each}" for each in value} if isinstance(value, dict) else {f"events.{name}"}
     page = (ROOT / "docs" / "status.md").read_text()
     assert set(re.findall(r"`(events\.[A-Za-z_.]+)`", page)) == found
+
+
+def test_questions_of_any_form_stop_nothing(server: ServerProcess) -> None:
+    dice = random.Random(5)
+    with server.client() as client, router(server) as reader:
+        Engine(client).store(prompt(1, 1))
+        reader.until(beginnings(prompt(1, 1)))
+        before = client.status()["events"]["counters"]["bad_requests"]
+        for frames in ([b""], [b"x", bytes(8)], [b"", bytes(7)], [b"", bytes(9)], [b"", b"", bytes(8)], [b""] * 40):
+            with reader.question() as socket:
+                assert socket.poll(30_000)
+                socket.send_multipart(frames)
+                socket.send_multipart([dice.randbytes(dice.randint(0, 2000)) for _ in range(3)])  # some are too long
+        wait_until(lambda: client.status()["events"]["counters"]["bad_requests"] > before, 30, "the refusals")
+        with reader.question((1 << 64) - 2) as far:
+            assert far.poll(30_000), "no message has that number, but the end comes"
+            assert far.recv_multipart()[3] == b""
+        Engine(client, 2).store(prompt(11, 1))
+        reader.until(beginnings(prompt(1, 1)) | beginnings(prompt(11, 1)))
+        assert client.status()["events"]["problem"] == ""
