@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 
+from kvframework.events.publisher import BATCH_S
 from kvframework.wire import messages as m
 from tests.events.node import Engine, beginnings, found, prompt
 from tests.events.test_announced import TellingServer
@@ -26,9 +27,7 @@ from tests.support.waiting import wait_until
 SECONDS = float(os.environ.get("KVF_ROUTERS_CHURN_S", "60"))
 SEED = int(os.environ.get("KVFRAMEWORK_TEST_SEED", "0")) or Random().getrandbits(32)
 OBJECTS = 48
-STEPS = 40
-# As a killed keeper's server counts as started only after some time.
-SERVED_S = 2
+STEPS = 48
 
 PROMPTS = [prompt(number, 1 + number % 4) for number in range(100, 180)]
 
@@ -53,10 +52,12 @@ class Loss:
 
 
 def churn(server: ServerProcess, dice: Random, steps: int, done: Counter[str]) -> None:
-    """Two engines store more than L1 holds, load, and clear now and then."""
+    """Two engines store more than L1 holds, load, and clear now and then; what they do makes some batches."""
     with server.client() as one, server.client() as other:
         engines = [Engine(one, 1), Engine(other, 2)]
-        for _ in range(steps):
+        for step in range(steps):
+            if not step % 8:
+                time.sleep(BATCH_S)
             engine, tokens, chance = dice.choice(engines), dice.choice(PROMPTS), dice.random()
             if chance < 0.6:
                 engine.store(tokens)
@@ -78,7 +79,7 @@ def kill(server: ServerProcess) -> None:
     """Kill the server; it starts again, with its L1 if a keeper has that."""
     if isinstance(server, HeldServer):
         # Starts that end sooner count as failed: after three in a row nothing is kept.
-        wait_until(lambda: server.status()["server"]["uptime_s"] > SERVED_S, 30, "a server that has served")
+        wait_until(lambda: server.status()["server"]["uptime_s"] > 2, 30, "a server that has served")
         pid = server.pid
         server.kill9()
         server.serving(pid)
