@@ -80,8 +80,8 @@ class Dynamo:
         return {_path(found, each) for each in found}
 
     def until(self, right: Callable[[], object], what: str = "what Dynamo knows") -> None:
-        """Wait for a condition, and for the ends of answers: Dynamo would wait for ever for the rest of one that a killed
-        server does not send."""
+        """Wait for a condition, and for the ends of answers: for the rest of one that a killed server has not sent,
+        Dynamo would wait for ever."""
         try:
             wait_until(lambda: right() and self._has_all_answers(), WAIT_S, what)
         except AssertionError:

@@ -132,10 +132,7 @@ def test_a_told_salt_hits_with_it_alone(dynamo: Dynamo, form: str) -> None:
 def test_an_adapter_hits_with_its_name_alone(dynamo: Dynamo, form: str) -> None:
     with TellingServer(format=form) as server, server.client() as client:
         dynamo.register(*sockets(server))
-        engine = Engine(client)
-        plan = client.prepare_store(engine.key(LONG))
-        client.write(plan, b"kv")
-        client.call("COMMIT_STORE", m.Commit(plan.lease, ChunkContent(packed(LONG), lora_name="poet")))
+        Engine(client).store(LONG, content=ChunkContent(packed(LONG), lora_name="poet"))
         dynamo.until(lambda: dynamo.matched(LONG, lora_name="poet") == END)
         assert dynamo.matched(LONG) == dynamo.matched(LONG, lora_name="cook") == 0
 
@@ -163,11 +160,8 @@ def test_a_nodes_stream_stands_beside_the_engines_own(dynamo: Dynamo) -> None:
         dynamo.register(*sockets(server), rank=1)
         own.subscribed()
         own.stored(LONG[:half], hashes[: half // BLOCK], BLOCK)
-        engine = Engine(client)
-        plan = client.prepare_store(engine.key(LONG))
-        client.write(plan, b"kv")
-        content = ChunkContent(packed(LONG), block_size=BLOCK, hashes=struct.pack(f"<{len(hashes)}Q", *hashes))
-        client.call("COMMIT_STORE", m.Commit(plan.lease, content))
+        named = struct.pack(f"<{len(hashes)}Q", *hashes)
+        Engine(client).store(LONG, content=ChunkContent(packed(LONG), block_size=BLOCK, hashes=named))
         dynamo.until(lambda: (dynamo.matched(LONG, "gpu"), dynamo.matched(LONG)) == (half, END))
         client.call("CLEAR", m.Clear())
         dynamo.until(lambda: (dynamo.matched(LONG, "gpu"), dynamo.matched(LONG)) == (half, half))
