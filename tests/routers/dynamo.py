@@ -89,7 +89,8 @@ class Dynamo:
             raise
 
     def _has_all_answers(self) -> bool:
-        return self.log.count("Requesting replay") == self.log.count("Replay complete")
+        log = self.log
+        return log.count("Requesting replay") == log.count("Replay complete") + log.count("No replay endpoint")
 
     def _answers(self) -> bool:
         assert self._process.poll() is None, self.log
