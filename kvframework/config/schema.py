@@ -127,9 +127,9 @@ class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[events]`: what L1 and the tiers hold is announced to routers, see docs/routing.md. Without the table nothing is,
-    and no token ids come to the server. `engines` are the names by which routers know the engines of this node; ():
-    the node's own name. `state` "" is a folder of this user."""
+    """`[events]`: what L1 and the tiers hold is announced to routers, see docs/routing.md. Without the table nothing
+    is, and no token ids come to the server. `engines` are the names by which routers know the engines of this node;
+    (): the node's own name. `state` "" is a folder of this user."""
 
     endpoint: Annotated[
         str, msgspec.Meta(min_length=1, description="`ipc://` or `tcp://` socket at which routers subscribe")
@@ -153,8 +153,8 @@ class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern="^[^@]+$")], ...],
         msgspec.Meta(
             max_length=16,
-            description="names of this node's engines as the router knows them, such as `10.0.0.7:8000`, one topic each;"
-            " empty: one topic, with the name of the machine",
+            description="names of this node's engines as the router knows them, such as `10.0.0.7:8000`, one topic"
+            " each; empty: one topic, with the name of the machine",
         ),
     ] = ()
     state: Annotated[

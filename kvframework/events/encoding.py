@@ -1,5 +1,5 @@
-"""Batches of events as vLLM writes them, which routers read: msgpack of `[time, events, rank]`, an event being a map with
-its `type` or, for older readers, an array. Pure. Encoding the event of a chunk takes 2 to 3 us.
+"""Batches of events as vLLM writes them, which routers read: msgpack of `[time, events, rank]`, an event being a map
+with its `type` or, for older readers, an array. Pure. Encoding the event of a chunk takes 2 to 3 us.
 
 Field for field vLLM's, in its order; what has no meaning here is left out. `cache_salt` is the one field beside: NVIDIA
 Dynamo keeps salts apart by it, other readers skip it.
@@ -18,7 +18,7 @@ from kvframework.events.known import Removed, Stored
 
 Format = Literal["map", "array"]
 
-# The rank of a batch: there is one server a node, and a router tells it from the engine's ranks by its own registration.
+# The rank of a batch: there is one server a node, and a router tells it from the engine's ranks by its registration.
 _RANK = 0
 
 

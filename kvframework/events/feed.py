@@ -48,8 +48,8 @@ NO_EVENTS = Events()
 
 
 class Feed(Events):
-    """The queues; the contents of salted prompts are wanted with `salts`. `take_objects`, `take_contents` and `take_loss`
-    are the reader's, one thread."""
+    """The queues; the contents of salted prompts are wanted with `salts`. `take_objects`, `take_contents` and
+    `take_loss` are the reader's, one thread."""
 
     wanted = True
 

@@ -66,8 +66,8 @@ class Publisher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Announce what is waiting, and what ends with this server, answer who asks, and end: a reader may wait for ever
-        for the end of an answer. Blocks for a moment, for `_STOP_S` seconds at most. Idempotent."""
+        """Announce what is waiting, and what ends with this server, answer who asks, and end: a reader may wait for
+        ever for the end of an answer. Blocks for a moment, for `_STOP_S` seconds at most. Idempotent."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)

@@ -35,8 +35,8 @@ class Shape(NamedTuple):
 
 class Teller:
     """See the module. `shape_of` returns the shape of a namespace and salt, None if the namespace is not known;
-    `present` returns which objects are in L1; `pause` gives way to other threads. Salted prompts are announced only with
-    `salts`."""
+    `present` returns which objects are in L1; `pause` gives way to other threads. Salted prompts are announced only
+    with `salts`."""
 
     def __init__(
         self,
