@@ -97,6 +97,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     # Engines that the other parts do without: their examples and models.
     "engines": ("engines",),
+    # Indexers of cache-aware routers, from their wheels.
+    "routers": ("routers",),
 }
 
 ROOT = Path(__file__).resolve().parent

@@ -10,7 +10,7 @@ import typer
 from kvframework.cli.usage import examples
 
 _EPILOG = examples(
-    "kvframework route --node a=tcp://10.0.0.1:5557,tcp://10.0.0.1:5558 --node b=tcp://10.0.0.2:5557",
+    "kvframework route --node a=tcp://10.0.0.1:5557 --node b=tcp://10.0.0.2:5557",
     "kvframework route --nodes nodes.toml       SIGHUP reads it again",
     """curl -s 127.0.0.1:9310/score -d '{"tokens": [1, 2, 3], "model": "m"}'""",
     "curl -s 127.0.0.1:9310/publishers",

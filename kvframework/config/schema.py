@@ -128,8 +128,8 @@ class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[events]`: what L1 and the tiers hold is announced to routers, see docs/routing.md. Without the table nothing
-    is, and no token ids come to the server. `engines` are the names by which routers know the engines of this node; ():
-    the node's own name. `state` "" is a folder of this user."""
+    is, and no token ids come to the server. `engines` are the names by which routers know the engines of this node;
+    (): the node's own name. `state` "" is a folder of this user."""
 
     endpoint: Annotated[
         str, msgspec.Meta(min_length=1, description="`ipc://` or `tcp://` socket at which routers subscribe")

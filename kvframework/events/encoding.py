@@ -18,8 +18,7 @@ from kvframework.events.known import Removed, Stored
 
 Format = Literal["map", "array"]
 
-# The rank of a batch: there is one server a node, which a router distinguishes from the engine's ranks by its own
-# registration.
+# The rank of a batch: there is one server a node, and a router tells it from the engine's ranks by its registration.
 _RANK = 0
 
 

@@ -162,6 +162,12 @@ class Known:
                 for place in [each for each in held.rows if each != L1]:
                     self._lack(line, held, place, line.whole)
 
+    def forget(self) -> None:
+        """Forget all: whatever is announced is removed."""
+        self._unnamed.clear()
+        for line in list(self.lines.values()):
+            self._drop(line)
+
     def take(self) -> list[News]:
         """Return what changed since the last call, in order."""
         news, self._news = self._news, []

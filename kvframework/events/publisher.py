@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvframework.events.history import History, Numbered
-from kvframework.events.known import Known, Medium, News, Removed, Stored
+from kvframework.events.known import Medium, News, Removed, Stored
 from kvframework.events.ledger import RESERVE, Found, Ledger
 from kvframework.events.sockets import EventSockets
 from kvframework.events.teller import Teller
@@ -29,7 +29,9 @@ _PAUSE_BYTES = 1 << 18
 _MESSAGE_BYTES = 1 << 10
 _PAUSE_S = 0.0005
 _END = (1 << 64) - 1
-_STOP_S = 1.0
+_STOP_S = 5.0
+# Who is told at the end that something is missing asks at once.
+_LAST_QUESTIONS_S = 0.1
 
 
 class Publisher:
@@ -64,8 +66,8 @@ class Publisher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Announce what is waiting, and what ends with this server, and end. Blocks for `_STOP_S` seconds at most.
-        Idempotent."""
+        """Announce what is waiting, and what ends with this server, answer who asks, and end: a reader may wait for
+        ever for the end of an answer. Blocks for a moment, for `_STOP_S` seconds at most. Idempotent."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
@@ -85,7 +87,11 @@ class Publisher:
                 self._turn()
             self._announce(self._teller.turn())
             if not self._ledger.keeps:
-                self._announce(_all_removed(self._teller.known))
+                self._teller.known.forget()
+                self._announce(self._teller.known.take())
+            until = time.monotonic() + _LAST_QUESTIONS_S
+            while (left := until - time.monotonic()) > 0:
+                self._answer(self._sockets.wait(left)[1])
         except Exception as error:
             self.problem = f"nothing is announced: {error!r}"
             log.exception("nothing is announced to routers any more")
@@ -111,11 +117,10 @@ class Publisher:
         while (left := until - time.monotonic()) > 0 and not self._stopping.is_set():
             subscribers, requests = self._sockets.wait(left)
             joined += subscribers
-            for client, asked in requests:
-                if asked is None:
-                    self.counters["bad_requests"] += 1
-                else:
-                    self._answer(client, asked)
+            if requests:
+                # So that the answer is the state of the live number.
+                self._announce(self._teller.turn())
+                self._answer(requests)
         self.counters["subscribers"] += joined
         self._announce(self._teller.turn(), empty=bool(joined))
 
@@ -153,17 +158,16 @@ class Publisher:
             log.error("the ledger of events cannot be written: %s", error.strerror or error)
         self.problem = f"the ledger cannot be written, so a next server cannot tell removals: {error.strerror}"
 
-    def _answer(self, client: bytes, asked: int) -> None:
-        """Send what a reader lacks. What is waiting is announced before, so that the answer is the state of the live
-        number."""
-        self._announce(self._teller.turn())
-        self.counters["replays"] += 1
-        answer = self._history.replay(asked, self._clock(), self._teller.known)
-        for message in _in_turns(answer):
-            if self._stopping.is_set():
-                return
-            self._sockets.answer(client, message)
-        self._sockets.answer(client, Numbered(b"", _END, b""))
+    def _answer(self, requests: Sequence[tuple[bytes, int | None]]) -> None:
+        """Send to each reader what it lacks, and the end, even to those that ask while the server stops."""
+        for client, asked in requests:
+            if asked is None:
+                self.counters["bad_requests"] += 1
+                continue
+            self.counters["replays"] += 1
+            for message in _in_turns(self._history.replay(asked, self._clock(), self._teller.known)):
+                self._sockets.answer(client, message)
+            self._sockets.answer(client, Numbered(b"", _END, b""))
 
 
 def pause() -> None:
@@ -180,11 +184,6 @@ def _in_turns(messages: Iterable[Numbered]) -> Iterator[Numbered]:
             nbytes = 0
             pause()
         yield message
-
-
-def _all_removed(known: Known) -> list[Removed]:
-    """Return what must be announced when all is lost."""
-    return [Removed(model, medium, list(hashes)) for (model, medium), hashes in known.announced().items()]
 
 
 def _changed(found: Found, news: list[News], now: dict[tuple[str, Medium], set[int]]) -> list[News]:

@@ -80,7 +80,7 @@ class RouterEvents:
         self._publisher.start()
 
     def stop(self) -> None:
-        """Announce what is waiting, and close. Blocks for a second at most. Idempotent."""
+        """Announce what is waiting, and close. Blocks for a moment, for seconds at most. Idempotent."""
         if self._publisher is not None:
             self._publisher.stop()
 

@@ -24,7 +24,7 @@ _MAX_ASKED_BYTES = 1024
 # An earlier server, which ends, may still listen.
 _BIND_S = 5.0
 _BIND_STEP_S = 0.05
-_LINGER_MS = 200
+_LINGER_MS = 1000
 _NUMBER_BYTES = 8
 
 

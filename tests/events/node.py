@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,19 +53,24 @@ class Engine:
         self._tells = tells
         self._hasher = Sha256()
 
-    def key(self, tokens: Sequence[int], start: int = 0, salt: str = "") -> CacheKey:
-        digests = self._hasher.chunk_digests(packed(tokens), CHUNK)
+    def key(
+        self, tokens: Sequence[int], start: int = 0, salt: str = "", extras: Mapping[int, bytes] | None = None
+    ) -> CacheKey:
+        digests = self._hasher.chunk_digests(packed(tokens), CHUNK, extras=extras)
         named = key_for(self.registered, tokens, start=start, cache_salt=salt)
         return msgspec.structs.replace(named, tokens=b"", digests=digests)
 
     def content(self, tokens: Sequence[int], start: int = 0) -> ChunkContent | None:
         return ChunkContent(packed(tokens[start:])) if self._tells else None
 
-    def store(self, tokens: Sequence[int], start: int = 0, salt: str = "") -> None:
-        plan = self.client.prepare_store(self.key(tokens, start, salt), self.instance)
+    def store(self, tokens: Sequence[int], start: int = 0, salt: str = "", content: ChunkContent | None = None) -> None:
+        """Store a prompt; `content` says more of it than its tokens."""
+        content = content or self.content(tokens, start)
+        extras = {each.chunk: each.content for each in content.extras} if content else None
+        plan = self.client.prepare_store(self.key(tokens, start, salt, extras), self.instance)
         if plan.lease:
             self.client.write(plan, b"kv")
-            self.client.call("COMMIT_STORE", m.Commit(plan.lease, self.content(tokens, start)))
+            self.client.call("COMMIT_STORE", m.Commit(plan.lease, content))
 
     def load(self, tokens: Sequence[int], salt: str = "") -> bool:
         plan = self.client.prepare_retrieve(self.key(tokens, 0, salt), self.instance)

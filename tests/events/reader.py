@@ -24,7 +24,7 @@ class Reader:
         assert at > 0
         assert rank == 0
         for event in events:
-            self.event(event if isinstance(event, dict) else _as_map(event), replayed=replayed)
+            self.event(event if isinstance(event, dict) else as_map(event), replayed=replayed)
 
     def event(self, event: Mapping[str, Any], *, replayed: bool = False) -> None:
         self.kinds[event["type"]] += 1
@@ -58,7 +58,8 @@ class Reader:
         return {medium: set(held) for medium, held in self.held.items()}
 
 
-def _as_map(event: list[Any]) -> dict[str, Any]:
+def as_map(event: list[Any]) -> dict[str, Any]:
+    """An event that came as an array."""
     names = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
     if event[0] == "BlockRemoved":
         names = ("type", "block_hashes", "medium")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
+from kvframework.events.ledger import Ledger
 from kvframework.wire import messages as m
 from tests.events.node import OBJECT, Engine, beginnings, found, prompt, router, settings
 from tests.events.test_announced import TellingServer
@@ -98,6 +100,35 @@ def test_a_server_that_stops_takes_back_what_ends_with_it() -> None:
         server.stop()
         reader.until(set())
         assert reader.replays == asked
+
+
+def aged(server: ServerProcess, number: int) -> None:
+    """Start a server again as one that has sent so many messages."""
+    server.stop()
+    (path,) = (each for each in ledgers(server) if not each.suffix)
+    ledger = Ledger(path, keeps=False)
+    ledger.open()
+    ledger.rewrite(number, {}, (), ())
+    ledger.close()
+    server.start()
+
+
+def test_an_answer_under_way_is_ended_by_a_server_that_stops() -> None:
+    """Dynamo waits for the end of an answer, and hears nothing else until then."""
+    with TellingServer() as server:
+        aged(server, 20_000)
+        store_all(server)
+        with router(server) as reader, ThreadPoolExecutor() as pool:
+            asking = reader.question(0)
+            assert asking.poll(30_000)
+            stopped = pool.submit(server.stop)
+            numbers = []
+            while numbers[-1:] != [(1 << 64) - 1]:
+                assert asking.poll(30_000), "the answer has no end"
+                numbers.append(int.from_bytes(asking.recv_multipart()[2], "big"))
+            assert numbers[:-1] == list(range(len(numbers) - 1))
+            assert stopped.result() == 0
+            asking.close()
 
 
 def test_a_server_that_takes_over_goes_on() -> None:
