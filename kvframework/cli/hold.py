@@ -6,6 +6,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from kvframework.cli.numbers import short_number
 from kvframework.cli.usage import EXIT_FOUND, AsJson, Endpoint, EndpointConfig, examples
 
 _EPILOG = examples(
@@ -117,7 +118,7 @@ def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -
         raise EndpointError("the keeper answers its own user, and root, alone", where=base) from None
     except TimeoutError:
         raise EndpointError(
-            f"the keeper does not answer within {timeout:g} s",
+            f"the keeper does not answer within {short_number(timeout)} s",
             where=base,
             hint="it may still do what it was asked: `kvframework hold --status`",
         ) from None

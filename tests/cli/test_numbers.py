@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvframework.cli.numbers import short_count, short_duration, short_number
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 # A format with `g` or `e`, which may write an exponent.
 EXPONENT = re.compile(r":[<>^+,]?\d*(?:\.\d+)?[geGE]\}")
 
