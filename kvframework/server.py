@@ -27,6 +27,8 @@ from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import Config, L2Config, PluginTable, bytes_of_tenants, default_endpoint, shares_of_tenants
 from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
+from kvframework.events.feed import NO_EVENTS
+from kvframework.events.router_events import RouterEvents
 from kvframework.logs.form import change_logging
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.dispatch import Served, check_handlers
@@ -80,6 +82,11 @@ class Server:
             layout, options = resolve_table(self._registry, table, LayoutProvider)
             layouts[table.use] = self._creator.one("layout", table, Layout, layout.create, options)
         self._observer = ObserveSupervisor(self.endpoint, config.observe) if config.observe else None
+        self._events: RouterEvents | None = None
+        if config.events is not None:
+            self._events = RouterEvents(
+                config.events, self.endpoint, hasher, keys=curve, admit_uids=config.server.admit_uids
+            )
         identity = partial(self._identity, hasher)
         storage = self._storage(identity)
         transports = {table.use: self._transport(table, storage.arena_fd) for table in config.transport}
@@ -99,6 +106,8 @@ class Server:
             messaging_status=lambda: self._messaging_status(),
             request_durations=lambda: self._messages.durations.status(),
             tenants=config.tenants,
+            events=self._events.feed if self._events else NO_EVENTS,
+            events_status=self._events.status if self._events else dict,
         )
         self.running = RunningConfig(config, self._registry, self._configure)
         handlers = self._handlers(HandOver(lambda: storage.hand_over(identity(), self._tenant_names), self.stop))
@@ -120,7 +129,11 @@ class Server:
         )
 
     def bind(self) -> None:
-        """Bind the sockets. Raises `EndpointError`. Afterwards `serve_forever` must be called."""
+        """Bind the sockets. Raises `EndpointError` and `EventLedgerError`. Afterwards `serve_forever` must be
+        called."""
+        if self._events is not None:
+            storage = self.service.storage
+            self._events.start(self.service.shape_of, storage.which_present, keeps=storage.kept)
         self._messages.bind()
         if self._observer is not None:
             self._observer.start()
@@ -162,6 +175,8 @@ class Server:
         by = time.monotonic() + STOP_S if self._stop_by is None else self._stop_by
         if self._observer is not None:
             self._observer.stop()
+        if self._events is not None:
+            self._events.stop()
         self.service.close(by, process_ends=process_ends)
 
     def abandon(self) -> None:
@@ -205,6 +220,7 @@ class Server:
             low_watermark=config.l1.low_watermark,
             ghosts=config.l1.ghosts,
             kept=kept,
+            events=self._events.feed if self._events else NO_EVENTS,
             tenants=[
                 Tenant(tenant.name, least, most, new_policy())
                 for tenant, (least, most) in zip(config.tenants, shares, strict=True)

@@ -31,6 +31,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "doctor/test_plugins.py",
         "doctor/test_redis.py",
         "doctor/test_storage.py",
+        "events/test_restart.py",
         "fuzz",
         "keeper/test_hold.py",
         "keeper/test_hold_strangers.py",
@@ -43,6 +44,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "plugins/test_kvf_redis_failover.py",
         "plugins/test_kvf_redis_pieces.py",
         "restart",
+        "route/test_process.py",
+        "route/test_real_server.py",
         "security/test_admitted_users.py",
         "security/test_descriptors.py",
         "security/test_every_wait_ends.py",
@@ -94,6 +97,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     # Engines that the other parts do without: their examples and models.
     "engines": ("engines",),
+    # Indexers of cache-aware routers, from their wheels.
+    "routers": ("routers",),
 }
 
 ROOT = Path(__file__).resolve().parent

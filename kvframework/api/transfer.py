@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvframework.api.content import ChunkContent
 from kvframework.api.futures import Future
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerTensors, MemoryLayoutDesc
@@ -130,7 +131,8 @@ class Transfer:
     `key` names the tokens `[key.start, key.end)`, `blocks` the engine's blocks that hold them, a `GroupBlocks` per
     layer group; `block_ids` are the ids as passed by the engine, one list per layer group for all tokens. `kv_caches`
     are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's own event behind
-    the work that the copy has to wait for, None for the work in the calling thread's current stream.
+    the work that the copy has to wait for, None for the work in the calling thread's current stream. `content` goes to
+    the server beside the bytes, if it has asked for it.
     """
 
     key: CacheKey
@@ -139,6 +141,7 @@ class Transfer:
     block_ids: BlockIds
     blocks: Sequence[GroupBlocks]
     event: torch.Event | None = None
+    content: ChunkContent | None = None
 
     @property
     def request_id(self) -> str:

@@ -65,6 +65,10 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
         view.core(("observe",), "[observe]", shown_options(config.observe))
     else:
         view.empty.append(ShownValue("observe", None, FIELD_DEFAULT))
+    if config.events is not None:
+        view.core(("events",), "[events]", shown_options(config.events))
+    else:
+        view.empty.append(ShownValue("events", None, FIELD_DEFAULT))
     l1, eviction = config.l1, config.l1.eviction
     own = {"high_watermark": l1.high_watermark, "low_watermark": l1.low_watermark, "ghosts": l1.ghosts, "keep": l1.keep}
     view.plugin(("l1",), "[l1]", l1.memory, MemoryProvider, own)

@@ -68,7 +68,15 @@ def _head(document: Document) -> list[str]:
     if lookups.get("asked_tokens"):
         share = lookups["hit_tokens"] / lookups["asked_tokens"]
         lines.append(f"{counted(lookups['lookups'], 'lookups')}, hit {share:.0%} of {lookups['asked_tokens']} tokens")
-    return lines
+    return lines + _events(document.get("events", {}))
+
+
+def _events(announced: Document) -> list[str]:
+    """What is announced to routers. Nothing of a server without `[events]`."""
+    if not announced:
+        return []
+    blocks = " and ".join(f"{number} in {medium}" for medium, number in announced["blocks"].items())
+    return [f"events at {announced['endpoint']}: {blocks} blocks announced, {announced['waiting']} changes waiting"]
 
 
 def _recovered(found: Document) -> list[str]:

@@ -26,7 +26,7 @@ from kvframework.messaging.curve import CurveKeys
 from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
 from kvframework.wire.client_deadlines import deadlines_for
-from kvframework.wire.handshake import offer
+from kvframework.wire.handshake import SALTED_TOKEN_IDS, TOKEN_IDS, offer
 from kvframework.wire.table import REQUESTS
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
@@ -90,6 +90,12 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     def usable(self) -> bool:
         """Whether calls are worth making now: connected, set up, and not in doubt. Never blocks."""
         return self._connection.state == "up"
+
+    def wants_tokens(self, cache_salt: str = "") -> bool:
+        """Return whether the server tells routers of prompts with this salt, and so wants the tokens of what is stored
+        and loaded, see `RequestHashes`. Never blocks."""
+        feature = SALTED_TOKEN_IDS if cache_salt else TOKEN_IDS
+        return self._reply is not None and feature in self._reply.features
 
     @property
     def plugins(self) -> PluginRegistry:

@@ -65,7 +65,9 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
                 arena.view,
                 told.ranges,
                 told.outcome,
-                commit=partial(self._commit_store, told.lease, len(told.ranges), told.outcome),
+                commit=partial(
+                    self._commit_store, m.Commit(told.lease, transfer.content), len(told.ranges), told.outcome
+                ),
                 abort=partial(self._abort_store, told.lease),
             )
 
@@ -90,7 +92,7 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
                 arena.view if arena is not None else _NO_ARENA,
                 told.ranges if told.hit else (),
                 reason=told.reason,
-                commit=partial(self._commit_load, told.lease),
+                commit=partial(self._commit_load, m.Commit(told.lease, transfer.content)),
                 abort=partial(self._unpin_late, told),
                 receive=partial(self._receive_chunks, told),
             )
@@ -112,7 +114,8 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
     def store_chunks(
         self, transfer: Transfer, objects: Sequence[int], buffers: Sequence[Buffer]
     ) -> Future[StoreOutcome]:
-        payload = m.StoreCpuChunks(transfer.key, transfer.registration.instance_id, pack_indices(objects))
+        instance_id = transfer.registration.instance_id
+        payload = m.StoreCpuChunks(transfer.key, instance_id, pack_indices(objects), transfer.content)
         sent = self._bulk("STORE_CPU_CHUNKS", payload, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
         return mapped(sent, lambda answer: as_response(answer.payload, m.ChunksStored).outcome)
 
@@ -122,16 +125,16 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
         if self._arena is not arena:
             raise ServerGone("the server was restarted in between")
 
-    def _commit_store(self, lease: str, objects: int, others: StoreOutcome) -> Future[StoreOutcome]:
+    def _commit_store(self, commit: m.Commit, objects: int, others: StoreOutcome) -> Future[StoreOutcome]:
         def failed(error: BaseException) -> StoreOutcome:
             # After the COMMIT: nothing stays reserved, whatever its outcome.
-            self._abort_store(lease)
+            self._abort_store(commit.lease)
             if isinstance(error, DeadlineExceeded):
                 return others + StoreOutcome(unknown=objects, error=error.code)
             return others + StoreOutcome(dropped=objects, error=error_code(error))
 
         # Urgent: a doubt about the server must not leave the range reserved until this process ends.
-        sent = self._begin("COMMIT_STORE", m.LeaseRef(lease), urgent=True)
+        sent = self._begin("COMMIT_STORE", commit, urgent=True)
         return settled(sent, lambda answer: others + as_response(answer.payload, m.Committed).outcome, failed)
 
     def _abort_store(self, lease: str) -> None:
@@ -141,8 +144,8 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
     def _abort_late(self, told: m.StorePlan) -> None:
         self._abort_store(told.lease)
 
-    def _commit_load(self, lease: str) -> Future[LoadOutcome]:
-        sent = self._begin("COMMIT_RETRIEVE", m.LeaseRef(lease), urgent=True)
+    def _commit_load(self, commit: m.Commit) -> Future[LoadOutcome]:
+        sent = self._begin("COMMIT_RETRIEVE", commit, urgent=True)
         return settled(
             sent,
             lambda answer: _HELD if as_response(answer.payload, m.RetrieveCommitted).held else _PINS_LOST,
@@ -151,7 +154,7 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
 
     def _unpin_late(self, told: m.RetrievePlan) -> None:
         if told.lease:
-            self.send("COMMIT_RETRIEVE", m.LeaseRef(told.lease))
+            self.send("COMMIT_RETRIEVE", m.Commit(told.lease))
 
     def _receive_chunks(self, told: m.RetrievePlan, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
         payload = m.RetrieveCpuChunks(told.lease, pack_indices(positions))

@@ -6,6 +6,7 @@ import array
 import sys
 from collections.abc import Mapping, Sequence
 
+from kvframework.api.content import ChunkContent, Extra, Image
 from kvframework.api.hasher import DIGEST_BYTES, KeyHasher
 from kvframework.api.trace import sampled_parent
 from kvframework.errors import BadRange, RequestError
@@ -16,6 +17,9 @@ class RequestHashes:
 
     `digests` are those of its first whole chunks, if another process has made them: with their extras. `trace` is the
     request's `traceparent` header: if it says that the request is sampled, the server's part gets spans.
+
+    With `keep_tokens`, for a server that wants them (`KVClient.wants_tokens`), the tokens stay here, 4 bytes each, and
+    go along with stores and loads, so that routers learn of them. `lora_name` is the adapter's name to routers.
     """
 
     def __init__(
@@ -27,6 +31,8 @@ class RequestHashes:
         cache_salt: str = "",
         digests: bytes = b"",
         trace: str = "",
+        keep_tokens: bool = False,
+        lora_name: str = "",
     ) -> None:
         self.request_id = request_id
         self.cache_salt = cache_salt
@@ -36,6 +42,9 @@ class RequestHashes:
         self._digests = bytearray(digests)
         self._rest = array.array("I")
         self._made_elsewhere = len(digests) // DIGEST_BYTES
+        self._lora_name = lora_name
+        self._kept = array.array("I") if keep_tokens and not digests else None
+        self._contents: dict[tuple[int, int], ChunkContent] = {}
         # The bytes folded in, by chunk; also those of chunks that are not whole yet.
         self._extras: dict[int, bytes] = {}
 
@@ -66,6 +75,8 @@ class RequestHashes:
         if whole:
             self._digests += self._hashed(tokens[:whole], {**self._extras, **added})
         self._extras.update(added)
+        if self._kept is not None:
+            self._kept += tokens[len(self._rest) :]
         self._rest = tokens[whole:]
 
     def digests(self, end: int) -> bytes:
@@ -78,6 +89,27 @@ class RequestHashes:
                 available=f"a multiple of {self.chunk_tokens}, at most the {self.hashed_tokens} tokens that are hashed",
             )
         return bytes(self._digests[: end // self.chunk_tokens * DIGEST_BYTES])
+
+    def content(
+        self, start: int, end: int, *, block_size: int = 0, hashes: bytes = b"", images: Sequence[Image] = ()
+    ) -> ChunkContent | None:
+        """Return the content of tokens `[start, end)`, whole chunks, for the server; None if its tokens are not kept.
+        For `block_size`, `hashes` and `images` see `ChunkContent`."""
+        if self._kept is None:
+            return self._contents.get((start, end))
+        tokens = self._kept[start:end]
+        if len(tokens) < end - start:
+            return None
+        if sys.byteorder == "big":
+            tokens.byteswap()
+        here = range(start // self.chunk_tokens, end // self.chunk_tokens)
+        extras = [Extra(index - here.start, extra) for index, extra in self._extras.items() if index in here]
+        return ChunkContent(tokens.tobytes(), tuple(extras), block_size, hashes, tuple(images), self._lora_name)
+
+    def bring(self, start: int, end: int, content: ChunkContent) -> None:
+        """Keep the content of tokens `[start, end)` that another process has made, to go along with their store or
+        load."""
+        self._contents[start, end] = content
 
     def _checked(self, extras: Mapping[int, bytes]) -> dict[int, bytes]:
         """Return the extras that are new."""

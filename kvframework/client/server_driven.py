@@ -67,7 +67,8 @@ class ServerDrivenCalls(ServerCalls, ServerDrivenLink):
         failed: Callable[[BaseException], R],
     ) -> Future[R]:
         packed = pack_block_ids(transfer.block_ids)
-        payload = m.TransferRequest(transfer.key, transfer.registration.instance_id, packed, event, skip_tokens)
+        instance_id = transfer.registration.instance_id
+        payload = m.TransferRequest(transfer.key, instance_id, packed, event, skip_tokens, transfer.content)
         deadlines = self.deadlines
         silence_s = deadlines.store_s if name == "STORE" else deadlines.load_s
         sent = self._connection.request(name, payload, timeout=deadlines.of(name), silence_s=silence_s)

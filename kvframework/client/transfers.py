@@ -7,6 +7,7 @@ from itertools import pairwise
 from operator import attrgetter, index
 from typing import TYPE_CHECKING, SupportsIndex
 
+from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import LayerTensors, check_skip
 from kvframework.api.transport import ArenaRange, BlockIds, GroupBlocks, Registration, StoreOutcome, Transfer
@@ -58,6 +59,7 @@ def checked_transfer(
     kv_caches: Mapping[str, LayerTensors],
     block_ids: BlockIds,
     event: torch.Event | None,
+    content: ChunkContent | None = None,
     *,
     storing: bool,
 ) -> Transfer:
@@ -71,7 +73,7 @@ def checked_transfer(
         of = f"request {key.request_id!r}, tokens {key.start} to {key.end}"
         error.where = f"{of}, {error.where}" if error.where else of
         raise
-    return Transfer(key, registration, kv_caches, block_ids, blocks, event)
+    return Transfer(key, registration, kv_caches, block_ids, blocks, event, content)
 
 
 def bare_transfer(registration: Registration, key: CacheKey) -> Transfer:

@@ -252,6 +252,10 @@ class WorkerAdapter:
             instance.kv_caches if kv_caches is None else kv_caches,
             block_ids,
             event,
+            # One rank's word is enough.
+            request.content(start, end)
+            if self.identity.rank == 0 and self._client.wants_tokens(request.cache_salt)
+            else None,
             storing=storing,
         )
 

@@ -24,6 +24,7 @@ from kvframework.config.overrides import apply_override
 from kvframework.config.schema import (
     Config,
     CurveConfig,
+    EventsConfig,
     L1Config,
     L2Config,
     L2Keys,
@@ -45,6 +46,7 @@ __all__ = [
     "Config",
     "CurveConfig",
     "Endpoint",
+    "EventsConfig",
     "L1Config",
     "L2Config",
     "L2Keys",

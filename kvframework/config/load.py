@@ -17,6 +17,7 @@ from kvframework.config.schema import (
     CodecName,
     CodecsConfig,
     Config,
+    EventsConfig,
     L1Config,
     L1Keys,
     L2Config,
@@ -40,7 +41,20 @@ class _Allow(msgspec.Struct, frozen=True):
     allow: tuple[CodecName, ...] = ()
 
 
-_TABLES = ("server", "log", "l1", "transport", "layout", "l2", "codecs", "hasher", "requests", "observe", "tenants")
+_TABLES = (
+    "server",
+    "log",
+    "l1",
+    "transport",
+    "layout",
+    "l2",
+    "codecs",
+    "hasher",
+    "requests",
+    "observe",
+    "events",
+    "tenants",
+)
 
 
 def load_config(
@@ -60,8 +74,9 @@ def assemble(layers: Layers) -> Config:
     for key in raw:
         if key not in _TABLES:
             raise unknown_key(key, _TABLES, where=where)
+    server = _server(_table(raw.get("server", {}), f"{where}: [server]"), f"{where}: [server]")
     return Config(
-        server=_server(_table(raw.get("server", {}), f"{where}: [server]"), f"{where}: [server]"),
+        server=server,
         log=convert(_table(raw.get("log", {}), f"{where}: [log]"), LogConfig, where=f"{where}: [log]"),
         l1=_l1(_table(raw["l1"], f"{where}: [l1]"), where),
         transport=_named_once(_plugins(raw, "transport", where)),
@@ -73,6 +88,7 @@ def assemble(layers: Layers) -> Config:
         source=layers.source,
         tenants=_tenants(_table(raw.get("tenants", {}), f"{where}: [tenants]"), where),
         observe=_observe(raw["observe"], f"{where}: [observe]") if "observe" in raw else None,
+        events=_events(raw["events"], server, f"{where}: [events]") if "events" in raw else None,
     )
 
 
@@ -117,6 +133,33 @@ def _observe(value: object, where: str) -> ObserveConfig:
     if observe.traces:
         collector_url(observe.traces, where=where)
     return observe
+
+
+def _events(value: object, server: ServerConfig, where: str) -> EventsConfig:
+    events = convert(_table(value, where), EventsConfig, where=where)
+    named = {"endpoint": events.endpoint, "replay": events.replay}
+    for key, endpoint in named.items():
+        if not endpoint:
+            continue
+        is_tcp = parse_endpoint(endpoint, where=f"{where} {key}").kind == "tcp"
+        if is_tcp and server.curve is None and not events.insecure:
+            raise EndpointError(
+                "tcp:// needs CURVE keys, or insecure = true: token ids of prompts are told there",
+                where=f"{where} {key}",
+                available="[server.curve] secret_key = FILE, clients = DIR; or [events] insecure = true",
+                hint="make keys with: kvframework keys new DIR",
+            )
+    sockets = [each for each in (*named.values(), server.endpoint, server.tcp) if each]
+    if len(set(sockets)) < len(sockets):
+        raise ConfigFieldError("two sockets at one address", where=where, available="an address for each")
+    if server.chunk_size % events.block_size:
+        raise ConfigFieldError(
+            f"block_size {events.block_size} does not divide the chunk of {server.chunk_size} tokens",
+            where=f"{where} block_size",
+            available=f"divisors of [server] chunk_size, {server.chunk_size}",
+            hint="write the block size of the router, which is that of the engines",
+        )
+    return events
 
 
 def _l1(table: dict[str, object], where: str) -> L1Config:

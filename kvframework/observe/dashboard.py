@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvframework.observe.metrics import OWN, TABLE, Metric
+from kvframework.http.exposition import Metric
+from kvframework.observe.metrics import OWN, TABLE
 
 _HERE = 'instance=~"$instance"'
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}

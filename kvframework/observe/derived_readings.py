@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from kvframework import errors
+from kvframework.http.exposition import Labels, Reader, Value
 from kvframework.observe.poller import Document
-from kvframework.observe.readings import Labels, Reader, Value, found, tier_names
+from kvframework.observe.readings import found, tier_names
 
 # The codes with which a server of this release may answer.
 CODES = tuple(

@@ -35,6 +35,7 @@ CHECKS = (
     Check("losses", False, "server-silent"),
     Check("log", False, "log-not-written"),
     Check("observe", False, "observe-ended"),
+    Check("events", False, "events-silent"),
 )
 _BY_NAME = {check.name: check for check in CHECKS}
 

@@ -7,14 +7,13 @@ bounds; never a salt, a prompt, a digest, a key or the id of a request. Each ser
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+from kvframework.http.exposition import Labels, Metric, Reader, Type
 from kvframework.observe import derived_readings as derived
 from kvframework.observe.health import findings
 from kvframework.observe.poller import Observed
 from kvframework.observe.readings import (
-    Labels,
-    Reader,
     counts,
     each,
     first_word,
@@ -27,10 +26,6 @@ from kvframework.observe.readings import (
     tier_histograms,
 )
 from kvframework.wire.messages import COLD_REASONS, REASONS
-
-PREFIX = "kvframework_"
-
-Type = Literal["counter", "gauge", "histogram"]
 
 CAUSES = ("room", "watermark", "tenant")
 TIER_VALUES = {
@@ -63,6 +58,7 @@ MESSAGING = (
     "unanswerable",
     "unroutable",
 )
+EVENTS = ("batches", "replays", "subscribers", "bad_requests", "curve_refused")
 USE: dict[str, tuple[str, Type, str]] = {
     "bytes": ("bytes", "gauge", "bytes in L1"),
     "objects": ("objects", "gauge", "objects in L1"),
@@ -71,25 +67,6 @@ USE: dict[str, tuple[str, Type, str]] = {
     "stored_objects_total": ("stored_objects", "counter", "objects stored"),
     "evicted_objects_total": ("evicted_objects", "counter", "objects evicted from L1"),
 }
-
-
-class Metric(NamedTuple):
-    """One family of series. `name` is without the prefix; `place` is where its values stand in the status document, ""
-    for what `observe` itself knows; `row` is the anchor of the row of docs/operations.md about values that are wrong,
-    "" where none is."""
-
-    name: str
-    type: Type
-    help: str
-    place: str
-    read: Reader
-    labels: Labels = ()
-    row: str = ""
-
-    @property
-    def full(self) -> str:
-        """The name of the samples, without a histogram's suffix."""
-        return PREFIX + self.name
 
 
 def _counter(
@@ -400,6 +377,39 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             derived.devices("copies"),
             ("transport", "device"),
         ),
+    ),
+    "Events": (
+        _gauge(
+            "events_blocks",
+            "blocks that are announced to routers, by medium",
+            "events.blocks.CPU, events.blocks.STORAGE",
+            each({medium: f"events.blocks.{medium}" for medium in ("CPU", "STORAGE")}),
+            ("medium",),
+        ),
+        _counter(
+            "events_total",
+            "batches sent to routers, answers with what one lacked, subscriptions, and what was refused",
+            ", ".join(f"events.counters.{name}" for name in EVENTS),
+            each({name: f"events.counters.{name}" for name in EVENTS}),
+            ("what",),
+        ),
+        _counter(
+            "events_dropped_total",
+            "what the server was too busy to note for routers, and has looked up since",
+            "events.counters.dropped",
+            row="events-dropped",
+        ),
+        _counter(
+            "events_withheld_total",
+            "contents that are not announced: not what their digests name, or of no form for routers",
+            "events.counters.mismatched, events.counters.withheld",
+            each({name: f"events.counters.{name}" for name in ("mismatched", "withheld")}),
+            ("why",),
+            "events-mismatched",
+        ),
+        _gauge("events_waiting", "what is not announced yet", "events.waiting"),
+        _gauge("events_next_number", "number of the next batch", "events.next_number"),
+        _gauge("events_ledger_bytes", "size of the ledger of what was announced", "events.ledger_bytes"),
     ),
     "Who uses it": (*_use("model"), *_use("tenant")),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,14 +11,17 @@ import msgspec
 
 from kvframework.client.status_source import StatusSource
 from kvframework.config import ObserveConfig, collector_url, parse_endpoint, parse_listen
-from kvframework.errors import EndpointError, KVFrameworkError
+from kvframework.errors import KVFrameworkError
+from kvframework.http.listener import Listener
+from kvframework.http.rights import Rights
+from kvframework.http.serving import listen_until_signal
+from kvframework.http.settings import is_loopback, read_token, tls_context
 from kvframework.logs.form import LogForm, configure_logging, end_logging
 from kvframework.observe.app import App
 from kvframework.observe.history import History
-from kvframework.observe.listener import Listener
 from kvframework.observe.metrics import NOTHING_TRACED
 from kvframework.observe.poller import ANSWER_S, Poller
-from kvframework.observe.settings import is_loopback, read_token, refusals, tls_context
+from kvframework.observe.settings import refusals
 from kvframework.parent_death import end_with_parent
 
 if TYPE_CHECKING:
@@ -56,8 +58,7 @@ def observe(endpoint: str, config: ObserveConfig, *, where: str = "") -> None:
     app = App(
         lambda: poller.latest,
         history,
-        token=partial(read_token, config),
-        loopback=is_loopback(host),
+        rights=Rights(partial(read_token, config), loopback=is_loopback(host)),
         traced=spans.counts if spans else NOTHING_TRACED,
     )
     listener = Listener(app.answer, tls=tls_context(config))
@@ -65,7 +66,7 @@ def observe(endpoint: str, config: ObserveConfig, *, where: str = "") -> None:
     if spans:
         spans.start()
     try:
-        asyncio.run(_listen(listener, config, where))
+        asyncio.run(listen_until_signal(listener, config, where, "metrics, health and the page"))
     finally:
         if spans:
             spans.stop()
@@ -94,23 +95,3 @@ def _span_export(endpoint: str, config: ObserveConfig) -> SpanExport | None:
     from kvframework.observe.span_export import SpanExport  # only who traces needs OpenTelemetry
 
     return SpanExport(StatusSource(endpoint, ANSWER_S, name="observe"), collector_url(config.traces))
-
-
-async def _listen(listener: Listener, config: ObserveConfig, where: str) -> None:
-    host, port = parse_listen(config.listen)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        host, port = await listener.start(host, port)
-    except OSError as error:
-        raise EndpointError(f"cannot listen: {error.strerror or error}", where=where or config.listen) from None
-    shown = f"[{host}]" if ":" in host else host
-    log.info("metrics, health and the page: %s://%s:%d/", "https" if config.tls_cert else "http", shown, port)
-    if not is_loopback(host) and not (config.token_file and config.tls_cert):
-        log.warning(
-            "other machines may reach %s:%d, without %s", shown, port, "TLS" if config.token_file else "a token"
-        )
-    await stop.wait()
-    await listener.stop()

@@ -5,18 +5,10 @@ What a server of another release does not have reads as 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvframework.observe.poller import Document
-
-Labels = tuple[str, ...]
-# A number, or a histogram as `kvframework.histogram.Histogram.octaves` makes it.
-Value = Any
-Reader = Callable[[Document], Iterator[tuple[Labels, Value]]]
-
-# A label's value may come from a client.
-LONGEST_LABEL = 128
+from kvframework.http.exposition import Document, Labels, Reader, Value
 
 _EMPTY = {"first": 1.0, "counts": (0,), "sum": 0.0}
 

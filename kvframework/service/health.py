@@ -43,6 +43,7 @@ MESSAGING_TROUBLE = (
     "unanswerable",
 )
 LOSSES = ("lookups", "loads", "stores")
+EVENTS_TROUBLE = ("curve_refused", "dropped", "mismatched")
 # Fewer calls of one client within a minute or so are noise.
 LOST_MANY = 3
 # A server that restarts costs the requests sent meanwhile, on which an operator need not act.
@@ -70,6 +71,9 @@ MEANING = {
     "losses.lookups": "lookups were lost by clients",
     "losses.loads": "loads were lost by clients",
     "losses.stores": "stores were lost by clients",
+    "events.counters.curve_refused": "readers of events had an unknown key",
+    "events.counters.dropped": "changes were not noted for routers in time, and are looked up",
+    "events.counters.mismatched": "contents for routers were not what their digests name",
     "prefetch.refused": "loads did not begin, as too many were under way",
     "log.dropped": "lines of the log were lost",
     "messaging.counters.curve_refused": "connections had an unknown key",
@@ -155,8 +159,9 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
     log = document.get("log", {})
     if log.get("problem"):
         yield "log", f"it {log['problem']}"
-    if document.get("observe", {}).get("problem"):
-        yield "observe", document["observe"]["problem"]
+    for part in ("observe", "events"):
+        if document.get(part, {}).get("problem"):
+            yield part, document[part]["problem"]
     for context in document["instances"]:
         if context["lost"]:
             yield "instances", f"instance {context['instance_id']} must register again: {context['lost']}"
@@ -195,6 +200,8 @@ def _counters(document: Document) -> Iterator[tuple[str, int]]:
         yield f"losses.{name}", document.get("losses", {}).get(name, 0)
     yield "prefetch.refused", document.get("prefetch", {}).get("refused", 0)
     yield "log.dropped", document.get("log", {}).get("dropped", 0)
+    for name in EVENTS_TROUBLE:
+        yield f"events.counters.{name}", document.get("events", {}).get("counters", {}).get(name, 0)
     counters = document.get("messaging", {}).get("counters", {})
     for name in MESSAGING_TROUBLE:
         yield f"messaging.counters.{name}", counters.get(name, 0)

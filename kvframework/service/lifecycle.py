@@ -27,6 +27,8 @@ from kvframework.api.server_transport import ServerContext, ServerTransport
 from kvframework.bounded_close import call_within
 from kvframework.config import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
+from kvframework.events.feed import NO_EVENTS, Events
+from kvframework.events.teller import Shape
 from kvframework.logs.amounts import counted
 from kvframework.service.accounts.finished import FinishedRequests
 from kvframework.service.accounts.transfers import TransferAccounts
@@ -40,6 +42,7 @@ from kvframework.service.registration import AttachedTransport, Registrations
 from kvframework.service.status import StatusReport
 from kvframework.service.tenant_names import TenantNames
 from kvframework.service.transfer_paths.chunks_over_wire import ChunkTransfers
+from kvframework.service.transfer_paths.contents import Contents
 from kvframework.service.transfer_paths.engine_driven import EngineDrivenTransfers
 from kvframework.service.transfer_paths.server_driven import ServerDrivenTransfers
 from kvframework.storage.manager import StorageManager
@@ -72,8 +75,11 @@ class CacheService(CacheServices):
         observe_status: Callable[[], Mapping[str, object]] = dict,
         request_durations: Callable[[], Mapping[str, object]],
         tenants: Sequence[TenantConfig] = (),
+        events: Events = NO_EVENTS,
+        events_status: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         self.stopping = False
+        self._features = (*FEATURES, *events.features)
         self.boot_id = secrets.token_bytes(16)
         self.chunk_size = config.chunk_size
         self.contexts: Contexts = {}
@@ -96,7 +102,8 @@ class CacheService(CacheServices):
         self._miss_facts = self._lookups.miss_facts
         accounts = self._transfer_accounts = TransferAccounts(storage, finished, self._miss_facts)
         keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
-        self._chunks = ChunkTransfers(storage, keys, accounts, workers=config.workers)
+        contents = self._contents = Contents(events)
+        self._chunks = ChunkTransfers(storage, keys, accounts, contents, workers=config.workers)
         self._losses = ClientLosses()
         self._status = StatusReport(
             self.contexts,
@@ -111,6 +118,7 @@ class CacheService(CacheServices):
             lookups=self._lookups.status,
             losses=self._losses.status,
             use=self._use.status,
+            events=events_status,
         )
         self._report = CounterReport(time.monotonic())
         self._engine_driven = EngineDrivenTransfers(
@@ -121,11 +129,12 @@ class CacheService(CacheServices):
             retrieve_lease_s=config.retrieve_lease_s,
             store_share=config.store_share,
             accounts=accounts,
+            contents=contents,
         )
         self._parts = (
             self._registrations,
             self._engine_driven,
-            ServerDrivenTransfers(storage, keys, accounts, chunk_size=config.chunk_size),
+            ServerDrivenTransfers(storage, keys, accounts, contents, chunk_size=config.chunk_size),
             self._chunks,
             self._lookups,
             self._status,
@@ -169,7 +178,7 @@ class CacheService(CacheServices):
             hasher=self.hasher.name,
             hasher_fingerprint=self.hasher.fingerprint,
             transports=tuple(self._transports),
-            features=FEATURES,
+            features=self._features,
         )
 
     def end_session(self, client: ClientInfo) -> None:
@@ -182,6 +191,7 @@ class CacheService(CacheServices):
         self._use.end_session(client)
         self._lookups.end_session(client.session_id)
         self._transfer_accounts.end_session(client.session_id)
+        self._contents.end_session(client.session_id)
         if not (instances or tickets or leases):
             return
         who = (client.name, client.pid)
@@ -228,6 +238,19 @@ class CacheService(CacheServices):
             return
         left = max(by - time.monotonic(), 0.0)
         self.storage.close(max(left - STORAGE_END_S, 0.0), min(left, STORAGE_END_S), process_ends=process_ends)
+
+    def shape_of(self, namespace: bytes, cache_salt: str) -> Shape | None:
+        """Return the objects that a hit of a namespace and salt needs for each chunk, None for a namespace that is not
+        known: of windows and states only some chunks have objects. From any thread."""
+        record = self.storage.records.get(namespace)
+        if record is None:
+            return None
+        groups = record.desc.groups
+        needed = [index for index, group in enumerate(groups) if not group.window] or range(len(groups))
+        prefixes = self._resolver.prefixes(namespace, cache_salt, range(record.world_size), len(groups))
+        of_rank = [prefixes[at : at + len(groups)] for at in range(0, len(prefixes), len(groups))]
+        rows = [each[index] for each in of_rank for index in needed]
+        return Shape(record.model_name, record.desc.chunk_tokens, rows)
 
     # CacheServices, for the request handlers of plugins
 

@@ -40,6 +40,7 @@ class StatusReport:
         lookups: Callable[[], Mapping[str, object]],
         losses: Callable[[], Mapping[str, object]],
         use: Callable[[], Mapping[str, object]],
+        events: Callable[[], Mapping[str, object]],
     ) -> None:
         self._contexts = contexts
         self._storage = storage
@@ -53,6 +54,7 @@ class StatusReport:
         self._lookups = lookups
         self._losses = losses
         self._use = use
+        self._events = events
         self._started = time.monotonic()
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -87,11 +89,13 @@ class StatusReport:
         return {**document, "problems": problems(document)}
 
     def parts(self) -> dict[str, object]:
-        """Return the clients' losses, and the storage's, the message server's and the log's part of the document."""
+        """Return the clients' losses, and the storage's, the message server's, the log's and the events' part of the
+        document."""
         return {
             "losses": self._losses(),
             **self._storage.status(),
             "messaging": self._messaging(),
             "log": log_status(),
             "observe": self._observe(),
+            "events": self._events(),
         }

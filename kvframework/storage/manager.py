@@ -27,6 +27,7 @@ from kvframework.api.requests import Select
 from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys, closest
 from kvframework.errors import RequestError, TierError
+from kvframework.events.feed import NO_EVENTS, Events
 from kvframework.storage.l1.accounts import NO_CLIENT, Account, AccountKey
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.departures import MOST_DROPPED, Departures
@@ -96,7 +97,7 @@ class StorageManager:
     """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
     `policy` orders the objects of no named tenant. `ghosts` is the number of keys that left L1 that are remembered.
     Without `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the
-    number of its threads. `kept` is owned, too."""
+    number of its threads. `kept` is owned, too. `events` hears what came into L1 and the tiers, and what left."""
 
     def __init__(
         self,
@@ -110,19 +111,21 @@ class StorageManager:
         ghosts: int = 0,
         tenants: Sequence[Tenant] = (),
         kept: Kept = NO_KEEPER,
+        events: Events = NO_EVENTS,
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
         self.records = records or NamespaceRecords()
         self.lock = threading.RLock()
         self.counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self._events = events
         self._memory = memory
         self._arena = memory.view()
         self.clock = clock
         self._high, self._low = high_watermark, low_watermark
         # The last tick did not reach the low watermark.
         self._lowering = False
-        self._tiers = Tiers(self, tiers, self.records, clock)
+        self._tiers = Tiers(self, tiers, self.records, clock, events)
         self._departures = Departures(self.capacity, ghosts, self._model_of, clock)
         self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, kept.journal)
         self._journal = kept.journal
@@ -672,13 +675,16 @@ class StorageManager:
 
     def _commit(self, lease_id: str, owner: int) -> list[StoredObject]:
         objects = self._table.commit(lease_id, owner=owner, now=self.clock())
-        self._departures.back([stored.key for stored in objects])
+        keys = [stored.key for stored in objects]
+        self._departures.back(keys)
+        self._events.came(keys)
         self._writers_ended()
         return objects
 
     def _left(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
         self._departures.left(stored, cause, by)
         self._tiers.removed(stored.key)
+        self._events.went(stored.key)
 
     def _model_of(self, namespace: bytes) -> str:
         record = self.records.get(namespace)

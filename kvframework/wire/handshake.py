@@ -10,6 +10,10 @@ MIN_VERSION = 1
 # Fields that change what a request does: a client sends one only to a server that says that it reads it.
 CLEAR_MODEL = "clear.model"
 FEATURES = (CLEAR_MODEL,)
+# Named by a server that tells routers: it wants the content of what is stored and loaded, see `ChunkContent`; of
+# prompts with a salt only by the second name.
+TOKEN_IDS = "token_ids"  # noqa: S105
+SALTED_TOKEN_IDS = "token_ids.salted"  # noqa: S105
 
 
 def offer(client: str, pid: int) -> Hello:

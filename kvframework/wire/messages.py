@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import MAX_GROUPS, KVLayout, MemoryLayoutDesc
 from kvframework.api.transport import ArenaRange, StoreOutcome
@@ -93,7 +94,8 @@ class Hello(Message, frozen=True):
 class HelloReply(Message, frozen=True):
     """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
     that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server. `features` names what
-    this server understands, and an older one of the same protocol version would ignore."""
+    this server understands, and an older one of the same protocol version would ignore; `token_ids` among them asks for
+    the `content` of transfers, `token_ids.salted` for that of salted ones."""
 
     version: int
     boot_id: bytes
@@ -204,13 +206,15 @@ class Unregister(Message, frozen=True):
 
 class TransferRequest(Message, frozen=True):
     """STORE and RETRIEVE of a server-driven transport. `block_ids` is packed little-endian u32, one frame of bytes per
-    layer group; `event` is the transport's own handle of an event to wait for before the engine's memory is touched."""
+    layer group; `event` is the transport's own handle of an event to wait for before the engine's memory is touched.
+    `content` is that of the key's tokens, for a server that asks for it."""
 
     key: CacheKey
     instance_id: InstanceId
     block_ids: PerGroup
     event: bytes = b""
     skip_first_n_tokens: int = 0
+    content: ChunkContent | None = None
 
 
 class GatherBlock(Message, frozen=True):
@@ -271,9 +275,17 @@ class RetrievePlan(Message, frozen=True):
 
 
 class LeaseRef(Message, frozen=True):
-    """COMMIT_STORE, ABORT and COMMIT_RETRIEVE."""
+    """ABORT."""
 
     lease: str
+
+
+class Commit(Message, frozen=True):
+    """COMMIT_STORE and COMMIT_RETRIEVE. `content` is that of the tokens of the key that was prepared, for a server that
+    asks for it; without it the objects are the same, and routers do not hear of them."""
+
+    lease: str
+    content: ChunkContent | None = None
 
 
 class Committed(Message, frozen=True):
@@ -296,12 +308,14 @@ class StoreCpuChunks(Message, frozen=True):
     """STORE_CPU_CHUNKS: raw objects behind the payload, one buffer each.
 
     `objects` names them in order: ascending packed u32 that count chunk by chunk from the key's `start`, in each chunk
-    by layer group. Without objects and buffers the request asks for the missing objects.
+    by layer group. Without objects and buffers the request asks for the missing objects. `content` is that of the key's
+    tokens, for a server that asks for it.
     """
 
     key: CacheKey
     instance_id: InstanceId
     objects: bytes = b""
+    content: ChunkContent | None = None
 
 
 class ChunksStored(Message, frozen=True):
@@ -539,6 +553,7 @@ __all__ = [
     "ChunksStored",
     "Clear",
     "Cleared",
+    "Commit",
     "Committed",
     "ConfigApplied",
     "ConfigChange",

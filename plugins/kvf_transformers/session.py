@@ -246,6 +246,7 @@ class CacheSession:
             cache_salt=self._salt,
             digests=digests,
             trace=current_trace(),
+            keep_tokens=self.client.wants_tokens(self._salt),
         )
 
     @staticmethod

@@ -193,7 +193,7 @@ class AttachedInstance:
 
     def _request(self, op: LoadOp | StoreOp) -> RequestHashes:
         chunk = self._registration().desc.chunk_tokens
-        return RequestHashes(
+        request = RequestHashes(
             self._client.hasher,
             chunk,
             request_id=op.request_id,
@@ -201,6 +201,10 @@ class AttachedInstance:
             digests=op.digests,
             trace=op.trace,
         )
+        # One stage's word is enough, as one rank's is.
+        if op.content is not None and not self._stage:
+            request.bring(op.start, op.end, op.content)
+        return request
 
     def _by_layer_group(self, block_ids: GroupBlocks) -> list[Sequence[int]]:
         return [block_ids[group] for group in self._group_of_each]

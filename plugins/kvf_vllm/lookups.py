@@ -25,6 +25,9 @@ class LookupService(Protocol):
         """A new empty digest list; `trace` is the request's traceparent. None as long as the server has never been
         reached."""
 
+    def tells(self, salt: str) -> bool:
+        """True if the server tells routers of prompts with this salt, and so wants their content."""
+
     def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult: ...
 
     def too_short(self, request: RequestHashes) -> None:
@@ -76,6 +79,9 @@ class ServerLookups:
         except KVFrameworkError:
             return None
         return RequestHashes(hasher, self._chunk_tokens, request_id=request_id, cache_salt=salt, trace=trace)
+
+    def tells(self, salt: str) -> bool:
+        return self._client.wants_tokens(salt)
 
     def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult:
         return self._agreed(request, start, [each.lookup(request, start, end) for each in self._serving()])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvf_vllm.adapter_names import NO_ADAPTER, Adapted, AdapterNames
+from kvf_vllm.contents import content_of
 from kvf_vllm.events import Announcements, BlocksStored
 from kvf_vllm.layouts import GroupFacts, blocks_between, only_between_steps, storable, whole_prompt_loadable
 from kvf_vllm.lookups import LookupService
@@ -24,6 +25,7 @@ from kvf_vllm.search import PrefixSearch
 from kvf_vllm.states import Handover, complete_states
 from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
+from kvframework.api.content import ChunkContent
 from kvframework.client import RequestHashes
 
 log = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class SchedulerSide:
     ) -> None:
         self.tally = Tally()
         self._adapters = adapters or AdapterNames(workers)
+        self._event_block_size = event_block_size
         self.events = Announcements(event_block_size, salts=options.announce_salts)
         self._service = service
         self._groups = tuple(groups)
@@ -174,6 +177,7 @@ class SchedulerSide:
                 tracked.hashes.trace,
                 tracked.in_step,
                 tracked.adapter.use,
+                self._content(tracked, tracked.hashes, start, end),
             )
         )
         tracked.loading = self._workers
@@ -395,10 +399,27 @@ class SchedulerSide:
             return
         number, self._next_store = self._next_store, self._next_store + 1
         blocks = {block for ids in block_ids for block in ids}
-        event = self.events.of(request, tracked.wish, start, end)
+        content = self._content(tracked, hashes, start, end)
+        # What the server tells is not announced twice.
+        event = self.events.of(request, tracked.wish, start, end) if content is None else None
         self._unfinished[number] = _Unfinished(blocks, self._workers, 0, event)
         digests, salt, adapter = hashes.digests(end), hashes.cache_salt, tracked.adapter.use
-        yield StoreOp(number, request.request_id, start, end, digests, salt, block_ids, hashes.trace, adapter)
+        yield StoreOp(number, request.request_id, start, end, digests, salt, block_ids, hashes.trace, adapter, content)
+
+    def _content(self, tracked: _Tracked, hashes: RequestHashes, start: int, end: int) -> ChunkContent | None:
+        """The content of tokens `[start, end)`, None unless the server tells routers of them."""
+        if not self._service.tells(hashes.cache_salt):
+            return None
+        adapter = tracked.adapter.use
+        return content_of(
+            tracked.request,
+            tracked.wish,
+            start,
+            end,
+            chunk_tokens=hashes.chunk_tokens,
+            block_size=self._event_block_size,
+            adapter=adapter.content if adapter is not None else "",
+        )
 
     def _no_hit(self, tracked: _Tracked, reason: str) -> tuple[int, bool]:
         tracked.search.give_up()

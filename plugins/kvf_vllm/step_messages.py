@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvframework.api.content import ChunkContent
+
 # One list of block ids per KV cache group of vLLM.
 GroupBlocks = Sequence[Sequence[int]]
 
@@ -42,7 +44,7 @@ class AdapterNews(NamedTuple):
 @dataclass(frozen=True)
 class LoadOp:
     """Tokens `[start + skip, end)` go into `block_ids`, which cover `[start, end)`. `digests` cover `[0, end)`.
-    `in_step`: the load ends before the step computes."""
+    `in_step`: the load ends before the step computes. `content` goes to a server that asks for it."""
 
     request_id: str
     start: int
@@ -54,11 +56,13 @@ class LoadOp:
     trace: str = ""
     in_step: bool = False
     adapter: AdapterUse | None = None
+    content: ChunkContent | None = None
 
 
 @dataclass(frozen=True)
 class StoreOp:
-    """Tokens `[start, end)` lie in `block_ids` after the step. `number` is unique in this engine's life."""
+    """Tokens `[start, end)` lie in `block_ids` after the step. `number` is unique in this engine's life. `content` goes
+    to a server that asks for it."""
 
     number: int
     request_id: str
@@ -69,6 +73,7 @@ class StoreOp:
     block_ids: GroupBlocks
     trace: str = ""
     adapter: AdapterUse | None = None
+    content: ChunkContent | None = None
 
 
 @dataclass

@@ -20,6 +20,7 @@ TABLES = {
     "CurveConfig": "server.curve",
     "LogConfig": "log",
     "ObserveConfig": "observe",
+    "EventsConfig": "events",
     "L1Keys": "l1",
     "L2Keys": "l2",
     "TenantKeys": "tenants.acme",

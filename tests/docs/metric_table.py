@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvframework.observe.metrics import OWN, TABLE, Metric
+from kvframework.http.exposition import Metric
+from kvframework.observe.metrics import OWN, TABLE
 
 HEAD = """# Metrics
 

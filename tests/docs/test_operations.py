@@ -22,7 +22,7 @@ from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import KVFrameworkError
 from kvframework.observe.supervisor import ObserveSupervisor
-from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
+from kvframework.service.health import EVENTS_TROUBLE, L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.wire import messages as m
 from kvframework.wire.messages import REASONS
 from tests.cli.command import run
@@ -202,7 +202,14 @@ def test_every_field_of_a_finished_request_is_documented() -> None:
 
 
 # What this server has none of.
-NOT_HERE = ("transports.*.devices", "messaging.counters.errors.CODE", "l2[].usage", "l2[].latency_ms", "observe.")
+NOT_HERE = (
+    "transports.*.devices",
+    "messaging.counters.errors.CODE",
+    "l2[].usage",
+    "l2[].latency_ms",
+    "observe.",
+    "events.",
+)
 
 
 def test_every_field_of_a_device_is_documented() -> None:
@@ -223,6 +230,7 @@ def test_every_field_of_the_observing_process_is_documented() -> None:
 def test_all_trouble_is_documented() -> None:
     expected = {f"l1.counters.{name}" for name in L1_TROUBLE} | {f"l2[].{name}" for name in L2_TROUBLE}
     expected |= {f"messaging.counters.{name}" for name in MESSAGING_TROUBLE} | {"prefetch.refused", "log.dropped"}
+    expected |= {f"events.counters.{name}" for name in EVENTS_TROUBLE}
     expected |= {f"losses.{name}" for name in LOSSES}
     assert expected <= counters()
 

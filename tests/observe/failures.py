@@ -75,5 +75,8 @@ ROWS: dict[str, tuple[Observed, ...]] = {
     "client-silent": _doc(messaging__counters__sessions_ended=1),
     "log-not-written": _doc(log__problem="cannot be written: No space left on device", log__dropped=9),
     "observe-ended": _doc(observe__problem="`kvframework observe` ended by signal SIGKILL"),
+    "events-silent": _doc(events__problem="nothing is announced: ValueError()"),
+    "events-dropped": _doc(events__counters__dropped=3),
+    "events-mismatched": _doc(events__counters__mismatched=3),
     "clock-jumps": _doc(),
 }

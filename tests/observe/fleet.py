@@ -11,9 +11,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from kvframework.http.listener import Listener
+from kvframework.http.rights import Rights
 from kvframework.observe.app import App
 from kvframework.observe.history import LOADING, History
-from kvframework.observe.listener import Listener
 from kvframework.observe.poller import Observed
 from tests.observe.documents import document
 
@@ -178,7 +179,7 @@ class Fleet:
             return self._latest._replace(at=time.monotonic())
 
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        listener = Listener(App(latest, self._history, token=lambda: "", loopback=True).answer)
+        listener = Listener(App(latest, self._history, rights=Rights(lambda: "", loopback=True)).answer)
         host, port = await listener.start("127.0.0.1", 0)
         self.url = f"http://{host}:{port}"
         self._ready.set()

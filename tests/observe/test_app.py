@@ -9,9 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
+from kvframework.http.exposition import OPEN_METRICS, TEXT
+from kvframework.http.messages import HEADERS, Reply, Request
+from kvframework.http.rights import Rights
 from kvframework.observe import page
-from kvframework.observe.app import HEADERS, App, Reply, Request
-from kvframework.observe.exposition import OPEN_METRICS, TEXT
+from kvframework.observe.app import App
 from kvframework.observe.history import History
 from kvframework.observe.poller import Observed
 from tests.observe.documents import answered, document, unanswered
@@ -29,7 +31,7 @@ def app(observed: Observed | None = None, token: Callable[[], str] = lambda: "",
     history = History()
     latest = fresh(observed or answered())
     history.add(latest)
-    return App(lambda: latest, history, token=token, loopback=loopback)
+    return App(lambda: latest, history, rights=Rights(token, loopback=loopback))
 
 
 def get(target: str, made: App | None = None, method: str = "GET", **headers: str) -> Reply:

@@ -11,8 +11,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed_open_metrics
 from prometheus_client.parser import text_string_to_metric_families as parsed_text
 
+from kvframework.http.exposition import PREFIX
 from kvframework.observe.exposition import exposition
-from kvframework.observe.metrics import METRICS, OWN, PREFIX
+from kvframework.observe.metrics import METRICS, OWN
 from kvframework.observe.poller import Observed
 from kvframework.wire.messages import REASONS
 from kvframework.wire.table import REQUESTS

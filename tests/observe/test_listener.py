@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from kvframework.config import ObserveConfig
-from kvframework.observe import listener as module
-from kvframework.observe.app import PLAIN, Reply, Request
-from kvframework.observe.listener import MOST_CONNECTIONS, Listener
-from kvframework.observe.settings import tls_context
+from kvframework.http import listener as module
+from kvframework.http.listener import MOST_CONNECTIONS, Listener
+from kvframework.http.messages import PLAIN, Reply, Request
+from kvframework.http.settings import tls_context
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.observe_process import Got, get
 from tests.support.waiting import wait_until
@@ -27,6 +27,8 @@ BIG = b"x" * (8 << 20)
 
 
 def answer(request: Request) -> Reply:
+    if request.target == "/echo":
+        return Reply(200, PLAIN, request.body)
     if request.target == "/broken":
         raise RuntimeError("a bug")
     return Reply(200, PLAIN, BIG if request.target == "/big" else f"{request.method} {request.target}".encode())
@@ -35,11 +37,11 @@ def answer(request: Request) -> Reply:
 class Running:
     """A listener in a thread of its own, with TLS if there is a certificate."""
 
-    def __init__(self, certificate: Certificate | None = None) -> None:
+    def __init__(self, certificate: Certificate | None = None, *, most_body: int = 0) -> None:
         config = ObserveConfig()
         if certificate is not None:
             config = ObserveConfig(tls_cert=str(certificate.certificate), tls_key=str(certificate.key))
-        self.listener = Listener(answer, tls=tls_context(config))
+        self.listener = Listener(answer, tls=tls_context(config), most_body=most_body)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -208,3 +210,56 @@ def is_open(sock: socket.socket) -> bool:
         return True
     except OSError:
         return False
+
+
+@pytest.fixture
+def taking_bodies() -> Iterator[Running]:
+    made = Running(most_body=1000)
+    yield made
+    made.close()
+
+
+def test_bodies_are_taken_up_to_their_bound_and_connections_go_on(taking_bodies: Running) -> None:
+    with taking_bodies.connect() as connection:
+        for body in (b"x" * 1000, b"", b"y"):
+            connection.sendall(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            assert read_answer(connection).endswith(b"\r\n\r\n" + body)
+        connection.sendall(
+            b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1\r\nc\r\n0\r\n\r\n"
+        )
+        assert read_answer(connection).endswith(b"\r\n\r\nabc")
+        connection.sendall(b"POST /echo HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 1\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 100")
+        connection.sendall(b"z")
+        assert read_answer(connection).endswith(b"\r\n\r\nz")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"Content-Length: 1001\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n3e9\r\n" + b"x" * 1001],
+    ids=["announced", "sent"],
+)
+def test_a_body_beyond_its_bound_is_refused(taking_bodies: Running, head: bytes) -> None:
+    with taking_bodies.connect() as connection:
+        connection.sendall(b"POST /echo HTTP/1.1\r\nHost: a\r\n" + head)
+        assert read_answer(connection).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_that_does_not_come_ends_its_connection(taking_bodies: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BODY_S", 0.2)
+    with taking_bodies.connect() as connection:
+        connection.sendall(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nabc")
+        assert connection.recv(1000) == b""
+    wait_until(lambda: not taking_bodies.connections)
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """One answer, to the end of its body."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(1000)
+    head, _, body = data.partition(b"\r\n\r\n")
+    (length,) = [int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
+    while len(body) < length:
+        body += connection.recv(1000)
+    return head + b"\r\n\r\n" + body

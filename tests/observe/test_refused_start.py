@@ -9,6 +9,7 @@ import pytest
 
 from kvframework.config import ObserveConfig, load_config, parse_listen
 from kvframework.errors import ConfigFieldError, EndpointError
+from kvframework.http import settings as http_settings
 from kvframework.observe import settings
 from tests.cli.command import run
 
@@ -71,7 +72,7 @@ def test_a_taken_port_is_refused_unless_a_server_runs_that_has_it() -> None:
 
 
 def test_a_missing_extra_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find_spec", lambda _name: None)
+    monkeypatch.setattr(http_settings, "find_spec", lambda _name: None)
     (refusal,) = settings.refusals(ObserveConfig("127.0.0.1:0"), "[observe]")
     assert 'pip install "DIR-OF-CLONE[observe]"' in str(refusal)
 
@@ -87,5 +88,5 @@ def test_one_of_two_files_is_wrong_usage() -> None:
 
 
 def test_addresses_of_this_machine_alone() -> None:
-    assert all(map(settings.is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
-    assert not any(map(settings.is_loopback, ("", "0.0.0.0", "::", "10.0.0.1", "node.example")))
+    assert all(map(http_settings.is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
+    assert not any(map(http_settings.is_loopback, ("", "0.0.0.0", "::", "10.0.0.1", "node.example")))

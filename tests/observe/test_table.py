@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from kvframework.http.exposition import PREFIX
 from kvframework.observe.alerts import ALERTS
 from kvframework.observe.exposition import exposition
 from kvframework.observe.health import CHECKS, check_of
 from kvframework.observe.history import LOADING
-from kvframework.observe.metrics import CAUSES, L1_OBJECTS, MESSAGING, METRICS, PREFIX, TABLE
-from kvframework.service.health import L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
+from kvframework.observe.metrics import CAUSES, L1_OBJECTS, MESSAGING, METRICS, TABLE
+from kvframework.service.health import EVENTS_TROUBLE, L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.storage.l2.tier_calls import COUNTERS
 from kvframework.wire.messages import REASONS
 from tests.docs.test_links import anchors
@@ -78,7 +79,7 @@ def test_every_row_is_a_row() -> None:
 def test_every_counter_of_trouble_is_a_metric() -> None:
     trouble = {f"l1.counters.{name}" for name in L1_TROUBLE} | {f"l2[].{name}" for name in (*L2_TROUBLE, *COUNTERS)}
     trouble |= {f"losses.{name}" for name in LOSSES} | {f"messaging.counters.{name}" for name in MESSAGING_TROUBLE}
-    trouble |= {"prefetch.refused", "log.dropped"}
+    trouble |= {"prefetch.refused", "log.dropped"} | {f"events.counters.{name}" for name in EVENTS_TROUBLE}
     assert sorted(trouble - places()) == []
 
 

@@ -34,6 +34,7 @@ COLUMN = {
     for key, when in re.findall(r"^\| `(\w+)` .* \| (now|restart) \|$", block[0], re.MULTILINE)
 }
 DIGEST = tenant_digest("a salt")
+EVENTS = "events.endpoint=ipc://{folder}/announced.sock"
 # Another value for each key, with what it needs beside it.
 OTHER = {
     "server.endpoint": ["server.endpoint=ipc://{folder}/other.sock"],
@@ -55,6 +56,14 @@ OTHER = {
     "observe.tls_key": ["observe.tls_cert={folder}/keys/cert.pem", "observe.tls_key={folder}/keys/key.pem"],
     "observe.token_file": ["observe.token_file={folder}/keys/token"],
     "observe.traces": ["observe.traces=http://127.0.0.1:4318"],
+    "events.endpoint": [EVENTS],
+    "events.replay": [EVENTS, "events.replay=ipc://{folder}/again.sock"],
+    "events.format": [EVENTS, "events.format=array"],
+    "events.block_size": [EVENTS, "events.block_size=32"],
+    "events.salted": [EVENTS, "events.salted=tell"],
+    "events.engines": [EVENTS, 'events.engines=["10.0.0.7:8000"]'],
+    "events.state": [EVENTS, "events.state={folder}"],
+    "events.insecure": [EVENTS, "events.insecure=true"],
     "l1.high_watermark": ["l1.high_watermark=0.95"],
     "l1.low_watermark": ["l1.low_watermark=0.4"],
     "l1.ghosts": ["l1.ghosts=0"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvframework.service.health import (
+    EVENTS_TROUBLE,
     EVERY_S,
     L1_TROUBLE,
     L2_TROUBLE,
@@ -186,5 +187,5 @@ def test_the_report_names_what_has_grown_once() -> None:
 
 def test_every_counter_of_trouble_has_words_for_the_log() -> None:
     names = {f"l1.counters.{name}" for name in L1_TROUBLE} | {*L2_TROUBLE, "prefetch.refused", "log.dropped"}
-    names |= {f"losses.{name}" for name in LOSSES}
+    names |= {f"losses.{name}" for name in LOSSES} | {f"events.counters.{name}" for name in EVENTS_TROUBLE}
     assert names | {f"messaging.counters.{name}" for name in MESSAGING_TROUBLE} == MEANING.keys()

@@ -73,6 +73,7 @@ class FakeServer:
         self.short: list[str] = []
         self.polls = 0
         self.reachable = True
+        self.telling = False
         self._waiting: dict[str, int] = {}
 
     def serve(self, served: Sequence[Served]) -> None:
@@ -82,6 +83,9 @@ class FakeServer:
         if not self.reachable:
             return None
         return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt, trace=trace)
+
+    def tells(self, salt: str) -> bool:
+        return self.telling and not salt
 
     def too_short(self, request: RequestHashes) -> None:
         self.short.append(request.request_id)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import struct
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kvf_vllm.events as events
+from kvf_hashers.sha256 import Sha256
 from kvf_vllm.events import Announcements, BlocksRemoved, BlocksStored
 from kvf_vllm.requests import Wish
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.step_messages import AdapterNews, StepReport
-from tests.vllm.stand_ins import BLOCK, FakeRequest, FakeServer, scheduler
+from kvf_vllm.step_messages import AdapterNews, StepPlan, StepReport
+from kvframework.api.content import Image
+from kvframework.events.blocks import verified
+from tests.vllm.stand_ins import BLOCK, CHUNK, FakeRequest, FakeServer, scheduler
 
 TOKENS = list(range(20))
 
@@ -196,3 +200,57 @@ def test_a_store_that_ends_after_a_reset_is_not_announced() -> None:
     report.ended[0] = report.stored[0] = 1
     side.heard(report)
     assert side.events.take() == []
+
+
+def told_by(server: FakeServer, request: FakeRequest, side: SchedulerSide) -> StepPlan:
+    side.matched_tokens(request, 0)
+    plan = side.plan_step({request.request_id: request.num_tokens}, lambda _request_id: [list(range(1, 9))])
+    for op in plan.stores:
+        server.stored(op)
+        report = StepReport()
+        report.ended[op.number] = report.stored[op.number] = 1
+        side.heard(report)
+    return plan
+
+
+def test_what_the_server_tells_the_engine_leaves_out_and_gives_the_server() -> None:
+    server = FakeServer()
+    server.telling = True
+    side = scheduler(server, event_block_size=BLOCK)
+    image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=3, length=6))
+    request = FakeRequest("a", list(TOKENS), mm_features=[image])
+    (store,) = told_by(server, request, side).stores
+    assert side.events.take() == []
+    content = store.content
+    assert content is not None
+    assert content.problem(store.end - store.start, CHUNK) == ""
+    assert verified(content, store.digests, store.start, CHUNK, Sha256())
+    assert content.images == (Image("cat", 3, 6),)
+    hashes = struct.unpack(f"<{store.end // BLOCK}Q", content.hashes)
+    assert hashes == tuple(int.from_bytes(each, "big") & ((1 << 64) - 1) for each in request.block_hashes[:4])
+    # A load names what an earlier life of the server, or a tier, has.
+    side.matched_tokens(again := FakeRequest("b", list(TOKENS), mm_features=[image]), 0)
+    side.allocated(again, [list(range(20, 29))], 16)
+    (load,) = side.plan_step({}, lambda _request_id: None).loads
+    assert load.content == content
+
+
+def test_of_a_salt_that_the_server_withholds_the_engine_decides() -> None:
+    server = FakeServer()
+    server.telling = True
+    side = scheduler(server, event_block_size=BLOCK, announce_salts=True)
+    (store,) = told_by(server, FakeRequest("a", list(TOKENS), cache_salt="tenant"), side).stores
+    assert store.content is None
+    assert len(side.events.take()) == 1
+
+
+def test_an_adapter_is_named_and_its_content_verified() -> None:
+    server = FakeServer()
+    server.telling = True
+    side = scheduler(server, event_block_size=BLOCK)
+    side.heard(StepReport(adapters={0: {1: AdapterNews("style", "/x", "content")}}))
+    lora = SimpleNamespace(lora_name="style", lora_int_id=1, lora_path="/x")
+    (store,) = told_by(server, FakeRequest("a", list(TOKENS), lora_request=lora), side).stores
+    assert store.content is not None
+    assert (store.content.lora_name, store.content.hashes) == ("style", b"")
+    assert verified(store.content, store.digests, store.start, CHUNK, Sha256())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
@@ -12,7 +13,9 @@ import msgspec
 import pytest
 import zmq
 
+from tests.events.node import Router, beginnings
 from tests.support.ports import free_port
+from tests.support.server_process import ServerProcess
 from tests.vllm import rows
 from tests.vllm.engine import Ask
 from tests.vllm.model import make, prompt
@@ -204,8 +207,8 @@ def test_each_tensor_parallel_worker_has_objects_of_its_own(bench: Bench) -> Non
     assert loaded.counters["kvframework:loaded_tokens"] == 2 * TOKENS
 
 
-def announced(bench: Bench, *asks: Ask) -> list[dict[str, Any]]:
-    """What subscribers get of an engine that answers `asks`."""
+def announced(bench: Bench, *asks: Ask, server: ServerProcess | None = None) -> list[dict[str, Any]]:
+    """What subscribers get of an engine that answers `asks`, beside a server."""
     port = free_port()
     events = {
         "enable_kv_cache_events": True,
@@ -214,7 +217,9 @@ def announced(bench: Bench, *asks: Ask) -> list[dict[str, Any]]:
         "topic": "kv",
     }
     listening = Bench(**{**vars(bench), "engine": {"kv_events_config": events}})
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket, rows.server_for() as server:
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket, contextlib.ExitStack() as ends:
+        if server is None:
+            server = ends.enter_context(rows.server_for())
         socket.setsockopt(zmq.SUBSCRIBE, b"kv")
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(f"tcp://127.0.0.1:{port}")
@@ -235,6 +240,22 @@ def test_routers_are_told_what_is_stored(bench: Bench) -> None:
     # A router finds them by the same hashes as vLLM's own.
     assert set(blocks["CPU"]) <= set(blocks["GPU"])
     assert [token for event in by_medium["CPU"] for token in event["token_ids"]] == bench.prompt
+
+
+def test_what_the_server_announces_the_engine_leaves_out(bench: Bench, tmp_path: Path) -> None:
+    folder = tempfile.mkdtemp(prefix="kvf-")
+    events = {"endpoint": "told.sock", "replay": "again.sock"}
+    settings = [f"events.{key}=ipc://{folder}/{name}" for key, name in events.items()]
+    with rows.server_for(*settings, "events.block_size=128", f"events.state={tmp_path}") as server:
+        by_engine = announced(bench, bench.ask(), server=server)
+        reader = Router(f"ipc://{folder}/told.sock", f"ipc://{folder}/again.sock")
+        try:
+            reader.until(beginnings(bench.prompt, block=128))
+        finally:
+            reader.close()
+    assert {event["medium"] for event in by_engine} == {"GPU"}
+    # A router finds the server's blocks by the same hashes as vLLM's own.
+    assert reader.held["CPU"] <= {each for event in by_engine for each in event["block_hashes"]}
 
 
 def test_salted_blocks_are_announced_with_their_salt_or_not_at_all(bench: Bench) -> None:

@@ -25,6 +25,7 @@ from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
 from kvframework.service.accounts.transfers import TransferAccounts, store_outcome
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.keys import KeyGrid
+from kvframework.service.transfer_paths.contents import Contents
 from kvframework.service.transfer_paths.engine_driven import outcome_of
 from kvframework.service.transfer_paths.send_pins import SendPins
 from kvframework.storage.l1.leases import INTERNAL_OWNER
@@ -46,11 +47,18 @@ class ChunkTransfers:
     """Moves objects between frames and the arena. `close` after the last request has been answered."""
 
     def __init__(
-        self, storage: StorageManager, keys: InstanceKeys, accounts: TransferAccounts, *, workers: int
+        self,
+        storage: StorageManager,
+        keys: InstanceKeys,
+        accounts: TransferAccounts,
+        contents: Contents,
+        *,
+        workers: int,
     ) -> None:
         self._storage = storage
         self._keys = keys
         self._accounts = accounts
+        self._contents = contents
         self._send_pins = SendPins(storage.arena)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-copy")
 
@@ -85,6 +93,7 @@ class ChunkTransfers:
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         if not payload.objects and not buffers:
             return self._missing(grid)
+        self._contents.check_key(payload.key, grid.desc.chunk_tokens, payload.content)
         sent = _checked_objects(grid, payload.objects, buffers)
         result = self._storage.reserve_some(
             grid.sized(),
@@ -96,6 +105,7 @@ class ChunkTransfers:
         )
         outcome = outcome_of(result)
         ended = partial(self._accounts.finished, "STORE", subject)
+        named = partial(self._contents.named, payload.key, payload.content)
         if result.lease is None:
             ended(store_outcome(result))
             return m.ChunksStored(outcome)
@@ -104,7 +114,7 @@ class ChunkTransfers:
         try:
             copies = [(offset, sent[index]) for index, offset in result.placed]
             ended = partial(ended, objects=len(copies), nbytes=sum(source.nbytes for _, source in copies))
-            self._pool.submit(self._fill, future, result.lease.id, outcome, copies, ended)
+            self._pool.submit(self._fill, future, result.lease.id, outcome, copies, ended, named)
         except BaseException:
             self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
             raise
@@ -123,6 +133,7 @@ class ChunkTransfers:
         outcome: StoreOutcome,
         copies: _Copies,
         ended: Callable[[str], None],
+        named: Callable[[], None],
     ) -> None:
         """Copy the bytes, commit, and answer (in a copy thread)."""
         try:
@@ -135,6 +146,7 @@ class ChunkTransfers:
             ended("failed")
             raise
         ended("partial" if outcome.dropped else "stored")
+        named()
         future.set_result(m.ChunksStored(msgspec.structs.replace(outcome, stored=stored)))
 
     def _retrieve(self, client: ClientInfo, payload: m.RetrieveCpuChunks, _buffers: object) -> m.ChunksSent | Reply:

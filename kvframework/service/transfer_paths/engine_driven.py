@@ -15,6 +15,7 @@ from kvframework.service.accounts.transfers import TransferAccounts, store_outco
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import Contexts
 from kvframework.service.keys import KeyGrid
+from kvframework.service.transfer_paths.contents import Contents
 from kvframework.storage.l1.leases import PinLease, StoredObject
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.manager import StorageManager
@@ -35,11 +36,13 @@ class EngineDrivenTransfers:
         retrieve_lease_s: float,
         store_share: float,
         accounts: TransferAccounts,
+        contents: Contents,
     ) -> None:
         self._contexts = contexts
         self._storage = storage
         self._keys = keys
         self._accounts = accounts
+        self._contents = contents
         self.configure(store_lease_s=store_lease_s, retrieve_lease_s=retrieve_lease_s, store_share=store_share)
 
     def configure(self, *, store_lease_s: float, retrieve_lease_s: float, store_share: float) -> None:
@@ -79,6 +82,7 @@ class EngineDrivenTransfers:
             return m.StorePlan("", (), outcome)
         ranges = placed_ranges(grid, wanted, result)
         self._begin("STORE", result.lease.id, subject, store_outcome(result), ranges)
+        self._contents.prepared(client, result.lease.id, payload.key, grid.desc.chunk_tokens)
         return m.StorePlan(result.lease.id, ranges, outcome, self._store_lease_s)
 
     def _share_of(self, client: ClientInfo) -> float:
@@ -87,16 +91,19 @@ class EngineDrivenTransfers:
         alone = all(context.session_id == client.session_id for context in self._contexts.values())
         return 1.0 if alone else self._store_share
 
-    def _commit_store(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Committed:
+    def _commit_store(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.Committed:
         promised = self._storage.lease_size(payload.lease, owner=client.session_id)
+        self._contents.check(payload.lease, payload.content)
         published = self._storage.commit(payload.lease, owner=client.session_id)
         self._accounts.ended(payload.lease, ok=published > 0)
+        self._contents.ended(payload.lease, payload.content, ok=published > 0)
         lapsed = promised - published
         return m.Committed(StoreOutcome(stored=published, dropped=lapsed, error=LeaseUnknown.code if lapsed else ""))
 
     def _abort(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Aborted:
         freed = self._storage.abort(payload.lease, owner=client.session_id)
         self._accounts.ended(payload.lease, ok=False)
+        self._contents.ended(payload.lease)
         return m.Aborted(freed)
 
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
@@ -111,11 +118,14 @@ class EngineDrivenTransfers:
             return m.RetrievePlan(False, reason="not all objects are in L1")
         ranges = pinned_ranges(grid, lease.objects)
         self._begin("RETRIEVE", lease.id, subject, "hit", ranges)
+        self._contents.prepared(client, lease.id, payload.key, grid.desc.chunk_tokens)
         return m.RetrievePlan(True, lease.id, ranges, self._retrieve_lease_s)
 
-    def _commit_retrieve(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.RetrieveCommitted:
+    def _commit_retrieve(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.RetrieveCommitted:
+        self._contents.check(payload.lease, payload.content)
         held = self._storage.unpin(payload.lease, owner=client.session_id).held
         self._accounts.ended(payload.lease, ok=held)
+        self._contents.ended(payload.lease, payload.content, ok=held)
         return m.RetrieveCommitted(held)
 
     def _begin(self, request: str, lease: str, subject: Subject, outcome: str, ranges: Sequence[ArenaRange]) -> None:

@@ -26,6 +26,7 @@ from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import RegisteredContext
 from kvframework.service.keys import KeyGrid
 from kvframework.service.transfer_paths.block_ids import blocks_of_transfer, one_block_each
+from kvframework.service.transfer_paths.contents import Contents
 from kvframework.service.transfer_paths.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
@@ -41,11 +42,18 @@ class ServerDrivenTransfers:
     """Transfers whose leases belong to the server itself: they end with the copy, not with the client."""
 
     def __init__(
-        self, storage: StorageManager, keys: InstanceKeys, accounts: TransferAccounts, *, chunk_size: int
+        self,
+        storage: StorageManager,
+        keys: InstanceKeys,
+        accounts: TransferAccounts,
+        contents: Contents,
+        *,
+        chunk_size: int,
     ) -> None:
         self._storage = storage
         self._keys = keys
         self._accounts = accounts
+        self._contents = contents
         self._chunk_size = chunk_size
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -85,6 +93,7 @@ class ServerDrivenTransfers:
                 return m.TransferReply(False, missing, "cancelled or failed")
             outcome = outcome_of(result, self._storage.commit(lease_id, owner=INTERNAL_OWNER))
             ended(store_outcome(result))
+            self._contents.named(payload.key, payload.content)
             return m.TransferReply(outcome.ok, outcome)
 
         job = self._job(context, payload, ranges, blocks, is_store=True)
@@ -111,6 +120,8 @@ class ServerDrivenTransfers:
         def finish(ok: bool) -> m.TransferReply:
             self._storage.unpin(lease.id, owner=INTERNAL_OWNER)
             ended("hit" if ok else "failed")
+            if ok:
+                self._contents.named(payload.key, payload.content)
             return m.TransferReply(ok, reason="" if ok else "cancelled or failed")
 
         job = self._job(context, payload, ranges, blocks, is_store=False)
@@ -180,6 +191,7 @@ class ServerDrivenTransfers:
     ) -> tuple[RegisteredContext, KeyGrid, Sequence[GroupBlocks]]:
         context = self._server_driven(client, payload.instance_id)
         grid = self._keys.grid(context, payload.key)
+        self._contents.check_key(payload.key, grid.desc.chunk_tokens, payload.content)
         blocks = blocks_of_transfer(
             context.layout, grid.desc.chunk_tokens, payload.block_ids, grid.chunks, storing=storing
         )

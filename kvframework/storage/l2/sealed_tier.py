@@ -27,6 +27,8 @@ from kvframework.storage.l2.tier_calls import TierCalls
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound="int | Outcome")
+# Outcomes after which the tier does not have a value.
+_ABSENT = (Outcome.MISSING, Outcome.DELETED, Outcome.DAMAGED)
 
 SCAN_S = 60.0
 CHECK_EVERY_S = 5.0
@@ -71,6 +73,8 @@ class L2Store:
         self.on_damaged: Callable[[PackedKey], None] = lambda _key: None
         # Receives, in a storage thread, the checksums of objects that it sends as they are.
         self.on_sealed: Callable[[Mapping[PackedKey, int]], None] = lambda _checksums: None
+        # Receives, in a storage thread, objects that the tier was asked about, and whether it has each.
+        self.on_seen: Callable[[Sequence[PackedKey], Sequence[bool]], None] | None = None
         # Of a tier that knows its capacity and lists its values.
         self.shares = Shares()
         self._foreign: set[str] = set()
@@ -354,4 +358,17 @@ class L2Store:
                 raise TierError(f"the tier answered {len(outcomes)} outcomes for {len(keys)} keys", where=self.name)
             return outcomes
 
-        return (yield from self._calls.call(name, checked))
+        outcomes = yield from self._calls.call(name, checked)
+        if self.on_seen is not None:
+            self._see(self.on_seen, keys, outcomes)
+        return outcomes
+
+    @staticmethod
+    def _see(
+        on_seen: Callable[[Sequence[PackedKey], Sequence[bool]], None],
+        keys: Sequence[PackedKey],
+        outcomes: Sequence[int | Outcome],
+    ) -> None:
+        """Report what the outcomes of any call say of the values; a failure says nothing."""
+        sure = [(key, each) for key, each in zip(keys, outcomes, strict=True) if each is not Outcome.FAILED]
+        on_seen([key for key, _ in sure], [each not in _ABSENT for _, each in sure])

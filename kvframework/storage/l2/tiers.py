@@ -9,11 +9,13 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvframework.api.keys import PackedKey
 from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
+from kvframework.events.feed import NO_EVENTS, Events
 from kvframework.storage.l2.full_tier_victims import Watermarks
 from kvframework.storage.l2.l1_interface import L1
 from kvframework.storage.l2.sealed_tier import L2Store
@@ -49,12 +51,15 @@ class Tiers:
         attached: Sequence[AttachedTier],
         records: NamespaceRecords,
         clock: Callable[[], float] = time.monotonic,
+        events: Events = NO_EVENTS,
     ) -> None:
         self.attached = tuple(attached)
         self.stores = tuple(tier.store for tier in attached)
         for store in self.stores:
             store.on_damaged = l1.damaged
             store.on_sealed = l1.sealed
+        for place, store in enumerate(self.stores, 1) if events.wanted else ():
+            store.on_seen = partial(events.seen, place)
         self.writers = [
             TierWriter(
                 l1,

@@ -17,13 +17,14 @@ from http import HTTPStatus
 
 import h11
 
+from kvframework.http.messages import HEADERS, PLAIN, Reply, Request
 from kvframework.logs.limit import one_line
-from kvframework.observe.app import HEADERS, PLAIN, Reply, Request
 
 log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 128
 HEAD_S = 10.0  # from a connection, or its last answer, to the whole head of a request
+BODY_S = 10.0  # to a request's body
 ANSWER_S = 20.0  # to take an answer
 _MOST_HEAD = 16 << 10
 _READ = 16 << 10
@@ -33,11 +34,15 @@ _MOST_DISCARDED = 1 << 20
 
 
 class Listener:
-    """Answers at one port. With `MOST_CONNECTIONS` open ones the oldest is closed for a new one, also if it has not
-    ended its TLS handshake: asyncio's own servers do not bound these, and spin when descriptors run out."""
+    """Answers at one port; the body of a request has `most_body` bytes at most. With `MOST_CONNECTIONS` open ones the
+    oldest is closed for a new one, also if it has not ended its TLS handshake: asyncio's own servers do not bound
+    these, and spin when descriptors run out."""
 
-    def __init__(self, answer: Callable[[Request], Reply], *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, answer: Callable[[Request], Reply], *, tls: ssl.SSLContext | None = None, most_body: int = 0
+    ) -> None:
         self._answer = answer
+        self._most_body = most_body
         self._tls = tls
         # The oldest first, by their last answer.
         self._open: dict[socket.socket, asyncio.Task[None]] = {}
@@ -108,16 +113,20 @@ class Listener:
         while True:
             try:
                 request = await asyncio.wait_for(_next(connection, reader), HEAD_S)
+                if request is None:
+                    return
+                body = await asyncio.wait_for(self._body(request, connection, reader, writer), BODY_S)
             except h11.RemoteProtocolError as error:
                 status = HTTPStatus(error.error_status_hint)
                 await self._send(connection, writer, Reply(status, PLAIN, f"{status.phrase}\n".encode()), last=True)
                 await _discard(reader)
                 return
-            if request is None:
-                return
-            body = _has_body(request)
-            reply = Reply(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, PLAIN, b"no body\n") if body else self._reply(request)
-            await self._send(connection, writer, reply, last=body, head_only=request.method == b"HEAD")
+            if body is None:
+                said = b"the body is too large\n" if self._most_body else b"no body\n"
+                reply = Reply(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, PLAIN, said)
+            else:
+                reply = self._reply(request, body)
+            await self._send(connection, writer, reply, last=body is None, head_only=request.method == b"HEAD")
             if connection.our_state is not h11.DONE:
                 await _discard(reader)
                 return
@@ -127,10 +136,39 @@ class Listener:
             if place in self._open:
                 self._open[place] = self._open.pop(place)
 
-    def _reply(self, request: h11.Request) -> Reply:
+    async def _body(
+        self,
+        request: h11.Request,
+        connection: h11.Connection,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> bytes | None:
+        """The body of a request; None for one that is too large."""
+        if not _has_body(request):
+            return b""
+        announced = next((value for name, value in request.headers if name == b"content-length"), b"0")
+        if not self._most_body or int(announced) > self._most_body:
+            return None
+        if connection.they_are_waiting_for_100_continue:
+            writer.write(connection.send(h11.InformationalResponse(status_code=HTTPStatus.CONTINUE, headers=[])) or b"")
+        body = bytearray()
+        while len(body) <= self._most_body:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                connection.receive_data(await reader.read(_READ))
+            elif isinstance(event, h11.Data):
+                body += event.data
+            elif isinstance(event, h11.EndOfMessage):
+                return bytes(body)
+            else:
+                raise asyncio.IncompleteReadError(bytes(body), None)
+        return None
+
+    def _reply(self, request: h11.Request, body: bytes) -> Reply:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
         try:
-            return self._answer(Request(request.method.decode("latin-1"), request.target.decode("latin-1"), headers))
+            method, target = request.method.decode("latin-1"), request.target.decode("latin-1")
+            return self._answer(Request(method, target, headers, body))
         except Exception:
             log.exception("no answer to %s", one_line(request.target[:200].decode("latin-1")))
             return Reply(HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN, b"an error; see the log\n")

@@ -1,0 +1,148 @@
+"""The numbered messages of the stream, and the answer to a reader that lacks some. Pure.
+
+What is still remembered is repeated word for word. For older numbers the answer is the state: removals of what was
+announced before, then what is announced now, then empty batches, so that each number from the one asked for to the live
+one comes once, as some readers demand. What is announced is removed first, since a reader counts the announcements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvframework.events.encoding import Encoder
+from kvframework.events.known import Known, News, Removed
+
+# Messages that are remembered, at most, and their bytes.
+MOST_MESSAGES = 1 << 12
+MOST_BYTES = 64 << 20
+# The largest message, about: so far more messages than topics are remembered.
+MESSAGE_BYTES = 256 << 10
+# Hashes of removed blocks that are remembered for readers that missed their removal.
+MOST_GONE = 1 << 20
+_HASHES_AT_ONCE = 1 << 14
+_EVENT_BYTES = 256
+_HASH_BYTES = 9
+
+
+class Numbered(NamedTuple):
+    topic: bytes
+    number: int
+    payload: bytes
+
+
+class History:
+    """See the module. `next` is the number of the next message; `engines` are the names under which routers know this
+    node: each message is there once for each, with a number of its own."""
+
+    def __init__(self, encoder: Encoder, engines: Sequence[str], first: int) -> None:
+        self.next = first
+        self._encoder = encoder
+        self._engines = tuple(engines)
+        self._sent: deque[Numbered] = deque()
+        self._sent_bytes = 0
+        self._gone: deque[tuple[int, Removed]] = deque()
+        self._gone_hashes = 0
+
+    def publish(self, at: float, news: Sequence[News]) -> Iterator[Numbered]:
+        """Yield the messages of news, all of which must be taken; an empty one for none."""
+        if not news:
+            yield self._add(self._topic(self._engines[0], ""), self._encoder.batch(at, ()))
+        for model, events in _packs(news, MESSAGE_BYTES):
+            payload = self._encoder.batch(at, events)
+            for engine in self._engines:
+                yield self._add(self._topic(engine, model), payload)
+        # Of the last message, since a reader may lack that one alone.
+        for each in news:
+            if isinstance(each, Removed):
+                self.gone(each, self.next - 1)
+
+    def gone(self, removed: Removed, number: int) -> None:
+        """Remember what was removed with that number or before."""
+        self._gone.append((number, removed))
+        self._gone_hashes += len(removed.hashes)
+        while self._gone_hashes > MOST_GONE:
+            self._gone_hashes -= len(self._gone.popleft()[1].hashes)
+
+    def removals(self) -> Iterator[tuple[int, Removed]]:
+        """Yield what is remembered of removals, with their numbers."""
+        return iter(self._gone)
+
+    def replay(self, asked: int, at: float, known: Known) -> Iterator[Numbered]:
+        """Yield a message for each number from `asked` to the live one. Nothing may change meanwhile."""
+        if self._sent and self._sent[0].number <= asked:
+            yield from (each for each in self._sent if each.number >= asked)
+            return
+        number, room = asked, self.next - asked
+        if room <= 0:
+            return
+        events: list[News] = [*self._removals(asked, known), *known.snapshot()]
+        size: float = MESSAGE_BYTES
+        packs = list(_packs(events, size))
+        while len(packs) * len(self._engines) > room and size < math.inf:
+            size = size * 2 if size < sum(map(_weight, events)) else math.inf
+            packs = list(_packs(events, size))
+        for model, part in packs:
+            payload = self._encoder.batch(at, part)
+            for engine in self._engines:
+                if number < self.next:
+                    yield Numbered(self._topic(engine, model), number, payload)
+                    number += 1
+        empty, topic = self._encoder.batch(at, ()), self._topic(self._engines[0], "")
+        for filler in range(number, self.next):
+            yield Numbered(topic, filler, empty)
+
+    def _removals(self, asked: int, known: Known) -> Iterator[Removed]:
+        """Yield the removals before the state; a reader that asks from 0 has heard nothing."""
+        if not asked:
+            return
+        announced = known.announced()
+        for number, removed in self._gone:
+            if number >= asked:
+                now = announced.get((removed.model, removed.medium), set())
+                yield removed._replace(hashes=[each for each in removed.hashes if each not in now])
+        for (model, medium), hashes in announced.items():
+            yield Removed(model, medium, list(hashes))
+
+    def _add(self, topic: bytes, payload: bytes) -> Numbered:
+        message = Numbered(topic, self.next, payload)
+        self.next += 1
+        self._sent.append(message)
+        self._sent_bytes += len(payload)
+        while len(self._sent) > MOST_MESSAGES or self._sent_bytes > MOST_BYTES:
+            self._sent_bytes -= len(self._sent.popleft().payload)
+        return message
+
+    @staticmethod
+    def _topic(engine: str, model: str) -> bytes:
+        return f"kv@{engine}@{model}".encode("utf-8", "replace")
+
+
+def _packs(news: Iterable[News], most_bytes: float) -> Iterator[tuple[str, list[News]]]:
+    """Yield the news by model, in order, in packs of about so many bytes."""
+    packs: dict[str, tuple[list[News], int]] = {}
+    for each in news:
+        for part in _split(each):
+            events, nbytes = packs.get(part.model, ([], 0))
+            if events and nbytes + _weight(part) > most_bytes:
+                yield part.model, events
+                events, nbytes = [], 0
+            events.append(part)
+            packs[part.model] = events, nbytes + _weight(part)
+    yield from ((model, events) for model, (events, _) in packs.items())
+
+
+def _split(each: News) -> Iterator[News]:
+    if not isinstance(each, Removed):
+        yield each
+        return
+    for first in range(0, len(each.hashes), _HASHES_AT_ONCE):
+        yield each._replace(hashes=each.hashes[first : first + _HASHES_AT_ONCE])
+
+
+def _weight(each: News) -> int:
+    if isinstance(each, Removed):
+        return _EVENT_BYTES + _HASH_BYTES * len(each.hashes)
+    return _EVENT_BYTES + _HASH_BYTES * len(each.chunk.hashes) + len(each.chunk.tokens)

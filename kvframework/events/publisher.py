@@ -1,0 +1,205 @@
+"""The thread that tells routers: news on a PUB socket, and what a reader lacks on a ROUTER socket, as vLLM's publisher
+does. It starts with what the ledger says was announced before.
+
+Each life of a server begins with a jump in the numbers, and each new subscriber gets a message at once: so a reader
+notices at once that it lacks something, and asks. Nothing here can fail a request: errors are logged and are problems
+of the status document.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kvframework.events.history import History, Numbered
+from kvframework.events.known import Medium, News, Removed, Stored
+from kvframework.events.ledger import RESERVE, Found, Ledger
+from kvframework.events.sockets import EventSockets
+from kvframework.events.teller import Teller
+
+log = logging.getLogger(__name__)
+
+# News are collected for so long, and for longer with each number that a late reader has to be given.
+BATCH_S = 0.05
+_BATCH_S_A_NUMBER = 1e-7
+# After so many bytes of messages the serving thread gets its turn; a message counts for some more than its own.
+_PAUSE_BYTES = 1 << 18
+_MESSAGE_BYTES = 1 << 10
+_PAUSE_S = 0.0005
+_END = (1 << 64) - 1
+_STOP_S = 5.0
+# Who is told at the end that something is missing asks at once.
+_LAST_QUESTIONS_S = 0.1
+
+
+class Publisher:
+    """`sockets` are bound and owned from here on, and so is the ledger, which `found` was read from. `history` makes
+    the stream from the first number on."""
+
+    def __init__(
+        self,
+        teller: Teller,
+        ledger: Ledger,
+        found: Found,
+        history: Callable[[int], History],
+        sockets: EventSockets,
+        *,
+        batch_s: float = BATCH_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.counters = {"batches": 0, "replays": 0, "subscribers": 0, "bad_requests": 0}
+        self.problem = ""
+        self._teller = teller
+        self._ledger = ledger
+        self._found: Found | None = found
+        self._history = history(found.next and found.next + RESERVE)
+        self._reserved = 0
+        self._sockets = sockets
+        self._batch_s = batch_s
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvf-events", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Announce what is waiting, and what ends with this server, answer who asks, and end: a reader may wait for
+        ever for the end of an answer. Blocks for a moment, for `_STOP_S` seconds at most. Idempotent."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(_STOP_S)
+
+    @property
+    def next_number(self) -> int:
+        return self._history.next
+
+    @property
+    def ledger_bytes(self) -> int:
+        return self._ledger.nbytes
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+            while not self._stopping.is_set():
+                self._turn()
+            self._announce(self._teller.turn())
+            if not self._ledger.keeps:
+                self._teller.known.forget()
+                self._announce(self._teller.known.take())
+            until = time.monotonic() + _LAST_QUESTIONS_S
+            while (left := until - time.monotonic()) > 0:
+                self._answer(self._sockets.wait(left)[1])
+        except Exception as error:
+            self.problem = f"nothing is announced: {error!r}"
+            log.exception("nothing is announced to routers any more")
+        finally:
+            self._sockets.close()
+            self._ledger.close()
+
+    def _begin(self) -> None:
+        """Tell what has changed since the server before."""
+        found, self._found = self._found, None
+        assert found is not None
+        for number, removed in found.gone:
+            self._history.gone(removed, number)
+        for namespace, contents in found.contents.items():
+            self._teller.adopt(namespace, list(contents.values()))
+        news = _changed(found, self._teller.turn(), self._teller.known.announced())
+        self._anew(found.announced)
+        self._announce(news, empty=not news)
+
+    def _turn(self) -> None:
+        until = time.monotonic() + max(self._batch_s, self._history.next * _BATCH_S_A_NUMBER)
+        joined = 0
+        while (left := until - time.monotonic()) > 0 and not self._stopping.is_set():
+            subscribers, requests = self._sockets.wait(left)
+            joined += subscribers
+            if requests:
+                # So that the answer is the state of the live number.
+                self._announce(self._teller.turn())
+                self._answer(requests)
+        self.counters["subscribers"] += joined
+        self._announce(self._teller.turn(), empty=bool(joined))
+
+    def _announce(self, news: Sequence[News], *, empty: bool = False) -> None:
+        if not news and not empty:
+            return
+        messages = list(self._history.publish(self._clock(), news))
+        self._record(messages[-1].number, news)
+        for message in _in_turns(messages):
+            self._sockets.publish(message)
+            self.counters["batches"] += 1
+
+    def _record(self, number: int, news: Sequence[News]) -> None:
+        """Write down what is sent next, up to `number`."""
+        end = self._history.next + RESERVE if self._history.next >= self._reserved else 0
+        try:
+            if end or news:
+                self._ledger.write(end, number, news)
+                self._reserved = end or self._reserved
+            if self._ledger.is_long:
+                self._anew(self._teller.known.announced())
+        except OSError as error:
+            self._unwritten(error)
+
+    def _anew(self, announced: dict[tuple[str, Medium], set[int]]) -> None:
+        end = max(self._reserved, self._history.next + RESERVE)
+        try:
+            self._ledger.rewrite(end, announced, self._history.removals(), self._teller.known.kept())
+            self._reserved = end
+        except OSError as error:
+            self._unwritten(error)
+
+    def _unwritten(self, error: OSError) -> None:
+        if not self.problem:
+            log.error("the ledger of events cannot be written: %s", error.strerror or error)
+        self.problem = f"the ledger cannot be written, so a next server cannot tell removals: {error.strerror}"
+
+    def _answer(self, requests: Sequence[tuple[bytes, int | None]]) -> None:
+        """Send to each reader what it lacks, and the end, even to those that ask while the server stops."""
+        for client, asked in requests:
+            if asked is None:
+                self.counters["bad_requests"] += 1
+                continue
+            self.counters["replays"] += 1
+            for message in _in_turns(self._history.replay(asked, self._clock(), self._teller.known)):
+                self._sockets.answer(client, message)
+            self._sockets.answer(client, Numbered(b"", _END, b""))
+
+
+def pause() -> None:
+    """Give way to the serving thread."""
+    time.sleep(_PAUSE_S)
+
+
+def _in_turns(messages: Iterable[Numbered]) -> Iterator[Numbered]:
+    """Yield messages, with pauses."""
+    nbytes = 0
+    for message in messages:
+        nbytes += _MESSAGE_BYTES + len(message.payload)
+        if nbytes >= _PAUSE_BYTES:
+            nbytes = 0
+            pause()
+        yield message
+
+
+def _changed(found: Found, news: list[News], now: dict[tuple[str, Medium], set[int]]) -> list[News]:
+    """Return what of `news` a reader of the server before does not know, and what it must forget."""
+    changed: list[News] = []
+    for (model, medium), hashes in found.announced.items():
+        gone = hashes - now.get((model, medium), set())
+        if gone:
+            changed.append(Removed(model, medium, list(gone)))
+    for each in news:
+        if isinstance(each, Stored):
+            before = found.announced.get((each.model, each.medium), set())
+            hashes = set(each.chunk.hashes[each.first :])
+            if hashes <= before:
+                continue
+            if hashes & before:
+                changed.append(Removed(each.model, each.medium, list(hashes & before)))
+        changed.append(each)
+    return changed

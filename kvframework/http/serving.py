@@ -1,0 +1,36 @@
+"""A listener's life in a process of its own: from its start to a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+from kvframework.config import parse_listen
+from kvframework.errors import EndpointError
+from kvframework.http.listener import Listener
+from kvframework.http.settings import Listening, is_loopback
+
+log = logging.getLogger(__name__)
+
+
+async def listen_until_signal(listener: Listener, config: Listening, where: str, what: str) -> None:
+    """Answer until SIGINT or SIGTERM; the log says where, and that `what` is there. In the main thread. Raises
+    `EndpointError`."""
+    host, port = parse_listen(config.listen)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        host, port = await listener.start(host, port)
+    except OSError as error:
+        raise EndpointError(f"cannot listen: {error.strerror or error}", where=where or config.listen) from None
+    shown = f"[{host}]" if ":" in host else host
+    log.info("%s: %s://%s:%d/", what, "https" if config.tls_cert else "http", shown, port)
+    if not is_loopback(host) and not (config.token_file and config.tls_cert):
+        log.warning(
+            "other machines may reach %s:%d, without %s", shown, port, "TLS" if config.token_file else "a token"
+        )
+    await stop.wait()
+    await listener.stop()

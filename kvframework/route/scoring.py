@@ -1,0 +1,140 @@
+"""How much of a prompt each node holds. Pure.
+
+A node is what a request can be sent to: all places that its publishers tell of. The hit is the run of blocks from the
+beginning of the prompt that it has anywhere; each block counts for the fastest tier that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvframework.api.hasher import DIGEST_BYTES
+from kvframework.route import prefix_hashes
+from kvframework.route.contents import Place
+from kvframework.route.events import TIERS
+from kvframework.route.index import Index
+from kvframework.route.table import Flags, Keys
+
+# Tokens by tier.
+Score: TypeAlias = dict[str, int]
+# Whether each place, a row, has each of some blocks, a column.
+_Has: TypeAlias = Callable[[Sequence[int], slice], Flags]
+
+_NOWHERE = len(TIERS)
+_RANKS = {tier: rank for rank, tier in enumerate(TIERS)}
+# Most nodes have nothing of a prompt, so that the first block decides; the rest is asked for in growing spans.
+_FIRST_SPAN, _GROWTH = 1, 8
+
+
+def by_tokens(
+    index: Index, nodes: Mapping[str, Sequence[Place]], tokens: bytes, *, salt: str = "", adapter: str = ""
+) -> dict[str, Score]:
+    """The score of each node for packed tokens. A node whose publishers have blocks of several sizes gets the best
+    score of one size."""
+    best: dict[str, Score] = {node: {} for node in nodes}
+    for size in sorted({place.block_tokens for places in nodes.values() for place in places}):
+        sized = {node: [each for each in places if each.block_tokens == size] for node, places in nodes.items()}
+        prompt = _Prompt(tokens, size, salt, adapter)
+        has = partial(_has_own, index, prompt)
+        for node, score in _scores(sized, len(tokens) // (4 * size), size, has).items():
+            if sum(score.values()) > sum(best[node].values()):
+                best[node] = score
+    return best
+
+
+def by_digests(
+    index: Index,
+    nodes: Mapping[str, Sequence[Place]],
+    digests: bytes,
+    chunk_tokens: int,
+    *,
+    model: str,
+    salt: str = "",
+    adapter: str = "",
+) -> dict[str, Score]:
+    """The score of each node for packed digests of kvframework's chunks."""
+    named = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+    externals = np.array([last_block(digest, model, salt, adapter) for digest in named], np.uint64)
+    return _scores(nodes, len(externals), chunk_tokens, partial(_has_external, index, externals))
+
+
+def last_block(digest: bytes, model: str, salt: str, adapter: str) -> int:
+    """The hash by which kvframework's servers tell the last block of a chunk, unless its engine has one of its own."""
+    root = "\0".join((model, salt, adapter)).encode("utf-8", "surrogatepass")
+    return xxhash.xxh3_64_intdigest(digest, seed=xxhash.xxh3_64_intdigest(root)) >> 1
+
+
+class _Prompt:
+    """The names of a prompt's blocks, made as far as they are asked for, span after span: most are not."""
+
+    def __init__(self, tokens: bytes, block_tokens: int, salt: str, adapter: str) -> None:
+        self._tokens = tokens
+        self._block_tokens = block_tokens
+        self._extras = {0: prefix_hashes.salted(salt)}
+        self._last = prefix_hashes.root(adapter)
+
+    def owns(self, span: slice) -> Keys:
+        step = 4 * self._block_tokens
+        tokens = self._tokens[span.start * step : span.stop * step]
+        names = prefix_hashes.chained(self._last, tokens, self._block_tokens, self._extras)
+        self._last, self._extras = names[-1], {}
+        return prefix_hashes.as_keys(names)
+
+
+def _has_own(index: Index, prompt: _Prompt, places: Sequence[int], span: slice) -> Flags:
+    return index.holds(places, prompt.owns(span))
+
+
+def _has_external(index: Index, externals: Keys, places: Sequence[int], span: slice) -> Flags:
+    return index.holds_externals(places, externals[span])
+
+
+def _scores(nodes: Mapping[str, Sequence[Place]], blocks: int, block_tokens: int, has: _Has) -> dict[str, Score]:
+    """The score of each node that has any of so many blocks."""
+    alive = [node for node, places in nodes.items() if places]
+    totals = {node: np.zeros(_NOWHERE, np.int64) for node in alive}
+    for span in _spans(blocks):
+        if not alive:
+            break
+        best = _best(nodes, alive, span, has)
+        runs = _runs(best)
+        within = np.arange(best.shape[1]) < runs[:, None]
+        for rank in range(_NOWHERE):
+            for node, number in zip(alive, ((best == rank) & within).sum(1).tolist(), strict=True):
+                totals[node][rank] += number
+        alive = [node for node, run in zip(alive, runs.tolist(), strict=True) if run == best.shape[1]]
+    return {
+        node: {tier: int(total[rank]) * block_tokens for tier, rank in _RANKS.items() if total[rank]}
+        for node, total in totals.items()
+        if total.any()
+    }
+
+
+def _best(nodes: Mapping[str, Sequence[Place]], alive: list[str], span: slice, has: _Has) -> npt.NDArray[np.uint8]:
+    """The rank of the fastest tier in which each node, a row, has each block of a span, a column."""
+    rows = [place for node in alive for place in nodes[node]]
+    ranks = np.array([_RANKS[place.tier] for place in rows], np.uint8)
+    flags = has([place.number for place in rows], span)
+    ranked = np.where(flags, ranks[:, None], np.uint8(_NOWHERE))
+    starts = np.cumsum([0, *(len(nodes[node]) for node in alive[:-1])])
+    return np.minimum.reduceat(ranked, starts, axis=0)
+
+
+def _runs(best: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """How many blocks from the first each row has without a gap."""
+    lacking = best == _NOWHERE
+    runs: npt.NDArray[np.int64] = np.where(lacking.any(1), lacking.argmax(1), best.shape[1])
+    return runs
+
+
+def _spans(blocks: int) -> Iterator[slice]:
+    begin, width = 0, _FIRST_SPAN
+    while begin < blocks:
+        yield slice(begin, min(begin + width, blocks))
+        begin, width = begin + width, width * _GROWTH

@@ -1,0 +1,221 @@
+"""The connection to one publisher: its socket of events, its replay, what the network does to both.
+
+Everything here runs in one event loop, in slices of `SLICE_S`: neither a publisher with much to say nor one that sends
+nonsense keeps the loop from others. A publisher can make this process hold `_MOST_WAITING` messages of `_MOST_BYTES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from kvframework.messaging.curve import LoadedKeys
+from kvframework.route.follower import Follower
+from kvframework.route.settings import Publisher
+
+log = logging.getLogger(__name__)
+
+SLICE_S = 0.002
+ANSWER_S = 10.0  # between two messages of a replay
+ASK_AGAIN_S = 30.0  # after a replay that failed; live events wait while one is asked for
+AWAY_S = 10.0  # a connection that is lost for longer is a node that is not there
+_MOST_BYTES = 16 << 20  # the tokens of a prompt of millions
+_MOST_WAITING = 128
+# A publisher's ROUTER drops what does not fit here, and vLLM's has 10,000 batches.
+_MOST_ANSWERS = 20_000
+_HEARTBEAT_MS = 5_000
+_POLL_MS = 1_000
+_END = -1
+
+
+class Subscription:
+    """Follows one publisher from `run` to its cancellation. `malformed` counts messages that are none of a publisher's,
+    `failures` replays that were not answered."""
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        publisher: Publisher,
+        follower: Follower,
+        keys: LoadedKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.publisher = publisher
+        self.malformed = self.failures = self.batches = 0
+        # Whether a first replay has ended, or could not be had.
+        self.begun = not publisher.replay
+        self._context = context
+        self._follower = follower
+        self._keys = keys
+        self._clock = clock
+        self._connected = False
+        self._changed_at = clock()
+        self._ask_at = 0.0
+        self._answered_at = 0.0
+        # A message that waits for a replay.
+        self._held: list[bytes] | None = None
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the publisher has not been there for `AWAY_S`."""
+        return not self._connected and self._clock() - self._changed_at > AWAY_S
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the index is as the publisher says, as far as that can be known."""
+        return self._connected and self._follower.question is None and not self._follower.in_doubt
+
+    async def run(self) -> None:
+        """Follow for ever. An error of this code ends a turn, never the subscription."""
+        while True:
+            try:
+                await self._follow()
+            except Exception:
+                log.exception("%s: a turn of the subscription failed", self.publisher.events)
+                self._held = None
+                await asyncio.sleep(1.0)
+
+    async def _follow(self) -> None:
+        events = self._socket(zmq.SUB, _MOST_WAITING)
+        monitor = events.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        # The plain sockets read without waiting.
+        source, changes = _plain(events), _plain(monitor)
+        poller = zmq.asyncio.Poller()
+        poller.register(events, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        try:
+            events.subscribe(b"")
+            events.connect(self.publisher.events)
+            while True:
+                if self._follower.question is not None:
+                    await self._replay(changes)
+                else:
+                    self.begun = self.begun or self._connected
+                    await poller.poll(_POLL_MS)
+                    self._hear(changes)
+                    if self._follower.in_doubt and self._connected and self._clock() >= self._ask_at:
+                        self._follower.connected()
+                    self._drain(source, changes)
+                await asyncio.sleep(0)
+        finally:
+            events.disable_monitor()
+            events.close(linger=0)
+
+    def _drain(self, source: zmq.Socket[bytes], changes: zmq.Socket[bytes]) -> None:
+        """Take in what has arrived, for one slice."""
+        end = self._clock() + SLICE_S
+        while self._follower.question is None and self._clock() < end:
+            frames, self._held = self._held, None
+            if frames is None:
+                try:
+                    frames = source.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+            # It may come over a connection that is newer than the one that the follower knows of.
+            if self._hear(changes):
+                self._held = frames
+                return
+            if len(frames) != 3 or len(frames[1]) != 8:
+                self.malformed += 1
+                continue
+            topic, number, payload = frames
+            if self._follower.live(topic, int.from_bytes(number, "big"), payload):
+                self.batches += 1
+            else:
+                self._held = frames
+
+    def _hear(self, changes: zmq.Socket[bytes]) -> bool:
+        """Take note of what has become of the connection. True if there is a new one."""
+        renewed = False
+        while True:
+            try:
+                change = recv_monitor_message(changes, zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            connected = change["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if connected != self._connected:
+                log.info("%s: %s", self.publisher.events, "connected" if connected else "the connection is lost")
+                self._connected, self._changed_at = connected, self._clock()
+            renewed = renewed or connected
+        if renewed:
+            self._follower.connected()
+        return renewed
+
+    async def _replay(self, changes: zmq.Socket[bytes]) -> None:
+        """Ask the question of now and take the answer in, until its end, another question or a failure."""
+        asked = self._follower.question
+        replay = self._socket(zmq.DEALER, _MOST_ANSWERS)
+        source = _plain(replay)
+        try:
+            replay.connect(self.publisher.replay)
+            await replay.send_multipart([b"", (asked or 0).to_bytes(8, "big")])
+            self._answered_at = self._clock()
+            while await replay.poll(_POLL_MS) or self._clock() - self._answered_at < ANSWER_S:
+                if self._hear(changes) or self._take_answers(source):
+                    return
+                await asyncio.sleep(0)
+            self._fail("no answer")
+        except zmq.ZMQError as error:
+            self._fail(str(error))
+        finally:
+            replay.close(linger=0)
+
+    def _take_answers(self, source: zmq.Socket[bytes]) -> bool:
+        """Take in what has arrived of a replay, for one slice. True if that was all of it, or the rest is of no use."""
+        end = self._clock() + SLICE_S
+        with suppress(zmq.Again):
+            while self._clock() < end:
+                frames = source.recv_multipart(zmq.NOBLOCK)
+                self._answered_at = self._clock()
+                if len(frames) != 4 or len(frames[2]) != 8:
+                    self.malformed += 1
+                    continue
+                _, topic, number, payload = frames
+                if int.from_bytes(number, "big", signed=True) == _END:
+                    self._follower.end()
+                    self.begun = self.begun or self._follower.question is None
+                    return True
+                self.batches += 1
+                if not self._follower.answer(topic, int.from_bytes(number, "big"), payload):
+                    return True
+        return False
+
+    def _fail(self, why: str) -> None:
+        """No replay: events are taken as they come, and it is asked for again later."""
+        self.failures += 1
+        self.begun = True
+        self._follower.failed()
+        self._ask_at = self._clock() + ASK_AGAIN_S
+        log.warning("%s: the replay at %s failed: %s", self.publisher.events, self.publisher.replay, why)
+
+    def _socket(self, kind: int, most_waiting: int) -> Any:
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.IPV6, 1)
+        made.setsockopt(zmq.RCVHWM, most_waiting)
+        made.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+        made.setsockopt(zmq.RECONNECT_IVL, 100)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+        made.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
+        if self._keys is not None:
+            self._keys.apply(made)
+        return made
+
+
+def _plain(socket: Any) -> zmq.Socket[bytes]:
+    """The same socket for reads that do not wait."""
+    plain: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+    return plain

@@ -1,0 +1,197 @@
+"""What routers are announced, by a real server over real sockets."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvframework.api.content import ChunkContent, Extra
+from kvframework.errors import BadRange
+from kvframework.wire import messages as m
+from tests.events.node import BLOCK, CHUNK, OBJECT, Engine, beginnings, found, packed, prompt, router, settings
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import key_for
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class TellingServer(ServerProcess):
+    def __init__(self, *more: str, objects: int = 64, **keys: object) -> None:
+        super().__init__(*more, capacity=f"{OBJECT * objects}B")
+        self.set(*settings(Path(self.endpoint.removeprefix("ipc://")).parent, **keys))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ServerProcess]:
+    with TellingServer() as running:
+        yield running
+
+
+@pytest.fixture
+def server(shared: ServerProcess) -> ServerProcess:
+    return shared.emptied()
+
+
+def test_what_is_stored_is_told_and_what_is_cleared_is_removed(server: ServerProcess) -> None:
+    with server.client() as client, router(server) as reader:
+        engine = Engine(client)
+        tokens = prompt(1, 4)
+        engine.store(tokens)
+        reader.until(beginnings(tokens))
+        assert {topic.rpartition(b"@")[2] for topic in reader.topics} <= {b"tiny", b""}
+        client.call("CLEAR", m.Clear())
+        reader.until(set())
+        status = client.status()["events"]
+        assert status["blocks"] == {"CPU": 0, "STORAGE": 0}
+        assert status["next_number"] == reader.next
+        assert status["counters"]["dropped"] == status["counters"]["mismatched"] == 0
+
+
+def test_a_key_with_token_ids_needs_no_content(server: ServerProcess) -> None:
+    with server.client() as client, router(server) as reader:
+        engine = Engine(client, tells=False)
+        client.store(key_for(engine.registered, prompt(3, 2)), b"kv")
+        reader.until(beginnings(prompt(3, 2)))
+
+
+def test_an_object_of_no_known_content_is_told_once_a_load_names_it(server: ServerProcess) -> None:
+    with server.client() as client, router(server) as reader:
+        Engine(client, tells=False).store(prompt(5, 3))
+        reader.until(set())
+        assert Engine(client, 2).load(prompt(5, 3))
+        reader.until(beginnings(prompt(5, 3)))
+
+
+def test_salted_prompts_are_withheld(server: ServerProcess) -> None:
+    with server.client() as client, router(server) as reader:
+        engine = Engine(client)
+        engine.store(prompt(7, 2), salt="secret of acme")
+        engine.store(prompt(7, 1))
+        reader.until(beginnings(prompt(7, 1)))
+        assert client.status()["events"]["counters"]["withheld"] >= 1
+
+
+def test_tokens_that_are_not_the_digests_are_not_told(server: ServerProcess) -> None:
+    with server.client() as client, router(server) as reader:
+        engine = Engine(client)
+        before = client.status()["events"]["counters"]["mismatched"]
+        plan = client.prepare_store(engine.key(prompt(9, 2)))
+        client.write(plan, b"kv")
+        client.call("COMMIT_STORE", m.Commit(plan.lease, ChunkContent(packed(prompt(11, 2)))))
+        engine.store(prompt(13, 1))
+        reader.until(beginnings(prompt(13, 1)))
+        assert client.status()["events"]["counters"]["mismatched"] == before + 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        ChunkContent(packed([1] * CHUNK)),
+        ChunkContent(packed(prompt(15, 2)), block_size=BLOCK, hashes=b"x" * 8),
+        ChunkContent(packed(prompt(15, 2)), extras=(Extra(2, b"x"),)),
+    ],
+)
+def test_a_content_of_another_length_is_refused_and_the_lease_stays(
+    server: ServerProcess, content: ChunkContent
+) -> None:
+    with server.client() as client:
+        engine = Engine(client)
+        plan = client.prepare_store(engine.key(prompt(15, 2)))
+        with pytest.raises(BadRange):
+            client.call("COMMIT_STORE", m.Commit(plan.lease, content))
+        assert client.call("COMMIT_STORE", m.Commit(plan.lease)).outcome.stored == 2
+
+
+def test_a_late_reader_gets_what_is_held_and_numbers_without_a_gap(server: ServerProcess) -> None:
+    with server.client() as client, router(server) as first:
+        engine = Engine(client)
+        prompts = [prompt(number, 3) for number in range(20, 30)]
+        for tokens in prompts:
+            engine.store(tokens)
+        held = found(engine, prompts)
+        assert len(held) > 3 * CHUNK // BLOCK
+        first.until(held)
+        with router(server) as late:
+            late.until(held)
+
+
+def test_a_reader_that_lost_a_message_is_healed(server: ServerProcess) -> None:
+    with server.client() as client, router(server) as reader:
+        engine = Engine(client)
+        engine.store(prompt(31, 2))
+        reader.until(beginnings(prompt(31, 2)))
+        assert reader.next is not None
+        reader.lost = {reader.next}
+        engine.store(prompt(41, 2))
+        before = reader.replays
+        with router(server) as late:
+            late.until(beginnings(prompt(31, 2)) | beginnings(prompt(41, 2)))
+            with router(server):  # any further message shows the gap
+                reader.until(late.prompts())
+            assert reader.replays == before + 1
+
+
+def test_what_is_told_is_what_l1_holds_after_churn() -> None:
+    """Two engines store more than L1 holds, and clear it now and then: a reader of all news, one that loses many of
+    them, and one that comes at the end know what lookups find, block by block."""
+    dice = random.Random(23)
+    with TellingServer(objects=36) as server, server.client() as one, server.client() as other:
+        engines = [Engine(one, 1), Engine(other, 2)]
+        prompts = [prompt(number, dice.randint(1, 4)) for number in range(100, 160)]
+        with router(server) as reader, router(server) as deaf:
+            for step in range(150):
+                engine = dice.choice(engines)
+                tokens = dice.choice(prompts)
+                if dice.random() < 0.7:
+                    engine.store(tokens)
+                elif not engine.load(tokens) and dice.random() < 0.1:
+                    one.call("CLEAR", m.Clear())
+                if not step % 10:
+                    reader.read(0.05)
+                    deaf.lost |= set(range(deaf.next or 0, (deaf.next or 0) + 3))
+                    deaf.read()
+            last = prompt(990, 1)
+            engines[1].store(last)
+            held = found(engines[0], [*prompts, last])
+            assert len(held) > 36
+            reader.until(held)
+            assert reader.kinds["BlockRemoved"] > 3
+            deaf.lost = set()
+            with router(server) as late:
+                late.until(held)
+                deaf.until(held)
+            counters = one.status()["events"]["counters"]
+            assert counters["dropped"] == counters["mismatched"] == 0
+
+
+def test_every_field_is_documented(server: ServerProcess) -> None:
+    found = set()
+    for name, value in server.status()["events"].items():
+        found |= {f"events.{name}.{each}" for each in value} if isinstance(value, dict) else {f"events.{name}"}
+    page = (ROOT / "docs" / "status.md").read_text()
+    assert set(re.findall(r"`(events\.[A-Za-z_.]+)`", page)) == found
+
+
+def test_questions_of_any_form_stop_nothing(server: ServerProcess) -> None:
+    dice = random.Random(5)
+    with server.client() as client, router(server) as reader:
+        Engine(client).store(prompt(1, 1))
+        reader.until(beginnings(prompt(1, 1)))
+        before = client.status()["events"]["counters"]["bad_requests"]
+        for frames in ([b""], [b"x", bytes(8)], [b"", bytes(7)], [b"", bytes(9)], [b"", b"", bytes(8)], [b""] * 40):
+            with reader.question() as socket:
+                assert socket.poll(30_000)
+                socket.send_multipart(frames)
+                socket.send_multipart([dice.randbytes(dice.randint(0, 2000)) for _ in range(3)])  # some are too long
+        wait_until(lambda: client.status()["events"]["counters"]["bad_requests"] > before, 30, "the refusals")
+        with reader.question((1 << 64) - 2) as far:
+            assert far.poll(30_000), "no message has that number, but the end comes"
+            assert far.recv_multipart()[3] == b""
+        Engine(client, 2).store(prompt(11, 1))
+        reader.until(beginnings(prompt(1, 1)) | beginnings(prompt(11, 1)))
+        assert client.status()["events"]["problem"] == ""

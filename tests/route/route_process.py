@@ -1,0 +1,88 @@
+"""`kvframework route` in a process of its own, at a free port."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.support.waiting import wait_until
+
+SLOW_S = 60.0
+
+
+# As the command, with times that tests can wait for: what is slow for an operator is not for a test.
+_HASTY = """
+import sys
+from kvframework.route import subscription
+subscription.AWAY_S = subscription.ANSWER_S = subscription.ASK_AGAIN_S = 0.3
+subscription._POLL_MS = 50
+from kvframework.cli.main import main
+sys.argv[0] = "kvframework"
+main()
+"""
+
+
+class RouteProcess:
+    """A context manager. `url` is where it answers; with `hasty` its times are short."""
+
+    def __init__(self, *arguments: str, hasty: bool = False) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="kvf-")
+        self._log = Path(self._directory.name, "log")
+        program = ["-c", _HASTY] if hasty else ["-m", "kvframework.cli.main"]
+        self._command = [sys.executable, *program, "route", "--listen", "127.0.0.1:0", "--blocks", "100000", *arguments]
+        self.url = ""
+
+    def __enter__(self) -> RouteProcess:
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(self._command, stderr=log, env={**os.environ, "PYTHONWARNINGS": ""})
+        try:
+            wait_until(self._is_listening, SLOW_S, "the address of route")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.process.kill()
+        self.process.wait(SLOW_S)
+        self._directory.cleanup()
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        place = urlsplit(self.url)
+        connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=SLOW_S)
+        try:
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def score(self, tokens: list[int] | None = None, **asked: Any) -> dict[str, dict[str, int]]:
+        if tokens is not None:
+            asked["tokens"] = tokens
+        status, body = self.ask("POST", "/score", json.dumps(asked).encode())
+        assert status == 200, body
+        found: dict[str, dict[str, int]] = json.loads(body)
+        return found
+
+    def publishers(self) -> list[dict[str, Any]]:
+        listed: list[dict[str, Any]] = json.loads(self.ask("GET", "/publishers")[1])["publishers"]
+        return listed
+
+    def _is_listening(self) -> bool:
+        assert self.process.poll() is None, self.log
+        said = re.search(r"scores: (\S+)/", self.log)
+        self.url = said[1] if said else ""
+        return bool(said)

@@ -1,0 +1,152 @@
+"""The answers of the router without a socket: requests that are none, rights, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvframework.http.exposition import OPEN_METRICS, TEXT
+from kvframework.http.messages import Reply, Request
+from kvframework.http.rights import Rights
+from kvframework.route.app import MOST_TOKENS, App
+from kvframework.route.metrics import METRICS
+from kvframework.route.router import Router
+from kvframework.route.settings import Node
+from tests.route.publisher import TOPIC, batch, stored
+
+NODES = [Node("a", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), Node("b", "ipc:///nowhere/b")]
+TOKENS = list(range(8))
+SECRET = "a salt that nobody may see"
+
+
+class Asking:
+    """An app whose publishers are not there, and what `a` would have told."""
+
+    def __init__(self, token: str = "", *, loopback: bool = False) -> None:
+        self._loop = asyncio.new_event_loop()
+        self.router = self._loop.run_until_complete(self._made())
+        self.app = App(self.router, Rights(lambda: token, loopback=loopback))
+        told = stored([1, 2], None, TOKENS, cache_salt=SECRET), stored([3], None, TOKENS[:4])
+        next(iter(self.router._followed.values())).contents.apply(TOPIC, batch(*told))
+
+    async def _made(self) -> Router:
+        router = Router(1000)
+        router.follow(NODES)
+        return router
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self.router.stop())
+        self._loop.close()
+
+    def ask(self, method: str, target: str, body: bytes = b"", **headers: str) -> Reply:
+        return self.app.answer(Request(method, target, headers, body))
+
+    def score(self, **asked: Any) -> Any:
+        reply = self.ask("POST", "/score", json.dumps(asked).encode())
+        return reply.status, json.loads(reply.body)
+
+
+@pytest.fixture
+def asking() -> Iterator[Asking]:
+    made = Asking()
+    yield made
+    made.close()
+
+
+def test_scores(asking: Asking) -> None:
+    assert asking.score(tokens=TOKENS) == (200, {"a": {"cpu": 4}, "b": {}})
+    assert asking.score(tokens=TOKENS, salt=SECRET, model="model") == (200, {"a": {"cpu": 8}, "b": {}})
+    assert asking.score(tokens=[]) == (200, {"a": {}, "b": {}})
+    assert asking.score(digests=["00" * 32], model="model") == (200, {"a": {}, "b": {}})
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "truncated"),
+        (b"[]", "object"),
+        (b"{}", "either tokens or digests"),
+        (b'{"tokens": [1], "digests": []}', "either tokens or digests"),
+        (b'{"tokens": [-1]}', "unsigned"),
+        (b'{"tokens": [4294967296]}', "too large|greater than maximum"),
+        (b'{"tokens": ["1"]}', "int"),
+        (b'{"tokens": [1], "modell": "m"}', "modell"),
+        (b'{"digests": []}', "names its model"),
+        (b'{"digests": ["zz"], "model": "m"}', "hexadecimal"),
+        (b'{"digests": ["00"], "model": "m"}', "32 bytes"),
+        (b'{"digests": [], "model": "m", "chunk_tokens": 0}', ">= 1"),
+        (json.dumps({"tokens": [0] * (MOST_TOKENS + 1)}).encode(), "length"),
+        (json.dumps({"tokens": "x", "salt": SECRET}).encode(), "array"),
+    ],
+)
+def test_a_request_that_is_none_is_told_why(asking: Asking, body: bytes, said: str) -> None:
+    reply = asking.ask("POST", "/score", body)
+    assert reply.status == 400
+    text = json.loads(reply.body)["error"]
+    assert re.search(said, text), text
+    assert SECRET not in text
+
+
+def test_paths_and_methods(asking: Asking) -> None:
+    assert asking.ask("GET", "/nowhere").status == 404
+    assert asking.ask("GET", "/score").status == 405
+    assert asking.ask("POST", "/metrics").status == 405
+    assert asking.ask("HEAD", "/metrics").status == 200
+    assert asking.ask("GET", "/livez").body == b"ok\n"
+
+
+def test_it_is_ready_once_all_that_are_there_were_heard(asking: Asking) -> None:
+    """Of `b`, which has no replay, there is nothing to wait for."""
+    assert asking.ask("GET", "/readyz")[:3] == (503, "text/plain; charset=utf-8", b"failed\n")
+    assert asking.ask("GET", "/readyz?verbose").body == b"[-]tcp://127.0.0.1:1 is not heard to the end\n"
+
+
+def test_rights() -> None:
+    asking = Asking("token", loopback=True)
+    try:
+        here = {"host": "127.0.0.1:9310"}
+        assert asking.ask("POST", "/score", b"{}", **here).status == 401
+        assert asking.ask("GET", "/publishers", **here).status == 401
+        assert asking.ask("GET", "/livez", **here).status == 200
+        assert asking.ask("GET", "/readyz?verbose", **here).body == b"failed\n"
+        assert asking.ask("GET", "/livez", host="page.example").status == 421
+        assert asking.ask("GET", "/publishers", **here, authorization="Bearer token").status == 200
+    finally:
+        asking.close()
+
+
+def test_metrics(asking: Asking) -> None:
+    asking.score(tokens=TOKENS)
+    asking.score(nothing=1)
+    reply = asking.ask("GET", "/metrics")
+    assert reply.type == TEXT
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(reply.body.decode())
+        for sample in family.samples
+    }
+    a = NODES[0].events
+    assert found["kvframework_route_blocks", a] == 3
+    assert found["kvframework_route_announced_blocks_total", a, "stored"] == 3
+    assert found["kvframework_route_connected", a] == 0
+    assert found["kvframework_route_requests_total",] == 1
+    assert found["kvframework_route_refused_requests_total",] == 1
+    assert found["kvframework_route_score_seconds_count",] == 1
+    assert {name.partition("_seconds")[0] for name, *_ in found} == {
+        metric.full.partition("_seconds")[0] for metric in METRICS
+    }
+    reply = asking.ask("GET", "/metrics", accept="application/openmetrics-text")
+    assert reply.type == OPEN_METRICS
+    assert reply.body.endswith(b"# EOF\n")
+
+
+def test_no_salt_is_shown(asking: Asking) -> None:
+    asking.score(tokens=TOKENS, salt=SECRET)
+    for path in ("/metrics", "/publishers", "/readyz?verbose"):
+        assert SECRET.encode() not in asking.ask("GET", path).body

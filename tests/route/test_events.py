@@ -1,0 +1,198 @@
+"""Batches as publishers write them: vLLM's own structs in both forms, and what is none of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvframework.route import prefix_hashes
+from kvframework.route.events import Cleared, Event, Malformed, Removed, Skipped, Stored, decoded
+from tests.route.publisher import as_array, batch, removed, stored
+
+EVENT = stored([1, 2], None, range(8))
+
+
+# As in vLLM 0.32, `vllm/distributed/kv_events.py`, field for field.
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
+    pass
+
+
+def read(*events: Any) -> list[Event]:
+    return decoded(batch(*events)).events
+
+
+def test_the_structs_of_vllm() -> None:
+    payload = msgspec.msgpack.encode(
+        EventBatch(
+            1.5,
+            [
+                BlockStored([-1, b"x" * 32], 7, [1, 2, 3, 4], 2, None, "GPU", None, group_idx=0),
+                BlockRemoved([2**63 - 1], None),
+                AllBlocksCleared(),
+            ],
+            3,
+        )
+    )
+    found = decoded(payload)
+    first, second, third = found.events
+    assert isinstance(first, Stored)
+    assert first.externals == [2**64 - 1, prefix_hashes.short(b"x" * 32)]
+    assert (first.parent, first.block_tokens, first.tier, first.group) == (7, 2, "gpu", 0)
+    assert first.tokens == prefix_hashes.packed([1, 2, 3, 4])
+    assert second == Removed([2**63 - 1], "gpu", None)
+    assert third == Cleared()
+    assert found.rank == 3
+
+
+def test_arrays_say_the_same_as_maps() -> None:
+    salted = stored([1, 2], None, range(8), extra_keys=[["l", "dynamo-cache-salt:s"], None], lora_name="l")
+    events = [EVENT, salted, removed([1]), {"type": "AllBlocksCleared"}]
+    assert read(*map(as_array, events[:2]), ["BlockRemoved", [1], "CPU"], ["AllBlocksCleared"]) == read(*events)
+
+
+def test_the_shortest_array_of_the_oldest_publishers() -> None:
+    (event,) = read(["BlockStored", [1], None, [5, 6], 2, None])
+    assert isinstance(event, Stored)
+    assert (event.tier, event.adapter) == ("gpu", "")
+
+
+@pytest.mark.parametrize(
+    ("medium", "tier"),
+    [(None, "gpu"), ("GPU", "gpu"), ("CPU", "cpu"), ("CPU_PINNED", "cpu"), ("STORAGE", "storage"), ("DISK", "storage")],
+)
+def test_media_are_tiers(medium: str | None, tier: str) -> None:
+    assert read(removed([1], medium)) == [Removed([1], tier, None)]
+
+
+def names(event: Event, parent: bytes = b"p" * 8) -> list[bytes]:
+    assert isinstance(event, Stored), event
+    return prefix_hashes.chained(parent, event.tokens, event.block_tokens, event.extras)
+
+
+def test_a_salt_is_the_same_in_each_spelling_and_counts_once_a_prompt() -> None:
+    plain = names(read(EVENT)[0])
+    spelled = [
+        names(each)
+        for each in read(
+            stored([1, 2], None, range(8), extra_keys=[["s"], None]),
+            stored([1, 2], None, range(8), extra_keys=[["dynamo-cache-salt:s"], None]),
+            stored([1, 2], None, range(8), cache_salt="s"),
+            stored([1, 2], None, range(8), cache_salt="s", extra_keys=[["s"], None]),
+        )
+    ]
+    assert spelled == [spelled[0]] * 4
+    assert not set(spelled[0]) & set(plain)
+    # Behind a parent the salt is in the parent's name.
+    middle = stored([1, 2], 9, range(8), cache_salt="s", extra_keys=[["dynamo-cache-salt:s"], None])
+    assert names(read(middle)[0]) == plain
+
+
+def test_what_else_makes_the_kv_is_in_the_names_from_there_on() -> None:
+    plain = names(read(EVENT)[0])
+    image = names(read(stored([1, 2], None, range(8), extra_keys=[None, [["image", 3]]]))[0])
+    assert image[0] == plain[0]
+    assert image[1] != plain[1]
+
+
+def test_an_adapter_is_its_name_and_without_one_its_number() -> None:
+    found = read(stored([1], None, range(4), lora_name="a"), stored([1], None, range(4), lora_id=3))
+    assert [each.adapter for each in found if isinstance(each, Stored)] == ["a", "#3"]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored([1], None, range(4), kv_cache_spec_kind="sliding_window", group_idx=1),
+        stored([1], None, range(4), locality="REMOTE"),
+        {**removed([1]), "locality": "REMOTE"},
+        {"type": "BlockMoved", "to": 1},
+    ],
+)
+def test_what_a_request_cannot_find_there_is_skipped(event: dict[str, Any]) -> None:
+    assert read(event) == [Skipped()]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        7,
+        None,
+        [],
+        {},
+        ["BlockStored"],
+        {"type": "BlockStored"},
+        stored([1], None, range(5)),
+        stored([1], None, range(4), size=0),
+        stored([1], None, range(4), size=-4),
+        stored([1], None, [], size=1 << 40),
+        stored([1], None, [-1, 0, 0, 0]),
+        stored([1], None, [1 << 32, 0, 0, 0]),
+        stored([1.5], None, range(4)),  # type: ignore[list-item]
+        stored([b"x" * 5000], None, range(4)),
+        stored([1], None, range(4), lora_name="l" * 5000),
+        stored([1], None, range(4), extra_keys=[None, None]),
+        stored([1], None, range(4), extra_keys=7),
+        removed("12"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_malformed_event_costs_no_other(event: Any) -> None:
+    before, odd, after = read(EVENT, event, EVENT)
+    assert isinstance(odd, Malformed)
+    assert before == after == read(EVENT)[0]
+
+
+@given(st.binary(max_size=200))
+@example(b"\xdd\xff\xff\xff\xff")
+@example(b"\x91" * 100_000)
+@example(b"\x93\x00" + b"\x91" * 100_000)
+@example(batch(stored([1], None, range(4)) | {"extra_keys": None})[:-1])
+def test_no_bytes_are_fatal(payload: bytes) -> None:
+    found = decoded(payload)
+    assert all(isinstance(each, (Stored, Removed, Cleared, Skipped, Malformed)) for each in found.events)
+
+
+def test_depth_is_no_danger() -> None:
+    deep: Any = []
+    for _ in range(400):
+        deep = [deep]
+    event = msgspec.msgpack.encode(stored([1], None, range(4), extra_keys=[None])).replace(
+        b"\xaaextra_keys\x91\xc0", b"\xaaextra_keys\x91" + msgspec.msgpack.encode([deep] * 1)
+    )
+    payload = b"\x93\x00\x91" + event + b"\x00"
+    (found,) = decoded(payload).events
+    assert isinstance(found, (Stored, Malformed))

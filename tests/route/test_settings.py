@@ -1,0 +1,71 @@
+"""What the command is given: nodes, files, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvframework.errors import ConfigError, PluginUnavailable
+from kvframework.route import settings
+from kvframework.route.settings import Node, RouteConfig, read_nodes
+from tests.cli.command import run
+
+
+def test_nodes_of_the_command_line_and_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.toml"
+    file.write_text('[[node]]\nname = "c"\nevents = "tcp://c:1"\nserver_key = "c.public"\ntopic = "kv@c@"\n')
+    config = RouteConfig(("a=tcp://a:1,tcp://a:2", "b=ipc:///run/b"), str(file), client_key="r.secret")
+    assert read_nodes(config) == [
+        Node("a", "tcp://a:1", "tcp://a:2"),
+        Node("b", "ipc:///run/b"),
+        Node("c", "tcp://c:1", "", "c.public", "kv@c@"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((), "there is no node"),
+        (("a",), "'a' is no node"),
+        (("=tcp://a:1",), "is no node"),
+        (("a=a:1",), "'a:1' is no endpoint"),
+        (("a=tcp://a:1,inproc://x",), "'inproc://x' is no endpoint"),
+    ],
+)
+def test_what_is_no_node(given: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_nodes(RouteConfig(given))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("node = 1", "array"),
+        ("[[node]]\nname = ''\nevents = 'tcp://a:1'", "length"),
+        ("[[node]]\nname = 'a'", "events"),
+        ("[[nodes]]\nname = 'a'", "unknown key 'nodes'"),
+        ("[[node", "line 1"),
+        ("[[node]]\nname = 'a'\nevents = 'tcp://a:1'\nserver_key = 'k'", "this router has none"),
+    ],
+)
+def test_what_is_no_file_of_nodes(text: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "nodes.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_nodes(RouteConfig(nodes_file=str(file)))
+
+
+def test_the_command_refuses_what_cannot_work(tmp_path: Path) -> None:
+    assert "there is no node" in run("route").stderr
+    done = run("route", "--nodes", str(tmp_path / "none.toml"))
+    assert (done.returncode, "cannot be read" in done.stderr) == (2, True)
+    assert run("route", "--node", "a=tcp://a:1", "--tls-cert", "c.pem").returncode == 2
+    done = run("route", "--node", "a=tcp://a:1", "--token-file", str(tmp_path / "none"))
+    assert (done.returncode, "the token cannot be read" in done.stderr) == (2, True)
+
+
+def test_a_missing_extra_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "find_spec", lambda _name: None)
+    with pytest.raises(PluginUnavailable, match=r"DIR-OF-CLONE\[route\]"):
+        settings.check_extra()
