@@ -116,3 +116,21 @@ class Writers(RuleBasedStateMachine):
 
 Writers.TestCase.settings = settings(deadline=None, stateful_step_count=40, max_examples=60)
 TestWriters = Writers.TestCase
+
+
+def test_an_object_that_another_batch_was_refused_waits_for_its_own_time() -> None:
+    """It was lost and stored again between: the batch that took it first must not send it, too."""
+    counts: Counter[str] = Counter()
+    here = {K[1]}
+    queue = WriteQueue(Watching(lambda key: key in here), BOUND, lambda **amounts: counts.update(amounts))
+    queue.offer([K[1]])
+    first = queue.take(0.0)
+    queue.removed(K[1])
+    queue.offer([K[1]])
+    second = queue.take(0.0)
+    queue.answered(queue.found(second, [K[1]]), [False], 0.0)
+    queue.put_back(second)
+    assert queue.found(first, [K[1]]) == []
+    queue.put_back(first)
+    assert queue.pending == 1
+    assert queue.take(1.0).keys == [K[1]]
