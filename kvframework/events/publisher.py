@@ -2,8 +2,8 @@
 does. It starts with what the ledger says was announced before.
 
 Each life of a server begins with a jump in the numbers, and each new subscriber gets a message at once: so a reader
-notices at once that it lacks something, and asks. Nothing here can fail a request: errors are logged and are problems
-of the status document.
+notices at once that it lacks something, and asks. After the last news empty messages follow, since a reader may lack
+that very message. Nothing here can fail a request: errors are logged and are problems of the status document.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 # News are collected for so long, and for longer with each number that a late reader has to be given.
 BATCH_S = 0.05
 _BATCH_S_A_NUMBER = 1e-7
+# After the last news comes an empty message, and the next ones after twice the time each, up to the longest.
+BEAT_S = 1.0
+_LONGEST_BEAT_S = 60.0
 # After so many bytes of messages the serving thread gets its turn; a message counts for some more than its own.
 _PAUSE_BYTES = 1 << 18
 _MESSAGE_BYTES = 1 << 10
@@ -56,18 +59,23 @@ class Publisher:
         self._found: Found | None = found
         self._history = history(found.next and found.next + RESERVE)
         self._reserved = 0
+        self._silence_s = BEAT_S
+        self._beat_at = 0.0
         self._sockets = sockets
         self._batch_s = batch_s
         self._clock = clock
+        self._handed_over = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvf-events", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, *, handed_over: bool = False) -> None:
         """Announce what is waiting, and what ends with this server, answer who asks, and end: a reader may wait for
-        ever for the end of an answer. Blocks for a moment, for `_STOP_S` seconds at most. Idempotent."""
+        ever for the end of an answer. If L1 is `handed_over` the next server learns from the ledger what it is. Blocks
+        for a moment, for `_STOP_S` seconds at most. Idempotent."""
+        self._handed_over = handed_over
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
@@ -86,6 +94,9 @@ class Publisher:
             while not self._stopping.is_set():
                 self._turn()
             self._announce(self._teller.turn())
+            if self._handed_over and not self._ledger.keeps:
+                self._ledger.keeps = True
+                self._anew(self._teller.known.announced())
             if not self._ledger.keeps:
                 self._teller.known.forget()
                 self._announce(self._teller.known.take())
@@ -122,11 +133,13 @@ class Publisher:
                 self._announce(self._teller.turn())
                 self._answer(requests)
         self.counters["subscribers"] += joined
-        self._announce(self._teller.turn(), empty=bool(joined))
+        self._announce(self._teller.turn(), empty=bool(joined) or time.monotonic() >= self._beat_at)
 
     def _announce(self, news: Sequence[News], *, empty: bool = False) -> None:
         if not news and not empty:
             return
+        self._silence_s = BEAT_S if news else min(2 * self._silence_s, _LONGEST_BEAT_S)
+        self._beat_at = time.monotonic() + self._silence_s
         messages = list(self._history.publish(self._clock(), news))
         self._record(messages[-1].number, news)
         for message in _in_turns(messages):
