@@ -9,10 +9,12 @@ that very message. Nothing here can fail a request: errors are logged and are pr
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from kvframework.events.answers import Answers
 from kvframework.events.history import History, Numbered
 from kvframework.events.known import Medium, News, Removed, Stored
 from kvframework.events.ledger import RESERVE, Found, Ledger
@@ -31,10 +33,10 @@ _LONGEST_BEAT_S = 60.0
 _PAUSE_BYTES = 1 << 18
 _MESSAGE_BYTES = 1 << 10
 _PAUSE_S = 0.0005
-_END = (1 << 64) - 1
 _STOP_S = 5.0
-# Who is told at the end that something is missing asks at once.
+# Who is told at the end that something is missing asks at once; answers under way end then, read or not.
 _LAST_QUESTIONS_S = 0.1
+_LAST_ENDS_S = 0.5
 
 
 class Publisher:
@@ -62,6 +64,7 @@ class Publisher:
         self._silence_s = BEAT_S
         self._beat_at = 0.0
         self._sockets = sockets
+        self._answers = Answers(sockets.answer, self._from)
         self._batch_s = batch_s
         self._clock = clock
         self._handed_over = False
@@ -85,6 +88,10 @@ class Publisher:
         return self._history.next
 
     @property
+    def unread_replays(self) -> int:
+        return self._answers.given_up
+
+    @property
     def ledger_bytes(self) -> int:
         return self._ledger.nbytes
 
@@ -100,9 +107,11 @@ class Publisher:
             if not self._ledger.keeps:
                 self._teller.known.forget()
                 self._announce(self._teller.known.take())
-            until = time.monotonic() + _LAST_QUESTIONS_S
-            while (left := until - time.monotonic()) > 0:
-                self._answer(self._sockets.wait(left)[1])
+            self._listen(_LAST_QUESTIONS_S)
+            self._answers.end()
+            until = time.monotonic() + _LAST_ENDS_S
+            while self._answers.turn(time.monotonic()) < math.inf and time.monotonic() < until:
+                pause()
         except Exception as error:
             self.problem = f"nothing is announced: {error!r}"
             log.exception("nothing is announced to routers any more")
@@ -123,17 +132,28 @@ class Publisher:
         self._announce(news, empty=not news)
 
     def _turn(self) -> None:
-        until = time.monotonic() + max(self._batch_s, self._history.next * _BATCH_S_A_NUMBER)
+        joined = self._listen(max(self._batch_s, self._history.next * _BATCH_S_A_NUMBER))
+        self._announce(self._teller.turn(), empty=joined or time.monotonic() >= self._beat_at)
+
+    def _listen(self, seconds: float) -> bool:
+        """Answer readers for so long, or until `stop`. True if there are new ones."""
+        until = time.monotonic() + seconds
         joined = 0
-        while (left := until - time.monotonic()) > 0 and not self._stopping.is_set():
-            subscribers, requests = self._sockets.wait(left)
+        stopping = self._stopping.is_set()
+        while (left := until - time.monotonic()) > 0 and self._stopping.is_set() == stopping:
+            subscribers, requests = self._sockets.wait(min(left, self._answers.turn(time.monotonic())))
             joined += subscribers
-            if requests:
-                # So that the answer is the state of the live number.
-                self._announce(self._teller.turn())
-                self._answer(requests)
+            for client, asked in requests:
+                if asked is None:
+                    self.counters["bad_requests"] += 1
+                else:
+                    self.counters["replays"] += 1
+                    self._answers.ask(client, asked)
         self.counters["subscribers"] += joined
-        self._announce(self._teller.turn(), empty=bool(joined) or time.monotonic() >= self._beat_at)
+        return joined > 0
+
+    def _from(self, number: int) -> Iterator[Numbered]:
+        return self._history.replay(number, self._clock(), self._teller.known)
 
     def _announce(self, news: Sequence[News], *, empty: bool = False) -> None:
         if not news and not empty:
@@ -170,17 +190,6 @@ class Publisher:
         if not self.problem:
             log.error("the ledger of events cannot be written: %s", error.strerror or error)
         self.problem = f"the ledger cannot be written, so a next server cannot tell removals: {error.strerror}"
-
-    def _answer(self, requests: Sequence[tuple[bytes, int | None]]) -> None:
-        """Send to each reader what it lacks, and the end, even to those that ask while the server stops."""
-        for client, asked in requests:
-            if asked is None:
-                self.counters["bad_requests"] += 1
-                continue
-            self.counters["replays"] += 1
-            for message in _in_turns(self._history.replay(asked, self._clock(), self._teller.known)):
-                self._sockets.answer(client, message)
-            self._sockets.answer(client, Numbered(b"", _END, b""))
 
 
 def pause() -> None:

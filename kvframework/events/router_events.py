@@ -100,6 +100,7 @@ class RouterEvents:
             "problem": publisher.problem,
             "counters": {
                 **publisher.counters,
+                "unread_replays": publisher.unread_replays,
                 **sockets.counters,
                 "dropped": self.feed.dropped,
                 "mismatched": teller.mismatched,

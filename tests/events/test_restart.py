@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
@@ -130,6 +131,31 @@ def test_an_answer_under_way_is_ended_by_a_server_that_stops() -> None:
             assert numbers[:-1] == list(range(len(numbers) - 1))
             assert stopped.result() == 0
             asking.close()
+
+
+def test_readers_that_read_nothing_cost_what_their_queues_hold() -> None:
+    with TellingServer() as server:
+        aged(server, 100_000)
+        held = store_all(server)
+        with router(server) as reader, ExitStack() as closing:
+            stuck = []
+            for _ in range(5):
+                socket = reader.question(0, most=1)
+                closing.callback(socket.close)
+                stuck.append(socket)
+            with router(server) as late:
+                late.until(held)
+            with server.client() as client:
+                wait_until(
+                    lambda: client.status()["events"]["counters"]["unread_replays"] == 5, 60, "the ends of answers"
+                )
+            for socket in stuck:
+                numbers = []
+                while numbers[-1:] != [(1 << 64) - 1]:
+                    assert socket.poll(30_000), "the answer has no end"
+                    numbers.append(int.from_bytes(socket.recv_multipart()[2], "big"))
+                assert numbers[:-1] == list(range(len(numbers) - 1))
+                assert len(numbers) < 50_000
 
 
 def test_what_is_handed_over_stays_told_and_ends_with_the_last_server() -> None:
