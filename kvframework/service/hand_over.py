@@ -20,8 +20,8 @@ _SEND_S = 2.0
 
 
 class HandOver:
-    """`descriptors()` returns the arena and the journal, borrowed; `stop()` begins the end of this server. `done`: a next
-    server has them."""
+    """`descriptors()` returns the arena and the journal, borrowed; `stop()` begins the end of this server. `done`: a
+    next server has them."""
 
     done = False
 

@@ -77,7 +77,9 @@ def test_who_reads_gets_all_in_order_and_who_does_not_gets_the_end(
     for number, first in enumerate(asked):
         client = b"%d" % number
         if client not in readers.left and client not in stuck:
-            assert whole(readers.read[client], first) or (len(stuck) >= module.MOST_ANSWERS and not readers.read[client])
+            assert whole(readers.read[client], first) or (
+                len(stuck) >= module.MOST_ANSWERS and not readers.read[client]
+            )
     answers.turn(now)
     for client in stuck:
         readers.take(client, ROOM)

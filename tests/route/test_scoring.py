@@ -78,7 +78,10 @@ def test_a_prompt_shorter_than_a_block_is_held_nowhere() -> None:
     index = Index(100)
     place = index.open()
     assert place is not None
-    assert whole(scoring.by_tokens(index, {"a": [Place(place, b"", 0, 16, "gpu", None)], "b": []}, b"")) == {"a": {}, "b": {}}
+    assert whole(scoring.by_tokens(index, {"a": [Place(place, b"", 0, 16, "gpu", None)], "b": []}, b"")) == {
+        "a": {},
+        "b": {},
+    }
 
 
 def test_digests_find_the_chunks_whose_last_block_is_told() -> None:
