@@ -79,7 +79,7 @@ def configured(nodes: Sequence[str], nodes_file: str, given: Mapping[str, object
     """The options that are given, and those of the file for all others. Blocking. Raises `ConfigFileError` and
     `ConfigFieldError`."""
     of_file = msgspec.structs.asdict(_read(nodes_file).route) if nodes_file else {}
-    config = RouteConfig(nodes=tuple(nodes), nodes_file=nodes_file, **{**of_file, **given})  # type: ignore[arg-type]
+    config = RouteConfig(nodes=tuple(nodes), nodes_file=nodes_file, **{**of_file, **given})
     if bool(config.tls_cert) != bool(config.tls_key):
         raise ConfigFieldError("there is one of tls_cert and tls_key", where="kvframework route", hint="give both")
     return config

@@ -32,7 +32,7 @@ def test_options_of_the_command_line_come_before_those_of_the_file(tmp_path: Pat
     assert config == RouteConfig(listen="h:1", blocks=8, client_key="k", nodes=("b=tcp://b:1",), nodes_file=str(file))
     assert [node.name for node in read_nodes(config)] == ["b", "a"]
     assert configured([], "", {}) == RouteConfig()
-    for text, said in (("blocks = 0", ">= 1"), ("blocs = 1", "unknown key 'blocs'"), ("tls_cert = 'c'", "tls_key")):
+    for text, said in (("blocks = 0", ">= 1"), ("blocs = 1", "unknown field `blocs`"), ("tls_cert = 'c'", "tls_key")):
         file.write_text(f"[route]\n{text}\n")
         with pytest.raises(ConfigError, match=said):
             configured([], str(file), {})
