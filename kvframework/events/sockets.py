@@ -4,6 +4,7 @@ thread that makes them, then used by one other."""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Collection
@@ -65,7 +66,7 @@ class EventSockets:
     def wait(self, timeout_s: float) -> tuple[int, list[tuple[bytes, int | None]]]:
         """Return the number of new subscribers, and who asks from which number on (None: a question of another form),
         after `timeout_s` seconds at most."""
-        ready = dict(self._poller.poll(round(max(timeout_s, 0.0) * 1000)))
+        ready = dict(self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
         if self._zap is not None and self._zap.socket in ready:
             self._zap.serve()
         subscribers = 0
