@@ -140,6 +140,7 @@ def _publisher(publisher: Publisher, followed: _Followed) -> Mapping[str, Any]:
         "topic": publisher.topic,
         "nodes": followed.names,
         "connected": subscription.connected,
+        "trouble": subscription.trouble,
         "away": subscription.is_away,
         "in_step": subscription.in_step,
         "blocks": contents.blocks,

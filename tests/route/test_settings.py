@@ -30,6 +30,7 @@ def test_nodes_of_the_command_line_and_of_a_file(tmp_path: Path) -> None:
         (("a",), "'a' is no node"),
         (("=tcp://a:1",), "is no node"),
         (("a=a:1",), "'a:1' is no endpoint"),
+        (("a=tcp://*:1",), "'tcp://\\*:1' is no address to connect to"),
         (("a=tcp://a:1,inproc://x",), "'inproc://x' is no endpoint"),
     ],
 )

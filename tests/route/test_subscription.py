@@ -1,0 +1,120 @@
+"""A subscription whose peer is not what it should be, over real sockets: it says so, and begins anew."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from kvframework.messaging.curve import read_secret, write_pair
+from kvframework.route import subscription
+from kvframework.route.router import Router
+from kvframework.route.settings import Node
+from tests.support.ports import free_port
+
+SLOW_S = 60.0
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscription, "ANEW_S", 0.2)
+    monkeypatch.setattr(subscription, "_POLL_MS", 50)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async def held() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(held(), SLOW_S)
+
+
+def told(router: Router) -> dict[str, Any]:
+    (each,) = router.document()["publishers"]
+    return dict(each)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("stranger", ["another kind of socket", "CURVE"])
+def test_a_stranger_at_the_address_of_a_publisher_is_named_and_outlived(
+    stranger: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """libzmq never tries again after some refusals: an address that another service had for a moment, keys that were
+    admitted later."""
+    caplog.set_level(logging.INFO)
+    port = free_port()
+
+    async def follow() -> None:
+        router = Router(1000)
+        router.follow([Node("a", f"tcp://127.0.0.1:{port}")])
+        try:
+            with zmq.Context() as context, context.socket(zmq.PUB if stranger == "CURVE" else zmq.REP) as other:
+                if stranger == "CURVE":
+                    other.curve_server = 1
+                    _, other.curve_secretkey = zmq.curve_keypair()
+                other.bind(f"tcp://127.0.0.1:{port}")
+                await until(lambda: told(router)["trouble"])
+            with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+                publisher.bind(f"tcp://127.0.0.1:{port}")
+                await until(lambda: told(router)["connected"])
+                assert told(router)["trouble"] == ""
+        finally:
+            await router.stop()
+
+    asyncio.run(follow())
+    assert len([each for each in caplog.records if each.levelno == logging.WARNING]) == 1
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_key_that_is_admitted_later(tmp_path: Path) -> None:
+    for name in ("server", "router"):
+        write_pair(tmp_path / f"{name}.secret", tmp_path / f"{name}.public")
+
+    class Admitted:
+        anyone = False
+
+        def callback(self, _domain: str, _key: bytes) -> bool:
+            return self.anyone
+
+    async def follow() -> None:
+        with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+            guard, admitted = ThreadAuthenticator(context), Admitted()
+            guard.start()
+            guard.configure_curve_callback("*", admitted)
+            publisher.curve_server = 1
+            publisher.curve_secretkey = read_secret(tmp_path / "server.secret")
+            port = publisher.bind_to_random_port("tcp://127.0.0.1")
+            router = Router(1000, str(tmp_path / "router.secret"))
+            router.follow([Node("a", f"tcp://127.0.0.1:{port}", server_key=str(tmp_path / "server.public"))])
+            try:
+                await until(lambda: "admit" in told(router)["trouble"])
+                admitted.anyone = True
+                await until(lambda: told(router)["connected"])
+            finally:
+                await router.stop()
+                guard.stop()
+
+    asyncio.run(follow())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_an_address_that_no_socket_takes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def follow() -> None:
+        router = Router(1000)
+        router.follow([Node("a", "tcp://...:1")])
+        try:
+            await until(lambda: told(router)["trouble"])
+            await asyncio.sleep(3 * subscription.ANEW_S)
+        finally:
+            await router.stop()
+
+    asyncio.run(follow())
+    (said,) = caplog.records
+    assert said.exc_info is None
+    assert "cannot be connected to" in said.getMessage()
