@@ -73,7 +73,7 @@ def read_nodes(config: RouteConfig) -> list[Node]:
     nodes = [_parsed(text) for text in config.nodes]
     if config.nodes_file:
         path = Path(config.nodes_file)
-        nodes += convert(read_toml(path), Nodes, where=str(path)).node
+        nodes += convert(read_toml(path, "--nodes"), Nodes, where=str(path)).node
     if not nodes:
         raise ConfigFieldError(
             "there is no node", where="kvframework route", available=_FORM, hint="give --node, or --nodes FILE"

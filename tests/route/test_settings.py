@@ -60,7 +60,7 @@ def test_what_is_no_file_of_nodes(text: str, said: str, tmp_path: Path) -> None:
 def test_the_command_refuses_what_cannot_work(tmp_path: Path) -> None:
     assert "there is no node" in run("route").stderr
     done = run("route", "--nodes", str(tmp_path / "none.toml"))
-    assert (done.returncode, "cannot be read" in done.stderr) == (2, True)
+    assert (done.returncode, "cannot be read" in done.stderr, "check --nodes" in done.stderr) == (2, True, True)
     assert run("route", "--node", "a=tcp://a:1", "--tls-cert", "c.pem").returncode == 2
     done = run("route", "--node", "a=tcp://a:1", "--token-file", str(tmp_path / "none"))
     assert (done.returncode, "the token cannot be read" in done.stderr) == (2, True)
