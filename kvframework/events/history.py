@@ -145,4 +145,6 @@ def _split(each: News) -> Iterator[News]:
 def _weight(each: News) -> int:
     if isinstance(each, Removed):
         return _EVENT_BYTES + _HASH_BYTES * len(each.hashes)
-    return _EVENT_BYTES + _HASH_BYTES * len(each.chunk.hashes) + len(each.chunk.tokens)
+    keys = [key for keys in each.chunk.extra_keys for key in keys or ()]
+    named = sum(_HASH_BYTES + len(key if isinstance(key, str) else key[0]) for key in keys)
+    return _EVENT_BYTES + _HASH_BYTES * len(each.chunk.hashes) + len(each.chunk.tokens) + named
