@@ -147,6 +147,7 @@ class Ledger:
             os.rename(other, self.path)
         except BaseException:
             os.close(fd)
+            other.unlink(missing_ok=True)
             raise
         os.close(self._fd)
         self._fd, self._nbytes, self._anew_at = fd, nbytes, 2 * nbytes + GROWTH_BYTES
