@@ -61,14 +61,20 @@ class Contents:
         return sum(self._index.size(place.number) for place in self._places.values())
 
     def apply(self, topic: bytes, payload: bytes) -> None:
-        """Take a batch in. An error of this code costs that batch, and would come again with it."""
+        """Take a batch in, at once."""
+        for _ in self.steps(topic, payload):
+            pass
+
+    def steps(self, topic: bytes, payload: bytes) -> Iterator[None]:
+        """Take a batch in, by steps of some milliseconds. An error of this code costs the rest of that batch, and would
+        come again with it."""
         try:
-            self._apply(topic, payload)
+            yield from self._steps(topic, payload)
         except Exception:
             log.exception("a batch is not taken in")
             self._mistaken("a bug of this router; see its log")
 
-    def _apply(self, topic: bytes, payload: bytes) -> None:
+    def _steps(self, topic: bytes, payload: bytes) -> Iterator[None]:
         if len(topic) > _LONGEST_TOPIC:
             self._mistaken("a topic is too long")
             return
@@ -76,12 +82,18 @@ class Contents:
             return
         batch = events.decoded(payload)
         stored: list[events.Stored] = []
+        blocks = 0
         for event in batch.events:
             if isinstance(event, events.Stored):
                 stored.append(event)
-                continue
+                blocks += len(event.externals) + 1
+                if blocks < events.AT_ONCE:
+                    continue
             self._store(topic, batch.rank, stored)
-            stored = []
+            stored, blocks = [], 0
+            yield
+            if isinstance(event, events.Stored):
+                continue
             if isinstance(event, events.Removed):
                 self._remove(topic, batch.rank, event)
             elif isinstance(event, events.Cleared):

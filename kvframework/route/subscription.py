@@ -21,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.route.follower import Follower
+from kvframework.route.intake import Intake
 from kvframework.route.settings import Publisher
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Subscription:
         context: zmq.asyncio.Context,
         publisher: Publisher,
         follower: Follower,
+        intake: Intake,
         keys: LoadedKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,6 +70,7 @@ class Subscription:
         self.begun = not publisher.replay
         self._context = context
         self._follower = follower
+        self._intake = intake
         self._keys = keys
         self._clock = clock
         self._connected = False
@@ -89,7 +92,8 @@ class Subscription:
     @property
     def in_step(self) -> bool:
         """Whether the index is as the publisher says, as far as that can be known."""
-        return self._connected and self._follower.question is None and not self._follower.in_doubt
+        heard = self._follower.question is None and not self._follower.in_doubt
+        return self._connected and heard and not self._intake.busy
 
     async def run(self) -> None:
         """Follow for ever. An error of this code ends a turn, never the subscription."""
@@ -122,7 +126,7 @@ class Subscription:
                     await self._replay(changes)
                 else:
                     self.begun = self.begun or self._connected
-                    await poller.poll(_POLL_MS)
+                    await poller.poll(0 if self._intake.busy else _POLL_MS)
                     self._hear(changes)
                     if self._follower.in_doubt and self._connected and self._clock() >= self._ask_at:
                         self._follower.connected()
@@ -138,7 +142,7 @@ class Subscription:
     def _drain(self, source: zmq.Socket[bytes], changes: zmq.Socket[bytes]) -> None:
         """Take in what has arrived, for one slice."""
         end = self._clock() + SLICE_S
-        while self._follower.question is None and self._clock() < end:
+        while self._intake.advance(end) and self._follower.question is None and self._clock() < end:
             frames, self._held = self._held, None
             if frames is None:
                 try:
@@ -197,7 +201,7 @@ class Subscription:
             replay.connect(self.publisher.replay)
             await replay.send_multipart([b"", (asked or 0).to_bytes(8, "big")])
             self._answered_at = self._clock()
-            while await replay.poll(_POLL_MS) or self._clock() - self._answered_at < ANSWER_S:
+            while self._intake.busy or await replay.poll(_POLL_MS) or self._clock() - self._answered_at < ANSWER_S:
                 if self._hear(changes) or self._take_answers(source):
                     return
                 await asyncio.sleep(0)
@@ -212,6 +216,9 @@ class Subscription:
         end = self._clock() + SLICE_S
         with suppress(zmq.Again):
             while self._clock() < end:
+                self._answered_at = self._clock() if self._intake.busy else self._answered_at
+                if not self._intake.advance(end):
+                    break
                 frames = source.recv_multipart(zmq.NOBLOCK)
                 self._answered_at = self._clock()
                 if len(frames) != 4 or len(frames[2]) != 8:

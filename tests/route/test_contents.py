@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvframework.route import contents as module
-from kvframework.route import prefix_hashes, scoring
+from kvframework.route import events, prefix_hashes, scoring
 from kvframework.route.contents import Contents
 from kvframework.route.index import Index
 from tests.route.publisher import CLEARED, TOPIC, as_array, batch, removed, stored
@@ -199,3 +199,20 @@ def test_a_bug_costs_a_batch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     assert "a batch is not taken in" in caplog.text
     contents.apply(TOPIC, batch(stored([2], None, range(4))))
     assert (contents.counts["malformed"], contents.blocks) == (1, 1)
+
+
+def test_a_batch_is_taken_in_by_steps() -> None:
+    """However its blocks are told."""
+    contents, blocks = Contents(Index(20_000), 20_000), 5000
+    names = range(blocks)
+    long = stored(names, None, names, size=1)
+    short = [stored([blocks + name], name, [name], size=1) for name in names]
+    others = [CLEARED | {"type": "NotYetKnown"}] * blocks
+    taken = 0
+    for _ in contents.steps(TOPIC, batch(long, *short, removed(names), *others, 7)):
+        now = contents.counts.total()
+        assert now - taken <= events.AT_ONCE
+        taken = now
+    expected = {"stored": 2 * blocks, "removed": blocks, "skipped": blocks, "malformed": 1}
+    assert {kind: count for kind, count in contents.counts.items() if count} == expected
+    assert contents.blocks == blocks
