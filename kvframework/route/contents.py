@@ -118,8 +118,16 @@ class Contents:
         self._index.close([place.number for place in places])
         self._places = {key: place for key, place in self._places.items() if place not in places}
 
+    def _forget_empty(self) -> None:
+        """Make room for places: a publisher has many in its life."""
+        self._close([place for place in self._places.values() if not self._index.size(place.number)])
+        held = {(place.topic, place.rank) for place in self._places.values()}
+        self._groups = {of: group for of, group in self._groups.items() if of in held}
+
     def _store(self, topic: bytes, rank: int, stored: list[events.Stored]) -> None:
         """Take in events without others between them: their parents are looked up at once, and may be among them."""
+        if stored and (topic, rank) not in self._groups and len(self._groups) == MOST_PLACES:
+            self._forget_empty()
         if stored and (topic, rank) not in self._groups and len(self._groups) == MOST_PLACES:
             self.counts["refused"] += sum(len(event.externals) for event in stored)
             return
@@ -175,7 +183,9 @@ class Contents:
         """The place, which is made when it is needed first; None if there are too many."""
         key = (topic, rank, block_tokens, tier)
         if key not in self._places:
-            number = self._index.open() if len(self._places) < MOST_PLACES else None
+            if len(self._places) == MOST_PLACES:
+                self._forget_empty()
+            number = self._index.open(self) if len(self._places) < MOST_PLACES else None
             if number is None:
                 return None
             self._places[key] = Place(number, topic, rank, block_tokens, tier, _model(topic))
