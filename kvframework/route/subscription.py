@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 SLICE_S = 0.002
 ANSWER_S = 10.0  # between two messages of a replay
+LONGEST_REPLAY_S = 1800.0  # a hundred million batches; without an end, news and readiness would wait for ever
 ASK_AGAIN_S = 30.0  # after a replay that failed; live events wait while one is asked for
 AWAY_S = 10.0  # a connection that is lost for longer is a node that is not there
 # Without a connection for so long, another socket tries: libzmq never does again after some refusals, such as that of a
@@ -200,9 +201,12 @@ class Subscription:
         try:
             replay.connect(self.publisher.replay)
             await replay.send_multipart([b"", (asked or 0).to_bytes(8, "big")])
-            self._answered_at = self._clock()
+            self._answered_at = began = self._clock()
             while self._intake.busy or await replay.poll(_POLL_MS) or self._clock() - self._answered_at < ANSWER_S:
                 if self._hear(changes) or self._take_answers(source):
+                    return
+                if self._clock() - began > LONGEST_REPLAY_S:
+                    self._fail("it has no end")
                     return
                 await asyncio.sleep(0)
             self._fail("no answer")

@@ -132,6 +132,43 @@ def test_a_long_batch_leaves_the_loop_to_others() -> None:
 
 
 @pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("step", [0, 1], ids=["the same number", "rising numbers"])
+def test_a_replay_without_an_end_keeps_neither_news_nor_readiness(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscription, "LONGEST_REPLAY_S", 0.3)
+
+    async def follow() -> None:
+        with zmq.Context() as context, context.socket(zmq.XPUB) as news, context.socket(zmq.ROUTER) as replay:
+            replay.sndhwm = 10
+            events, again = (
+                f"tcp://127.0.0.1:{each.bind_to_random_port('tcp://127.0.0.1')}" for each in (news, replay)
+            )
+            router = Router(1000)
+            router.follow([Node("a", events, again)])
+            number, asked_by = 0, b""
+
+            def answered() -> bool:
+                nonlocal number, asked_by
+                if replay.poll(0):
+                    asked_by = replay.recv_multipart()[0]
+                for _ in range(20 if asked_by else 0):
+                    number += step
+                    replay.send_multipart([asked_by, b"", b"", number.to_bytes(8, "big"), batch()])
+                return bool(told(router)["failed_replays"])
+
+            try:
+                await until(answered)
+                assert router.waiting_for == []
+                live = stored([1], None, range(4))
+                news.send_multipart([b"", (number + 1).to_bytes(8, "big"), batch(live)])
+                await until(lambda: answered() and told(router)["blocks"] == 1)
+            finally:
+                await router.stop()
+                replay.linger = 0
+
+    asyncio.run(follow())
+
+
+@pytest.mark.usefixtures("hasty")
 def test_an_address_that_no_socket_takes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     async def follow() -> None:
         router = Router(1000)
