@@ -6,17 +6,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Callable, Collection
 
 import zmq
 
-from kvframework.config import EventsConfig, ipc_path, parse_endpoint, prepare_private_directory
+from kvframework.config import EventsConfig, parse_endpoint
 from kvframework.errors import EndpointError
 from kvframework.events.history import Numbered
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.endpoint_files import socket_umask
+from kvframework.messaging.server.endpoint_files import EndpointFiles, socket_umask
 from kvframework.messaging.server.newcomers.zap import ZapHandler
 
 # Topics and questions are short.
@@ -36,8 +35,9 @@ class EventSockets:
     def __init__(self, config: EventsConfig, *, keys: ServerKeys | None, admit_uids: Collection[int] = ()) -> None:
         self.counters = {"curve_refused": 0}
         self._admit_uids = admit_uids
-        self._paths: list[str] = []
         with contextlib.ExitStack() as undo:
+            # Released last: a socket that ends removes whatever lies at its path.
+            self._files = undo.enter_context(contextlib.ExitStack())
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(context.term)
             self._zap: ZapHandler | None = None
@@ -95,9 +95,6 @@ class EventSockets:
     def close(self) -> None:
         """Close both; blocks for a moment, in which what was sent leaves."""
         self._undo.close()
-        for path in self._paths:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
 
     def _bind(self, socket: frames_io.Socket, endpoint: str, keys: ServerKeys | None, key: str) -> None:
         parsed = parse_endpoint(endpoint)
@@ -108,23 +105,34 @@ class EventSockets:
             if keys is not None:
                 keys.apply(socket)
         else:
-            shared = bool(self._admit_uids)
-            prepare_private_directory(Path(ipc_path(endpoint)).parent, shared=shared)
+            files = EndpointFiles(endpoint, shared=bool(self._admit_uids))
+            _when_free(files.acquire)
+            self._files.callback(files.release)
             for uid in {os.geteuid(), *self._admit_uids}:
                 socket.setsockopt(zmq.IPC_FILTER_UID, uid)
-        until = time.monotonic() + _BIND_S
-        while True:
+
+        def bind() -> None:
             try:
                 with socket_umask(shared=parsed.kind == "ipc" and bool(self._admit_uids)):
                     socket.bind(endpoint)
-                break
             except zmq.ZMQError as error:
-                if error.errno != zmq.EADDRINUSE or time.monotonic() >= until:
-                    raise EndpointError(
-                        f"it cannot be listened at: {error.strerror}",
-                        where=f"[events] {key} = {endpoint}",
-                        hint="name an address of this machine that is free",
-                    ) from None
-                time.sleep(_BIND_STEP_S)
-        if parsed.kind == "ipc":
-            self._paths.append(parsed.path)
+                raise EndpointError(
+                    f"it cannot be listened at: {error.strerror}",
+                    where=f"[events] {key} = {endpoint}",
+                    hint="name an address of this machine that is free",
+                ) from None
+
+        _when_free(bind)
+
+
+def _when_free(take: Callable[[], None]) -> None:
+    """Take what an earlier server, which ends, may still have. A mistake is said after as long."""
+    until = time.monotonic() + _BIND_S
+    while True:
+        try:
+            take()
+            return
+        except EndpointError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_BIND_STEP_S)
