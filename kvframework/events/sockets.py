@@ -25,6 +25,8 @@ _BIND_S = 5.0
 _BIND_STEP_S = 0.05
 _LINGER_MS = 1000
 _NUMBER_BYTES = 8
+# Messages that are read before others are sent: a reader that writes without an end has its turn, and no more.
+_MOST_AT_ONCE = 1000
 
 
 class EventSockets:
@@ -67,13 +69,13 @@ class EventSockets:
         if self._zap is not None and self._zap.socket in ready:
             self._zap.serve()
         subscribers = 0
-        while self._news in ready:
+        for _ in range(_MOST_AT_ONCE if self._news in ready else 0):
             try:
                 subscribers += self._news.recv(zmq.NOBLOCK)[:1] == b"\1"
             except zmq.Again:
                 break
         asked: dict[bytes, int | None] = {}
-        while self._questions in ready:
+        for _ in range(_MOST_AT_ONCE if self._questions in ready else 0):
             try:
                 client, *question = self._questions.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

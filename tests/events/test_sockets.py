@@ -72,3 +72,23 @@ def test_a_port_in_use_is_named() -> None:
         with pytest.raises(EndpointError, match="in use") as caught:
             EventSockets(EventsConfig(f"tcp://127.0.0.1:{port}", insecure=True), keys=None)
     assert str(port) in caught.value.where
+
+
+def test_a_reader_that_asks_without_an_end_has_its_turn_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_AT_ONCE", 10)
+    named = config(tmp_path)
+    sockets = EventSockets(named, keys=None)
+    try:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+            reader.linger = 0
+            reader.connect(named.replay)
+            for number in range(95):
+                reader.send_multipart([b"", number.to_bytes(8, "big")])
+            answers = []
+            while not answers or answers[-1] != 94:
+                answers += [asked for _, asked in sockets.wait(10.0)[1]]
+            assert len(answers) >= 10
+    finally:
+        sockets.close()
