@@ -110,7 +110,8 @@ class Server:
             events_status=self._events.status if self._events else dict,
         )
         self.running = RunningConfig(config, self._registry, self._configure)
-        handlers = self._handlers(HandOver(lambda: storage.hand_over(identity(), self._tenant_names), self.stop))
+        self._hand_over = HandOver(lambda: storage.hand_over(identity(), self._tenant_names), self.stop)
+        handlers = self._handlers(self._hand_over)
         self._messages = MessageServer(
             self.endpoint,
             Served(
@@ -133,7 +134,8 @@ class Server:
         called."""
         if self._events is not None:
             storage = self.service.storage
-            self._events.start(self.service.shape_of, storage.which_present, keeps=storage.kept)
+            keeps = storage.kept and self._keeper is not None and self._keeper.lasts
+            self._events.start(self.service.shape_of, storage.which_present, keeps=keeps)
         self._messages.bind()
         if self._observer is not None:
             self._observer.start()
@@ -176,7 +178,7 @@ class Server:
         if self._observer is not None:
             self._observer.stop()
         if self._events is not None:
-            self._events.stop()
+            self._events.stop(handed_over=self._hand_over.done)
         self.service.close(by, process_ends=process_ends)
 
     def abandon(self) -> None:
