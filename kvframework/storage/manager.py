@@ -138,9 +138,9 @@ class StorageManager:
         # For this room only, while it holds the lock: the objects are the table's.
         self.row = self._table.row
         self.looked_up = self._departures.looked_up
-        self._prefetcher = Prefetcher(self, self._tiers.stores, clock)
+        self._prefetcher = Prefetcher(self, self._tiers.stores, [tier.loads for tier in tiers], clock)
         writing = [(writer, tier.writes) for writer, tier in zip(self._tiers.writers, tiers, strict=True)]
-        loading = [(queue, tier.loads) for queue, tier in zip(self._prefetcher.queues, tiers, strict=True)]
+        loading = [(queue, queue.threads) for queue in self._prefetcher.queues]
         self.controllers: list[tuple[Controller, int]] = [*writing, *loading]
         self._threads = StorageThreads(self.controllers) if threads else None
         found = kept.found.slots.objects if kept.found is not None else ()

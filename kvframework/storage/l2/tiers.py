@@ -68,6 +68,7 @@ class Tiers:
                 policy=tier.policy,
                 queue=tier.write_queue,
                 promote=tier.promote,
+                writers=tier.writes,
                 clock=clock,
             )
             for tier in attached
