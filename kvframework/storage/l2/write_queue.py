@@ -32,8 +32,8 @@ class Batch:
 class WriteQueue:
     """`count` adds to counters by name: `write_dropped`, `write_lost`, `write_given_up`.
 
-    `bound` is the number of objects that may wait, `writers` that of the batches that may be in flight. Objects that a batch could not send wait again beyond it, so at most
-    the bound and the batches in flight are pending.
+    `bound` is the number of objects that may wait; `writers` batches may be in flight. Objects that a batch could not
+    send wait again beyond the bound, so at most the bound and the batches in flight are pending.
     """
 
     def __init__(self, policy: WritePolicy, bound: int, count: Callable[..., None], writers: int = 1) -> None:
