@@ -43,12 +43,11 @@ class LookupWaits:
         return len(self._waits)
 
     def add(self, wait: Wait) -> None:
-        """Add a wait; it is due at once, since its ticket may have changed since the answer that was not enough."""
+        """Add a wait, while nothing can change its ticket."""
         number = next(self._numbers)
         self._waits[number] = wait
         self._of_ticket.setdefault(wait.ticket, set()).add(number)
         self._times.set(number, wait.until)
-        self._changed.append(wait.ticket)
 
     def changed(self, ticket: str) -> None:
         """A ticket's answer may be another now, or the ticket has ended. From any thread."""

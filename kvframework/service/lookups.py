@@ -97,24 +97,29 @@ class Lookups:
         record = self._storage.records.get(key.namespace)
         asked = Asked(client, key, self._clock())
         owner, request_id = client.session_id, key.request_id
-        if record is None:
-            answer = self.tickets.look_up_record(
-                owner, request_id, key.namespace, lambda found: self._wanted(asked, found)
-            )
-        else:
-            answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
+        with self._storage.lock:  # whatever changes the ticket afterwards finds its wait
+            if record is None:
+                answer = self.tickets.look_up_record(
+                    owner, request_id, key.namespace, lambda found: self._wanted(asked, found)
+                )
+            else:
+                answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
+            held = self._hold(lambda now: now.decided, answer, owner, payload.wait_s)
         asked.l1_tokens = answer.hit_tokens
         if answer.pending:
             self._waiting[answer.ticket] = asked
         else:
             self._ended(asked, answer.hit_tokens)
-        return self._when(lambda now: now.decided, answer, owner, payload.wait_s)
+        return held or _reply(answer)
 
     def _query(self, client: ClientInfo, payload: m.PrefetchQuery, _buffers: object) -> m.LookupReply | Future[Message]:
-        answer, more_than = self._asked_again(payload.ticket, client.session_id), payload.more_than
-        return self._when(
-            lambda now: not now.pending or 0 <= more_than < now.hit_tokens, answer, client.session_id, payload.wait_s
-        )
+        owner, more_than = client.session_id, payload.more_than
+        with self._storage.lock:
+            answer = self._asked_again(payload.ticket, owner)
+            held = self._hold(
+                lambda now: not now.pending or 0 <= more_than < now.hit_tokens, answer, owner, payload.wait_s
+            )
+        return held or _reply(answer)
 
     def _asked_again(self, ticket: str, owner: int) -> Answer:
         answer = self.tickets.ask_again(ticket, owner)
@@ -123,12 +128,13 @@ class Lookups:
             self._ended(asked, answer.hit_tokens)
         return answer
 
-    def _when(
+    def _hold(
         self, enough: Callable[[Answer], bool], answer: Answer, owner: int, wait_s: float
-    ) -> m.LookupReply | Future[Message]:
-        """Return the answer if it is enough, else a future of one that is, or of the one in `wait_s`."""
+    ) -> Future[Message] | None:
+        """Return a future of an answer that is enough, or of the one in `wait_s`; None if this one is to be given. The
+        caller holds the storage lock."""
         if not wait_s or not answer.pending or enough(answer):
-            return _reply(answer)
+            return None
         promise: Promise[Message] = Promise()
         self.waits.add(Wait(promise, owner, answer.ticket, self._clock() + wait_s, enough))
         return promise
