@@ -184,14 +184,6 @@ def the_last_batch_wakes_nothing(original: Any, prefetcher: Prefetcher, *argumen
     original(prefetcher, *arguments)
 
 
-@plant(Prefetcher, "_begin_part")
-def batches_behind_the_first_are_lost(original: Any, prefetcher: Prefetcher, load: Any, number: int) -> None:
-    if load.under_way:
-        load.parts.popleft()
-    else:
-        original(prefetcher, load, number)
-
-
 @plant(LookupWaits, "changed")
 def a_change_wakes_no_client(_original: Any, _waits: LookupWaits, _ticket: str) -> None:
     pass
