@@ -19,13 +19,15 @@ from kvframework.storage.lookup.tickets import Answer
 
 
 class Wait(NamedTuple):
-    """One client that waits for an answer about `ticket`, which is `enough`, until `until` of the clock."""
+    """One client that waits for an answer about `ticket`, which is `enough`, until `until` of the clock. It does not
+    know the ticket before the answer that `opens` it."""
 
     promise: Promise[Message]
     owner: int
     ticket: str
     until: float
     enough: Callable[[Answer], bool]
+    opens: bool
 
 
 class LookupWaits:

@@ -87,7 +87,9 @@ class Lookups:
                 answer = Answer(0, "", False)
             if wait.until <= now or wait.promise.query() or wait.enough(answer):
                 self.waits.end(number)
-                wait.promise.set_result(_reply(answer))
+                taken = wait.promise.set_result(_reply(answer))
+                if wait.opens and answer.ticket and not taken:
+                    self.tickets.free(answer.ticket, wait.owner)
 
     def _lookup(self, client: ClientInfo, payload: m.Lookup, _buffers: object) -> m.LookupReply | Future[Message]:
         key = payload.key
@@ -104,7 +106,7 @@ class Lookups:
                 )
             else:
                 answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
-            held = self._hold(lambda now: now.decided, answer, owner, payload.wait_s)
+            held = self._hold(lambda now: now.decided, answer, owner, payload.wait_s, opens=True)
         asked.l1_tokens = answer.hit_tokens
         if answer.pending:
             self._waiting[answer.ticket] = asked
@@ -129,14 +131,14 @@ class Lookups:
         return answer
 
     def _hold(
-        self, enough: Callable[[Answer], bool], answer: Answer, owner: int, wait_s: float
+        self, enough: Callable[[Answer], bool], answer: Answer, owner: int, wait_s: float, *, opens: bool = False
     ) -> Future[Message] | None:
         """Return a future of an answer that is enough, or of the one in `wait_s`; None if this one is to be given. The
         caller holds the storage lock."""
         if not wait_s or not answer.pending or enough(answer):
             return None
         promise: Promise[Message] = Promise()
-        self.waits.add(Wait(promise, owner, answer.ticket, self._clock() + wait_s, enough))
+        self.waits.add(Wait(promise, owner, answer.ticket, self._clock() + wait_s, enough, opens))
         return promise
 
     def _free(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.Freed:

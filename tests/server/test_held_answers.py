@@ -130,7 +130,7 @@ def test_others_are_served_while_an_answer_is_held_back(node: Node) -> None:
     with WireClient(node.server.endpoint) as other:
         assert other.status()["tickets"] == 1
     node.tier.resume()
-    assert node.client.answer(held, "LOOKUP").pending
+    assert node.client.answer(held, "LOOKUP").ticket
 
 
 @pytest.mark.parametrize("end", ["death", "END_SESSION", "CANCEL"])
@@ -145,8 +145,7 @@ def test_a_wait_ends_with_its_client_or_request(node: Node, end: str) -> None:
             assert node.client.call(end, m.EndSession()).tickets == 1
             assert node.client.answer(held, "LOOKUP") == m.LookupReply(0)
         else:
-            node.client.call(end, m.Cancel(request=held))
-            node.client.call("END_SESSION", m.EndSession())
+            assert node.client.call(end, m.Cancel(request=held)).found, "and its ticket, which nobody knows"
         wait_until(lambda: watcher.status()["tickets"] == node.waits == 0, what="the end")
         node.tier.resume()
         wait_until(lambda: watcher.status()["prefetch"]["in_flight"] == 0, what="the end of the load")
