@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from kvframework.api.keys import PackedKey
 
-# As long as an engine holds a miss by itself (the connector of vLLM): the write of another node is seen no later.
+# What another node writes is seen this much later at worst; the connector of vLLM holds a miss for as long by itself.
 HOLD_S = 0.5
 MOST = 1 << 14
 
