@@ -74,7 +74,7 @@ class TierCall(NamedTuple):
 class LoadTask(PrefetchTask):
     """One load. `done` turns True after `on_done` and all callbacks have run; `loaded` counts objects, and `calls` are
     its first `MAX_CALLS` calls to tiers. `decided` turns True once the tiers have said what they have. `on_change` is
-    called in a storage thread after that, and when objects have arrived; it must not block."""
+    called in a storage thread after that, when objects have arrived, and at the end; it must not block."""
 
     def __init__(
         self,
@@ -165,6 +165,7 @@ class Loader:
             task.call_back()
             self._l1.unpin_internal(pins)
             task.done = True
+            _call(task.on_change)
 
     def record(self, namespace: bytes, on_done: Callable[[NamespaceRecord | None], None]) -> LoadSteps[None]:
         """Read a namespace's record from the tiers; `on_done` runs once, in any case."""

@@ -22,7 +22,7 @@ class Wanted(NamedTuple):
     """The objects that a LOOKUP requests. `find` gives the chunks of the hit and its objects, by rows of L1; `load`
     starts the load of the rest and receives a callback for its end; None if it was refused. `prefix` and `digests` name
     the objects of one row, which stands for all in the counts. The second callback of `load` is called, in a storage
-    thread, once the tiers have said what they have, and when objects have arrived."""
+    thread, once the tiers have said what they have, when objects have arrived, and at the end."""
 
     prefix: bytes
     digests: Sequence[bytes]
@@ -163,7 +163,7 @@ class LookupTickets:
         hit = self._pin(ticket, wanted)
         self._storage.looked_up(self._storage.row, wanted.prefix, wanted.digests, hit, wanted.chunk_tokens)
         if hit < len(wanted.digests) and self._may_load(ticket):
-            task = wanted.load(lambda: self._loaded(ticket, wanted), lambda: self._arrived(ticket, wanted))
+            task = wanted.load(lambda: self._loaded(ticket, wanted), lambda: self._changed(ticket, wanted))
             if task is not None:
                 self._table.load_begun(ticket, task.cancel)
 
@@ -174,10 +174,10 @@ class LookupTickets:
             self._grown.pop(ticket.id, None)
             if not ticket.ended:
                 self._pin(ticket, wanted)
-        self._on_change(ticket.id)
 
-    def _arrived(self, ticket: Ticket, wanted: Wanted) -> None:
-        """Note that the tiers have said what they have, or that objects have arrived (in a storage thread)."""
+    def _changed(self, ticket: Ticket, wanted: Wanted) -> None:
+        """Note that the tiers have said what they have, that objects have arrived, or that the load has ended and pins
+        nothing any more (in a storage thread)."""
         with self._lock:
             if ticket.pending and not ticket.ended:
                 self._table.load_decided(ticket)
