@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,9 +18,9 @@ from kvframework.registry import PluginRegistry
 from kvframework.wire import messages as m
 from kvframework_bench.console import Stage
 from kvframework_bench.copy_reference import fastest_copy
-from kvframework_bench.errors import BenchFailed, Skipped, measure_or_skip, require_torch
+from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped, measure_or_skip, require_torch
 from kvframework_bench.l2.figures import EngineRow
-from kvframework_bench.l2.file_reference import file_system
+from kvframework_bench.l2.file_reference import can_bypass_cache, drop_from_cache, file_system, read_files
 from kvframework_bench.l2.redis_reference import bare_cases, bare_client, fastest_way
 from kvframework_bench.l2.redis_server import running_redis
 from kvframework_bench.l2.sizes import Sizes
@@ -32,7 +33,7 @@ from kvframework_bench.l2.tier import (
     open_tier,
     redis_settings,
 )
-from kvframework_bench.rounds import Case, Rounds, interleave, rate_gb_s, ratio
+from kvframework_bench.rounds import Case, Rounds, interleave, rate_gb_s, ratio, timed
 from kvframework_bench.server import running_server
 from kvframework_bench.workload import Shape
 
@@ -42,19 +43,24 @@ if TYPE_CHECKING:
 _ARENA_SLACK = 32 << 20
 _WAIT_S = 60.0
 _HELD_S = 1.0
+# As many threads as the filesystem tier says for its loads.
+_READERS = 4
 CHUNK_TOKENS = 256
+# A file has a head and padding beside its value; a namespace's record is smaller than any value here.
+_FILE_SLACK, _RECORD_SLACK = 1 << 16, 1 << 14
 MEMORY_FOLDER = Path("/dev/shm")
 
 
 class Source(NamedTuple):
     """A tier with the stored prompt. `references` are the cases to measure beside it, `fastest` picks the reference of
-    them; `verify` checks what they moved."""
+    them; `verify` checks what they moved. `before` is called before each load, outside its time."""
 
     name: str
     settings: list[str]
     references: dict[str, Case]
     fastest: Callable[[Mapping[str, Rounds]], tuple[str, Rounds]]
-    verify: Callable[[], None]
+    verify: Callable[[], None] = lambda: None
+    before: Callable[[], None] = lambda: None
 
 
 def bench_engine(
@@ -64,11 +70,11 @@ def bench_engine(
     `WrongBytes`."""
     require_torch()
     rows = []
-    for source in (_redis, _files):
+    for source in (_redis, _disk, _memory_files):
         for shape in sizes.shapes:
             row = measure_or_skip(
                 skipped,
-                f"engine, {source.__name__[1:]}",
+                f"engine, {source.__name__[1:].replace('_', ' ')}",
                 lambda source=source, shape=shape: _row(source, shape, sizes.engine_rounds, directory, registry, stage),  # type: ignore[misc]
             )
             rows += [row] if row is not None else []
@@ -104,19 +110,52 @@ def _redis(shape: Shape, nbytes: int, directory: Path, registry: PluginRegistry)
 
 
 @contextmanager
-def _files(shape: Shape, _nbytes: int, _directory: Path, registry: PluginRegistry) -> Iterator[Source]:
+def _disk(shape: Shape, _nbytes: int, directory: Path, registry: PluginRegistry) -> Iterator[Source]:
+    """Files that are not in the page cache; the reference reads them plainly, by as many threads."""
     check_plugin(registry, "tier", "filesystem")
-    with (
-        tempfile.TemporaryDirectory(prefix="kvf-bench-", dir=MEMORY_FOLDER) as place,
-        fastest_copy(shape.nbytes) as copy,
-    ):
+    if not can_bypass_cache(directory):
+        raise BenchUnavailable(f"{file_system(directory)} keeps the files in the page cache")
+    with tempfile.TemporaryDirectory(dir=directory) as place, ThreadPoolExecutor(_READERS) as pool:
+        rooms = [memoryview(bytearray(shape.nbytes // _READERS + _FILE_SLACK)) for _ in range(_READERS)]
+
+        def values() -> list[Path]:
+            found = (path for path in Path(place).glob("l2/*/*") if path.is_file())
+            return sorted(path for path in found if path.stat().st_size > _RECORD_SLACK)
+
+        def drop() -> None:
+            drop_from_cache(values())
+
+        def plain() -> float:
+            paths = values()
+            drop_from_cache(paths)
+            parts = [paths[first::_READERS] for first in range(_READERS)]
+            return timed(lambda: list(pool.map(lambda part, room: read_files(part, [room] * len(part)), parts, rooms)))
+
         yield Source(
             f"files on {file_system(Path(place))}",
-            ["l2.0.use=filesystem", f"l2.0.path={place}/l2", "l2.0.capacity=4GiB", f"l2.0.timeout_s={TIMEOUT_S}"],
+            _settings(place),
+            {"plain": plain},
+            lambda measured: (f"plain files, not cached, {_READERS} threads", measured["plain"]),
+            before=drop,
+        )
+
+
+@contextmanager
+def _memory_files(shape: Shape, _nbytes: int, _directory: Path, registry: PluginRegistry) -> Iterator[Source]:
+    check_plugin(registry, "tier", "filesystem")
+    folder = tempfile.TemporaryDirectory(prefix="kvf-bench-", dir=MEMORY_FOLDER)
+    with folder as place, fastest_copy(shape.nbytes) as copy:
+        yield Source(
+            f"files on {file_system(Path(place))}",
+            _settings(place),
             {"copy": copy.run},
             lambda measured: (f"`copy` ({copy.name})", measured["copy"]),
-            lambda: None,
         )
+
+
+def _settings(place: str) -> list[str]:
+    values = {"use": "filesystem", "path": f"{place}/l2", "capacity": "4GiB", "timeout_s": TIMEOUT_S}
+    return [f"l2.0.{key}={value}" for key, value in values.items()]
 
 
 def _row(
@@ -141,7 +180,7 @@ def _row(
             raise BenchFailed(f"objects have {transfers.object_bytes} bytes", available=f"{nbytes}")
         transfers.store()
         await_written(server, client)
-        loads = _Loads(client, transfers, shape.tokens)
+        loads = _Loads(client, transfers, shape.tokens, at.before)
         _verify(loads, loads.whole)
         _verify(loads, loads.arriving)
         advance()
@@ -182,11 +221,12 @@ class _Loads:
     """LOOKUP and RETRIEVE of a prompt that only the tier has. `to_l1` are the seconds until the whole hit was pinned,
     where it is waited for."""
 
-    def __init__(self, client: KVClient, transfers: Transfers, tokens: int) -> None:
+    def __init__(self, client: KVClient, transfers: Transfers, tokens: int, before: Callable[[], None]) -> None:
         self.transfers = transfers
         self.to_l1: list[float] = []
         self._client = client
         self._tokens = tokens
+        self._before = before
         self._scheduler = transfers.scheduler()
 
     def whole(self) -> float:
@@ -224,6 +264,7 @@ class _Loads:
                 f"{cleared.in_use} objects are in use before a lookup, and {cleared.objects} left L1",
                 available="all of the prompt were expected to leave it",
             )
+        self._before()
 
     def _check(self, tokens: int) -> None:
         if tokens != self._tokens:
