@@ -121,6 +121,8 @@ class Server:
                 arena_for=self.service.storage.arena_for,
                 on_session_end=self.service.end_session,
                 on_tick=self.service.tick,
+                next_at=self.service.next_at,
+                on_time=self.service.on_time,
             ),
             session_timeout_s=config.server.session_timeout_s,
             workers=config.server.workers,
@@ -128,6 +130,7 @@ class Server:
             curve=curve,
             admit_uids=config.server.admit_uids,
         )
+        self.service.wakes(self._messages.wake)
 
     def bind(self) -> None:
         """Bind the sockets. Raises `EndpointError` and `EventLedgerError`. Afterwards `serve_forever` must be

@@ -67,10 +67,10 @@ class Tier(ABC):
 
     All calls block, take an absolute `deadline` on `time.monotonic()` and return one outcome per key, in order. Several
     threads call at once: those of the tier's loads and of its writes, as many as `TierProvider` or the `[[l2]]` table
-    says, and those that clear. FAILED is for one key; an operation that failed as a whole (no connection, protocol
-    surprise, deadline) raises `TierError`. The caller owns the buffers: a tier keeps no reference after it returned. A
-    deadline that has passed and a closed tier are `TierError` at every call. A key that occurs twice in a batch is
-    processed twice, in order. `kvframework.testing.TierConformance` holds a tier to all of this.
+    says, one more for `contains`, and those that clear. FAILED is for one key; an operation that failed as a whole (no
+    connection, protocol surprise, deadline) raises `TierError`. The caller owns the buffers: a tier keeps no reference
+    after it returned. A deadline that has passed and a closed tier are `TierError` at every call. A key that occurs
+    twice in a batch is processed twice, in order. `kvframework.testing.TierConformance` holds a tier to all of this.
     """
 
     name: str
@@ -140,9 +140,9 @@ class Tier(ABC):
 class TierProvider(Provider[O]):
     """A tier for `[[l2]]`. `shared`: several nodes may use one store at the same time and see each other's values.
 
-    `loads` and `writes` limit the concurrent loads and batches of writes of the tier, unless its `[[l2]]` table has
-    other numbers: 1 for a store that takes one call after the other anyway. With any numbers, several threads call a
-    tier at once.
+    `loads` and `writes` limit the batches that are loaded and written at once, also those of one prompt, unless the
+    tier's `[[l2]]` table has other numbers: 1 for a store that takes one call after the other anyway. One thread more
+    asks `contains`. With any numbers, several threads call a tier at once.
 
     `diagnose` is a function (options, TableContext, deadline) -> Sequence[Finding] and makes the report of `kvframework
     doctor` on the store: is it reachable, large enough, set up as a cache? It runs in a process of its own, may block
@@ -157,8 +157,8 @@ class TierProvider(Provider[O]):
     diagnose: Diagnose[O] | None = None
     store: Callable[[O], str] | None = None
     shared: bool = False
-    loads: int = 2
-    writes: int = 1
+    loads: int = 4
+    writes: int = 2
 
     def __post_init__(self) -> None:
         for name, value in (("loads", self.loads), ("writes", self.writes)):

@@ -55,7 +55,7 @@ def bench_l2(
 
     return L2Figures(
         redis=part("redis", lambda at: bench_redis(sizes, at, registry, skipped, stage)),
-        engine=part("engine", lambda at: bench_engine(sizes, at, registry, stage)) or [],
+        engine=part("engine", lambda at: bench_engine(sizes, at, registry, skipped, stage)) or [],
         disk=part("disk", disk),
         stalled=part("stalled", lambda at: bench_stalled(sizes, at, registry, stage)) or [],
         memory=[row for codec in CODECS for row in memory(codec)],

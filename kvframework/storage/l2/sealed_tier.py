@@ -19,6 +19,7 @@ from kvframework.api.copying import joined
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, checksum_in, seal, unseal
+from kvframework.storage.l2.absences import Absences
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Shares, Watermarks, victims
@@ -82,6 +83,8 @@ class L2Store:
         # Bytes that are being written.
         self._taken = 0
         self._room = threading.Lock()
+        self._absences = Absences()
+        self._remembering = threading.Lock()
 
     @property
     def timeout_s(self) -> float:
@@ -151,13 +154,25 @@ class L2Store:
     def _delete(self, keys: Sequence[PackedKey], deadline: float) -> list[Outcome]:
         return self._tier.delete(keys, deadline=deadline)
 
+    def lacked(self, keys: Sequence[PackedKey]) -> list[bool]:
+        """Return which of `keys` the tier lacked a moment ago, as `Absences` remembers it. Never calls the tier."""
+        with self._remembering:
+            now = self._clock()
+            return [self._absences.lacked(key, now) for key in keys]
+
     def contains_steps(self, keys: Sequence[PackedKey]) -> Steps[list[bool]]:
-        outcomes = yield from self._each("contains", keys, lambda at: self._tier.contains(keys, deadline=at))
+        """Ask which of `keys` the tier has, without those that it `lacked` a moment ago."""
+        lacked = self.lacked(keys)
+        asked = [key for key, absent in zip(keys, lacked, strict=True) if not absent]
+        if not asked:
+            return [False] * len(keys)
+        outcomes = yield from self._ask("contains", asked, lambda at: self._tier.contains(asked, deadline=at))
         self.count(misses=outcomes.count(Outcome.MISSING))
-        for key, outcome in zip(keys, outcomes, strict=True):
+        for key, outcome in zip(asked, outcomes, strict=True):
             if outcome is Outcome.DAMAGED:
                 yield from self._discard(key, "it was not stored by this framework")
-        return [outcome is Outcome.FOUND for outcome in outcomes]
+        found = iter(outcomes)
+        return [not absent and next(found) is Outcome.FOUND for absent in lacked]
 
     def get_steps(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> Steps[list[bool]]:
         """Fill each range from the tier; True where its bytes are verified as those that were stored.
@@ -174,7 +189,7 @@ class L2Store:
                 raise TierError("the tier does not report how many bytes it received", where=self.name)
             return answers
 
-        outcomes = yield from self._each("get_into", keys, receive)
+        outcomes = yield from self._ask("get_into", keys, receive)
         if Outcome.FAILED in outcomes:
             self._calls.read_trouble = self._clock(), "a value could not be read"
         good = []
@@ -218,7 +233,12 @@ class L2Store:
     def _put_together(
         self, keys: Sequence[PackedKey], values: Sequence[memoryview], parts: Sequence[Sequence[memoryview]]
     ) -> Steps[list[bool]]:
-        outcomes = yield from self._each("put", keys, lambda at: self._tier.put(keys, parts, deadline=at))
+        try:
+            outcomes = yield from self._each("put", keys, lambda at: self._tier.put(keys, parts, deadline=at))
+        finally:
+            # A call that failed may have written.
+            with self._remembering:
+                self._absences.written(keys)
         stored = [outcome is Outcome.STORED for outcome in outcomes]
         sizes = [value.nbytes for value, ok in zip(values, stored, strict=True) if ok]
         self.count(stored=len(sizes), store_failed=len(keys) - len(sizes), bytes_written=sum(sizes))
@@ -350,6 +370,19 @@ class L2Store:
     def _ask_usage(self) -> Steps[TierUsage]:
         self._usage = yield from self._calls.call("usage", lambda at: self._tier.usage(deadline=at))
         return self._usage
+
+    def _ask(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> Steps[list[R]]:
+        """Call a reading operation like `_each`, and remember what is missing."""
+        missing: list[PackedKey] = []
+        with self._remembering:
+            question = self._absences.ask()
+        try:
+            outcomes = yield from self._each(name, keys, operation)
+            missing += [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISSING]
+            return outcomes
+        finally:
+            with self._remembering:
+                self._absences.answered(question, missing, self._clock())
 
     def _each(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> Steps[list[R]]:
         def checked(deadline: float) -> list[R]:

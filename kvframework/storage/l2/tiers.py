@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class AttachedTier:
     """One `[[l2]]`: a store and its write and read settings. `promote` means that it also receives values found in a
-    later tier. `loads` and `writes` bound its concurrent loads and batches of writes; `shares` are the least and the
-    most of its capacity that each tenant has, see `Shares`."""
+    later tier. `loads` and `writes` bound the batches that are loaded and written at once; `shares` are the least and
+    the most of its capacity that each tenant has, see `Shares`."""
 
     store: L2Store
     policy: WritePolicy = field(default_factory=WriteThrough)
@@ -68,6 +68,7 @@ class Tiers:
                 policy=tier.policy,
                 queue=tier.write_queue,
                 promote=tier.promote,
+                writers=tier.writes,
                 clock=clock,
             )
             for tier in attached
