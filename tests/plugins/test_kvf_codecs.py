@@ -139,17 +139,17 @@ def test_without_zstandard_the_codec_says_how_to_get_it(monkeypatch: pytest.Monk
 def test_a_list_of_plugins_imports_no_zstandard() -> None:
     script = (
         "import sys, kvf_codecs\n"
-        "none, zstd = kvf_codecs.kvf_codecs()\n"
-        "zstd.probe(), none.create(none.options())\n"
+        "none, zstd, planes = kvf_codecs.kvf_codecs()\n"
+        "zstd.probe(), planes.probe(), none.create(none.options())\n"
         "print('zstandard' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == "False"
 
 
-def test_the_hook_offers_both() -> None:
+def test_the_hook_offers_all() -> None:
     providers = {provider.name: provider for provider in hook()}
-    assert list(providers) == ["none", "zstd"]
+    assert list(providers) == ["none", "zstd", "planes"]
     none = providers["none"]
     assert none.probe() is None
     data = memoryview(SAMPLE)
