@@ -1,5 +1,5 @@
-"""The optional part of the build, where there is a C compiler: the copy kernel of `kvf_cpu_gather`, and the plane kernel
-of `kvf_codecs`.
+"""The optional part of the build, where there is a C compiler: the copy kernel of `kvf_cpu_gather`, and the plane
+kernel of `kvf_codecs`.
 
 Without one the wheel is pure Python: torch copies, and NumPy splits planes. `KVFRAMEWORK_NATIVE=0` leaves the kernels
 out, `=1` requires them; `CC` names the compiler. The libraries do not depend on Python, so one wheel serves all

@@ -25,10 +25,10 @@ HEADER_BYTES = _HEADER.size
 
 
 class Piece(NamedTuple):
-    """`at`: its place in the object, in bytes; `count`: its elements."""
+    """`at`: its place in the object, in bytes."""
 
     at: int
-    count: int
+    elements: int
 
 
 class Header(NamedTuple):

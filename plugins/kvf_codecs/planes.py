@@ -105,8 +105,8 @@ class PlanesCodec(Codec):
         lengths: list[int] = []
         digest = xxhash.xxh3_64()
         for piece in pieces(data.nbytes, width):
-            elements = data[piece.at : piece.at + piece.count * width]
-            planes = [room[: piece.count] for room in rooms]
+            elements = data[piece.at : piece.at + piece.elements * width]
+            planes = [room[: piece.elements] for room in rooms]
             self._kernel.split(elements, planes)
             digest.update(elements)
             for plane, shrink in zip(planes, shrinks, strict=True):
@@ -139,7 +139,7 @@ class PlanesCodec(Codec):
                 end = at + next(lengths)
                 planes.append(self._plane(packed[at:end], piece))
                 at = end
-            elements = out[piece.at : piece.at + piece.count * header.width]
+            elements = out[piece.at : piece.at + piece.elements * header.width]
             self._kernel.merge(planes, elements)
             digest.update(elements)
         rest = packed.nbytes - at
@@ -148,12 +148,12 @@ class PlanesCodec(Codec):
 
     def _plane(self, held: memoryview, piece: Piece) -> Buffer:
         """Return a plane of a piece: a view of `held`, or at most `PIECE` new bytes. Raises `ValueError`."""
-        if held.nbytes == piece.count:
+        if held.nbytes == piece.elements:
             return held
         try:
             size = zstandard.frame_content_size(held)
-            if size != piece.count:
-                raise ValueError(f"a plane of {size} bytes, expected {piece.count}")
+            if size != piece.elements:
+                raise ValueError(f"a plane of {size} bytes, expected {piece.elements}")
             return self._contexts.decompressor.decompress(held, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise ValueError(f"no whole Zstandard frame: {error}") from error

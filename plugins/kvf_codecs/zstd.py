@@ -6,7 +6,7 @@ No block as large as an object is asked of malloc: glibc would keep it after it 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import zstandard
 
@@ -49,11 +49,9 @@ class ZstdCodec(Codec):
         # Beyond what noise becomes: longer by three bytes a block.
         packed = fresh_memory(data.nbytes + (data.nbytes >> 8) + 1024)
         end = 0
-        chunker = self._contexts.compressor.chunker(size=data.nbytes, chunk_size=_PART)
-        for parts in (lambda: chunker.compress(data), chunker.finish):
-            for part in parts():
-                copy_bytes(packed[end : end + len(part)], part)
-                end += len(part)
+        for part in _frame(self._contexts.compressor, data):
+            copy_bytes(packed[end : end + len(part)], part)
+            end += len(part)
         return [packed[:end].toreadonly()]
 
     def decode_into(self, packed: memoryview, out: memoryview) -> None:
@@ -76,6 +74,12 @@ class ZstdCodec(Codec):
                 raise ValueError(f"{found} bytes unpacked, expected {out.nbytes}")
         except zstandard.ZstdError as error:
             raise ValueError(f"no whole Zstandard frame: {error}") from error
+
+
+def _frame(compressor: zstandard.ZstdCompressor, data: memoryview) -> Iterator[bytes]:
+    chunker = compressor.chunker(size=data.nbytes, chunk_size=_PART)
+    yield from chunker.compress(data)
+    yield from chunker.finish()  # type: ignore[no-untyped-call]
 
 
 def frame_length(packed: memoryview) -> int:

@@ -1,4 +1,4 @@
-"""The codec `planes` in a server: what a tier holds, that the dtype of the layout reaches the codec, and what is damaged.
+"""The codec `planes` in a server: what a tier holds, and that the dtype of the layout reaches the codec.
 
 Objects of zeros would be taken for single bytes: only the layout tells that their elements are longer.
 """

@@ -42,8 +42,8 @@ class L2Store:
     it is closed.
 
     `codec` packs written values; values read may have been packed by any of `codecs`. `layout_of` gives the fingerprint
-    of a namespace's object layout, `dtype_of` the dtype of an object's elements. `breaker` is the template of the tier's circuits; `clock` differs from the tier's
-    own only in a simulation.
+    of a namespace's object layout, `dtype_of` the dtype of an object's elements. `breaker` is the template of the
+    tier's circuits; `clock` differs from the tier's own only in a simulation.
     """
 
     def __init__(
@@ -196,9 +196,7 @@ class L2Store:
         parts: list[list[memoryview]] = []
         plain: dict[PackedKey, int] = {}
         for key, value in zip(keys, values, strict=True):
-            name, packed = NO_CODEC, [value]
-            if self._codec != NO_CODEC:
-                name, packed = self._codecs.pack(self._codec, value, self._dtype_of(key))
+            name, packed = self._codecs.pack(self._codec, value, self._dtype_of(key))
             layout = self._layout_of(key[:16])
             header = seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
             parts.append([memoryview(header), *packed])
