@@ -48,7 +48,7 @@ _release.restype = None
 def copy_bytes(target: memoryview, source: Buffer) -> None:
     """Copy `source` into `target`, which is as many bytes, writable; both are contiguous, and may overlap. Borrows
     both. Raises `ValueError` for another length, `BufferError` for memory that is not contiguous or not writable."""
-    with address_of(target, writable=True) as (to, room), address_of(source) as (origin, nbytes):
+    with address_of(target, True) as (to, room), address_of(source) as (origin, nbytes):
         if nbytes != room:
             raise ValueError(f"{nbytes} bytes for {room}")
         ctypes.memmove(to, origin, nbytes)
@@ -79,7 +79,7 @@ def joined(parts: Sequence[Buffer]) -> memoryview:
 
 
 @contextmanager
-def address_of(buffer: Buffer, *, writable: bool = False) -> Iterator[tuple[int, int]]:
+def address_of(buffer: Buffer, writable: bool = False) -> Iterator[tuple[int, int]]:
     """Address and bytes of a contiguous buffer, which cannot be freed or resized within the context: for a call into C.
     Raises `BufferError` for memory that is not contiguous, or not writable where it is to be `writable`."""
     view = _PyBuffer()

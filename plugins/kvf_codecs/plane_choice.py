@@ -20,7 +20,7 @@ class Choice(NamedTuple):
     """`shrinks[i]`: whether plane i is worth packing."""
 
     width: int
-    shrinks: tuple[bool, ...]
+    shrinks: Sequence[bool]
 
 
 def choose(
@@ -54,6 +54,6 @@ def _tried(
     planes = [memoryview(bytearray(count)) for _ in range(width)]
     kernel.split(sample[: count * width], planes)
     sizes = [packed_bytes(plane) for plane in planes]
-    shrinks = tuple(size < count - count // _WORTH for size in sizes)
+    shrinks = [size < count - count // _WORTH for size in sizes]
     held = sum(size if shrink else count for size, shrink in zip(sizes, shrinks, strict=True))
     return held, Choice(width, shrinks)

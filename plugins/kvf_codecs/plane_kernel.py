@@ -4,6 +4,7 @@ optional part of the build, and by NumPy. Both give the same bytes. Blocking; bo
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 import logging
@@ -52,12 +53,12 @@ class NativeKernel:
     @staticmethod
     def _call(function: ctypes._NamedFuncPointer, data: memoryview, planes: Sequence[Buffer], *, splits: bool) -> None:
         with ExitStack() as stack:
-            at, nbytes = stack.enter_context(address_of(data, writable=not splits))
+            at, nbytes = stack.enter_context(address_of(data, not splits))
             count, width = nbytes // len(planes), len(planes)
-            places = [stack.enter_context(address_of(plane, writable=splits)) for plane in planes]
+            places = [stack.enter_context(address_of(plane, splits)) for plane in planes]
             check_lengths(nbytes, [length for _, length in places])
-            addresses = (ctypes.c_void_p * width)(*(address for address, _ in places))
-            function(at, count, width, addresses)
+            addresses = array.array("Q", [address for address, _ in places])
+            function(at, count, width, addresses.buffer_info()[0])
 
 
 class NumpyKernel:

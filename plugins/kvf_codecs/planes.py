@@ -26,8 +26,10 @@ from kvf_codecs.plane_form import (
 from kvf_codecs.plane_kernel import PlaneKernel, load_kernel
 from kvframework.api.codec import Codec
 from kvframework.api.copying import copy_bytes, fresh_memory
-from kvframework.api.types import Buffer, dtype_bytes
-from kvframework.errors import BadDtype
+from kvframework.api.types import DTYPE_BYTES, Buffer
+
+# The bytes that an element may have, by its dtype.
+_WIDTHS = {dtype: (width,) for dtype, width in DTYPE_BYTES.items()}
 
 
 class _Contexts(threading.local):
@@ -73,7 +75,7 @@ class PlanesCodec(Codec):
 
     def encode_elements(self, data: memoryview, dtype: str) -> Sequence[memoryview]:
         """At most 24 bytes longer than `data`."""
-        choice = choose(data, _widths(dtype), self._kernel, self._packed_bytes)
+        choice = choose(data, _WIDTHS.get(dtype, (1, 2, 4)), self._kernel, self._packed_bytes)
         start = HEADER_BYTES + table_bytes(data.nbytes, choice.width)
         if any(choice.shrinks) and start < data.nbytes:
             packed = self._in_planes(data, choice.width, choice.shrinks, start)
@@ -157,11 +159,3 @@ class PlanesCodec(Codec):
             return self._contexts.decompressor.decompress(held, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise ValueError(f"no whole Zstandard frame: {error}") from error
-
-
-def _widths(dtype: str) -> Sequence[int]:
-    """Return the bytes that an element may have."""
-    try:
-        return [dtype_bytes(dtype)]
-    except BadDtype:
-        return [1, 2, 4]

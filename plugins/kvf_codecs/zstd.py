@@ -18,7 +18,8 @@ _PART = 1 << 17
 _BLOCK_HEADER = 3
 _RLE = 1
 _CHECKSUM = 4
-# No compressor makes blocks that are shorter than this on average, of objects that have many blocks.
+# No compressor makes many blocks that hold fewer bytes of an object and are shorter than this.
+_HELD_IN_BLOCK = 4096
 _LEAST_BLOCK = 64
 
 
@@ -64,7 +65,7 @@ class ZstdCodec(Codec):
             size = zstandard.frame_content_size(packed)
             if size != out.nbytes:
                 raise ValueError(f"a frame of {size} bytes, expected {out.nbytes}")
-            length = frame_length(packed)
+            length = _frame_length(packed, size)
             if length != packed.nbytes:
                 raise ValueError(f"a frame that is {length} bytes long, expected {packed.nbytes}")
             # A whole frame into room for all of it: the library unpacks it at once, without a window of its own.
@@ -82,12 +83,12 @@ def _frame(compressor: zstandard.ZstdCompressor, data: memoryview) -> Iterator[b
     yield from chunker.finish()  # type: ignore[no-untyped-call]
 
 
-def frame_length(packed: memoryview) -> int:
-    """Return the length of the frame that begins here, by the headers of its blocks. Raises `ValueError` for one that
-    is cut off or has a flood of blocks, `ZstdError` for none."""
+def _frame_length(packed: memoryview, held: int) -> int:
+    """Return the length of the frame that begins here and holds `held` bytes, by the headers of its blocks. Raises
+    `ValueError` for one that is cut off or has a flood of blocks, `ZstdError` for none."""
     checksum = _CHECKSUM if zstandard.get_frame_parameters(packed).has_checksum else 0
     at = zstandard.frame_header_size(packed)
-    for _ in range(_LEAST_BLOCK + packed.nbytes // _LEAST_BLOCK):
+    for _ in range(1 + held // _HELD_IN_BLOCK + packed.nbytes // _LEAST_BLOCK):
         header = int.from_bytes(packed[at : at + _BLOCK_HEADER], "little")
         last, kind, size = header & 1, header >> 1 & 3, header >> 3
         at += _BLOCK_HEADER + (1 if kind == _RLE else size)

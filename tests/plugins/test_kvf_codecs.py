@@ -71,6 +71,25 @@ def test_a_frame_that_does_not_tell_its_size_is_refused(content: bytes) -> None:
         unpack(ZstdCodec(1), packed, len(content))
 
 
+@needs_zstd
+@pytest.mark.parametrize("level", [-7, 1, 19])
+def test_a_large_object_that_packs_to_next_to_nothing_comes_back(level: int) -> None:
+    for content in (bytes(9 * MIB), SAMPLE * 100):
+        packed = pack(ZstdCodec(level), content)
+        assert len(packed) < len(content) // 500
+        assert unpack(ZstdCodec(1), packed, len(content)) == content
+
+
+@needs_zstd
+def test_a_flood_of_empty_blocks_is_refused_soon() -> None:
+    """Each costs as long as one that holds 128 KiB."""
+    (whole,) = ZstdCodec(1).encode(memoryview(SAMPLE))
+    header = zstandard.frame_header_size(whole)
+    flood = bytes(whole[:header]) + bytes(3) * 50_000 + bytes(whole[header:])
+    with pytest.raises(ValueError, match="too many blocks"):
+        unpack(ZstdCodec(1), flood, len(SAMPLE))
+
+
 def bomb(claimed: int) -> bytes:
     """A frame that unpacks to 256 MiB of zeros, and says that it were `claimed` bytes."""
     compressor = zstandard.ZstdCompressor(level=1).compressobj(size=256 * MIB)
