@@ -59,7 +59,7 @@ class _Contexts(threading.local):
 
 
 class PlanesCodec(Codec):
-    """One form for all kernels (`plane_form.py`). Elements that are not told are found by a sample.
+    """One form for all kernels (`plane_form.py`). Without a dtype a sample tells the width of an element.
 
     Allocates the packed bytes in `encode`, and nothing that grows with the object in `decode_into`.
     """

@@ -58,7 +58,7 @@ class CodecKit(NamedKit):
         return make_codec()
 
     def pack(self, codec: Codec, data: bytes, dtype: str | None = None) -> bytes:
-        """Return the bytes that a tier receives for `data`, elements of `dtype` if that is told."""
+        """Return the bytes that a tier receives for `data`, elements of `dtype` if one is given."""
         return b"".join(self.parts_of(codec, memoryview(data), dtype))
 
     def parts_of(self, codec: Codec, data: memoryview, dtype: str | None = None) -> Sequence[memoryview]:
