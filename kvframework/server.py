@@ -281,6 +281,7 @@ class Server:
             codec=keys.codec,
             codecs=codecs,
             layout_of=records.layout_of,
+            dtype_of=records.dtype_of,
             watermarks=Watermarks(keys.high_watermark, keys.low_watermark),
         )
         return AttachedTier(

@@ -115,7 +115,8 @@ class StorageManager:
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
-        self.records = records or NamespaceRecords()
+        # One without records is false.
+        self.records = NamespaceRecords() if records is None else records
         self.lock = threading.RLock()
         self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self._events = events

@@ -100,6 +100,18 @@ class MemoryRow(msgspec.Struct, frozen=True):
     stored_bytes: int
 
 
+class CodecRow(msgspec.Struct, frozen=True):
+    """Objects of KV in bfloat16, packed to `ratio` of their size. Rates are GB of unpacked bytes a processor second, of
+    one thread."""
+
+    codec: str
+    content: str
+    object_bytes: int
+    ratio: float
+    pack_gb_s: Spread
+    unpack_gb_s: Spread
+
+
 class L2Figures(msgspec.Struct, frozen=True):
     """The figures of all parts. A part that was left out or not asked for is None or empty."""
 
@@ -108,6 +120,7 @@ class L2Figures(msgspec.Struct, frozen=True):
     disk: DiskFigures | None
     stalled: list[StalledRow]
     memory: list[MemoryRow]
+    codecs: list[CodecRow]
     skipped: list[Skipped]
 
 
@@ -124,6 +137,8 @@ def l2_tables(figures: L2Figures) -> list[Table]:
         made.append(_stalled(figures.stalled))
     if figures.memory:
         made.append(_memory(figures.memory))
+    if figures.codecs:
+        made.append(_codecs(figures.codecs))
     if figures.skipped:
         made.append(skipped_table(figures.skipped))
     return made
@@ -194,4 +209,13 @@ def _memory(rows: list[MemoryRow]) -> Table:
         moved, one = ByteSize(row.nbytes), ByteSize(row.object_bytes)
         sizes = [f"{nbytes / (1 << 20):.1f} MiB" for nbytes in (row.growth_bytes, row.prompt_bytes, row.stored_bytes)]
         table.add_row(f"codec {row.codec}, {row.direction}", str(moved), str(one), *sizes)
+    return table
+
+
+def _codecs(rows: list[CodecRow]) -> Table:
+    headers = ["of", "ratio", "packs GB a processor s", "min to max", "unpacks", "min to max"]
+    table = new_table(f"codecs, an object of {ByteSize(rows[0].object_bytes)}", *headers)
+    for row in rows:
+        rates = [*format_rate(row.pack_gb_s), *format_rate(row.unpack_gb_s)]
+        table.add_row(row.codec, row.content, f"{row.ratio:.3f}", *rates)
     return table

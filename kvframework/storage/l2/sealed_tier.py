@@ -43,8 +43,8 @@ class L2Store:
     it is closed.
 
     `codec` packs written values; values read may have been packed by any of `codecs`. `layout_of` gives the fingerprint
-    of a namespace's object layout. `breaker` is the template of the tier's circuits; `clock` differs from the tier's
-    own only in a simulation.
+    of a namespace's object layout, `dtype_of` the dtype of an object's elements. `breaker` is the template of the
+    tier's circuits; `clock` differs from the tier's own only in a simulation.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class L2Store:
         codec: str = NO_CODEC,
         codecs: CodecTable | None = None,
         layout_of: Callable[[bytes], bytes] = lambda _namespace: UNTOLD_LAYOUT,
+        dtype_of: Callable[[PackedKey], str] = lambda _key: "",
         watermarks: Watermarks = Watermarks(),  # noqa: B008  frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,6 +69,7 @@ class L2Store:
         self._codec = codec
         self._codecs = codecs or CodecTable()
         self._layout_of = layout_of
+        self._dtype_of = dtype_of
         self._watermarks = watermarks
         self._clock = clock
         # Receives, in a storage thread, the key of each value that is unusable.
@@ -209,8 +211,7 @@ class L2Store:
         parts: list[list[memoryview]] = []
         plain: dict[PackedKey, int] = {}
         for key, value in zip(keys, values, strict=True):
-            packs = self._codec != NO_CODEC
-            name, packed = self._codecs.pack(self._codec, value) if packs else (NO_CODEC, [value])
+            name, packed = self._codecs.pack(self._codec, value, self._dtype_of(key))
             layout = self._layout_of(key[:16])
             header = seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
             parts.append([memoryview(header), *packed])
