@@ -59,7 +59,8 @@ class Tiers:
             store.on_damaged = l1.damaged
             store.on_sealed = l1.sealed
         for place, store in enumerate(self.stores, 1) if events.wanted else ():
-            store.on_seen = partial(events.seen, place)
+            if not store.read_only:  # others announce what is theirs
+                store.on_seen = partial(events.seen, place)
         self.writers = [
             TierWriter(
                 l1,
