@@ -56,7 +56,7 @@ class PeersOptions(Options, frozen=True):
     ] = ""
     hint_ttl_s: Annotated[
         int, Meta(ge=2, le=30 * 24 * 3600, description="seconds that a hint lives unless it is renewed")
-    ] = 3600
+    ] = 900
     ask_s: Annotated[
         float, Meta(gt=0, le=10, description="longest wait, in seconds, for the answers who has a prompt")
     ] = 0.25
