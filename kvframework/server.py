@@ -50,7 +50,7 @@ from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Watermarks
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.tiers import AttachedTier
-from kvframework.storage.l2.write_policy import WRITE_POLICIES, WriteNothing
+from kvframework.storage.l2.write_policy import WRITE_POLICIES
 from kvframework.storage.lending import LendingNode
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
@@ -290,7 +290,7 @@ class Server:
         )
         return AttachedTier(
             store,
-            WriteNothing() if store.read_only else WRITE_POLICIES[keys.write_policy](),
+            WRITE_POLICIES[keys.write_policy](),
             keys.write_queue,
             keys.promote,
             loads=keys.loads or provider.loads,

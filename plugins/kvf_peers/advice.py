@@ -28,19 +28,13 @@ def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> l
     until = min(deadline, time.monotonic() + _MOST_S)
     with ThreadPoolExecutor(max(len(asked), 1)) as pool:
         answers = list(pool.map(lambda each: _hello(each, settings, until), asked))
-    found = [_network(settings)]
-    known: dict[Address, Welcome] = {}
-    for address, answer in zip(asked, answers, strict=True):
-        if isinstance(answer, Welcome):
-            known[address] = answer
-        elif address != own:
-            fact = f"{address}: {answer}"
-            found.append(
-                Finding("peers.reachable", "warn", fact, "start it, or correct peers: it is passed over until then")
-            )
-    if known:
-        found.append(Finding("peers.reachable", "ok", f"{', '.join(map(str, known))} answered"))
-    return [*found, *_agreement(known)]
+    known = {address: who for address, who in zip(asked, answers, strict=True) if isinstance(who, Welcome)}
+    silent = [
+        f"{address}: {why}"
+        for address, why in zip(asked, answers, strict=True)
+        if isinstance(why, str) and address != own
+    ]
+    return [_network(settings), *_reachable(known, silent), *_agreement(known)]
 
 
 def _network(settings: Settings) -> Finding:
@@ -66,28 +60,32 @@ def _hello(address: Address, settings: Settings, until: float) -> Welcome | str:
         wire.close()
 
 
+def _reachable(known: dict[Address, Welcome], silent: list[str]) -> Iterator[Finding]:
+    answered = f"{', '.join(map(str, known))} answered" if known else ""
+    if silent:
+        fact = "; ".join([*silent, *([answered] if answered else [])])
+        yield Finding("peers.reachable", "warn", fact, "start it, or correct peers: it is passed over until it answers")
+    elif answered:
+        yield Finding("peers.reachable", "ok", answered)
+
+
 def _agreement(known: dict[Address, Welcome]) -> Iterator[Finding]:
     """Whether the nodes give the same names to the same content: compared with the first that answered, this one if it
     runs."""
     if len(known) < 2:
         return
     (first, like), *others = known.items()
-    differ = False
+    facts: list[str] = []
     for address, who in others:
-        if (who.chunk_size, who.hasher) != (like.chunk_size, like.hasher):
-            what = (
-                f"chunk_size {who.chunk_size} and {like.chunk_size}"
-                if who.chunk_size != like.chunk_size
-                else "the hasher, or its seed"
-            )
-            fact = f"{address} and {first} differ in {what}: they share nothing"
-            yield Finding("peers.names", "fail", fact, "give all nodes the same chunk_size and [hasher]")
-            differ = True
+        if who.chunk_size != like.chunk_size:
+            facts.append(f"{address} has chunk_size {who.chunk_size}, {first} {like.chunk_size}: nothing is shared")
+        elif who.hasher != like.hasher:
+            facts.append(f"{address} and {first} differ in the hasher, or in its seed: nothing is shared")
         for model in sorted(set(who.models) & set(like.models)):
             if not set(who.models[model]) & set(like.models[model]):
-                fact = f"{address} and {first} have {model!r} under different names: they share nothing of it"
-                advice = "give its engines the same dtype, layout, weights and parallel sizes"
-                yield Finding("peers.names", "warn", fact, advice)
-                differ = True
-    if not differ:
+                facts.append(f"the engines of {model!r} at {address} and {first} differ: nothing of it is shared")
+    if facts:
+        advice = "give all nodes the same chunk_size and [hasher], and all engines of a model the same dtype and layout"
+        yield Finding("peers.names", "fail", "; ".join(facts), advice)
+    else:
         yield Finding("peers.names", "ok", f"{len(known)} nodes give the same names to the same content")

@@ -1,5 +1,5 @@
-"""Servers that lend L1 to each other, with engines that check every byte: what one node computed is a hit on the others,
-whichever of them is killed, stopped or started again meanwhile."""
+"""Servers that lend L1 to each other, with engines that check every byte: what one node computed is a hit on the
+others, whichever of them is killed, stopped or started again meanwhile."""
 
 from __future__ import annotations
 
@@ -82,7 +82,12 @@ def test_what_one_node_computed_is_a_hit_on_all(fleet: Fleet) -> None:
         for engine in (one, two, three):
             await_rest(engine.client)
             found = tier(engine.client)
-            assert (found["write_policy"], found["read_only"], found["corrupt"], found["stored"]) == ("none", True, 0, 0)
+            assert (found["write_policy"], found["read_only"], found["corrupt"], found["stored"]) == (
+                "none",
+                True,
+                0,
+                0,
+            )
 
 
 def test_nodes_that_load_from_each_other_at_once_do_not_wait_for_each_other(fleet: Fleet, seed: int) -> None:
@@ -99,8 +104,8 @@ def test_nodes_that_load_from_each_other_at_once_do_not_wait_for_each_other(flee
 
 
 def test_no_byte_is_wrong_or_late_while_nodes_are_killed_and_stopped(tmp_path: Path, seed: int) -> None:
-    """The first node reads, the others hold. What was to come from a node that stopped in mid-value must not arrive once
-    it goes on: the room belongs to other prompts by then."""
+    """The first node reads, the others hold. What was to come from a node that stopped in mid-value must not arrive
+    once it goes on: the room belongs to other prompts by then."""
     chance = random.Random(seed)
     with Fleet(tmp_path, 4, capacity="144MiB", timeout_s=1) as fleet:
         reader, *holders = fleet.servers
@@ -139,7 +144,7 @@ def test_no_byte_is_wrong_or_late_while_nodes_are_killed_and_stopped(tmp_path: P
             found = tier(engine.client)
             assert found["corrupt"] == 0
             await_rest(engine.client)
-            everything = prompt(range(0, 4))
+            everything = prompt(range(4))
             with Engine(holders[0].endpoint, hidden=WIDE) as other:
                 other.store(everything)
                 engine.clear()

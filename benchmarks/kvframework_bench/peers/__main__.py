@@ -22,7 +22,7 @@ def main(
         _table(("value", "bare TCP, GB/s", "the tier", "and its check", "of bare", "with the check"))
         for row in transfer_rows(sizes, rounds):
             _line(row)
-        print()
+        typer.echo()
     fleets = [int(each) for each in nodes.split(",") if each]
     if fleets:
         _table(
@@ -45,11 +45,11 @@ def main(
 
 def _table(heads: tuple[str, ...]) -> None:
     _line(heads)
-    print(f"|{'---|' * len(heads)}")
+    typer.echo(f"|{'---|' * len(heads)}")
 
 
 def _line(cells: tuple[str, ...]) -> None:
-    print(f"| {' | '.join(cells)} |", flush=True)
+    typer.echo(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Loads of the peers tier beside bare TCP: in both cases another process sends, this one receives into memory that it
-has touched. `python -m kvframework_bench.peers.transfer TOKEN-FILE BYTES COUNT` is that other process: it prints the two
-ports, and ends with its standard input.
+has touched. `python -m kvframework_bench.peers.transfer TOKEN-FILE BYTES COUNT` is that other process: it writes the
+two ports, and ends with its standard input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvf_peers.messages import MISSING, VALUE_HEAD
 from kvf_peers.options import PeersOptions
 from kvf_peers.tier import PeersTier, open_tier
 from kvframework.api.node import Loan, Node, NodeIdentity
@@ -169,7 +168,8 @@ def _hold(token: Path, nbytes: int, count: int) -> None:
         tier = open_tier(_options(token, listen=f"127.0.0.1:{port}"), where="bench")
         tier.attach(node)
         threading.Thread(target=_send, args=(listener, node), daemon=True).start()
-        print(listener.getsockname()[1], port, flush=True)
+        sys.stdout.write(f"{listener.getsockname()[1]} {port}\n")
+        sys.stdout.flush()
         sys.stdin.read()
 
 
