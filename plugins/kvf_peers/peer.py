@@ -143,6 +143,8 @@ class Peer:
     # the connections
 
     def _take(self, deadline: float) -> Wire:
+        # A call that ended too late for its caller has closed its connection, and says nothing of the node.
+        self.settle(min(deadline, time.monotonic() + _CONNECT_S))
         with self.changed:
             now = time.monotonic()
             while self._idle and self.state == "up":

@@ -1,4 +1,4 @@
-"""The kit for tiers, on three nodes over loopback: what their engines store, another node reads."""
+"""The kit for tiers, for kvf_peers on three nodes over loopback: what their engines store, another node reads."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ import pytest
 
 from kvframework.api.tier import Tier
 from kvframework.testing import FaultProxy, TierConformance
+from kvframework.testing.tier.batches import BatchTests
+from kvframework.testing.tier.contract import ContractTests
 from tests.support.certificates import make_certificate
 from tests.support.peer_nodes import Lender, StoredAtPeers, peers_tier, token_file
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, object]:
-    return {}
-
-
-@pytest.fixture
-def lenders(tmp_path: Path, options: dict[str, object]) -> Iterator[list[Lender]]:
+def lenders(tmp_path: Path) -> Iterator[list[Lender]]:
     token = token_file(tmp_path)
     with ExitStack() as stack:
-        yield [stack.enter_context(Lender(token, **options)) for _ in range(3)]
+        yield [stack.enter_context(Lender(token)) for _ in range(3)]
 
 
 class TestPeers(TierConformance):
     shared = True
+    examples = 10
 
     @pytest.fixture
-    def tier(self, tmp_path: Path, lenders: list[Lender], options: dict[str, object]) -> Iterator[Tier]:
-        reader = peers_tier(token_file(tmp_path), peers=[each.address for each in lenders], ask_s=10, **options)
+    def tier(self, tmp_path: Path, lenders: list[Lender]) -> Iterator[Tier]:
+        reader = peers_tier(token_file(tmp_path), peers=[each.address for each in lenders], ask_s=10)
         tier = StoredAtPeers(reader, [each.node for each in lenders])
         yield tier
         tier.close()
@@ -54,17 +52,14 @@ class TestPeers(TierConformance):
         return StoredAtPeers(peers_tier(token, peers=addresses, ask_s=10), tier.nodes)
 
 
-class TestPeersOverTls(TestPeers):
-    examples = 5
+class TestPeersOverTls(BatchTests, ContractTests):
+    """What depends on how the bytes travel."""
 
     @pytest.fixture
-    def options(self, tmp_path: Path) -> dict[str, object]:
-        made = make_certificate(tmp_path)
-        return {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
-
-    def reopen(self, tier: Tier) -> Tier:
-        pytest.skip("as without TLS")
-
-    @pytest.fixture
-    def faulty_tier(self) -> Iterator[tuple[Tier, FaultProxy]]:
-        pytest.skip("as without TLS")
+    def tier(self, tmp_path: Path) -> Iterator[Tier]:
+        made, token = make_certificate(tmp_path), token_file(tmp_path)
+        tls = {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
+        with Lender(token, **tls) as lender:
+            tier = StoredAtPeers(peers_tier(token, peers=[lender.address], ask_s=10, **tls), [lender.node])
+            yield tier
+            tier.close()
