@@ -62,7 +62,7 @@ class PeersTier(Tier):
         self._check(deadline)
         if not keys:
             return []
-        found, unsure = self._find(keys, range(len(keys)), deadline, ())
+        found, unsure = self._find(keys, range(len(keys)), deadline, {})
         with self._lock:
             for index, peer in found.items():
                 self._sources[keys[index]] = peer
@@ -85,8 +85,7 @@ class PeersTier(Tier):
         # What nobody was asked for, and what one of them has no longer.
         left = [index for index, each in enumerate(outcomes) if each in (Outcome.MISSING, Outcome.FAILED)]
         if left and time.monotonic() < deadline:
-            tried = {known[index] for index in left if index in known}
-            others, unsure = self._find(keys, left, deadline, tried, last_resort=bool(known))
+            others, unsure = self._find(keys, left, deadline, known)
             for index in left if unsure else ():
                 outcomes[index] = Outcome.FAILED
             failures += self._fetch(others, keys, parts, outcomes, deadline)
@@ -156,20 +155,19 @@ class PeersTier(Tier):
         keys: Sequence[PackedKey],
         indices: Sequence[int],
         deadline: float,
-        tried: Collection[Peer],
-        *,
-        last_resort: bool = False,
+        tried: Mapping[int, Peer],
     ) -> tuple[dict[int, Peer], bool]:
-        """Who has which of the `indices`, and whether some node did not say. Raises `TierError` if nobody answers,
-        unless it is a `last_resort`."""
+        """Who has which of the `indices`, besides the one that was `tried` for each, and whether some node did not say.
+        Raises `TierError` if nobody answers, unless some were tried."""
         until = min(deadline, time.monotonic() + self._ask_s)
         wanted = [keys[index] for index in indices]
         settled = time.monotonic() + (until - time.monotonic()) / 2
         candidates = self._directory.candidates(wanted, settled)
         questions: dict[Question, Sequence[int]] = {}
         unsure = 0
-        for peer, its in candidates.items():
-            if peer in tried:
+        for peer, all_its in candidates.items():
+            its = [at for at in all_its if tried.get(indices[at]) is not peer]
+            if not its:
                 continue
             try:
                 questions[peer.ask([wanted[at] for at in its], until)] = its
@@ -182,7 +180,7 @@ class PeersTier(Tier):
             else:
                 its = questions[question]
                 answers[question.peer] = {indices[at] for at, there in zip(its, here, strict=True) if there}
-        if not answers and not last_resort:
+        if not answers and not tried:
             known = self._directory.peers()
             if unsure or (known and all(peer.state == "down" or peer.state == "connecting" for peer in known)):
                 self._check(deadline)

@@ -114,6 +114,18 @@ def test_what_a_node_has_no_longer_is_had_from_another(token: Path) -> None:
         assert load(tier, keys[0], 100)[0] is MISSING
 
 
+def test_what_one_has_no_longer_keeps_nothing_else_from_being_asked_of_it(token: Path) -> None:
+    with Lender(token) as lender, reading(token, lender) as tier:
+        left, came = new_keys(2)
+        lender.node.set(left, b"left")
+        assert tier.contains([left], deadline=soon()) == [FOUND]
+        del lender.node.values[left]
+        lender.node.set(came, b"came")
+        buffers = [bytearray(4), bytearray(4)]
+        got = tier.get_into([left, came], [[memoryview(each)] for each in buffers], deadline=soon())
+        assert got == [MISSING, 4]
+
+
 def test_a_run_of_a_prefix_comes_from_one_node(token: Path) -> None:
     with Lender(token) as one, Lender(token) as other, reading(token, one, other) as tier:
         keys = new_keys(10)
@@ -121,7 +133,7 @@ def test_a_run_of_a_prefix_comes_from_one_node(token: Path) -> None:
             one.node.set(key, key)
         for key in keys:
             other.node.set(key, key)
-        found, unsure = tier._find(keys, range(10), soon(), ())
+        found, unsure = tier._find(keys, range(10), soon(), {})
         assert not unsure
         assert len(found) == 10
         assert len({str(found[index].address) for index in range(8)}) == 1
