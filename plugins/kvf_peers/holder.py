@@ -1,4 +1,4 @@
-"""The holder: lends what L1 has to other nodes that ask, and to nobody else.
+"""The holder: lends what L1 has to other nodes that ask, and to no one else.
 
 One thread accepts, one serves each connection, and none is the serving thread. Bounded: connections, connections of
 those who have not proved themselves, bytes on their way. What is beyond a bound is refused at once: the reader then

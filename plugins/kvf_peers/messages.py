@@ -103,7 +103,7 @@ FromReader = Ask | Get
 
 
 def encoded(message: msgspec.Struct) -> bytes:
-    """The message with its length. Raises `ProtocolError` for one that nobody would take."""
+    """The message with its length. Raises `ProtocolError` for one that is too long."""
     body = msgspec.msgpack.encode(message)
     if len(body) > MOST_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes")

@@ -1,7 +1,7 @@
 """One other node as this one sees it: whether it answers, who it is, and connections to it.
 
 A thread connects while the node is not known to answer, with growing pauses, and ends once it does; so no load waits
-for a node that is gone. Whatever goes wrong on a connection closes it.
+for a node that has ended. Whatever goes wrong on a connection closes it.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class PeersTier(Tier):
         tried: Mapping[int, Peer],
     ) -> tuple[dict[int, Peer], bool]:
         """Who has which of the `indices`, besides the one that was `tried` for each, and whether some node did not say.
-        Raises `TierError` if nobody answers, unless some were tried."""
+        Raises `TierError` if none answers, unless some were tried."""
         until = min(deadline, time.monotonic() + self._ask_s)
         wanted = [keys[index] for index in indices]
         settled = time.monotonic() + (until - time.monotonic()) / 2
@@ -178,8 +178,8 @@ class PeersTier(Tier):
             if here is None:
                 unsure += 1
             else:
-                its = questions[question]
-                answers[question.peer] = {indices[at] for at, there in zip(its, here, strict=True) if there}
+                asked = questions[question]
+                answers[question.peer] = {indices[at] for at, there in zip(asked, here, strict=True) if there}
         if not answers and not tried:
             known = self._directory.peers()
             if unsure or (known and all(peer.state == "down" or peer.state == "connecting" for peer in known)):
@@ -278,7 +278,7 @@ def _answers(questions: list[Question], until: float) -> list[tuple[Question, by
 
 
 def _chosen(indices: Sequence[int], answers: Mapping[Peer, Collection[int]]) -> dict[int, Peer]:
-    """One node for each index that somebody has: runs from one node, and the first of several by chance, so that many
+    """One node for each index that one has: runs from one node, and the first of several by chance, so that many
     readers do not come to one holder."""
     peers = list(answers)
     random.shuffle(peers)

@@ -34,7 +34,7 @@ def main(
                 "keys in them",
                 "nodes asked for each",
                 "asked in vain",
-                "hints told a second",
+                "hints written a second",
                 "hints",
                 "their bytes",
             )

@@ -1,5 +1,5 @@
 """A simulated fleet that finds its KV by hints: conversations that come back at any node, L1 by least recent use, one
-hint an object, nodes that restart. It counts what a directory is asked and told; time is requests, so bandwidth and
+hint an object, nodes that restart. It counts what a directory is asked and given; time is requests, so bandwidth and
 congestion are not in it.
 """
 
