@@ -49,7 +49,8 @@ def introduce(wire: Wire, settings: Settings, host: str, deadline: float) -> Wel
 
 
 def admit(wire: Wire, settings: Settings, node: Node, deadline: float) -> None:
-    """The holder's side. Raises `OSError`, `EOFError`, `ProtocolError`; one that does not know the token gets the reason."""
+    """The holder's side. Raises `OSError`, `EOFError`, `ProtocolError`, the latter to one that does not know the token,
+    which has got the reason."""
     if settings.holder is not None:
         wire.start_tls(settings.holder, deadline)
     nonce = os.urandom(NONCE_BYTES)

@@ -45,6 +45,8 @@ _MOST_IDLE = 8
 _MOST_MS = 600_000
 _OUTCOMES = {MISSING: Outcome.MISSING, BUSY: Outcome.FAILED, TOO_LONG: Outcome.DAMAGED}
 
+# The family and the address of a socket.
+Place = tuple[int, tuple[object, ...]]
 State = Literal["connecting", "up", "down", "useless"]
 
 
@@ -73,7 +75,7 @@ class Peer:
         self._closed = False
         self._idle: list[Wire] = []
         self._used: set[Wire] = set()
-        self._place: tuple[int, tuple[object, ...]] | None = None
+        self._place: Place | None = None
         self._thread: threading.Thread | None = None
         self._told_down = False
 
@@ -203,19 +205,23 @@ class Peer:
         except (OSError, EOFError, ProtocolError, ConfigFieldError) as error:
             raise self._lost(_said(error)) from None
 
-    def _opened(self, deadline: float, place: tuple[int, tuple[object, ...]] | None) -> tuple[Wire, Welcome]:
-        if place is None:  # asks the system's resolver, which knows no deadline
-            found = socket.getaddrinfo(*self.address, type=socket.SOCK_STREAM)
-            place = self._place = found[0][0], found[0][4]
-        sock = socket.socket(place[0], socket.SOCK_STREAM)
-        wire = Wire(sock)
-        try:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            sock.connect(place[1])
-            return wire, introduce(wire, self._settings, self.address.host, deadline)
-        except BaseException:
-            wire.close()
-            raise
+    def _opened(self, deadline: float, place: Place | None) -> tuple[Wire, Welcome]:
+        """A connection to `place`, or to the first address of its name that takes one."""
+        places = [place] if place is not None else _places(self.address)
+        for number, each in enumerate(places, 1):
+            wire = Wire(socket.socket(each[0], socket.SOCK_STREAM))
+            try:
+                wire.connect(each[1], deadline)
+                self._place = each
+                return wire, introduce(wire, self._settings, self.address.host, deadline)
+            except ConnectionError:
+                wire.close()
+                if number == len(places):
+                    raise
+            except BaseException:
+                wire.close()
+                raise
+        raise OSError(f"{self.address.host} has no address")
 
     def _connect_until_up(self) -> None:
         attempts = 0
@@ -296,6 +302,11 @@ class Question:
     def give_up(self) -> None:
         """The answer would come too late."""
         self.peer._failed(self._wire, TimeoutError())
+
+
+def _places(address: Address) -> list[Place]:
+    """Asks the system's resolver, which knows no deadline. Raises `OSError`."""
+    return [(each[0], each[4]) for each in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
 
 
 def _receive(wire: Wire, parts: Sequence[memoryview], room: int, deadline: float) -> int | Outcome:

@@ -65,6 +65,10 @@ def read_settings(options: PeersOptions, *, where: str) -> Settings:
         raise ConfigFieldError("both peers and hints", where=f"{where} hints", hint="hints name the peers: leave one")
     if options.hints:
         _check_hints(options, where)
+        if advertise is not None and advertise.host in ("0.0.0.0", "::"):  # noqa: S104  nothing is bound to it here
+            raise ConfigFieldError(
+                f"other nodes cannot reach {advertise}", where=f"{where} advertise", hint="name this node's own address"
+            )
     reader, holder = _contexts(options, where)
     _check_network(options, where, (*peers, *((listen,) if listen else ())), has_tls=reader is not None)
     settings = Settings(options, where, peers, listen, advertise, reader, holder)

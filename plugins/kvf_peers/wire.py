@@ -40,6 +40,11 @@ class Wire:
         """-1 once it is closed."""
         return self._sock.fileno()
 
+    def connect(self, place: tuple[object, ...], deadline: float) -> None:
+        """Connects an unconnected socket."""
+        self._arm(deadline)
+        self._sock.connect(place)
+
     def start_tls(self, context: ssl.SSLContext, deadline: float, *, host: str = "") -> None:
         """Begins TLS: as the client if `host` names the server. Blocks."""
         self._arm(deadline)

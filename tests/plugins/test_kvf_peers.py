@@ -139,6 +139,14 @@ def test_a_run_of_a_prefix_comes_from_one_node(token: Path) -> None:
         assert len({str(found[index].address) for index in range(8)}) == 1
 
 
+def test_a_name_is_tried_at_all_its_addresses(token: Path) -> None:
+    with Lender(token) as lender:
+        port = lender.address.rpartition(":")[2]
+        tier = peers_tier(token, peers=[f"localhost:{port}"], ask_s=10)
+        assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]
+        tier.close()
+
+
 def test_this_node_among_its_peers_is_passed_over(token: Path) -> None:
     with Lender(token) as lender:
         mine = f"127.0.0.1:{free_port()}"
@@ -484,6 +492,7 @@ def test_no_answer_writes_beyond_its_room(status: int, nbytes: int, room: int) -
         ({"peers": ["host:0"]}, "is no HOST:PORT"),
         ({"peers": ["127.0.0.1:1"], "tls_ca": "ca.pem"}, "tls_cert is missing: TLS needs all three"),
         ({"peers": ["127.0.0.1:1"], "hints": "redis://h"}, "both peers and hints"),
+        ({"listen": "0.0.0.0:1", "hints": "redis://h", "trusted_network": True}, "cannot reach 0.0.0.0:1"),
     ],
 )
 def test_options_that_cannot_be(token: Path, options: dict[str, object], fact: str) -> None:
