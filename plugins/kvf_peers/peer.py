@@ -89,6 +89,11 @@ class Peer:
                 except RuntimeError:  # the machine has no more threads
                     self._thread = None
 
+    def judge_again(self) -> None:
+        """Judges who it is once more, as more is known of this node now."""
+        if self.who is not None and self.state in ("up", "useless"):
+            self._settle_as(self.who)
+
     def settle(self, until: float) -> bool:
         """Waits while it is being connected for the first time, or again; returns whether it can be asked."""
         with self.changed:

@@ -46,6 +46,7 @@ class PeersTier(Tier):
         self._sources: OrderedDict[PackedKey, Peer] = OrderedDict()
         self._lock = threading.Lock()
         self._told: set[tuple[bytes, str]] = set()
+        self._used = False
         self._closed = False
 
     def attach(self, node: Node) -> None:
@@ -56,6 +57,7 @@ class PeersTier(Tier):
             self._holder.start()
         self._directory.attach(node)
         for peer in self._directory.peers():
+            peer.judge_again()
             peer.start()
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
@@ -108,6 +110,8 @@ class PeersTier(Tier):
     def ping(self, *, deadline: float) -> None:
         """Raises `TierError` unless a node answers; a tier without other nodes works."""
         self._check(deadline)
+        if self._node is None and not self._used:
+            return  # a server pings before it attaches: then this node does not listen yet, and knows no other
         peers = self._directory.peers()
         until = min(deadline, time.monotonic() + self._ask_s)
         for peer in peers:
@@ -159,6 +163,7 @@ class PeersTier(Tier):
     ) -> tuple[dict[int, Peer], bool]:
         """Who has which of the `indices`, besides the one that was `tried` for each, and whether some node did not say.
         Raises `TierError` if none answers, unless some were tried."""
+        self._used = True
         until = min(deadline, time.monotonic() + self._ask_s)
         wanted = [keys[index] for index in indices]
         settled = time.monotonic() + (until - time.monotonic()) / 2

@@ -176,6 +176,18 @@ def test_nodes_that_name_content_differently_are_a_problem_and_not_asked(token: 
         assert f"{lenders[1].address}: its chunk_size is 16, here it is 256" in facts
 
 
+def test_a_node_that_answered_before_this_one_knew_itself_is_judged_again(token: Path) -> None:
+    with Lender(token, ValuesNode(chunk_size=16)) as lender, reading(token, lender) as tier:
+        key = new_keys(1)[0]
+        lender.node.set(key, b"v")
+        tier.ping(deadline=soon())
+        assert state(tier).who is None, "it was not asked yet"
+        assert tier.contains([key], deadline=soon()) == [FOUND]
+        tier.attach(ValuesNode())
+        assert tier.contains([key], deadline=soon()) == [MISSING]
+        assert "its chunk_size is 16, here it is 256" in tier.problems()[0]
+
+
 def test_a_model_with_other_names_is_a_problem(token: Path, caplog: pytest.LogCaptureFixture) -> None:
     ours, theirs = ValuesNode(), ValuesNode()
     theirs.told = {"llama": [b"x" * 16], "qwen": [b"q" * 16]}
