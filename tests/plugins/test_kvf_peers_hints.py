@@ -72,6 +72,8 @@ def test_a_hint_of_an_earlier_start_is_passed_over(token: Path, redis: RedisServ
         await_hint(redis, other)
         host, port = lender.address.split(":")
         client.set(hint_name(key), make_hint(bytes(16), Address(host, int(port))))
+        assert reader.contains([other], deadline=soon()) == [FOUND]
+        assert reader.contains([key], deadline=soon()) == [MISSING]
         assert reader.contains([key, other], deadline=soon()) == [MISSING, FOUND]
 
 
