@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvframework.api.keys import PackedKey
+from kvframework.api.node import Node
 from kvframework.api.plugin import Diagnose, O, Provider, TableContext, hookimpl
 from kvframework.errors import PluginBroken, TierError
 
 __all__ = [
+    "Node",
     "Outcome",
     "PackedKey",
     "TableContext",
@@ -71,9 +73,13 @@ class Tier(ABC):
     connection, protocol surprise, deadline) raises `TierError`. The caller owns the buffers: a tier keeps no reference
     after it returned. A deadline that has passed and a closed tier are `TierError` at every call. A key that occurs
     twice in a batch is processed twice, in order. `kvframework.testing.TierConformance` holds a tier to all of this.
+
+    With `read_only` the values are those of others: the core neither puts, deletes nor touches any, and tells routers
+    nothing of them. Such a tier still has `put` and `delete`, which answer FAILED and MISSING.
     """
 
     name: str
+    read_only: bool = False
 
     @abstractmethod
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
@@ -126,6 +132,17 @@ class Tier(ABC):
         """Returns which of the optional methods `touch`, `usage` and `scan` this tier has: those that its class
         overrides. A tier that wraps another one returns the other's. Asked once, after `create`; does not block."""
         return frozenset(name for name in OPTIONAL_METHODS if getattr(type(self), name) is not getattr(Tier, name))
+
+    def attach(self, node: Node) -> None:
+        """Gives the tier what a server's node has, once, before the server serves; only `ping` and `problems` may be
+        called before. What the tier does with it ends by `close`. Optional; must not block. A `KVFrameworkError` stops
+        the start."""
+        return
+
+    def problems(self) -> Sequence[str]:
+        """Returns what keeps the tier from working as configured now, a line each and without a secret, for the
+        server's status. Asked every few seconds, also while calls fail; must not block. Optional."""
+        return ()
 
     def ping(self, *, deadline: float) -> None:
         """Raises `TierError` if the store cannot be used now. The default looks up a key that does not exist."""

@@ -120,6 +120,7 @@ class StorageManager:
         self.lock = threading.RLock()
         self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self._events = events
+        self._came: list[Callable[[Sequence[PackedKey]], None]] = []
         self._memory = memory
         self._arena = memory.view()
         self.clock = clock
@@ -432,6 +433,12 @@ class StorageManager:
 
         return self._prefetcher.submit_record(namespace, finish)
 
+    @_locked
+    def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
+        """Call `came`, under the lock, with the objects of L1 now, and with those that come, from then on."""
+        came([stored.key for stored in self._table.objects()])
+        self._came.append(came)
+
     # ends
 
     @_locked
@@ -686,6 +693,8 @@ class StorageManager:
         keys = [stored.key for stored in objects]
         self._departures.back(keys)
         self._events.came(keys)
+        for came in self._came:
+            came(keys)
         self._writers_ended()
         return objects
 

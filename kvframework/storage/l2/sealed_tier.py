@@ -36,6 +36,7 @@ CHECK_EVERY_S = 5.0
 DELETE_AT_ONCE = 256
 # Unknown codecs that are logged by name: any client of the store may have written these names.
 MAX_FOREIGN = 64
+MAX_PROBLEMS = 16
 
 
 class L2Store:
@@ -62,6 +63,7 @@ class L2Store:
     ) -> None:
         self.name = tier.name
         self.capabilities = frozenset(tier.capabilities())
+        self.read_only = tier.read_only
         self._tier = tier
         self._calls = TierCalls(tier.name, timeout_s, breaker or Breaker(), clock)
         self.counters = self._calls.counters
@@ -82,6 +84,7 @@ class L2Store:
         self.shares = Shares()
         self._foreign: set[str] = set()
         self._usage: TierUsage | None = None
+        self._problems: list[str] = []
         # Bytes that are being written.
         self._taken = 0
         self._room = threading.Lock()
@@ -122,6 +125,8 @@ class L2Store:
     def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
         """Delete the values under the keys of `dropped`, which have these sizes, and, if the tier can list its values,
         all that are `wanted`: (values deleted, their bytes). Blocks for a listing and several calls."""
+        if self.read_only:
+            return 0, 0
         sizes = dict(dropped)
         if self.lists:
             listing = self._calls.call(
@@ -263,6 +268,7 @@ class L2Store:
     def check_steps(self) -> Steps[None]:
         """Check that the tier works, unless it has just shown it, and how full it is. Raises nothing. The caller
         ensures that no write waits."""
+        self._collect_problems()
         try:
             stale = self._clock() - self._calls.answered_at >= CHECK_EVERY_S
             if stale and not (yield from self.answers_steps()):
@@ -287,6 +293,8 @@ class L2Store:
         return {
             "name": self.name,
             "codec": self._codec,
+            "read_only": self.read_only,
+            "problems": self._problems,
             "capabilities": sorted(self.capabilities),
             "usage": usage and {"used_bytes": int(usage.used_bytes), "capacity_bytes": int(usage.capacity_bytes)},
             **self._calls.status(),
@@ -326,11 +334,20 @@ class L2Store:
     def _discard(self, key: PackedKey, problem: str) -> Steps[None]:
         self.count(corrupt=1)
         self.on_damaged(key)
+        if self.read_only:
+            log.warning("tier %s: a value is unusable: %s (key %s)", self.name, problem, key.hex())
+            return
         log.warning("tier %s: a value is unusable and is deleted: %s (key %s)", self.name, problem, key.hex())
         try:
             yield from self.delete_steps([key])
         except TierError:
             log.debug("tier %s: could not delete it", self.name)
+
+    def _collect_problems(self) -> None:
+        try:
+            self._problems = [str(each) for each in list(self._tier.problems())[:MAX_PROBLEMS]]
+        except Exception as error:  # noqa: BLE001  a bug of the plugin
+            self._problems = [f"its `problems` raised {type(error).__name__}"]
 
     @property
     def _keeps_room(self) -> bool:
