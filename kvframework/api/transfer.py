@@ -101,13 +101,19 @@ class LoadOutcome(Message, frozen=True):
 
 
 class Registration(Message, frozen=True):
-    """The engine side's knowledge of its own instance once the server accepted it."""
+    """The engine side's knowledge of its own instance once the server accepted it.
+
+    `rank` of `world_size` is in its keys. Where objects are shards, these count shards of the whole model: `rank` is the
+    first one of the instance, and a transport gets a `layout` and a `desc` with the engine's layer groups once for each
+    of the instance's shards.
+    """
 
     instance_id: int
     rank: int
     namespace: bytes
     layout: KVLayout
     desc: MemoryLayoutDesc
+    world_size: int = 1
 
 
 class GroupBlocks(NamedTuple):
