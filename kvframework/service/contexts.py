@@ -23,8 +23,8 @@ class RegisteredContext(InstanceContext):
     """One engine worker process (one rank) with registered KV memory.
 
     `rank` is None if the registration did not name it; `held` are the ranks of an instance whose objects are shards,
-    `rank` first, and its `layout` has the layer groups of each; `memory` is the server half of a server-driven transport, None
-    for an engine-driven one. `layout_plugin` None means canonical objects.
+    `rank` first, and its `layout` has the layer groups of each. `memory` is the server half of a server-driven
+    transport, None for an engine-driven one. `layout_plugin` None means canonical objects.
     """
 
     instance_id: int

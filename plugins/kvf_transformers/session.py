@@ -28,7 +28,7 @@ from kvframework.api.futures import Future
 from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter, current_trace
+from kvframework.client import KVClient, ModelPart, RequestHashes, SchedulerAdapter, WorkerAdapter, current_trace
 from kvframework.errors import DeadlineExceeded
 
 # A DynamicCache has no pages; 16 keeps chunks at the configured size for every usual chunk size.
@@ -119,6 +119,7 @@ class CacheSession:
             transport=self._transport,
             layout="dynamic_cache",
             layout_options={"states": ["states.*"]} if now.form.states else {},
+            part=ModelPart(now.form.kv_heads) if now.form.kv_heads else None,
         )
         # Stored and loaded tensors come with each call; these stand for them, and prove the declaration.
         scratch = _named(now.form, _new_pairs(now.form, BLOCK_TOKENS), _new_states(now.form))
@@ -128,6 +129,7 @@ class CacheSession:
             model_name=identity.model_name,
             namespace=registration.namespace,
             chunk_tokens=registration.desc.chunk_tokens,
+            world_size=registration.world_size,
         )
         return Attached(now.form, worker, scheduler, registration)
 

@@ -251,7 +251,15 @@ class Instance:
                     available=str(desc),
                     hint="install the same kvframework release beside the engine and the server",
                 )
-            moved = Registration(identity.instance_id, rank, reply.namespace, declared, desc, world_size)
+            moved = Registration(
+                identity.instance_id,
+                rank,
+                reply.namespace,
+                declared,
+                desc,
+                world_size,
+                shards=0 if shards is None else len(shards.ranks),
+            )
             self.transfer.on_registered(moved, layout)
         return Registered(replace(moved, layout=self._declared, desc=whole), moved, shards)
 
@@ -317,13 +325,14 @@ def namespace_of(
     hello: m.HelloReply, identity: InstanceIdentity, desc: MemoryLayoutDesc, shards: Shards | None
 ) -> bytes:
     """Return the 16 bytes that scheduler and workers of one deployment share; `desc` is that of one rank's objects."""
+    stage = identity.part.stage if identity.part is not None and shards is None else ""
     return compute_namespace(
         model=identity.model_name,
         desc=desc,
         hasher_fingerprint=hello.hasher_fingerprint,
         world_size=identity.world_size if shards is None else shards.world_size,
         split=() if shards is None else shards.split,
-        revision=identity.revision,
+        revision=identity.revision + stage,
         quantization=identity.quantization,
         packing=identity.packing,
     )

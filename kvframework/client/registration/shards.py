@@ -43,7 +43,8 @@ class ModelPart:
     `kv_heads` are the KV heads of the whole model, equal in all layers; 1 for MLA. Rank `tp_rank` of `tp_size` holds
     the heads from `tp_rank * kv_heads // tp_size` on: `kv_heads / tp_size` of them, or one that other ranks hold, too.
     The registered layers are those from `first_layer` on, of all `layers` of the model that have KV, in their order; 0
-    layers: all are registered.
+    layers: all are registered. `stage` is put behind the revision in names that are not of shards: it tells the layers
+    of a pipeline stage from those of others.
     """
 
     kv_heads: int
@@ -51,6 +52,7 @@ class ModelPart:
     tp_size: int = 1
     first_layer: int = 0
     layers: int = 0
+    stage: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,8 @@ def shards_of(declared: KVLayout, desc: MemoryLayoutDesc, part: ModelPart, *, tp
     heads, size, rank = part.kv_heads, part.tp_size, part.tp_rank
     if heads < 1 or not 0 <= rank < size:
         raise _refused(f"{heads} KV heads, rank {rank} of {size}")
+    if part.stage and not part.layers:
+        raise _refused("the numbers of the layers of its pipeline stage are not known")
     if tp_lcm % size:
         raise _refused(f"the tensor-parallel size {size} does not divide tp_lcm, {tp_lcm}")
     if heads % size and size % heads:
