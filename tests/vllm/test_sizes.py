@@ -24,7 +24,6 @@ def answers(one: Bench, server: Any, size: int, **fields: Any) -> Answer:
     return split.run(server, split.ask())[0]
 
 
-@pytest.mark.engine_feature("vLLM", "tensor parallel")
 @pytest.mark.parametrize(("stored", "loaded"), [(2, 1), (1, 2)])
 def test_an_engine_of_another_size_continues_what_one_has_computed(bench: Bench, stored: int, loaded: int) -> None:  # noqa: F811
     with rows.server_for(f"server.tp_lcm={SHARDS}") as server:
