@@ -141,8 +141,8 @@ def place_of(parallel: Any, kv_cache_config: Any) -> Place:
 
 
 def part_of(model: Any, parallel: Any, place: Place, groups: Sequence[GroupFacts]) -> ModelPart:
-    """The part of the model that a worker holds. Its `stage` names the layers of a pipeline stage, which are told only
-    if all stages hold as many."""
+    """The part of the model that a worker holds. Its `stage` names the layers of a pipeline stage, whose numbers are
+    given only if all stages hold as many."""
     stages = int(getattr(parallel, "pipeline_parallel_size", 1))
     part = ModelPart(int(model.get_total_num_kv_heads()), place.rank, place.world_size)
     if stages <= 1:

@@ -66,9 +66,7 @@ def vllm_blocks(isa: str, backend: str, part: torch.Tensor) -> torch.Tensor:
 class Vllm:
     """The connector of a vLLM engine of `size` workers, as far as it moves bytes."""
 
-    def __init__(
-        self, client: KVClient, size: int, isa: str, backend: str, whole: torch.Tensor | None
-    ) -> None:
+    def __init__(self, client: KVClient, size: int, isa: str, backend: str, whole: torch.Tensor | None) -> None:
         own, groups = HEADS // size, (GroupFacts(tuple(f"l.{index}" for index in range(LAYERS)), BLOCK),)
         described = LayerForm(
             backend, isa, "LBHNC", "FullAttentionSpec", "float32", "float32", "auto", own, DIM, DIM, BLOCK

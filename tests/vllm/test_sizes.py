@@ -1,5 +1,5 @@
-"""vLLM of one and of two tensor-parallel workers, and transformers, behind one server with `tp_lcm`: what any of them has
-computed the others continue."""
+"""vLLM of one and of two tensor-parallel workers, and transformers, behind one server with `tp_lcm`: what any of them
+has computed the others continue."""
 
 from __future__ import annotations
 
