@@ -228,10 +228,11 @@ class CacheSession:
         outcome = self._settle(future, tensors)
         seconds = time.perf_counter() - started
         attached.worker.get_finished()
-        # Objects of all layer groups of a chunk are written together; of states there is one each.
+        # Objects of all layer groups of a chunk, and all shards, are written together; of states there is one each.
+        stored = outcome.stored // max(attached.registration.shards, 1)
         behind = [group.nbytes for group in desc.groups if group.window]
-        of_states = min(outcome.stored, len(behind))
-        chunks = (outcome.stored - of_states) // max(len(desc.groups) - len(behind), 1)
+        of_states = min(stored, len(behind))
+        chunks = (stored - of_states) // max(len(desc.groups) - len(behind), 1)
         nbytes = sum(behind) * bool(of_states) + chunks * (desc.nbytes - sum(behind))
         return Moved(end if outcome.ok else start, nbytes, seconds)
 

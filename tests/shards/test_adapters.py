@@ -4,6 +4,7 @@ holds the same bytes, at a real server."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,10 +12,11 @@ from kvf_sglang.cache import Worker
 from kvf_sglang.pools import form_of
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks, LayerForm
+from kvf_vllm.facts import part_of, place_of
 from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.step_messages import LoadOp, StoreOp
-from kvframework.client import KVClient, KvIdentity, ModelPart, RequestHashes, WorkerAdapter
+from kvframework.client import KVClient, KvIdentity, RequestHashes, WorkerAdapter
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
@@ -22,6 +24,8 @@ pytestmark = pytest.mark.torch
 HEADS, LAYERS, DIM, BLOCK, CHUNK = 4, 2, 8, 16, 32
 TOKENS = 2 * CHUNK
 PROMPT = list(range(TOKENS))
+# vLLM's own words for the model.
+MODEL = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, get_total_num_hidden_layers=lambda: LAYERS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +36,7 @@ def imports() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess(f"server.chunk_size={CHUNK}", "server.tp_lcm=4") as process:
+    with ServerProcess(f"server.chunk_size={CHUNK}", "server.tp_lcm=4", "server.pp_lcm=2") as process:
         yield process
 
 
@@ -54,8 +58,8 @@ def hashed(client: KVClient) -> RequestHashes:
     return request
 
 
-def vllm_blocks(isa: str, backend: str, part: torch.Tensor) -> torch.Tensor:
-    """`[layer, block, head, slot, 2 * dim]` of the tokens in blocks 1 to 4, as vLLM's backend holds them."""
+def vllm_blocks(backend: str, part: torch.Tensor) -> torch.Tensor:
+    """`[layer, block, head, slot, 2 * dim]` of all tokens, as vLLM's backend holds them in its blocks."""
     planes = part.unflatten(2, (-1, BLOCK)).transpose(3, 4)  # plane, layer, block, head, slot, dim
     if backend == "FLASH_ATTN":
         return torch.cat(list(planes), dim=-1)
@@ -64,48 +68,65 @@ def vllm_blocks(isa: str, backend: str, part: torch.Tensor) -> torch.Tensor:
 
 
 class Vllm:
-    """The connector of a vLLM engine of `size` workers, as far as it moves bytes."""
+    """The connector of a vLLM engine of `size` workers in each of `stages`, as far as it moves bytes."""
 
-    def __init__(self, client: KVClient, size: int, isa: str, backend: str, whole: torch.Tensor | None) -> None:
-        own, groups = HEADS // size, (GroupFacts(tuple(f"l.{index}" for index in range(LAYERS)), BLOCK),)
-        described = LayerForm(
-            backend, isa, "LBHNC", "FullAttentionSpec", "float32", "float32", "auto", own, DIM, DIM, BLOCK
-        )
-        self.client, self.wanted, self.memory, self.ranks = client, [], [], []
-        for rank in range(size):
-            memory = torch.zeros(LAYERS, TOKENS // BLOCK + 1, own, BLOCK, 2 * DIM)
+    def __init__(
+        self,
+        client: KVClient,
+        size: int,
+        isa: str,
+        backend: str,
+        whole: torch.Tensor | None = None,
+        *,
+        stages: int = 1,
+    ) -> None:
+        self.client, self.isa, self.backend, self.size, self.held = client, isa, backend, size, LAYERS // stages
+        self.memory, self.ranks, own = [], [], HEADS // size
+        for number in range(size * stages):
+            parallel = SimpleNamespace(rank=number, world_size=size * stages, pipeline_parallel_size=stages)
+            place = place_of(parallel, None)
+            names = tuple(f"l.{place.stage * self.held + index}" for index in range(self.held))
+            groups = (GroupFacts(names, BLOCK),)
+            described = LayerForm(
+                backend, isa, "LBHNC", "FullAttentionSpec", "float32", "float32", "auto", own, DIM, DIM, BLOCK
+            )
+            memory = torch.zeros(self.held, TOKENS // BLOCK + 1, own, BLOCK, 2 * DIM)
             if whole is not None:
-                memory[:, 1:] = vllm_blocks(isa, backend, whole[:, :, :, rank * own : (rank + 1) * own])
+                memory[:, 1:] = self.wanted(whole, number)
             self.memory.append(memory)
             instance = AttachedInstance(
                 client,
                 VllmOptions(connect_timeout_s=30.0),
                 identity=KvIdentity("m", "r"),
                 groups=groups,
-                form=CanonicalBlocks(dict.fromkeys(groups[0].layers, described)),
-                rank=rank,
-                world_size=size,
+                form=CanonicalBlocks(dict.fromkeys(names, described)),
+                rank=place.rank,
+                world_size=place.world_size,
                 num_blocks=memory.shape[1],
-                part=ModelPart(HEADS, rank, size),
+                stage=place.stage,
+                part=part_of(MODEL, parallel, place, groups),
             )
-            instance.attach({name: memory[index] for index, name in enumerate(groups[0].layers)})
-            assert instance.served is not None
+            instance.attach({name: memory[index] for index, name in enumerate(names)})
             self.ranks.append(instance)
-        self.isa, self.backend = isa, backend
+        assert {rank.served for rank in self.ranks} == {self.ranks[0].served}, "one question for all"
+
+    def wanted(self, whole: torch.Tensor, number: int) -> torch.Tensor:
+        stage, rank = divmod(number, self.size)
+        own = HEADS // self.size
+        layers = whole[:, stage * self.held : (stage + 1) * self.held]
+        return vllm_blocks(self.backend, layers[:, :, :, rank * own : (rank + 1) * own])
 
     def store(self) -> None:
-        digests = hashed(self.client).digests(TOKENS)
-        op = StoreOp(0, "r", 0, TOKENS, digests, "", [[1, 2, 3, 4]])
+        op = StoreOp(0, "r", 0, TOKENS, hashed(self.client).digests(TOKENS), "", [[1, 2, 3, 4]])
         for rank in self.ranks:
             assert rank.store(op).result(60).ok
             assert rank.store_bytes(op) == 2 * LAYERS * TOKENS * HEADS // len(self.ranks) * DIM * 4
 
     def load(self, whole: torch.Tensor) -> None:
-        digests, own = hashed(self.client).digests(TOKENS), HEADS // len(self.ranks)
-        for index, rank in enumerate(self.ranks):
-            assert rank.load(LoadOp("r", 0, TOKENS, 0, digests, "", [[1, 2, 3, 4]])).result(60).ok
-            wanted = vllm_blocks(self.isa, self.backend, whole[:, :, :, index * own : (index + 1) * own])
-            assert torch.equal(self.memory[index][:, 1:], wanted)
+        op = LoadOp("r", 0, TOKENS, 0, hashed(self.client).digests(TOKENS), "", [[1, 2, 3, 4]])
+        for number, rank in enumerate(self.ranks):
+            assert rank.load(op).result(60).ok
+            assert torch.equal(self.memory[number][:, 1:], self.wanted(whole, number))
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -209,15 +230,16 @@ class Transformers:
         self.session.close()
 
 
-@pytest.mark.parametrize("stored", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize("stored", ["vllm", "stages", "sglang", "transformers"])
 def test_each_engine_loads_what_another_kind_of_another_size_stored(
     server: ServerProcess, client: KVClient, whole: torch.Tensor, stored: str
 ) -> None:
     pytest.importorskip("transformers")
     there = Transformers(server)
     engines = [
-        Vllm(client, 1, "vec", "CPU_ATTN", None),
-        Vllm(client, 4, "", "FLASH_ATTN", None),
+        Vllm(client, 1, "vec", "CPU_ATTN"),
+        Vllm(client, 4, "", "FLASH_ATTN"),
+        Vllm(client, 2, "", "FLASH_ATTN", stages=2),
         Sglang(client, 1, "page_first", 10, None),
         Sglang(client, 4, "page_head", 20, None),
         Sglang(client, 2, "layer_first", 30, None),
@@ -225,13 +247,14 @@ def test_each_engine_loads_what_another_kind_of_another_size_stored(
     ]
     source = {
         "vllm": lambda: Vllm(client, 2, "vec16", "CPU_ATTN", whole),
+        "stages": lambda: Vllm(client, 1, "vec", "CPU_ATTN", whole, stages=2),
         "sglang": lambda: Sglang(client, 2, "page_head", 40, whole),
         "transformers": lambda: there,
     }[stored]()
     try:
         source.store(*([whole] if source is there else []))
         with server.client() as watcher:
-            assert watcher.status()["l1"]["objects"] == 4 * TOKENS // CHUNK
+            assert watcher.status()["l1"]["objects"] == 4 * LAYERS * TOKENS // CHUNK
         for engine in engines:
             engine.load(whole)
     finally:

@@ -63,7 +63,8 @@ def test_a_shard_is_the_same_part_of_the_model_whoever_holds_it(data: st.DataObj
             try:
                 shards = split(part, held, tp_lcm, pp_lcm)
             except BadLayout as error:
-                assert "at most" in error.fact
+                if "at most" not in error.fact:
+                    raise
                 return
             seen |= set(shards.ranks)
             for number, content in holds(shards, part, own, height).items():
