@@ -44,7 +44,7 @@ class CopyPlanner:
     """Plans copies between memory seen as `views`, `[group][plane][layer]`, and objects of `desc`.
 
     `merged`: neighbouring blocks make one long fragment, which a copy engine likes; a kernel has fewer batches
-    without. It then copies shards that lie side by side in both memories in one batch, in the order of the engine's.
+    without.
     """
 
     def __init__(
@@ -64,12 +64,19 @@ class CopyPlanner:
         self._beside = [] if merged else _beside(groups, self._lanes)
 
     def plan(
-        self, ranges: Sequence[ArenaRange], blocks: Sequence[GroupBlocks], skip_tokens: int = 0
+        self,
+        ranges: Sequence[ArenaRange],
+        blocks: Sequence[GroupBlocks],
+        skip_tokens: int = 0,
+        *,
+        joined: bool = False,
     ) -> list[CopyBatch]:
         """Return the copies of a `CopyJob`. `NO_BLOCK` and the first `skip_tokens` tokens are left out. Ranges and
-        blocks fit the registration: the core has checked them."""
+        blocks fit the registration: the core has checked them. `joined`: shards that lie side by side in both memories
+        are one batch, by which a kernel reads the engine's memory once, from its beginning to its end."""
         places: dict[tuple[int, int, int, int, int], list[tuple[int, int]]] = {}
-        for place, columns, distance in self._columns(ranges, blocks):
+        columned = self._columns(ranges, blocks) if joined and any(self._beside) else ((each, 1, 0) for each in ranges)
+        for place, columns, distance in columned:
             group, count = self._groups[place.group], blocks[place.group].per_object
             ids = blocks[place.group].ids[place.chunk * count : (place.chunk + 1) * count]
             skip = 0 if group.state else max(skip_tokens - place.chunk * self._desc.chunk_tokens, 0)
@@ -92,9 +99,6 @@ class CopyPlanner:
         self, ranges: Sequence[ArenaRange], blocks: Sequence[GroupBlocks]
     ) -> Iterator[tuple[ArenaRange, int, int]]:
         """Yield the ranges, those of shards that lie side by side as the first one with their number and distance."""
-        if not any(self._beside):
-            yield from ((place, 1, 0) for place in ranges)
-            return
         at = 0
         while at < len(ranges):
             first, end, distance = ranges[at], at + 1, 0

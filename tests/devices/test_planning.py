@@ -177,7 +177,7 @@ def test_shards_of_the_same_blocks_move_exactly_wherever_they_lie(data) -> None:
     ]
     skip = data.draw(st.integers(0, 7))
     planner = CopyPlanner(layout.groups, desc, memory.opened_at(BASES), merged=False)
-    batches = planner.plan(ranges, blocks_of([ids], [2]) * columns, skip)
+    batches = planner.plan(ranges, blocks_of([ids], [2]) * columns, skip, joined=data.draw(st.booleans()))
     wanted = {
         (address + byte, offset + byte)
         for address, offset, size in expected(layout, desc, memory, ranges, [ids] * columns, [2] * columns, skip)
@@ -196,9 +196,11 @@ def test_shards_beside_each_other_are_one_batch() -> None:
     memory = ExportedMemory("d", [Allocation("d", b"a", 1 << 20)], views)
     planner = CopyPlanner(layout.groups, canonical_desc(layout, 4), memory.opened_at(BASES), merged=False)
     ranges = [ArenaRange(chunk, column, 1000 * (4 * chunk + column), 128) for chunk in range(2) for column in range(4)]
-    (batch,) = planner.plan(ranges, blocks_of([[1, 2, 3, 4]], [2]) * 4)
+    (batch,) = planner.plan(ranges, blocks_of([[1, 2, 3, 4]], [2]) * 4, joined=True)
     assert batch.steps[0] == Step(4, 8, 1000)
-    assert len(planner.plan(ranges, blocks_of([[1, 2, 3, 4]] * 4, [2] * 4))) == 4, "perhaps other blocks"
+    assert len(planner.plan(ranges, blocks_of([[1, 2, 3, 4]], [2]) * 4)) == 4
+    others = blocks_of([[1, 2, 3, 4]] * 4, [2] * 4)
+    assert len(planner.plan(ranges, others, joined=True)) == 4, "perhaps other blocks"
 
 
 class Tensor:

@@ -110,7 +110,7 @@ static void choose(part *p)
 #if defined(__x86_64__)
     if (p->product->streaming && p->product->run >= 256 && __builtin_cpu_supports("avx2")) {
         p->copy = copy_streaming;
-        if (p->product->run >= 512 || !p->product->to_arena)
+        if (p->product->run >= 2048) /* measured: shorter ones are faster one after the other */
             p->together = copy_abreast;
     }
 #endif
