@@ -82,6 +82,7 @@ class CacheService(CacheServices):
         self._features = (*FEATURES, *events.features)
         self.boot_id = secrets.token_bytes(16)
         self.chunk_size = config.chunk_size
+        self._tp_lcm, self._pp_lcm = config.tp_lcm, config.pp_lcm
         self.contexts: Contexts = {}
         self.storage = storage
         self.hasher = hasher
@@ -179,6 +180,8 @@ class CacheService(CacheServices):
             hasher_fingerprint=self.hasher.fingerprint,
             transports=tuple(self._transports),
             features=self._features,
+            tp_lcm=self._tp_lcm,
+            pp_lcm=self._pp_lcm,
         )
 
     def end_session(self, client: ClientInfo) -> None:
