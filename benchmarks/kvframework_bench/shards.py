@@ -1,5 +1,5 @@
-"""`python -m kvframework_bench.shards`: what shards cost an engine of fewer ranks than the fleet allows, beside the same
-engine at a server without them: processor time of store and load, and bytes that differ.
+"""`python -m kvframework_bench.shards`: what shards cost an engine of fewer ranks than the fleet allows, beside the
+same engine at a server without them: processor time of store and load, and bytes that differ.
 
 A rank of Llama-3-8B (32 layers, 8 KV heads of 128 elements, bfloat16) in an engine of `tp` ranks, scattered blocks.
 """
@@ -64,12 +64,12 @@ def main(
     rounds: int = 15,
 ) -> None:
     """Print a table."""
-    print(f"| TP, shards a rank ({tp_lcm} in all) | layout | store | load |")
-    print("|---|---|---:|---:|")
+    typer.echo(f"| TP, shards a rank ({tp_lcm} in all) | layout | store | load |")
+    typer.echo("|---|---|---:|---:|")
     for size in tp:
         for name, axes in _FORMS.items():
             stored, loaded = _ratios(size, tp_lcm, axes, tokens, rounds)
-            print(f"| {size}, {max(tp_lcm // size, 1)} | {name} | {stored:.2f} x | {loaded:.2f} x |")
+            typer.echo(f"| {size}, {max(tp_lcm // size, 1)} | {name} | {stored:.2f} x | {loaded:.2f} x |")
 
 
 def _ratios(tp: int, tp_lcm: int, axes: Sequence[str], tokens: int, rounds: int) -> tuple[float, float]:
