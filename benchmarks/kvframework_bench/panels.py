@@ -185,6 +185,12 @@ def _l2(figures: L2Figures) -> list[Panel]:
     if figures.memory:
         grown = [(f"{row.codec}, {row.direction}", row.growth_bytes / (1 << 20)) for row in figures.memory]
         made.append(Bars("growth next to the arena", "MiB", [Bar(name, mib, mib, mib) for name, mib in grown]))
+    if figures.codecs:
+        rates = []
+        for packer in figures.codecs:
+            rates.append(spread_bar(f"{packer.codec}, to {packer.ratio:.3f}, packs", packer.pack_gb_s))
+            rates.append(spread_bar(f"{packer.codec}, unpacks", packer.unpack_gb_s))
+        made.append(Bars("codecs, of one processor", "GB/s", rates))
     return made
 
 
