@@ -135,6 +135,7 @@ class Server:
             tcp=config.server.tcp,
             curve=curve,
             admit_uids=config.server.admit_uids,
+            admit_readers=self._events.admit if self._events else None,
         )
         self.service.wakes(self._messages.wake)
 

@@ -8,6 +8,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection
+from functools import partial
+from socket import socket as Listener
 
 import zmq
 
@@ -17,7 +19,9 @@ from kvframework.events.history import Numbered
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.endpoint_files import EndpointFiles, socket_umask
+from kvframework.messaging.server.newcomers.syn_filter import drop_newcomers
 from kvframework.messaging.server.newcomers.zap import ZapHandler
+from kvframework.messaging.server.sockets import bound_tcp
 
 # Topics and questions are short.
 _MAX_ASKED_BYTES = 1024
@@ -42,6 +46,7 @@ class EventSockets:
         with contextlib.ExitStack() as undo:
             # Released last: a socket that ends removes whatever lies at its path.
             self._files = undo.enter_context(contextlib.ExitStack())
+            self._doors: list[Callable[[bool], None]] = []
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(context.term)
             self._zap: ZapHandler | None = None
@@ -106,6 +111,13 @@ class EventSockets:
             return None
         return True
 
+    def admit(self, readers: bool) -> None:
+        """Let further readers in, or keep them out: each connection is a descriptor, and libzmq ends a process that has
+        none left. From any thread. Raises `OSError`."""
+        with contextlib.ExitStack() as each:  # a door that fails leaves no other as it was
+            for door in self._doors:
+                each.callback(door, readers)
+
     def close(self) -> None:
         """Close both; blocks for a moment, in which what was sent leaves."""
         self._undo.close()
@@ -122,13 +134,17 @@ class EventSockets:
             files = EndpointFiles(endpoint, shared=bool(self._admit_uids))
             _when_free(files.acquire)
             self._files.callback(files.release)
+            self._doors.append(files.show)
             for uid in {os.geteuid(), *self._admit_uids}:
                 socket.setsockopt(zmq.IPC_FILTER_UID, uid)
 
         def bind() -> None:
             try:
                 with socket_umask(shared=parsed.kind == "ipc" and bool(self._admit_uids)):
-                    socket.bind(endpoint)
+                    if parsed.kind == "ipc":
+                        socket.bind(endpoint)
+                    else:
+                        self._doors.append(partial(_admit_at, self._files.enter_context(bound_tcp(socket, endpoint))))
             except zmq.ZMQError as error:
                 raise EndpointError(
                     f"it cannot be listened at: {error.strerror}",
@@ -137,6 +153,10 @@ class EventSockets:
                 ) from None
 
         _when_free(bind)
+
+
+def _admit_at(listener: Listener, readers: bool) -> None:
+    drop_newcomers(listener, everybody=not readers)
 
 
 def _when_free(take: Callable[[], None]) -> None:
