@@ -75,7 +75,7 @@ class RouterEvents:
             pause=pause,
         )
         self._publisher = Publisher(
-            self._teller, ledger, found, lambda first: History(encoder, engines, first), self._sockets
+            self._teller, ledger, found, lambda first: History(encoder, engines, first, pause), self._sockets
         )
         self._publisher.start()
 
