@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Collection
 from functools import partial
-from socket import socket as Listener
+from socket import socket as listener
 
 import zmq
 
