@@ -1,7 +1,7 @@
 """The answers of lookups that their clients wait for, instead of asking again and again.
 
 Held on the serving thread; storage threads only say which ticket has changed. A wait ends once the answer is what its
-client waits for, or at its time.
+client waits for, at its time, or when the server stops.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from kvframework.messaging.deadlines import Deadlines
 from kvframework.storage.lookup.tickets import Answer
 
 
+# Waits for one ticket: each is looked at whenever the ticket changes.
+MOST_OF_TICKET = 16
+
+
 class Wait(NamedTuple):
     """One client that waits for an answer about `ticket`, which is `enough`, until `until` of the clock. It does not
     know the ticket before the answer that `opens` it."""
@@ -31,9 +35,11 @@ class Wait(NamedTuple):
 
 
 class LookupWaits:
-    """The waits by ticket. `wake`, which is called from any thread, makes the serving thread call `due` soon."""
+    """The waits by ticket. `wake`, which is called from any thread, makes the serving thread call `due` soon. `closing`:
+    the server stops, and nobody waits any longer; set from any thread."""
 
     def __init__(self) -> None:
+        self.closing = False
         self.wake: Callable[[], None] = lambda: None
         self._numbers = itertools.count()
         self._waits: dict[int, Wait] = {}
@@ -43,6 +49,10 @@ class LookupWaits:
 
     def __len__(self) -> int:
         return len(self._waits)
+
+    def has_room(self, ticket: str) -> bool:
+        """Whether one more may wait for the ticket."""
+        return len(self._of_ticket.get(ticket, ())) < MOST_OF_TICKET
 
     def add(self, wait: Wait) -> None:
         """Add a wait, while nothing can change its ticket."""
@@ -59,12 +69,15 @@ class LookupWaits:
 
     def next_at(self) -> float:
         """Return the time of the next wait that is due, of the clock."""
-        if self._changed:
+        if self._changed or (self.closing and self._waits):
             return -math.inf
         return self._times.next() or math.inf
 
     def due(self, now: float) -> list[tuple[int, Wait]]:
         """Return the waits to look at, by number: their tickets have changed, or their time has come."""
+        if self.closing:
+            self._changed.clear()
+            return list(self._waits.items())
         tickets = {self._changed.popleft() for _ in range(len(self._changed))}
         changed = {number for ticket in tickets for number in self._of_ticket.get(ticket, ())}
         return [(number, self._waits[number]) for number in sorted(changed.union(self._times.due(now)))]
