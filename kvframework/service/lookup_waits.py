@@ -17,7 +17,6 @@ from kvframework.api.requests import Message
 from kvframework.messaging.deadlines import Deadlines
 from kvframework.storage.lookup.tickets import Answer
 
-
 # Waits for one ticket: each is looked at whenever the ticket changes.
 MOST_OF_TICKET = 16
 
@@ -35,8 +34,8 @@ class Wait(NamedTuple):
 
 
 class LookupWaits:
-    """The waits by ticket. `wake`, which is called from any thread, makes the serving thread call `due` soon. `closing`:
-    the server stops, and nobody waits any longer; set from any thread."""
+    """The waits by ticket. `wake`, which is called from any thread, makes the serving thread call `due` soon. With
+    `closing`, set from any thread, the server stops, and nobody waits any longer."""
 
     def __init__(self) -> None:
         self.closing = False
@@ -60,6 +59,8 @@ class LookupWaits:
         self._waits[number] = wait
         self._of_ticket.setdefault(wait.ticket, set()).add(number)
         self._times.set(number, wait.until)
+        # Also if it is cancelled.
+        wait.promise.add_done_callback(lambda _answered: self.changed(wait.ticket))
 
     def changed(self, ticket: str) -> None:
         """A ticket's answer may be another now, or the ticket has ended. From any thread."""

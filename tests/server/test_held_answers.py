@@ -52,6 +52,13 @@ class Node:
     def waits(self) -> int:
         return len(self.server.service._lookups.waits)
 
+    def waits_for_ever(self) -> None:
+        """Await a wait, whose time never comes from now on."""
+        wait_until(lambda: self.waits == 1, what="the wait")
+        waits = self.server.service._lookups.waits
+        for number in list(waits._waits):
+            waits._times.discard(number)
+
     def begin(self, key: CacheKey, wait_s: float = 1.0) -> int:
         return self.client.send("LOOKUP", m.Lookup(key, wait_s))
 
@@ -150,9 +157,7 @@ def test_few_wait_for_one_ticket(node: Node) -> None:
 def test_a_server_that_stops_holds_no_answer_back(node: Node) -> None:
     node.tier.stall("contains")
     held = node.begin(node.key)
-    wait_until(lambda: node.waits == 1, what="the wait")
-    for number in list(node.server.service._lookups.waits._waits):
-        node.server.service._lookups.waits._times.discard(number)  # for ever
+    node.waits_for_ever()
     node.server.stop()
     assert node.client.answer(held, "LOOKUP").pending
 
@@ -181,7 +186,7 @@ def test_a_wait_ends_with_its_client_or_request(node: Node, end: str) -> None:
     node.tier.stall("contains")
     with WireClient(node.server.endpoint) as watcher:
         held = node.begin(node.key)
-        wait_until(lambda: node.waits == 1, what="the wait")
+        node.waits_for_ever()
         if end == "death":
             node.client.close()
         elif end == "END_SESSION":
