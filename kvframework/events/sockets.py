@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import time
 from collections.abc import Callable, Collection
 from functools import partial
-from socket import socket as listener
 
 import zmq
 
@@ -155,7 +155,7 @@ class EventSockets:
         _when_free(bind)
 
 
-def _admit_at(listener: Listener, readers: bool) -> None:
+def _admit_at(listener: socket.socket, readers: bool) -> None:
     drop_newcomers(listener, everybody=not readers)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from kvf_sglang.attach import Place
 from kvf_sglang.cache import Worker
 from kvf_sglang.facts import CHANGING, model_facts
 from kvf_sglang.identity import identify
