@@ -182,7 +182,7 @@ class Server:
     def stop(self, since: float | None = None) -> None:
         """End `serve_forever` within `STOP_S` seconds from `since`, of the monotonic clock (None: now); requests in
         flight get `GRACE_S` of them. Safe from any thread and from a signal handler, also before `serve_forever`."""
-        self.service.stopping = True
+        self.service.stop()
         now = time.monotonic()
         late = 0.0 if since is None else now - since
         self._stop_by = now + STOP_S - late
