@@ -45,7 +45,7 @@ class PeersTier(Tier):
         self._directory = self._made_directory()
         self._sources: OrderedDict[PackedKey, Peer] = OrderedDict()
         self._lock = threading.Lock()
-        self._told: set[tuple[bytes, str]] = set()
+        self._told: set[tuple[str, str]] = set()
         self._used = False
         self._closed = False
 
@@ -112,8 +112,9 @@ class PeersTier(Tier):
         self._check(deadline)
         if self._node is None and not self._used:
             return  # a server pings before it attaches: then this node does not listen yet, and knows no other
-        peers = self._directory.peers()
         until = min(deadline, time.monotonic() + self._ask_s)
+        self._directory.ping(until)
+        peers = self._directory.peers()
         for peer in peers:
             peer.start()
         if peers and not any(peer.settle(until) or peer.state == "useless" for peer in peers):
@@ -125,6 +126,14 @@ class PeersTier(Tier):
         if self._holder is not None and self._holder.problem:
             found.insert(0, self._holder.problem)
         return [*self._directory.problems(), *found, *self._other_names()]
+
+    def status(self) -> Mapping[str, object]:
+        """`nodes`: what came from each, `lending`: what went to them, `hints`: what is told of this one."""
+        return {
+            "nodes": [peer.status() for peer in self._directory.peers()],
+            "lending": self._holder.status() if self._holder is not None else {},
+            "hints": self._directory.status(),
+        }
 
     def close(self) -> None:
         self._closed = True
@@ -170,12 +179,15 @@ class PeersTier(Tier):
         candidates = self._directory.candidates(wanted, settled)
         questions: dict[Question, Sequence[int]] = {}
         unsure = 0
-        for peer, all_its in candidates.items():
+        for number, (peer, all_its) in enumerate(candidates.items()):
             its = [at for at in all_its if tried.get(indices[at]) is not peer]
             if not its:
                 continue
+            # One that takes no question leaves their share of the time to the others.
+            now = time.monotonic()
+            share_s = (until - now) / (len(candidates) - number + 1)
             try:
-                questions[peer.ask([wanted[at] for at in its], until)] = its
+                questions[peer.ask([wanted[at] for at in its], now + share_s)] = its
             except TierError:
                 unsure += 1
         answers: dict[Peer, set[int]] = {}
@@ -247,39 +259,35 @@ class PeersTier(Tier):
                         "sizes, weights or chunk: nothing of that model is shared"
                     )
                     found.append(fact)
-                    if (who.boot_id, model) not in self._told:
-                        self._told.add((who.boot_id, model))
+                    if (str(peer.address), model) not in self._told:
+                        self._told.add((str(peer.address), model))
                         log.error("node %s", fact)
         return found
 
 
 def _answers(questions: list[Question], until: float) -> list[tuple[Question, bytes | None]]:
-    """The answers as they come, None of those that do not."""
-    answers: list[tuple[Question, bytes | None]] = []
-    waiting = {question.fileno(): question for question in questions if question.fileno() >= 0}
-    for question in questions:
-        if question.fileno() < 0:  # closed meanwhile
-            question.give_up()
-            answers.append((question, None))
+    """The answers as they come, None of those that do not. One that comes in pieces holds up no other."""
+    answers: dict[Question, bytes | None] = dict.fromkeys(questions)
+    waiting = {question.fileno(): question for question in questions}
     poller = select.poll()
     for fd in waiting:
         poller.register(fd, select.POLLIN)
+    left_s = until - time.monotonic()
     while waiting:
-        left_s = until - time.monotonic()
-        ready = poller.poll(max(left_s, 0.0) * 1e3)
-        if not ready:
-            break
-        for fd, _ in ready:
-            poller.unregister(fd)
-            question = waiting.pop(fd)
+        for fd, _ in poller.poll(max(left_s, 0.0) * 1e3):
             try:
-                answers.append((question, question.answer(until)))
+                here = waiting[fd].answer()
             except TierError:
-                answers.append((question, None))
+                here = b""
+            if here is not None:
+                poller.unregister(fd)
+                answers[waiting.pop(fd)] = here or None
+        if left_s <= 0:  # what had come by then was taken
+            break
+        left_s = until - time.monotonic()
     for question in waiting.values():
         question.give_up()
-        answers.append((question, None))
-    return answers
+    return list(answers.items())
 
 
 def _chosen(indices: Sequence[int], answers: Mapping[Peer, Collection[int]]) -> dict[int, Peer]:

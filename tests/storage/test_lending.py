@@ -116,9 +116,9 @@ def test_a_tier_that_is_read_only_is_written_nothing(make_node: Callable[..., No
 def test_the_problems_of_a_tier_are_in_its_status(make_node: Callable[..., Node]) -> None:
     node = make_node(tiers=[OthersTier()])
     (store,) = node.stores
-    store._collect_problems()
+    store._ask_for_facts()
     assert store.status()["problems"] == ["nobody is there"]
     node.tier.down = True
-    store._collect_problems()
+    store._ask_for_facts()
     assert store.status()["problems"] == ["its `problems` raised RuntimeError"]
     node.tier.down = False
