@@ -7,7 +7,7 @@ bounds; never a salt, a prompt, a digest, a key or the id of a request. Each ser
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import itemgetter
+from operator import methodcaller
 from typing import Any
 
 from kvframework.http.exposition import Labels, Metric, Reader, Type
@@ -361,7 +361,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
                 f"tier_node_{name}_total",
                 help_,
                 f"l2[].details.nodes[].{field}",
-                tier_rows("details.nodes", "node", itemgetter(field)),
+                tier_rows("details.nodes", "node", methodcaller("get", field, 0)),
                 ("tier", "node"),
             )
             for name, field, help_ in (

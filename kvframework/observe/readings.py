@@ -81,7 +81,7 @@ def tier(path: str) -> Reader:
     def read(document: Document) -> Iterator[tuple[Labels, Value]]:
         for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
             value = found(status, path)
-            if value is not None:
+            if isinstance(value, int | float):
                 yield (name,), value
 
     return read
@@ -107,7 +107,9 @@ def tier_counts(path: str) -> Reader:
 
     def read(document: Document) -> Iterator[tuple[Labels, Value]]:
         for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
-            yield from (((name, label), value) for label, value in _map(status, path).items())
+            for label, value in _map(status, path).items():
+                if isinstance(value, int | float | Mapping):
+                    yield (name, label), value
 
     return read
 

@@ -122,10 +122,11 @@ class PeersTier(Tier):
 
     def problems(self) -> Sequence[str]:
         """Nodes that do not answer or cannot share, and why nothing is lent."""
+        of_directory = self._directory.problems()
         found = [f"{peer.address}: {peer.problem}" for peer in self._directory.peers() if peer.problem]
         if self._holder is not None and self._holder.problem:
             found.insert(0, self._holder.problem)
-        return [*self._directory.problems(), *found, *self._other_names()]
+        return [*of_directory, *found, *self._other_names()]
 
     def status(self) -> Mapping[str, object]:
         """`nodes`: what came from each, `lending`: what went to them, `hints`: what is told of this one."""

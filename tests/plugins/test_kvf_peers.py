@@ -716,6 +716,20 @@ def test_a_trusted_network_and_tls_are_for_other_machines(token: Path, tmp_path:
         peers_tier(token, peers=["10.0.0.7:9310"], **more).close()  # type: ignore[arg-type]
 
 
+def test_certificates_that_are_renewed_are_used_from_the_next_connection_on(token: Path, tmp_path: Path) -> None:
+    made = make_certificate(tmp_path)
+    tls = {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
+    with Lender(token, **tls) as lender:
+        with reading(token, lender, **tls) as tier:
+            assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]
+        make_certificate(tmp_path)  # in the place of the first, which a new reader does not accept
+        with reading(token, lender, **tls) as tier:
+            assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]
+            made.key.write_text("half of a key")
+            used = tier._settings.tls.contexts()  # type: ignore[union-attr]
+            assert used == tier._settings.tls.contexts()  # type: ignore[union-attr]
+
+
 def test_the_token_is_private_and_long(tmp_path: Path) -> None:
     short = token_file(tmp_path, "short")
     with pytest.raises(ConfigFieldError, match="the token has 5 bytes"):
