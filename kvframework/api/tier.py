@@ -153,6 +153,11 @@ class Tier(ABC):
         `lending` with the counters `values` and `nbytes` of what went to others, and those in `refused`."""
         return {}
 
+    def rejected(self, key: PackedKey) -> None:
+        """Is told that the value which `get_into` gave last for `key` was none: torn, of another name or another
+        format. Only tiers that are `read_only`: of others the core deletes it. Must not block. Optional."""
+        return
+
     def ping(self, *, deadline: float) -> None:
         """Raises `TierError` if the store cannot be used now. The default looks up a key that does not exist."""
         self.contains([b"\0" * 72], deadline=deadline)

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 _CONNECT_S = 1.0
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 _USELESS_S = 30.0
+# For one that sent a value that was none: bad memory, or another release.
+_DISTRUSTED_S = 60.0
 # A connection is used for so long, then another one: who the node is gets known again by that.
 _OLD_S = 60.0
 _MOST_IDLE = 8
@@ -75,6 +77,7 @@ class Counts:
     gone: int = 0
     busy: int = 0
     failed: int = 0
+    damaged: int = 0
 
 
 class Peer:
@@ -98,6 +101,7 @@ class Peer:
         self._told_down = False
         # Questions in a row that it did not answer.
         self._unanswered_in_a_row = 0
+        self._not_before = 0.0
 
     def start(self) -> None:
         """Begins to connect, in a thread, unless it answers."""
@@ -237,7 +241,17 @@ class Peer:
         with self.changed:
             if self.state == "up" and waited_s >= self._settings.options.ask_s / 2:
                 self._unanswered_in_a_row += 1
+                if self._unanswered_in_a_row > 1:
+                    pause_s = _PAUSES_S[min(self._unanswered_in_a_row, len(_PAUSES_S) + 1) - 2]
+                    self._not_before = time.monotonic() + pause_s
         self._failed(wire, TimeoutError())
+
+    def distrust(self) -> None:
+        """It sent a value that was none: it is passed over for a minute."""
+        with self.changed:
+            self.counts.damaged += 1
+            self._not_before = time.monotonic() + _DISTRUSTED_S
+        self._lost("it sent a damaged value")
 
     def _count(self, outcome: int | Outcome) -> None:
         with self.changed:
@@ -253,7 +267,7 @@ class Peer:
         with self.changed:
             if self.state == "up":
                 self.state = "connecting"
-                if self._unanswered_in_a_row > 1:
+                if self._not_before > time.monotonic():
                     self._is_down(why)
             idle, self._idle = self._idle, []
         for each in idle:
@@ -287,9 +301,9 @@ class Peer:
         raise OSError(f"{self.address.host} has no address")
 
     def _connect_until_up(self) -> None:
-        attempts = max(self._unanswered_in_a_row - 2, 0)
-        if self._unanswered_in_a_row > 1:
-            self._pause(attempts)
+        attempts = 0
+        with self.changed:
+            self.changed.wait_for(lambda: self._closed, max(self._not_before - time.monotonic(), 0.0))
         while not self._closed:
             wire = None
             try:

@@ -65,12 +65,7 @@ class PeersTier(Tier):
         if not keys:
             return []
         found, unsure = self._find(keys, range(len(keys)), deadline, {})
-        with self._lock:
-            for index, peer in found.items():
-                self._sources[keys[index]] = peer
-                self._sources.move_to_end(keys[index])
-            while len(self._sources) > _MOST_REMEMBERED:
-                self._sources.popitem(last=False)
+        self._remember({keys[index]: peer for index, peer in found.items()})
         absent = Outcome.FAILED if unsure else Outcome.MISSING
         return [Outcome.FOUND if index in found else absent for index in range(len(keys))]
 
@@ -106,6 +101,13 @@ class PeersTier(Tier):
         """MISSING: what other nodes have is theirs."""
         self._check(deadline)
         return [Outcome.MISSING] * len(keys)
+
+    def rejected(self, key: PackedKey) -> None:
+        """The node that gave it is passed over for a minute."""
+        with self._lock:
+            peer = self._sources.pop(key, None)
+        if peer is not None:
+            peer.distrust()
 
     def ping(self, *, deadline: float) -> None:
         """Raises `TierError` unless a node answers; a tier without other nodes works."""
@@ -226,7 +228,16 @@ class PeersTier(Tier):
                 failures.append(error)
             for index, outcome in zip(indices, got, strict=True):
                 outcomes[index] = outcome
+            self._remember({keys[index]: peer for index in indices})
         return failures
+
+    def _remember(self, sources: Mapping[PackedKey, Peer]) -> None:
+        with self._lock:
+            for key, peer in sources.items():
+                self._sources[key] = peer
+                self._sources.move_to_end(key)
+            while len(self._sources) > _MOST_REMEMBERED:
+                self._sources.popitem(last=False)
 
     # who others are
 

@@ -341,6 +341,20 @@ def test_a_node_that_takes_questions_and_answers_none_is_passed_over_for_a_while
         assert state(tier).counts.questions > 0
 
 
+def test_a_node_that_sent_a_damaged_value_is_passed_over(token: Path) -> None:
+    with Lender(token) as bad, Lender(token) as good, reading(token, bad, good) as tier:
+        key = new_keys(1)[0]
+        bad.node.set(key, b"bad")
+        assert load(tier, key, 4) == (3, b"bad\0")
+        good.node.set(key, b"good")
+        tier.rejected(key)
+        tier.rejected(key)
+        assert load(tier, key, 4) == (4, b"good")
+        assert list(tier.problems()) == [f"{bad.address}: it sent a damaged value"]
+        assert state(tier).counts.damaged == 1
+        tier.rejected(new_keys(1)[0])
+
+
 def test_bytes_over_tls_are_sent_until_the_deadline_and_no_longer() -> None:
     """A reader that takes one record after the other, each just in time, keeps no object pinned."""
 
@@ -382,6 +396,7 @@ def test_the_status_tells_what_came_from_whom_and_what_went(token: Path) -> None
             "gone": 1,
             "busy": 0,
             "failed": 0,
+            "damaged": 0,
         }
         lent = lender.tier.status()["lending"]
         assert (lent["values"], lent["nbytes"], lent["bytes_under_way"]) == (1, 100, 0)  # type: ignore[index]

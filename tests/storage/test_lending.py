@@ -25,6 +25,11 @@ class OthersTier(MemoryTier):
     read_only = True
 
     told: object = {"nodes": []}
+    was_told: PackedKey | None = None
+
+    def rejected(self, key: PackedKey) -> None:
+        self.was_told = key
+        raise RuntimeError("a bug")
 
     def status(self) -> Mapping[str, object]:
         return self.told  # type: ignore[return-value]
@@ -116,6 +121,7 @@ def test_a_tier_that_is_read_only_is_written_nothing(make_node: Callable[..., No
     assert {name for name, _ in node.tier.calls} <= {"contains", "get", "ping"}
     assert node.tier.contains(keys[:1], deadline=float("inf")) == [Outcome.FOUND]
     assert store.counters["corrupt"] == 1
+    assert node.tier.was_told == keys[0]  # type: ignore[attr-defined]
 
 
 def test_the_problems_of_a_tier_are_in_its_status(make_node: Callable[..., Node]) -> None:

@@ -341,6 +341,10 @@ class L2Store:
         self.on_damaged(key)
         if self.read_only:
             log.warning("tier %s: a value is unusable: %s (key %s)", self.name, problem, key.hex())
+            try:
+                self._tier.rejected(key)
+            except Exception:
+                log.exception("tier %s: its `rejected` failed", self.name)
             return
         log.warning("tier %s: a value is unusable and is deleted: %s (key %s)", self.name, problem, key.hex())
         try:
