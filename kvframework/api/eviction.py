@@ -5,11 +5,42 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
 
 from kvframework.api.keys import PackedKey
 from kvframework.api.plugin import O, Provider, hookimpl
 
-__all__ = ["EvictionPolicy", "EvictionProvider", "PackedKey", "hookimpl"]
+__all__ = ["EvictionPolicy", "EvictionProvider", "PackedKey", "RequestFacts", "Use", "Why", "hookimpl"]
+
+Use = Literal["store", "lookup", "retrieve", "load", "recovered"]
+"""What objects are stored or used by: a STORE, also one that would have stored them again; a LOOKUP; a RETRIEVE; a load
+from L2; the start of a server that takes over what an earlier one held."""
+
+Why = Literal["evicted", "removed", "cleared"]
+"""Why an object left: for the place or by the watermark; since its bytes were damaged; by CLEAR."""
+
+
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the request that stores or uses objects. `at` is the time in seconds on the server's clock, to a
+    tick of a tenth of a second, and never goes back: a policy reads no clock of its own, so that a replay may give its
+    own time.
+
+    `request_id` is the engine's, "" for none; `tenant` a name of `[tenants]`, "" for none; `chunk_tokens` the tokens of
+    a chunk, 0 if not known. `compute_s` are the seconds in which an engine computes one token of this request again,
+    `load_s` those in which a tier loads one byte; None if not known. `hint` is what the request says of the future of
+    its objects, "" for nothing.
+    """
+
+    use: Use
+    at: float
+    request_id: str = ""
+    tenant: str = ""
+    chunk_tokens: int = 0
+    compute_s: float | None = None
+    load_s: float | None = None
+    hint: str = ""
 
 
 class EvictionPolicy(ABC):
@@ -20,6 +51,9 @@ class EvictionPolicy(ABC):
     between them: less than twice the needed bytes, or a single larger object.
 
     Called from several threads, one at a time. The time of a call must not grow with the number of objects.
+
+    The core calls `admits`, `on_inserts`, `on_uses`, `on_removes` and `victims`. Those that a policy does not define
+    call the others, one key at a time and without facts.
     """
 
     name: str
@@ -48,6 +82,33 @@ class EvictionPolicy(ABC):
 
         The core may stop iterating at any point. It calls no other method while it iterates.
         """
+
+    def admits(
+        self, keys: Sequence[PackedKey], sizes: Sequence[int], chunks: Sequence[int], facts: RequestFacts
+    ) -> int:
+        """Returns how many of `keys`, from the first on, are worth a place; the others are not stored. All of them by
+        default.
+
+        They are absent objects of one STORE or load in the order of the prompt, with their bytes, and for each the
+        index of its chunk in the prompt, -1 if not known. Those that are admitted may still not come.
+        """
+        return len(keys)
+
+    def on_inserts(
+        self, keys: Sequence[PackedKey], sizes: Sequence[int], chunks: Sequence[int], facts: RequestFacts
+    ) -> None:
+        """`on_insert` for the objects of one request, as in `admits`, but the last chunk first."""
+        for key, nbytes in zip(keys, sizes, strict=True):
+            self.on_insert(key, nbytes)
+
+    def on_uses(self, keys: Sequence[PackedKey], facts: RequestFacts) -> None:
+        """`on_access_many`, with what is known of the request."""
+        self.on_access_many(keys)
+
+    def on_removes(self, keys: Sequence[PackedKey], why: Why) -> None:
+        """`on_remove` for each of `keys`, in the order in which they left."""
+        for key in keys:
+            self.on_remove(key)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ ADVICE = {
     "never_stored": "nothing, if the prompt is new; else look whether the engine's stores fail",
     "dropped_full": "raise [l1] capacity, or attach a tier",
     "dropped_share": "raise [server] store_share, the max of its tenant, or [l1] capacity",
+    "refused": 'nothing, if the eviction policy is right; else use = "lru" in [l1.eviction], which refuses nothing',
     "evicted": "raise [l1] capacity, or attach a tier",
     "other_namespace": "give both engines the same model, weights and layout",
     "other_salt": "nothing, if the prompts must not be shared; else give both the same cache_salt",
@@ -93,6 +94,8 @@ def why(record: Finished, started_at: float) -> str:
             return f"its store at {at} was dropped, as L1 was full of {full_of}"
         case "dropped_share":
             return f"its store at {at} was dropped, as its client had reserved its share of L1"
+        case "refused":
+            return f"its store at {at} was refused by the eviction policy"
         case "evicted":
             by = f", for an object of model {one_line(record.by)}" if record.by else f", {detail}" if detail else ""
             return f"evicted at {at} after {short_number(record.idle_s)} s without a use{by}"

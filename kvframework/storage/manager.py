@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
-from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.api.eviction import EvictionPolicy, PackedKey, Use
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.memory import Memory
@@ -36,7 +36,14 @@ from kvframework.storage.l1.journal.arena_locks import description_for, lock_for
 from kvframework.storage.l1.journal.form import FIRST_GENERATION, Identity
 from kvframework.storage.l1.journal.journal import Journal
 from kvframework.storage.l1.journal.kept import NO_KEEPER, Kept
-from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, StoredObject
+from kvframework.storage.l1.leases import (
+    INTERNAL_OWNER,
+    NO_DEADLINE,
+    NO_PROMPT,
+    PinLease,
+    PromptPart,
+    StoredObject,
+)
 from kvframework.storage.l1.objects import ObjectTable, Reservation
 from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.l2.full_tier_victims import Shares
@@ -222,6 +229,8 @@ class StorageManager:
         lease_s: float | None,
         share: float = 1.0,
         client: int = NO_CLIENT,
+        use: Use = "store",
+        prompt: PromptPart = NO_PROMPT,
     ) -> Reservation:
         """Reserve ranges, see `ObjectTable.reserve`; `lease_s` None means no deadline (the server itself writes).
         `share` of the capacity bounds the owner's reserved bytes; `client` is the session whose account has them."""
@@ -230,7 +239,14 @@ class StorageManager:
         used = self._table.used_bytes
         most = None if share >= 1.0 else int(share * self.capacity)
         result = self._table.reserve(
-            items, owner=owner, request_id=request_id, deadline=deadline, most_bytes=most, client=client
+            items,
+            owner=owner,
+            request_id=request_id,
+            deadline=deadline,
+            most_bytes=most,
+            client=client,
+            use=use,
+            prompt=prompt,
         )
         if used <= self._high * self.capacity < self._table.used_bytes:
             # Reported at once, so that later victims can be written before their eviction.
@@ -238,6 +254,8 @@ class StorageManager:
         self.counters["dropped"] += result.dropped
         if result.stopped_at is not None:
             cause = Cause.DROPPED_SHARE if result.over_share else Cause.DROPPED_FULL
+            if result.refused:
+                cause = Cause.REFUSED
             first = result.stopped_at
             dropped = [key for key, _ in items[first : first + MOST_DROPPED] if key not in self._table]
             self._departures.lost(dropped, cause)
@@ -254,6 +272,7 @@ class StorageManager:
         request_id: str,
         lease_s: float | None,
         client: int = NO_CLIENT,
+        prompt: PromptPart = NO_PROMPT,
     ) -> Reservation:
         """Reserve ranges for the items with the indices `some`, see `reserve`. Other present items are pinned with the
         lease, so that the end of a prefix never evicts its beginning; they do not count in the result."""
@@ -266,6 +285,7 @@ class StorageManager:
                 request_id=request_id,
                 lease_s=lease_s,
                 client=client,
+                prompt=PromptPart(prompt.of(chosen), prompt.chunk_tokens),
             )
         result.present -= len(chosen) - len(some)
         result.placed = [(chosen[at], offset) for at, offset in result.placed]
@@ -360,12 +380,18 @@ class StorageManager:
 
     @_locked
     def pin_objects(
-        self, objects: list[StoredObject], *, owner: int, request_id: str, lease_s: float | None, use: bool = True
+        self,
+        objects: list[StoredObject],
+        *,
+        owner: int,
+        request_id: str,
+        lease_s: float | None,
+        use: Use | None = "lookup",
     ) -> PinLease:
         """Pin objects that `row` has found since the caller took the lock, see `ObjectTable.pin_objects`; a `use` of
-        each."""
+        each, unless that is None."""
         deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-        lease = self._table.pin_objects(objects, owner=owner, request_id=request_id, deadline=deadline, touch=use)
+        lease = self._table.pin_objects(objects, owner=owner, request_id=request_id, deadline=deadline, use=use)
         if use and self._tiers.watches_uses:
             self._tiers.used([stored.key for stored in objects])
         return lease
@@ -384,7 +410,7 @@ class StorageManager:
         objects = find(self.row)
         if objects is None:
             return None
-        return self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
+        return self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s, use="retrieve")
 
     @_locked
     def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
@@ -593,7 +619,7 @@ class StorageManager:
         if pinned is None:
             return None
         objects = [pinned[index] for index in indices]
-        return self._table.pin_objects(objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False)
+        return self._table.pin_objects(objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, use=None)
 
     def unpin_internal(self, leases: Sequence[PinLease]) -> None:
         for part in self._in_turns(leases):
@@ -606,7 +632,7 @@ class StorageManager:
 
     def reserve_load(self, key: PackedKey, nbytes: int) -> tuple[str, memoryview] | None:
         """Return a place to load one object into; None if it is present, being written, or there is no room."""
-        result = self.reserve([(key, nbytes)], owner=INTERNAL_OWNER, request_id="", lease_s=None)
+        result = self.reserve([(key, nbytes)], owner=INTERNAL_OWNER, request_id="", lease_s=None, use="load")
         if result.lease is None:
             return None
         offset = result.placed[0][1]
@@ -714,7 +740,7 @@ class StorageManager:
             self._prefetcher.writers_ended(self._table.any_writing)
 
     def _pin_internal(self, key: PackedKey) -> PinLease | None:
-        return self._table.pin([key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, touch=False)
+        return self._table.pin([key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, use=None)
 
     def _in_turns(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
         """Yield parts of `items`, each to be handled while this holds the lock; other threads get it in between."""

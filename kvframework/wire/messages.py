@@ -34,6 +34,7 @@ REASONS = (
     "never_stored",
     "dropped_full",
     "dropped_share",
+    "refused",
     "evicted",
     "other_namespace",
     "other_salt",

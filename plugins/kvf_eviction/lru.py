@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 
-from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
 
 
 class Lru(EvictionPolicy):
@@ -28,6 +28,14 @@ class Lru(EvictionPolicy):
 
     def on_remove(self, key: PackedKey) -> None:
         del self._order[key]
+
+    def on_inserts(
+        self, keys: Sequence[PackedKey], sizes: Sequence[int], chunks: Sequence[int], facts: RequestFacts
+    ) -> None:
+        self._order.update(dict.fromkeys(keys))
+
+    def on_removes(self, keys: Sequence[PackedKey], why: Why) -> None:
+        deque(map(self._order.pop, keys), maxlen=0)
 
     def victims(self) -> Iterator[PackedKey]:
         return iter(self._order)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvframework.api.eviction import Use
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
 from kvframework.storage.l1.leases import NO_DEADLINE, PinLease, StoredObject
@@ -110,7 +111,13 @@ class WatchedManager(StorageManager):
         return lease
 
     def pin_objects(
-        self, objects: list[StoredObject], *, owner: int, request_id: str, lease_s: float | None, use: bool = True
+        self,
+        objects: list[StoredObject],
+        *,
+        owner: int,
+        request_id: str,
+        lease_s: float | None,
+        use: Use | None = "lookup",
     ) -> PinLease:
         lease = super().pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s, use=use)
         self._guard(lease)

@@ -117,11 +117,11 @@ def test_what_a_store_found_there_stays_until_its_end(end: str) -> None:
 
 
 def test_a_use_keeps_an_object_and_a_pin_without_use_does_not() -> None:
-    for touch, survivor in ((True, K[0]), (False, K[1])):
+    for use, survivor in (("lookup", K[0]), (None, K[1])):
         table = make_table(units=2)
         store(table, K[:1])
         store(table, K[1:2])
-        lease = table.pin(K[:1], owner=1, request_id="", deadline=NO_DEADLINE, touch=touch)
+        lease = table.pin(K[:1], owner=1, request_id="", deadline=NO_DEADLINE, use=use)
         assert lease is not None
         table.unpin(lease.id, owner=1, now=0.0)
         store(table, K[2:3])

@@ -76,7 +76,7 @@ class Table:
         self.policy.on_access_many(keys)
 
     def pin(self, key: PackedKey) -> str:
-        lease = self.table.pin([key], owner=1, request_id="", deadline=NO_DEADLINE, touch=False)
+        lease = self.table.pin([key], owner=1, request_id="", deadline=NO_DEADLINE, use=None)
         assert lease is not None
         return lease.id
 

@@ -26,7 +26,7 @@ from kvframework.service.accounts.transfers import TransferAccounts, store_outco
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.keys import KeyGrid
 from kvframework.service.transfer_paths.contents import Contents
-from kvframework.service.transfer_paths.engine_driven import outcome_of
+from kvframework.service.transfer_paths.engine_driven import outcome_of, prompt_part
 from kvframework.service.transfer_paths.send_pins import SendPins
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
@@ -102,6 +102,7 @@ class ChunkTransfers:
             request_id=payload.key.request_id,
             lease_s=None,
             client=client.session_id,
+            prompt=prompt_part(payload.key, grid, range(len(grid.flat))),
         )
         outcome = outcome_of(result)
         ended = partial(self._accounts.finished, "STORE", subject)

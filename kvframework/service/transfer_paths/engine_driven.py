@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvframework.api.requests import ClientInfo, Handler
+from kvframework.api.requests import CacheKey, ClientInfo, Handler
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.errors import LeaseUnknown, TransportMismatch
 from kvframework.service.accounts.finished import Subject
@@ -16,7 +16,7 @@ from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import Contexts
 from kvframework.service.keys import KeyGrid
 from kvframework.service.transfer_paths.contents import Contents
-from kvframework.storage.l1.leases import PinLease, StoredObject
+from kvframework.storage.l1.leases import PinLease, PromptPart, StoredObject
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -75,6 +75,7 @@ class EngineDrivenTransfers:
             lease_s=self._store_lease_s,
             share=self._share_of(client),
             client=client.session_id,
+            prompt=prompt_part(payload.key, grid, wanted),
         )
         outcome = outcome_of(result)
         if result.lease is None:
@@ -156,6 +157,13 @@ def pinned_ranges(grid: KeyGrid, objects: Sequence[StoredObject]) -> tuple[Arena
         ArenaRange(index // count, index % count, stored.offset, stored.length)
         for index, stored in zip(grid.needed(grid.chunks), objects, strict=True)
     )
+
+
+def prompt_part(key: CacheKey, grid: KeyGrid, wanted: Sequence[int]) -> PromptPart:
+    """Return where in the prompt the objects with these indices are."""
+    rows, tokens = len(grid.prefixes), grid.desc.chunk_tokens
+    first = key.start // tokens
+    return PromptPart([first + index // rows for index in wanted], tokens)
 
 
 def outcome_of(result: Reservation, stored: int = 0) -> StoreOutcome:

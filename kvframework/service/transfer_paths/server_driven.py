@@ -27,7 +27,13 @@ from kvframework.service.contexts import RegisteredContext
 from kvframework.service.keys import KeyGrid
 from kvframework.service.transfer_paths.block_ids import blocks_of_transfer, one_block_each
 from kvframework.service.transfer_paths.contents import Contents
-from kvframework.service.transfer_paths.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges
+from kvframework.service.transfer_paths.engine_driven import (
+    outcome_of,
+    pin_whole,
+    pinned_ranges,
+    placed_ranges,
+    prompt_part,
+)
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -76,6 +82,7 @@ class ServerDrivenTransfers:
             request_id=payload.key.request_id,
             lease_s=None,
             client=client.session_id,
+            prompt=prompt_part(payload.key, grid, wanted),
         )
         if result.lease is None:
             outcome = outcome_of(result)

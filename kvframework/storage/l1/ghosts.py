@@ -40,9 +40,10 @@ class Cause(IntEnum):
     CLEARED = 3
     # Its value in a tier was damaged.
     DAMAGED = 4
-    # Never stored: L1 had no room, or the client had reserved its share.
+    # Never stored: L1 had no room, the client had reserved its share, or the eviction policy did not want it.
     DROPPED_FULL = 5
     DROPPED_SHARE = 6
+    REFUSED = 7
 
 
 EVICTIONS = (Cause.ROOM, Cause.WATERMARK, Cause.TENANT)

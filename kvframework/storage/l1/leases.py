@@ -11,8 +11,9 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvframework.api.keys import PackedKey
+from kvframework.api.eviction import PackedKey, Use
 from kvframework.errors import LeaseUnknown, RequestError
 from kvframework.storage.l1.accounts import Account
 
@@ -43,12 +44,28 @@ class StoredObject:
     slot: int = -1
 
 
+class PromptPart(NamedTuple):
+    """Where in its prompt a request's objects are: for each the index of its chunk, and the tokens of a chunk; () and 0
+    if not known."""
+
+    chunks: Sequence[int] = ()
+    chunk_tokens: int = 0
+
+    def of(self, indices: Sequence[int]) -> list[int]:
+        """Return the chunks of some of the objects, -1 if not known."""
+        return [self.chunks[index] for index in indices] if self.chunks else [-1] * len(indices)
+
+
+NO_PROMPT = PromptPart()
+
+
 @dataclass(slots=True)
 class WriteLease:
     """Ranges that one writer may fill, then commit. `items` hold key, offset and length; `present` holds the objects of
     the same request that existed already: they stay pinned as long as the lease may be committed, so that all of it is
     a hit. `tenant` is the number of the tenant, see `Tenants`, `account` that of the client;
-    `slots` are those of the items in the journal."""
+    `slots` are those of the items in the journal, `chunks` the places in the prompt; `use` and `prompt` are for the
+    policy."""
 
     id: str
     owner: int
@@ -60,6 +77,9 @@ class WriteLease:
     tenant: int = 0
     account: Account = NO_ACCOUNT
     slots: Sequence[int] = ()
+    chunks: Sequence[int] = ()
+    use: Use = "store"
+    prompt: PromptPart = NO_PROMPT
 
 
 @dataclass(slots=True)

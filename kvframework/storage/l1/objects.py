@@ -19,17 +19,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Use
 from kvframework.storage.l1.accounts import NO_CLIENT, Accounts
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
+from kvframework.storage.l1.departed import Departed
 from kvframework.storage.l1.ghosts import LAST_EVICTION, Cause
 from kvframework.storage.l1.journal.journal import Journal
 from kvframework.storage.l1.journal.reading import Found, FoundObject, FoundReservation
-from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
+from kvframework.storage.l1.leases import NO_PROMPT, LeaseBook, PinLease, PromptPart, StoredObject, WriteLease
 from kvframework.storage.l1.rows import ObjectRows
 from kvframework.storage.l1.tenants import SALT, Tenant, Tenants
 from kvframework.storage.l1.uses import Uses
 from kvframework.storage.l1.victim_range import choose_window
+from kvframework.storage.l1.victim_walk import VictimWalk
 
 # How long after a pin lease lapsed its owner may still end it and learn that it did not hold.
 REMEMBER_LAPSED_S = 600.0
@@ -50,12 +52,14 @@ class Reservation:
     dropped: int = 0
     stopped_at: int | None = None
     over_share: bool = False
+    refused: bool = False
 
 
 class ObjectTable:
     """The table of objects; see the module. `on_remove` receives each object that leaves, the cause, and the key of the
     object that it makes place for, None for none. `policy` orders the objects of no named tenant; `journal`
-    records what the table holds, for the next server."""
+    records what the table holds, for the next server. `prices` are the seconds to compute a token again and to load a
+    byte, for the policy."""
 
     def __init__(
         self,
@@ -64,7 +68,9 @@ class ObjectTable:
         on_remove: Callable[[StoredObject, Cause, PackedKey | None], None] = lambda *_: None,
         tenants: Sequence[Tenant] = (),
         journal: Journal | None = None,
+        prices: Callable[[], tuple[float | None, float | None]] = lambda: (None, None),
     ) -> None:
+        self._prices = prices
         self.allocator = allocator
         self._journal = journal
         # Ranges that clients of an earlier server may still fill, by writer.
@@ -88,6 +94,10 @@ class ObjectTable:
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
         self._uses = Uses(self.tenants, self._objects)
+        self._departed = Departed(self.tenants)
+        # The victims of the STORE that is being placed; no free range has as many bytes as `_full`.
+        self._walk: VictimWalk | None = None
+        self._full: float = math.inf
         # Reports some of the waiting uses to the policy.
         self.tell_uses = self._uses.tell_some
 
@@ -119,17 +129,21 @@ class ObjectTable:
         deadline: float,
         most_bytes: int | None = None,
         client: int = NO_CLIENT,
+        use: Use = "store",
+        prompt: PromptPart = NO_PROMPT,
     ) -> Reservation:
         """Place each (key, bytes) that is neither present nor being written, evicting where necessary.
 
         Items are of one request, in prefix order: after the first that cannot be placed the rest is dropped, since
         without it they could not be a hit. Present objects are pinned until the lease ends. `most_bytes` bounds the
         owner's reserved bytes, earlier reservations included; `client` is the session whose account has
-        them. Raises `RequestError` if the owner holds too many leases.
+        them; `use` and `prompt` are for the policy, which may refuse the last ones. Raises `RequestError` if the owner
+        holds too many leases.
         """
         self._make_room(owner)
         room = math.inf if most_bytes is None else most_bytes - self._reserved_bytes(owner)
         lease = self._leases.open_write(owner, request_id, deadline)
+        lease.use, lease.prompt = use, prompt
         tenant = 0
         if items:
             first = items[0][0]
@@ -137,37 +151,47 @@ class ObjectTable:
             lease.account = self.accounts.of(client, first, tenant)
         result = Reservation(lease)
         # Objects that this request needs must not be evicted by itself or by others until it is stored.
-        here = [self._objects.get(key) for key, _ in items]
+        here = self._objects.find([key for key, _ in items])
         lease.present = [stored for stored in here if stored is not None]
         self._pin(lease.present)
+        writing, of, length = self._writing, -1, 0
         try:
+            end = len(items)
+            if tenant in self.tenants.refusing:
+                end = self._admitted(items, lease)
             for index, (key, nbytes) in enumerate(items):
                 if here[index] is not None:
                     result.present += 1
-                elif key in self._writing:
+                elif key in writing:
                     result.in_flight += 1
                 else:
-                    length = rounded(nbytes)
-                    offset = self._place(length, key, tenant) if length <= room else None
+                    if nbytes != of:
+                        of, length = nbytes, rounded(nbytes)
+                    offset = self._place(length, key, tenant) if length <= room and index < end else None
                     if offset is None:
                         result.stopped_at = index
+                        result.refused = index >= end
                         result.over_share = length > min(room, self.tenants.room(tenant, self.allocator.limit))
                         self._count_unplaced(items[index:], result)
                         break
                     room -= length
                     lease.items.append((key, offset, nbytes))
                     result.placed.append((index, offset))
-                    self._writing[key] = lease
+                    writing[key] = lease
         except BaseException:
             # A policy that raises must not leave keys that no writer will ever commit.
             self._drop_write_lease(lease)
             raise
+        finally:
+            self._walk, self._full = None, math.inf
+            self._departed.tell()
+        lease.chunks = prompt.of([index for index, _ in result.placed])
         if lease.items and self._journal is not None:
             lease.slots = self._journal.reserve(lease.items, owner=owner, tenant=tenant)
         if not lease.items:
             result.lease = None
             self._leases.close(lease)
-            self._used(self._let_go(lease))
+            self._used(self._let_go(lease), use, request_id, tenant)
         return result
 
     def lease_size(self, lease_id: str, *, owner: int) -> int:
@@ -186,22 +210,20 @@ class ObjectTable:
         self._leases.close(lease)
         objects = []
         account = lease.account.into or lease.account
+        tenant, writing = lease.tenant, self._writing
         for key, offset, nbytes in lease.items:
-            del self._writing[key]
-            stored = StoredObject(key, offset, nbytes, used=now, tenant=lease.tenant, account=account)
-            self._objects.add(stored)
-            objects.append(stored)
+            del writing[key]
+            objects.append(StoredObject(key, offset, nbytes, 0, now, tenant, account))
+        self._objects.add_all(objects)
         if self._journal is not None:
             for stored, slot in zip(objects, lease.slots, strict=True):
                 stored.slot = slot
             self._journal.commit(lease.slots, now)
-        account.added(len(objects), sum([rounded(stored.length) for stored in objects]))
+        account.added(len(objects), sum([rounded(nbytes) for _, _, nbytes in lease.items]))
         present = self._let_go(lease)
-        # Last chunk first, so that a policy by recency evicts a prefix from its end.
-        policy = self.tenants.policies[lease.tenant]
-        for stored in reversed(objects):
-            policy.on_insert(stored.key, stored.length)
-        self._used(present)
+        facts = self._facts(lease.use, lease.request_id, lease.tenant, lease.prompt.chunk_tokens)
+        self.tenants.inserted(lease.tenant, objects, lease.chunks, facts)
+        self._used(present, lease.use, lease.request_id, lease.tenant)
         return objects
 
     def abort(self, lease_id: str, *, owner: int) -> int:
@@ -224,29 +246,36 @@ class ObjectTable:
     def use(self, keys: Sequence[PackedKey]) -> list[bool]:
         """Return which of `keys` are readable, given in the order of a prompt; counts as a use of each."""
         found = [self._objects.get(key) for key in keys]
-        self._used([stored for stored in found if stored is not None])
+        self._used([stored for stored in found if stored is not None], "store", "", 0)
         return [stored is not None for stored in found]
 
     def pin(
-        self, keys: Sequence[PackedKey], *, owner: int, request_id: str, deadline: float, touch: bool = True
+        self, keys: Sequence[PackedKey], *, owner: int, request_id: str, deadline: float, use: Use | None = "lookup"
     ) -> PinLease | None:
-        """Pin all of `keys`; pins none and returns None if one is missing. Counts as a use of each if `touch`; a large
-        number of uses is reported to the policy later (`tell_uses`), while most of the objects are pinned anyway."""
+        """Pin all of `keys`; pins none and returns None if one is missing. Counts as a `use` of each, unless that is
+        None; a large number of uses is reported to the policy later (`tell_uses`), while most of the objects are pinned
+        anyway."""
         found = self.find(keys)
         if found is None:
             return None
-        return self.pin_objects(found, owner=owner, request_id=request_id, deadline=deadline, touch=touch)
+        return self.pin_objects(found, owner=owner, request_id=request_id, deadline=deadline, use=use)
 
     def pin_objects(
-        self, objects: list[StoredObject], *, owner: int, request_id: str, deadline: float, touch: bool = True
+        self,
+        objects: list[StoredObject],
+        *,
+        owner: int,
+        request_id: str,
+        deadline: float,
+        use: Use | None = "lookup",
     ) -> PinLease:
         """Pin objects of this table, in the order of a prompt; the lease owns the list. Raises `RequestError` if the
         owner holds too many leases or pins."""
         self._make_room(owner)
         lease = self._leases.open_pin(owner, request_id, deadline, objects)
         self._pin(objects)
-        if touch:
-            self._used(objects)
+        if use is not None:
+            self._used(objects, use, request_id, objects[0].tenant if objects else 0)
         return lease
 
     def pinned(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject] | None:
@@ -316,15 +345,12 @@ class ObjectTable:
         dropped = [stored for stored in here if not stored.pins]
         for stored in dropped:
             self._remove(stored, Cause.CLEARED)
+        self._departed.tell()
         return dropped, len(here) - len(dropped)
 
     def drop(self, key: PackedKey, cause: Cause = Cause.CLEARED) -> bool:
         """Drop one object unless it is pinned or absent; return whether it was dropped."""
-        stored = self._objects.get(key)
-        if stored is None or stored.pins:
-            return False
-        self._remove(stored, cause)
-        return True
+        return bool(self._drop([key], cause))
 
     def candidates(self, used_bytes: int) -> list[PackedKey]:
         """Return the keys that the policy would evict to get down to `used_bytes`, without pinned objects and what is
@@ -340,7 +366,7 @@ class ObjectTable:
 
     def evict(self, keys: Iterable[PackedKey], cause: Cause = Cause.WATERMARK) -> None:
         """Evict those of `keys` that are not pinned."""
-        self.evictions += sum([self.drop(key, cause) for key in keys])
+        self.evictions += self._drop(keys, cause)
 
     def keep_in(self, journal: Journal) -> None:
         """Record what the table holds, and each change from now on."""
@@ -378,9 +404,8 @@ class ObjectTable:
                 for used, _, slot, key, offset, length, _, _ in run
             ]
             objects += made
-            on_insert = self.tenants.policies[tenant].on_insert
-            for stored in made:
-                on_insert(stored.key, stored.length)
+            # Those that were used longest ago come first here.
+            self.tenants.inserted(tenant, made[::-1], [-1] * len(made), self._facts("recovered", "", tenant))
             lengths = Counter([stored.length for stored in made])
             nbytes = sum(rounded(length) * count for length, count in lengths.items())
             account.objects += len(made)
@@ -415,27 +440,65 @@ class ObjectTable:
         writes = [lease for lease in self._leases.of(owner) if isinstance(lease, WriteLease)]
         return sum(rounded(nbytes) for lease in writes for _, _, nbytes in lease.items)
 
+    def _admitted(self, items: Sequence[tuple[PackedKey, int]], lease: WriteLease) -> int:
+        """Return the index of the first absent object that the policy refuses, or the number of items."""
+        absent = [
+            index for index, (key, _) in enumerate(items) if key not in self._writing and self._objects.get(key) is None
+        ]
+        if not absent:
+            return len(items)
+        facts = self._facts(lease.use, lease.request_id, lease.tenant, lease.prompt.chunk_tokens)
+        keys, sizes = [items[index][0] for index in absent], [items[index][1] for index in absent]
+        chunks = lease.prompt.of(absent)
+        count = self.tenants.policies[lease.tenant].admits(keys, sizes, chunks, facts)
+        return absent[count] if 0 <= count < len(absent) else len(items)
+
     def _place(self, length: int, key: PackedKey, tenant: int) -> int | None:
         tenants = self.tenants
         over = length - tenants.room(tenant, self.allocator.limit)
         if over > 0 and not self._shrink(tenant, over, key):
             return None
-        offset = self.allocator.allocate(length)
+        offset = self.allocator.allocate(length) if length < self._full else None
         if offset is None and length <= self.allocator.limit:
-            spare = tenants.spare(tenant) if over <= 0 else tenants.own(tenant)
-            victims = tenants.victims(self._objects, spare, last=tenant)
-            for stored in choose_window(length, victims, self._objects, self.allocator, spare):
-                self._remove(stored, Cause.ROOM if over <= 0 else Cause.TENANT, key)
-                self.evictions += 1
-            offset = self.allocator.allocate(length)
+            offset = self._make_place(length, key, tenant, Cause.ROOM if over <= 0 else Cause.TENANT)
         if offset is not None:
             self.used_bytes += length
             tenants.used[tenant] += length
         return offset
 
+    def _make_place(self, length: int, key: PackedKey, tenant: int, cause: Cause) -> int | None:
+        """Evict for the object `key`; return the offset of its place, allocated."""
+        walk, spare = self._walk, None
+        if walk is None:
+            tenants = self.tenants
+            spare = tenants.spare(tenant) if cause is Cause.ROOM else tenants.own(tenant)
+            self._departed.tell()
+            walk = VictimWalk(tenants.victims(self._objects, spare, last=tenant), self._objects)
+            if spare is None:
+                # Else who may lose what changes with each object.
+                self._walk, self._full = walk, length
+        first = walk.next()
+        if first is None:
+            return None
+        if rounded(first.length) == length:
+            # The usual case: one leaves, and the other takes its very place.
+            self.evictions += 1
+            self._remove(first, cause, key, free=False)
+            return first.offset
+        walk.put_back(first)
+        looked: list[StoredObject] = []
+        leaving = choose_window(length, walk.looked_at(looked), self._objects, self.allocator, spare)
+        for stored in leaving:
+            self._remove(stored, cause, key)
+        self.evictions += len(leaving)
+        walk.stay(looked)
+        self._full = math.inf
+        return self.allocator.allocate(length)
+
     def _shrink(self, tenant: int, nbytes: float, key: PackedKey) -> bool:
         """Evict `nbytes` of a tenant's own objects for the object `key`; nothing if there are not as many."""
         leaving = []
+        self._departed.tell()
         for stored in self.tenants.victims(self._objects, self.tenants.own(tenant)):
             leaving.append(stored)
             nbytes -= rounded(stored.length)
@@ -450,24 +513,40 @@ class ObjectTable:
         """Yield the objects that may all leave to get below the watermark, in the order in which they should."""
         return self.tenants.victims(self._objects, self.tenants.spare(), all_leave=True)
 
-    def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None) -> None:
+    def _drop(self, keys: Iterable[PackedKey], cause: Cause) -> int:
+        """Drop those of `keys` that are here and not pinned; return their number."""
+        dropped = 0
+        for key in keys:
+            stored = self._objects.get(key)
+            if stored is not None and not stored.pins:
+                self._remove(stored, cause)
+                dropped += 1
+        self._departed.tell()
+        return dropped
+
+    def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None, *, free: bool = True) -> None:
+        """Remove an object, and free its range unless another one takes it; `Departed.tell` follows."""
         self._objects.remove(stored)
         if self._journal is not None:
             self._journal.release((stored.slot,))
+        length = rounded(stored.length)
+        if free:
+            self.allocator.free(stored.offset, length)
+        self.used_bytes -= length
+        self.tenants.used[stored.tenant] -= length
         account = stored.account.into or stored.account
         account.objects -= 1
-        account.nbytes -= self._free(stored.offset, stored.length, stored.tenant)
+        account.nbytes -= length
         account.evicted += cause <= LAST_EVICTION
-        self.tenants.policies[stored.tenant].on_remove(stored.key)
+        self._departed.add(stored, cause)
         self._on_remove(stored, cause, by)
 
-    def _free(self, offset: int, nbytes: int, tenant: int) -> int:
-        """Free a range; return the bytes that it occupied."""
+    def _free(self, offset: int, nbytes: int, tenant: int) -> None:
+        """Free a reserved range."""
         length = rounded(nbytes)
         self.allocator.free(offset, length)
         self.used_bytes -= length
         self.tenants.used[tenant] -= length
-        return length
 
     def _count_unplaced(self, items: Sequence[tuple[PackedKey, int]], result: Reservation) -> None:
         for key, _ in items:
@@ -478,11 +557,25 @@ class ObjectTable:
             else:
                 result.dropped += 1
 
-    def _used(self, objects: list[StoredObject]) -> None:
+    def _facts(self, use: Use, request_id: str, tenant: int, chunk_tokens: int = 0) -> RequestFacts:
+        compute_s, load_s = self._prices()
+        return RequestFacts(
+            use=use,
+            at=self._now,
+            request_id=request_id,
+            tenant=self.tenants.names[tenant],
+            chunk_tokens=chunk_tokens,
+            compute_s=compute_s,
+            load_s=load_s,
+        )
+
+    def _used(self, objects: list[StoredObject], use: Use, request_id: str, tenant: int) -> None:
+        if not objects:
+            return
         now = self._now
         for stored in objects:
             stored.used = now
-        self._uses.add(objects)
+        self._uses.add(objects, self._facts(use, request_id, tenant))
         if self._journal is not None:
             self._journal.used(objects)
 

@@ -19,7 +19,9 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from kvframework.api.eviction import EvictionPolicy
+import msgspec
+
+from kvframework.api.eviction import EvictionPolicy, RequestFacts, Why
 from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey
 from kvframework.storage.l1.allocator import rounded
 from kvframework.storage.l1.leases import StoredObject
@@ -49,6 +51,10 @@ class Tenants:
     def __init__(self, policy: EvictionPolicy, named: Sequence[Tenant] = ()) -> None:
         self.policies = (policy, *(tenant.policy for tenant in named))
         self.names = ("", *(tenant.name for tenant in named))
+        # Those whose policy may refuse objects.
+        self.refusing = frozenset(
+            tenant for tenant, of in enumerate(self.policies) if type(of).admits is not EvictionPolicy.admits
+        )
         self.used = [0] * len(self.policies)
         self._least = (0, *(tenant.least for tenant in named))
         self._most: tuple[float, ...] = (math.inf, *(tenant.most for tenant in named))
@@ -77,13 +83,32 @@ class Tenants:
         most = self._most[tenant]
         return math.inf if most >= limit else most - self.used[tenant]
 
-    def accessed(self, objects: Sequence[StoredObject]) -> None:
+    def inserted(
+        self, tenant: int, objects: Sequence[StoredObject], chunks: Sequence[int], facts: RequestFacts
+    ) -> None:
+        """Report new objects of a tenant, given in the order of a prompt; the policy receives the last chunk first, so
+        that one by recency evicts a prefix from its end."""
+        last_first = objects[::-1]
+        sizes = [stored.length for stored in last_first]
+        self.policies[tenant].on_inserts(list(map(_key_of, last_first)), sizes, chunks[::-1], facts)
+
+    def accessed(self, objects: Sequence[StoredObject], facts: RequestFacts) -> None:
         """Report uses of objects, in the order of the policy's calls."""
         if len(self.policies) == 1:
-            self.policies[0].on_access_many(list(map(_key_of, objects)))
+            self.policies[0].on_uses(list(map(_key_of, objects)), facts)
             return
         for tenant in {stored.tenant for stored in objects}:
-            self.policies[tenant].on_access_many([stored.key for stored in objects if stored.tenant == tenant])
+            keys = [stored.key for stored in objects if stored.tenant == tenant]
+            self.policies[tenant].on_uses(keys, msgspec.structs.replace(facts, tenant=self.names[tenant]))
+
+    def removed(self, objects: Sequence[StoredObject], why: Why) -> None:
+        """Report objects that left, in the order in which they did."""
+        if len(self.policies) == 1:
+            if objects:
+                self.policies[0].on_removes(list(map(_key_of, objects)), why)
+            return
+        for tenant in {stored.tenant for stored in objects}:
+            self.policies[tenant].on_removes([stored.key for stored in objects if stored.tenant == tenant], why)
 
     def spare(self, tenant: int | None = None) -> list[int] | None:
         """Return the bytes that each tenant may lose for a new object of `tenant`, or, for None, to get below the
@@ -106,9 +131,9 @@ class Tenants:
         should; with `all_leave`, all of them together. Those of tenant `last` come last while it holds less than what
         is guaranteed to it."""
         if spare is None:
-            return _unpinned(self.policies[0], objects)
+            return objects.unpinned(self.policies[0].victims())
         parts = {
-            tenant: _affordable(_unpinned(self.policies[tenant], objects), most, all_leave=all_leave)
+            tenant: _affordable(objects.unpinned(self.policies[tenant].victims()), most, all_leave=all_leave)
             for tenant, most in enumerate(spare)
             if most
         }
@@ -116,13 +141,6 @@ class Tenants:
         if last is not None and self.used[last] < self._least[last]:
             behind = parts.pop(last, ())
         return chain(heapq.merge(*parts.values(), key=_used_of), behind)
-
-
-def _unpinned(policy: EvictionPolicy, objects: ObjectRows) -> Iterator[StoredObject]:
-    for key in policy.victims():
-        stored = objects.get(key)
-        if stored is not None and not stored.pins:
-            yield stored
 
 
 def _affordable(objects: Iterator[StoredObject], most: int, *, all_leave: bool) -> Iterator[StoredObject]:

@@ -199,7 +199,7 @@ class LookupTickets:
                 owner=ticket.owner,
                 request_id=ticket.request_id,
                 lease_s=self._table.ticket_s,
-                use=use,
+                use="lookup" if use else None,
             ).id
         tokens = hit * wanted.chunk_tokens
         before = self._table.pin(ticket, lease_id, objects=len(objects), hit_tokens=tokens, now=self._clock())

@@ -1,0 +1,40 @@
+"""The victims of one STORE: the policy is asked for them once, however many objects it stores. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvframework.storage.l1.leases import StoredObject
+from kvframework.storage.l1.rows import ObjectRows
+
+
+class VictimWalk:
+    """The victims in order. Those that were looked at for one place and stay are the first ones for the next place."""
+
+    def __init__(self, victims: Iterator[StoredObject], objects: ObjectRows) -> None:
+        self._victims = victims
+        self._objects = objects
+        # In reverse.
+        self._again: list[StoredObject] = []
+
+    def next(self) -> StoredObject | None:
+        """Return the next victim, None if there is none; it leaves, or is put back."""
+        while self._again:
+            stored = self._again.pop()
+            # A window may have taken it along.
+            if self._objects.get(stored.key) is stored:
+                return stored
+        return next(self._victims, None)
+
+    def put_back(self, stored: StoredObject) -> None:
+        self._again.append(stored)
+
+    def looked_at(self, into: list[StoredObject]) -> Iterator[StoredObject]:
+        """Yield the next victims, and add them to `into`."""
+        while (stored := self.next()) is not None:
+            into.append(stored)
+            yield stored
+
+    def stay(self, looked: Sequence[StoredObject]) -> None:
+        """Put back those that were looked at; those that leave are passed over."""
+        self._again += reversed(looked)
