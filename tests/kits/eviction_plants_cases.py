@@ -233,6 +233,18 @@ BUGS = {
     "KeepsGhostsOfTheUnused": bug(dict, on_insert=also(lambda s, key, n: s.more.update({key: 0})), on_access=also(lambda s, key: s.more.pop(key, None)), on_access_many=also(lambda s, keys: [s.more.pop(k, None) for k in keys])),
     "KeepsGhostsOfTheUsed": bug(dict, on_access=also(lambda s, key: s.more.update({key: s.more.get(key, 0) + 1})), on_remove=also(lambda s, key: s.more.get(key, 0) < 2 and s.more.pop(key, None))),
     "KeepsTheSizesOfAll": bug(dict, on_insert=also(lambda s, key, n: s.more.update({key: n}))),
+    # whole requests
+    "InsertsForgetTheLast": bug(on_inserts=lambda s, right, keys, sizes, chunks, facts: right(keys[:-1], sizes[:-1], chunks[:-1], facts)),
+    "InsertsNeedAPlace": bug(on_inserts=also(lambda s, keys, sizes, chunks, facts: -1 in chunks and 1 / 0)),
+    "UsesNeedARequest": bug(dict, on_inserts=also(lambda s, keys, sizes, chunks, facts: s.more.update({facts.request_id: 1})), on_uses=also(lambda s, keys, facts: s.more[facts.request_id])),
+    "KnowsTwoUses": bug(on_inserts=also(lambda s, keys, sizes, chunks, facts: {"store": 1, "load": 1}[facts.use])),
+    "RemovesWhatIsEvictedOnly": bug(on_removes=lambda s, right, keys, why: [s.on_remove(k) for k in keys if why == "evicted"]),
+    "RemovesTheCallersKeys": bug(on_removes=lambda s, right, keys, why: [s.on_remove(keys.pop()) for _ in range(len(keys))]),  # type: ignore[attr-defined]
+    "AdmitsAndTakesIn": bug(admits=also(lambda s, keys, sizes, chunks, facts: s.order.update(zip(keys, sizes, strict=True)))),
+    "AdmitsYesOrNo": bug(admits=lambda s, right, keys, sizes, chunks, facts: True),
+    "AdmitsTheKeys": bug(admits=lambda s, right, keys, sizes, chunks, facts: keys),
+    "AdmitsOneMore": bug(admits=lambda s, right, keys, sizes, chunks, facts: len(keys) + 1),
+    "KeepsEachRequest": bug(on_uses=also(lambda s, keys, facts: s.more.append(facts))),
     # threads
     "HoldsALockOverYield": bug(threading.Lock, victims=lambda s, right: under(s.more, right()), on_insert=before(lambda s, key, n: s.more.acquire() and s.more.release())),
     "HoldsItsThreadsLockOverYield": bug(threading.RLock, victims=lambda s, right: under(s.more, right()), on_access=before(lambda s, key: s.more.acquire() and s.more.release())),

@@ -63,6 +63,12 @@ KILLED_BY = {
         "test_uses_are_not_kept_one_by_one": "KeepsEachUse KeepsStaleUsesInItsHeap",
         "test_walks_are_not_kept": "KeepsEachWalk",
         "test_what_has_left_is_forgotten": "KeepsAllGhosts KeepsGhostsOfTheUnused KeepsGhostsOfTheUsed KeepsTheSizesOfAll RaisesOnAKeyThatComesAgain GoesOnWhereItStopped WantsToHaveOfferedIt",
+        "test_objects_of_a_request_are_in_from_their_insert_on[store]": "InsertsForgetTheLast InsertsNeedAPlace UsesNeedARequest",
+        "test_objects_of_a_request_are_in_from_their_insert_on[lookup]": "KnowsTwoUses",
+        "test_objects_leave_for_any_reason[cleared]": "RemovesWhatIsEvictedOnly",
+        "test_objects_leave_for_any_reason[evicted]": "RemovesTheCallersKeys",
+        "test_asking_what_it_admits_changes_nothing": "AdmitsAndTakesIn AdmitsYesOrNo AdmitsTheKeys AdmitsOneMore",
+        "test_requests_are_not_kept_one_by_one": "KeepsEachRequest",
         "test_any_thread_may_call": "HoldsALockOverYield HoldsItsThreadsLockOverYield BelongsToTheThreadOfItsFirstCall",
     },
     "tier_plants_cases.py": {

@@ -24,11 +24,12 @@ from kvframework.testing.eviction.cost import CostTests
 from kvframework.testing.eviction.kit import EvictionKit
 from kvframework.testing.eviction.memory import MemoryTests
 from kvframework.testing.eviction.offers import OfferTests
+from kvframework.testing.eviction.requests import RequestTests
 from kvframework.testing.eviction.serving import ServingTests
 
 __all__ = ["EvictionConformance", "EvictionKit"]
 
 
 # pytest runs the tests of the last base first: what is offered before what it costs.
-class EvictionConformance(MemoryTests, CostTests, ServingTests, OfferTests):
+class EvictionConformance(RequestTests, MemoryTests, CostTests, ServingTests, OfferTests):
     """Base class of an author's test class; see the module. `EvictionKit` lists the settings and fixtures."""

@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import pytest
 
-from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
 
 T = TypeVar("T")
 
 
 class WatchedPolicy(EvictionPolicy):
-    """The policy `inner`, as the core calls it: `on_insert` for keys that are not in, the others for those that are."""
+    """The policy `inner`, as the core calls it: inserts of keys that are not in, the other calls for those that are."""
 
     def __init__(self, inner: EvictionPolicy) -> None:
         self.inner = inner
@@ -26,13 +26,31 @@ class WatchedPolicy(EvictionPolicy):
         _call("on_access of a key that is in", lambda: self.inner.on_access(key))
 
     def on_access_many(self, keys: Sequence[PackedKey]) -> None:
-        before = list(keys)
-        _call("on_access_many of keys that are in", lambda: self.inner.on_access_many(keys))
-        if list(keys) != before:
-            pytest.fail("on_access_many changed the caller's list of keys")
+        _call_with("on_access_many", "of keys that are in", lambda: self.inner.on_access_many(keys), keys)
 
     def on_remove(self, key: PackedKey) -> None:
         _call("on_remove of a key that is in", lambda: self.inner.on_remove(key))
+
+    def admits(
+        self, keys: Sequence[PackedKey], sizes: Sequence[int], chunks: Sequence[int], facts: RequestFacts
+    ) -> int:
+        ask = lambda: self.inner.admits(keys, sizes, chunks, facts)  # noqa: E731  too long for an argument
+        count = _call_with("admits", "of keys that are not in", ask, keys, sizes, chunks)
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= len(keys):
+            pytest.fail(f"admits answered {str(count)[:80]} for {len(keys)} keys: a number of the first of them")
+        return count
+
+    def on_inserts(
+        self, keys: Sequence[PackedKey], sizes: Sequence[int], chunks: Sequence[int], facts: RequestFacts
+    ) -> None:
+        insert = lambda: self.inner.on_inserts(keys, sizes, chunks, facts)  # noqa: E731  too long for an argument
+        _call_with("on_inserts", "of keys that are not in", insert, keys, sizes, chunks)
+
+    def on_uses(self, keys: Sequence[PackedKey], facts: RequestFacts) -> None:
+        _call_with("on_uses", "of keys that are in", lambda: self.inner.on_uses(keys, facts), keys)
+
+    def on_removes(self, keys: Sequence[PackedKey], why: Why) -> None:
+        _call_with("on_removes", "of keys that are in", lambda: self.inner.on_removes(keys, why), keys)
 
     def victims(self) -> Iterator[PackedKey]:
         walk = _call("victims", self.inner.victims)
@@ -45,6 +63,16 @@ class WatchedPolicy(EvictionPolicy):
             if not isinstance(key, bytes):
                 pytest.fail(f"victims offered a {type(key).__name__}, no key")
             yield key
+
+
+def _call_with(name: str, of: str, call: Callable[[], T], *lists: Sequence[object]) -> T:
+    """Make a call that gets these lists, which stay the caller's."""
+    __tracebackhide__ = True
+    before = [list(each) for each in lists]
+    answer = _call(f"{name} {of}", call)
+    if [list(each) for each in lists] != before:
+        pytest.fail(f"{name} changed the caller's list of keys")
+    return answer
 
 
 def _call(what: str, call: Callable[[], T]) -> T:
