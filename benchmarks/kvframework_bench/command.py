@@ -34,6 +34,7 @@ app = typer.Typer(
         "kvframework bench events",
         "kvframework bench route --blocks 1000000",
         "kvframework bench shards --tp 2           an engine of two ranks",
+        "kvframework bench policy --trace FILE     hit rates of a trace, too",
         "kvframework bench cuda --sweep            fragments and copy engines",
     ),
     no_args_is_help=True,
@@ -334,6 +335,41 @@ def shards(
     if rounds is not None:
         sizes = msgspec.structs.replace(sizes, rounds=rounds)
     _run("shards", lambda stage: bench_shards(sizes, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("policy")
+def policy(
+    use: Annotated[list[str] | None, typer.Option(help="Only this eviction policy; repeatable.")] = None,
+    objects: Annotated[list[int] | None, typer.Option(min=1, help="Of L1; repeatable.")] = None,
+    trace: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="JSON lines with timestamp in ms and hash_ids, as Mooncake released them, in place of ours."),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Of each policy.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """What an eviction policy costs a block, through the server's own object table, and the block hit rate.
+
+    LOOKUP, RETRIEVE of what it found, STORE and evictions, in a full L1 of 10,000 and 100,000 objects. No bytes move.
+    """
+    import msgspec
+
+    from kvframework_bench.policy.run import FULL, QUICK, bench_policy
+
+    sizes = QUICK if quick else FULL
+    asked = {name: value for name, value in (("objects", objects), ("rounds", rounds)) if value}
+    sizes = msgspec.structs.replace(sizes, **asked)
+    _run(
+        "policy",
+        lambda stage: bench_policy(sizes, use=use or (), trace=trace, stage=stage),
+        quick,
+        as_json,
+        markdown,
+        plot,
+    )
 
 
 @app.command("cuda")

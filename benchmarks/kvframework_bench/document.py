@@ -10,6 +10,7 @@ from kvframework_bench.events.figures import EventsFigures
 from kvframework_bench.l2.figures import L2Figures
 from kvframework_bench.machine import Load, Machine
 from kvframework_bench.observe.figures import ObserveFigures
+from kvframework_bench.policy.figures import PolicyFigures
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.route.figures import RouteFigures
 from kvframework_bench.scale.figures import ScaleFigures
@@ -150,6 +151,7 @@ Figures = (
     | CudaFigures
     | RestartFigures
     | ShardsFigures
+    | PolicyFigures
 )
 
 

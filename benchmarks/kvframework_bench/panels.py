@@ -12,6 +12,7 @@ from kvframework_bench.document import Figures, HostFigures, LookupFigures, Rest
 from kvframework_bench.events.figures import EventsFigures
 from kvframework_bench.l2.figures import L2Figures
 from kvframework_bench.observe.figures import NONE, ObservedLookup, ObserveFigures
+from kvframework_bench.policy.figures import PolicyFigures
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.route.figures import RouteFigures
 from kvframework_bench.scale.figures import ScaleFigures, ScaleRow
@@ -90,6 +91,9 @@ def panels(figures: Figures) -> list[Panel]:
         return [Bars("restart", "s", [spread_bar(name, seconds) for name, seconds in rows])]
     if isinstance(figures, ShardsFigures):
         return _shards(figures)
+    if isinstance(figures, PolicyFigures):
+        bars = [spread_bar(f"{row.policy}, {row.objects}", row.us, row.target_us) for row in figures.rows]
+        return [Bars("processor time a block", "µs", bars)]
     return _l2(figures)
 
 

@@ -26,6 +26,7 @@ from kvframework_bench.events.figures import EventsFigures, events_tables
 from kvframework_bench.l2.figures import L2Figures, l2_tables
 from kvframework_bench.machine import Machine
 from kvframework_bench.observe.figures import ObserveFigures, observe_tables
+from kvframework_bench.policy.figures import PolicyFigures, policy_tables
 from kvframework_bench.route.figures import RouteFigures, route_tables
 from kvframework_bench.scale.figures import ScaleFigures, scale_tables
 from kvframework_bench.shards.figures import ShardsFigures, shards_tables
@@ -84,6 +85,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = [_restart(figures)]
     elif isinstance(figures, ShardsFigures):
         made = shards_tables(figures)
+    elif isinstance(figures, PolicyFigures):
+        made = policy_tables(figures)
     else:
         made = [_store(figures)]
     for table in made:
