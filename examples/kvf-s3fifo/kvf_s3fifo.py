@@ -12,7 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvframework.api.eviction import EvictionPolicy, EvictionProvider, PackedKey, hookimpl
+from kvframework.api.eviction import EvictionPolicy, EvictionProvider, PackedKey, Why, hookimpl
 from kvframework.api.options import Options
 
 # As published: two bits for the uses of an object, and two uses in the small queue to get into the main one.
@@ -102,11 +102,15 @@ class S3Fifo(EvictionPolicy):
                 entry.uses += 1
 
     def on_remove(self, key: PackedKey) -> None:
-        evicted = self._follow(key)
-        queue = self._queue_of(key)
-        queue.pop(key)
-        if evicted and queue is self._small:
-            self._ghost[key] = None
+        self.on_removes([key], "evicted")
+
+    def on_removes(self, keys: Sequence[PackedKey], why: Why) -> None:
+        for key in keys:
+            evicted = self._follow(key)
+            queue = self._queue_of(key)
+            queue.pop(key)
+            if evicted and queue is self._small:
+                self._ghost[key] = None
         most = self._options.ghost * (len(self._small.entries) + len(self._main.entries))
         while len(self._ghost) > most:
             del self._ghost[next(iter(self._ghost))]

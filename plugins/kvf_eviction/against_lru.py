@@ -1,7 +1,7 @@
 """Whether `two_queues` finds more than LRU would, so that it gives way where it does not. Pure.
 
-LRU holds what was used last, as many objects as L1 has: so it would have found an object that is used again at an age up
-to that of its oldest one. A use of an older object that L1 has is a gain, and one of a younger object that is only a
+LRU holds what was used last, as many objects as L1 has: so it would have found an object that is used again at an age
+up to that of its oldest one. A use of an older object that L1 has is a gain, and one of a younger object that is only a
 ghost is a loss.
 """
 

@@ -1,9 +1,9 @@
 """How soon objects of a queue are used again, and what it is worth to keep one of a certain age. Pure.
 
-Time is counted in objects that came into L1. An object begins to wait at each use by another request; the wait ends with
-the next one, in L1 or after it left, as long as its ghost is remembered. From the waits that ended at an age, as a share
-of those that are old enough to have ended there, follows for each age how many hits an object of that age promises for
-the time that it takes up a place, if it is kept for as long as pays best.
+Time is counted in objects that came into L1. An object begins to wait at each use by another request; the wait ends
+with the next one, in L1 or after it left, as long as its ghost is remembered. From the waits that ended at an age, as a
+share of those that are old enough to have ended there, follows for each age how many hits an object of that age
+promises for the time that it takes up a place, if it is kept for as long as pays best.
 """
 
 from __future__ import annotations
