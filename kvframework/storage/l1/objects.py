@@ -454,7 +454,16 @@ class ObjectTable:
         return absent[count] if 0 <= count < len(absent) else len(items)
 
     def _place(self, length: int, key: PackedKey, tenant: int) -> int | None:
-        tenants = self.tenants
+        tenants, walk = self.tenants, self._walk
+        if walk is not None and length >= self._full:
+            # The usual case: one leaves, and the other takes its very place.
+            first = walk.next()
+            if first is not None and rounded(first.length) == length:
+                self.evictions += 1
+                self._remove(first, Cause.ROOM, key, length)
+                return first.offset
+            if first is not None:
+                walk.put_back(first)
         over = length - tenants.room(tenant, self.allocator.limit)
         if over > 0 and not self._shrink(tenant, over, key):
             return None
@@ -476,24 +485,17 @@ class ObjectTable:
             walk = VictimWalk(tenants.victims(self._objects, spare, last=tenant), self._objects)
             if spare is None:
                 # Else who may lose what changes with each object.
-                self._walk, self._full = walk, length
-        first = walk.next()
-        if first is None:
-            return None
-        if rounded(first.length) == length:
-            # The usual case: one leaves, and the other takes its very place.
-            self.evictions += 1
-            self._remove(first, cause, key, free=False)
-            return first.offset
-        walk.put_back(first)
+                self._walk = walk
         looked: list[StoredObject] = []
         leaving = choose_window(length, walk.looked_at(looked), self._objects, self.allocator, spare)
         for stored in leaving:
             self._remove(stored, cause, key)
         self.evictions += len(leaving)
         walk.stay(looked)
-        self._full = math.inf
-        return self.allocator.allocate(length)
+        offset = self.allocator.allocate(length)
+        # Where tenants are named, room may be made otherwise.
+        self._full = length if spare is None and self.allocator.largest_free < length else math.inf
+        return offset
 
     def _shrink(self, tenant: int, nbytes: float, key: PackedKey) -> bool:
         """Evict `nbytes` of a tenant's own objects for the object `key`; nothing if there are not as many."""
@@ -524,16 +526,17 @@ class ObjectTable:
         self._departed.tell()
         return dropped
 
-    def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None, *, free: bool = True) -> None:
-        """Remove an object, and free its range unless another one takes it; `Departed.tell` follows."""
+    def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None, taken: int = 0) -> None:
+        """Remove an object, and free its range unless another one of its tenant takes all `taken` bytes of it;
+        `Departed.tell` follows."""
         self._objects.remove(stored)
         if self._journal is not None:
             self._journal.release((stored.slot,))
-        length = rounded(stored.length)
-        if free:
+        length = taken or rounded(stored.length)
+        if not taken:
             self.allocator.free(stored.offset, length)
-        self.used_bytes -= length
-        self.tenants.used[stored.tenant] -= length
+            self.used_bytes -= length
+            self.tenants.used[stored.tenant] -= length
         account = stored.account.into or stored.account
         account.objects -= 1
         account.nbytes -= length

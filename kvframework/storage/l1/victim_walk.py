@@ -19,8 +19,9 @@ class VictimWalk:
 
     def next(self) -> StoredObject | None:
         """Return the next victim, None if there is none; it leaves, or is put back."""
-        while self._again:
-            stored = self._again.pop()
+        again = self._again
+        while again:
+            stored = again.pop()
             # A window may have taken it along.
             if self._objects.get(stored.key) is stored:
                 return stored
