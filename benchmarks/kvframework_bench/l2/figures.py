@@ -87,6 +87,21 @@ class StalledRow(msgspec.Struct, frozen=True):
     write_pending: int
 
 
+class NewRow(msgspec.Struct, frozen=True):
+    """LOOKUP of a prompt whose first half L1 has, and whose second half nobody has. `tier` is a bare question to the
+    tier about as many objects; `again` is the same prompt once more. `added_to_tier` is what an L2 adds to a LOOKUP, in
+    units of that question."""
+
+    tokens: int
+    tier: Latency
+    without_l2: Latency
+    new: Latency
+    again: Latency
+    ratio_to_tier: Spread
+    added_to_tier: Spread
+    target_ratio: float
+
+
 class MemoryRow(msgspec.Struct, frozen=True):
     """`nbytes` of objects moved, with at most `growth_bytes` more in the server's process than before, its arena left
     out. `stored_bytes` are those of all values in Redis: `prompt_bytes` as packed, with headers and one record."""
@@ -119,6 +134,7 @@ class L2Figures(msgspec.Struct, frozen=True):
     engine: list[EngineRow]
     disk: DiskFigures | None
     stalled: list[StalledRow]
+    new: list[NewRow]
     memory: list[MemoryRow]
     codecs: list[CodecRow]
     skipped: list[Skipped]
@@ -135,6 +151,8 @@ def l2_tables(figures: L2Figures) -> list[Table]:
         made.append(_disk(figures.disk))
     if figures.stalled:
         made.append(_stalled(figures.stalled))
+    if figures.new:
+        made.append(_new(figures.new))
     if figures.memory:
         made.append(_memory(figures.memory))
     if figures.codecs:
@@ -200,6 +218,24 @@ def _stalled(rows: list[StalledRow]) -> Table:
         state = f"circuit {row.tier_state}, {row.write_pending} to write"
         ratio = f"{row.ratio.median:.2f} x"
         table.add_row(f"{name}, stalled Redis", *format_latency(row.stalled), ratio, format_range(row.ratio), state)
+    return table
+
+
+def _new(rows: list[NewRow]) -> Table:
+    headers = ("p50", "p99", "ratio to a question", "min to max", "added to no L2", "min to max", "target")
+    table = new_table("LOOKUP of what Redis lacks", *headers)
+    for row in rows:
+        name = f"{row.tokens // 1024}k tokens"
+        table.add_row(f"{name}, a bare question to the tier", *format_latency(row.tier))
+        table.add_row(f"{name}, no L2", *format_latency(row.without_l2))
+        table.add_row(
+            f"{name}, new",
+            *format_latency(row.new),
+            *format_ratio(row.ratio_to_tier),
+            *format_ratio(row.added_to_tier),
+            f"{short_number(row.target_ratio)} x",
+        )
+        table.add_row(f"{name}, the same again", *format_latency(row.again))
     return table
 
 

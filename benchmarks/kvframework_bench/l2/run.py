@@ -15,12 +15,13 @@ from kvframework_bench.l2.disk import bench_disk
 from kvframework_bench.l2.engine import bench_engine
 from kvframework_bench.l2.figures import CodecRow, DiskFigures, L2Figures, MemoryRow
 from kvframework_bench.l2.memory import bench_memory
+from kvframework_bench.l2.new_prompt import bench_new_prompts
 from kvframework_bench.l2.redis import bench_redis
 from kvframework_bench.l2.sizes import FULL, Sizes
 from kvframework_bench.l2.stalled import bench_stalled
 from kvframework_bench.process import scratch
 
-PARTS = ("redis", "engine", "disk", "stalled", "memory", "codec")
+PARTS = ("redis", "engine", "disk", "stalled", "new", "memory", "codec")
 CODECS = ("none", "zstd", "planes")
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ def bench_l2(
         engine=part("engine", lambda at: bench_engine(sizes, at, registry, skipped, stage)) or [],
         disk=part("disk", disk),
         stalled=part("stalled", lambda at: bench_stalled(sizes, at, registry, stage)) or [],
+        new=part("new", lambda at: bench_new_prompts(sizes, at, registry, stage)) or [],
         memory=[row for codec in CODECS for row in memory(codec)],
         codecs=[row for codec in CODECS[1:] for row in codecs(codec)],
         skipped=skipped,
