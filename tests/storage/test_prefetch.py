@@ -9,7 +9,8 @@ import pytest
 
 from kvframework.api.keys import PackedKey
 from kvframework.storage.envelope import HEADER_BYTES
-from kvframework.storage.l2 import prefetch
+from kvframework.storage.l2 import loading, prefetch
+from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.namespaces import NamespaceRecord, record_key
 from tests.storage.memory import NAMESPACE, content, packed_key
 from tests.storage.node import DESC, OWNER, SIZE, Node, prefix
@@ -292,6 +293,26 @@ def test_one_prompt_is_fetched_by_several_threads_in_order(make_node: Callable[.
     assert task.loaded == 80
     assert node.read(K[:80])
     node.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("objects", "mib", "threads", "lengths"),
+    [
+        (32, 3, 4, [4] * 8),
+        (32, 3, 1, [5] * 6 + [2]),
+        (8, 32, 4, [1] * 8),
+        (8, 1, 4, [4, 4]),
+        (6, 0.001, 4, [6]),
+        (40, 0.001, 4, [16, 16, 8]),
+    ],
+)
+def test_the_threads_of_a_tier_get_as_much_each(objects: int, mib: float, threads: int, lengths: list[int]) -> None:
+    store = L2Store(MemoryTier(), timeout_s=1.0)
+    indices = range(objects)
+    sizes = [int(mib * (1 << 20))] * objects
+    batches = loading._batches(indices, dict.fromkeys(indices, store), sizes, {store: threads})
+    assert [len(batch) for batch in batches] == lengths
+    assert [index for batch in batches for index in batch] == list(indices)
 
 
 def test_a_question_is_answered_while_all_batches_are_held(make_node: Callable[..., Node]) -> None:

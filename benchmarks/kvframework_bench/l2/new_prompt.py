@@ -56,7 +56,8 @@ def bench_new_prompts(sizes: Sizes, directory: Path, registry: PluginRegistry, s
             same = itertools.repeat(next(prompts[1]))
             cases[f"again {tokens}"] = _lookup(behind, same, tokens // 2)
         with stage("looking up what Redis lacks", sizes.lookup_rounds) as advance:
-            measured = interleave(cases, rounds=sizes.lookup_rounds, calls=sizes.lookup_calls, advance=advance)
+            # One call each: new prompts come one by one, and find processes that sleep.
+            measured = interleave(cases, rounds=sizes.lookup_rounds, advance=advance)
     return [_row(tokens, *(measured[f"{name} {tokens}"] for name in _CASES)) for tokens in sizes.lookup_tokens]
 
 

@@ -146,7 +146,7 @@ class Prefetcher:
         self.clock = clock
         self._l1 = l1
         self._stores = stores
-        self._loader = Loader(l1, stores, clock)
+        self._loader = Loader(l1, stores, at_once, clock)
         self._tasks: set[LoadTask] = set()
         self.queues = tuple(
             TierLoads(self, number, store, count)
