@@ -27,7 +27,7 @@ pytest.importorskip("zstandard", reason="zstandard is not installed")
 
 PEERS, REDIS = 0, 1
 ENGINES = 6
-FAULTS = [8, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+FAULTS = [6, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 SPARE_BYTES = 48 << 20
 
 
