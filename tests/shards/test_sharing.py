@@ -193,7 +193,9 @@ def test_layers_with_and_without_a_window_are_split_alike(client: KVClient) -> N
     blocks = list(range(TOKENS // BLOCK))
     tokens = prompt(next(IDS))
     first = ranks(2, 10**6, whole)
-    stored = [worker.submit_store(hashed(client, tokens), 0, TOKENS, [blocks, blocks]).result(60) for worker, _ in first]
+    stored = [
+        worker.submit_store(hashed(client, tokens), 0, TOKENS, [blocks, blocks]).result(60) for worker, _ in first
+    ]
     assert [each.stored for each in stored] == [8, 8], "two chunks of two groups of two shards"
     second = [*ranks(1, 10**6 + 10, torch.zeros_like(whole)), *ranks(4, 10**6 + 20, torch.zeros_like(whole))]
     for worker, part in second:
