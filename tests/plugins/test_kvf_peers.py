@@ -569,7 +569,24 @@ def test_a_stranger_is_shut_out(token: Path, said: bytes) -> None:
             except ConnectionResetError:
                 pass
             assert not answers or isinstance(decoded(answers[4:], Refused), Refused)
+        wait_until(lambda: refused_by(lender)["strangers"] == 1, what="the count")
         assert lender.node.loans == 0
+
+
+def test_a_probe_that_says_nothing_is_no_stranger_and_a_wrong_certificate_is_one(token: Path, tmp_path: Path) -> None:
+    made = make_certificate(tmp_path)
+    (tmp_path / "other").mkdir()
+    other = make_certificate(tmp_path / "other")
+    tls = {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
+    with Lender(token, **tls) as lender:
+        host, port = lender.address.split(":")
+        wait_until(lambda: _connects(host, int(port)), what="the listener")
+        foreign = {**tls, "tls_cert": str(other.certificate), "tls_key": str(other.key)}
+        with reading(token, lender, node=ValuesNode(), **foreign) as tier:
+            wait_until(lambda: refused_by(lender)["strangers"] > 0, what="the refusal")
+            wait_until(lambda: "TLS failed" in "".join(tier.problems()), what="its problem")
+        (refused,) = lender.tier.status()["lending"]["strangers"]  # type: ignore[index]
+        assert "certificate" in refused["reason"]
 
 
 def _connects(host: str, port: int) -> bool:
