@@ -131,7 +131,7 @@ class PeersTier(Tier):
         return [*of_directory, *found, *self._other_names()]
 
     def status(self) -> Mapping[str, object]:
-        """`nodes`: what came from each, `lending`: what went to them, `hints`: what is told of this one."""
+        """`nodes`: what came from each, `lending`: what went to them, `hints`: what other nodes learn of this one."""
         return {
             "nodes": [peer.status() for peer in self._directory.peers()],
             "lending": self._holder.status() if self._holder is not None else {},

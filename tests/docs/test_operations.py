@@ -237,7 +237,7 @@ def test_every_field_of_other_nodes_is_documented(tmp_path: Path) -> None:
         details = {
             "nodes": tier.status()["nodes"],
             "lending": other.tier.status()["lending"],
-            "hints": dict.fromkeys(("told", "waiting", "dropped"), 0),  # of `Teller.status`
+            "hints": dict.fromkeys(("written", "waiting", "dropped"), 0),  # of `Teller.status`
         }
         told = {name for name in documented() if name.startswith("l2[].details.")}
     assert set(fields({"details": details}, "l2[]")) == told
