@@ -17,7 +17,7 @@ import time
 from collections import Counter
 
 from kvf_peers.bounds import Connections, Room, Served
-from kvf_peers.handshake import admit
+from kvf_peers.handshake import NotTrusted, admit
 from kvf_peers.messages import (
     ASK_KEYS,
     BUSY,
@@ -186,7 +186,8 @@ class Holder:
         except ssl.SSLEOFError:
             raise
         except (ProtocolError, ssl.SSLError) as error:
-            self._connections.refuse(host, printable(explain(error)))
+            reason = explain(error) if isinstance(error, NotTrusted) else f"it is no node: {explain(error)}"
+            self._connections.refuse(host, printable(reason))
         else:
             return True
         return False
