@@ -198,10 +198,11 @@ class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     codec: Annotated[CodecName, msgspec.Meta(description="how values are packed, a codec plugin")] = NO_CODEC
     timeout_s: Annotated[Seconds, msgspec.Meta(description="longest wait for one call of the tier")] = 2.0
     loads: Annotated[
-        AtOnce | None, msgspec.Meta(description="how many loads call the tier at once; not set: as the tier says")
+        AtOnce | None,
+        msgspec.Meta(description="how many batches are loaded at once, also of one prompt; not set: as the tier says"),
     ] = None
     writes: Annotated[
-        AtOnce | None, msgspec.Meta(description="how many batches of writes call it at once; not set: as the tier says")
+        AtOnce | None, msgspec.Meta(description="how many batches are written at once; not set: as the tier says")
     ] = None
     write_queue: Annotated[
         int,
@@ -262,8 +263,8 @@ class L1Config(msgspec.Struct, frozen=True):
 class L2Config(msgspec.Struct, frozen=True):
     """One `[[l2]]`.
 
-    `codec` "none" stores bytes as they are. `loads` and `writes` are how many loads and batches of writes call
-    the tier at once; None: as its provider says. `write_queue` bounds the objects waiting to be written. `write_policy`
+    `codec` "none" stores bytes as they are. `loads` and `writes` are how many batches are loaded and written at
+    once; None: as its provider says. `write_queue` bounds the objects waiting to be written. `write_policy`
     says which objects go and when: "write_through" all of them, after their commit; "write_through_selective" at their
     second use; "write_back" at their eviction from L1. With `promote`, objects that a later tier had are written
     here too. A tier that knows its capacity and can list its values is emptied down to `low_watermark` of it before a

@@ -154,6 +154,11 @@ class KeyGrid:
         hit = hit_chunks([row[:bound] for row in rows], windows)
         return hit, _used(rows, windows, hit)
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether a hit may do without some of the objects before its end."""
+        return any(self._windows)
+
     @cached_property
     def _windows(self) -> list[int]:
         windows = [window_chunks(group.window, self.desc.chunk_tokens) for group in self.desc.groups]

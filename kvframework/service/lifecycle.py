@@ -206,6 +206,18 @@ class CacheService(CacheServices):
         else:
             log.info("client %s (process %d) has ended, and with it %s, %s and %s", *who, *amounts)
 
+    def wakes(self, wake: Callable[[], None]) -> None:
+        """Take the function that makes the serving loop ask for `next_at` again, from any thread."""
+        self._lookups.waits.wake = wake
+
+    def next_at(self) -> float:
+        """Return the time, of the monotonic clock, at which `on_time` is to be called."""
+        return self._lookups.waits.next_at()
+
+    def on_time(self) -> None:
+        """Answer the lookups whose clients wait, and whose time or load has come."""
+        self._lookups.answer_waits()
+
     def tick(self) -> None:
         """Maintain leases, tickets and watermarks; called about every 100 ms, on the serving thread."""
         self._lookups.tickets.expire()

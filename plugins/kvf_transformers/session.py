@@ -135,7 +135,7 @@ class CacheSession:
         """Return new tensors with the server's part of `tokens`, always leaving at least one token to compute."""
         attached = self.attach(now)
         request = self._hashed(tokens, attached)
-        found = attached.scheduler.lookup(request, 0, len(tokens) - 1)
+        found = attached.scheduler.lookup(request, 0, len(tokens) - 1, wait_s=self._timeout_s)
         try:
             # Its ticket is the one to free: the server has ended that of a wait without a hit.
             found = attached.scheduler.wait(found, self._timeout_s)
