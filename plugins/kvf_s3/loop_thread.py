@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from kvf_s3.failures import CLOSED
-from kvframework.errors import TierError
 
 T = TypeVar("T")
 
@@ -72,7 +71,7 @@ class LoopThread:
 
 
 async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[operator]
+    others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)

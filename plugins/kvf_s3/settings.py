@@ -83,7 +83,7 @@ def _s3(options: S3Options, address: Address, config: dict[str, Any], where: str
 def _gs(options: S3Options, address: Address, config: dict[str, Any], where: str) -> Any:
     if options.credentials_file:
         _read(options.credentials_file, f"{where}.credentials_file")
-        config["application_credentials"] = options.credentials_file
+        config["service_account"] = options.credentials_file
     return GCSStore(address.bucket, **config)
 
 
