@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -44,12 +45,10 @@ class LoopThread:
             self.closed = True
             loop, thread = self._loop, self._thread
         if loop is not None and thread is not None and thread.is_alive():
-            try:
+            with contextlib.suppress(RuntimeError):  # another thread closes it as well, and the loop is closed by now
                 asyncio.run_coroutine_threadsafe(_cancel_others(), loop).add_done_callback(
                     lambda _: loop.call_soon_threadsafe(loop.stop)
                 )
-            except RuntimeError:  # another thread closes it as well, and the loop is closed by now
-                pass
             thread.join(_END_S)
 
     def _started(self) -> asyncio.AbstractEventLoop:

@@ -87,7 +87,7 @@ def _gs(options: S3Options, address: Address, config: dict[str, Any], where: str
     return GCSStore(address.bucket, **config)
 
 
-def _az(options: S3Options, address: Address, config: dict[str, Any], where: str) -> Any:
+def _az(_options: S3Options, address: Address, config: dict[str, Any], _where: str) -> Any:
     return AzureStore(address.bucket, account_name=address.account, **config)
 
 
