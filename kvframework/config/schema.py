@@ -55,6 +55,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`. `endpoint` "" means `default_endpoint()`; `tcp` is a second one, for other hosts and users.
     `store_share` is the share of L1 that one client may have reserved at once for uncommitted stores, while other
     clients have instances here. `session_timeout_s` is the longest silence of a client without a liveness socket.
+    `tp_lcm` and `pp_lcm` are least common multiples of the sizes of the fleet's engines, 1: objects are named by rank.
     `insecure` serves tcp:// in plain text, without authentication. `admit_uids` are the users beside the server's own
     whose processes may connect at the `ipc://` endpoint, and are trusted as much."""
 
@@ -65,6 +66,18 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         msgspec.Meta(ge=1, le=65536, description="tokens of a stored object, rounded up to whole blocks of the engine"),
     ] = 256
+    tp_lcm: Annotated[
+        int,
+        msgspec.Meta(
+            ge=1,
+            le=64,
+            description="least common multiple of the tensor-parallel sizes that share objects; 1: only equal sizes do",
+        ),
+    ] = 1
+    pp_lcm: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=64, description="the same of their pipeline-parallel sizes, beside `tp_lcm`"),
+    ] = 1
     store_lease_s: Annotated[
         Seconds, msgspec.Meta(description="how long an engine may take from a reservation to its commit")
     ] = 30.0

@@ -98,7 +98,8 @@ class HelloReply(Message, frozen=True):
     """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
     that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server. `features` names what
     this server understands, and an older one of the same protocol version would ignore; `token_ids` among them asks for
-    the `content` of transfers, `token_ids.salted` for that of salted ones."""
+    the `content` of transfers, `token_ids.salted` for that of salted ones. `tp_lcm` and `pp_lcm` are the server's
+    settings of the same names, 1 for objects named by rank."""
 
     version: int
     boot_id: bytes
@@ -109,6 +110,8 @@ class HelloReply(Message, frozen=True):
     transports: Names
     liveness: str = ""
     features: Names = ()
+    tp_lcm: Annotated[int, msgspec.Meta(ge=1)] = 1
+    pp_lcm: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class Goodbye(Message, frozen=True):
@@ -167,7 +170,11 @@ class ChunkSize(Message, frozen=True):
 
 
 class RegisterKvCache(Message, frozen=True):
-    """Registers an instance with a declared layout. `handles` come from the transport's engine half."""
+    """Registers an instance with a declared layout. `handles` come from the transport's engine half.
+
+    `ranks`, of an instance whose objects are shards: the ranks of `world_size` that it holds, `rank` first, whose layer
+    groups the layout lists rank by rank. (): `rank` alone.
+    """
 
     instance_id: InstanceId
     model_name: str
@@ -177,6 +184,7 @@ class RegisterKvCache(Message, frozen=True):
     transport: str
     layout: KVLayout
     handles: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
+    ranks: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
 
 class RegisterNonGpuContextPayload(Message, frozen=True):

@@ -113,6 +113,18 @@ def names() -> dict[str, Any]:
                 )
             ),
         },
+        "namespace of shards": {
+            "split": [8, 4, 80, 2],
+            "namespace": _hex(
+                compute_namespace(
+                    model="org/model",
+                    desc=DESC,
+                    hasher_fingerprint=hasher.fingerprint,
+                    world_size=8,
+                    split=(8, 4, 80, 2),
+                )
+            ),
+        },
         "namespace of eight fields": {
             "value": explicit(NON_GPU),
             "namespace": _hex(non_gpu_namespace(NON_GPU, hasher.fingerprint, 256)),
