@@ -120,7 +120,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "scaffold",
     ),
     # The S3 tier on real servers, from their wheels.
-    "s3": ("cli/test_demo_s3.py", "plugins/test_kvf_s3_servers.py", "tiers/test_s3_faults.py"),
+    "s3": ("s3",),
     # Engines that the other parts do without: their examples and models.
     "engines": ("engines",),
     # Indexers of cache-aware routers, from their wheels.
