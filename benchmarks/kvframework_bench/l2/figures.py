@@ -109,7 +109,7 @@ class StalledRow(msgspec.Struct, frozen=True):
 
 
 class NewRow(msgspec.Struct, frozen=True):
-    """LOOKUP of a prompt whose first half L1 has, and whose second half nobody has. `tier` is a bare question to the
+    """LOOKUP of a prompt of which L1 has the first half, and no tier the second. `tier` is a bare question to the
     tier about as many objects; `again` is the same prompt once more. `added_to_tier` is what an L2 adds to a LOOKUP, in
     units of that question."""
 
