@@ -108,8 +108,8 @@ __attribute__((target("avx2"))) static void copy_abreast(uint8_t *const *to, con
 }
 
 /* What a shard has of a token is too short for the processor's own prefetchers: what the next cell reads is fetched
- * meanwhile. Measured on an EPYC, stores of 256-byte runs to 8, 4 and 2 shards: 1.4, 1.9 and 2.6 times as fast as
- * without, 0.9 to 1.2 times as fast as whole blocks. */
+ * meanwhile. Measured on an EPYC, stores of 256-byte runs to 8, 4 and 2 shards: 1.4, 1.9 and 2.4 times as fast as
+ * without, 0.9 to 1.3 times as fast as whole blocks. */
 __attribute__((target("avx2"))) static void copy_lines(
     const part *p, const kvf_step *step, uint8_t *engine, uint8_t *arena)
 {
