@@ -76,6 +76,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "server/test_deaths.py",
         "server/test_hand_over.py",
         "server/test_l2.py",
+        "shards/test_changes.py",
         "simulation/test_planted.py",
         "survival",
         "tiers",

@@ -28,6 +28,8 @@ MOST_BYTES = 1 << 19
 # Keys of one `Ask`, and of one `Get`.
 ASK_KEYS = 4096
 GET_KEYS = 256
+# Longest answer to an `Ask`.
+ANSWER_BYTES = ASK_KEYS + 64
 # Models, and namespaces of each, that a node tells.
 MOST_MODELS = 64
 MOST_NAMESPACES = 32
@@ -116,6 +118,11 @@ def decoded(body: bytes, kind: type[M]) -> M:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"no message as expected: {error}") from None
+
+
+def printable(said: str) -> str:
+    """What a stranger said, as it may be shown: short, on one line, without control characters."""
+    return "".join(each if each.isprintable() else "?" for each in said[:128])
 
 
 def joined_keys(keys: Sequence[PackedKey]) -> bytes:
