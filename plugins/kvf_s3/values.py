@@ -16,8 +16,8 @@ from kvf_s3.failures import LATE, Failure, no_bucket, understood
 from kvframework.api.copying import copy_bytes
 from kvframework.api.tier import Outcome
 
-# Of a body, as it is received: below 1 MiB each piece costs more than its copy.
-PIECE_BYTES = 2 << 20
+# Of a body, as it is received: larger pieces take more memory and no less time.
+PIECE_BYTES = 512 << 10
 # What one request may store, in S3 and its like.
 MOST_BYTES = 5 << 30
 _TRIES = 3

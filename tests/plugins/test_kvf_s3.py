@@ -3,6 +3,7 @@ tests/s3."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -464,6 +465,18 @@ def test_close_ends_calls_in_flight(peer: S3Peer, opened: Callable[..., Tier]) -
         thread.join(60)
     assert errors == ["the tier is closed"] * 2
     value.clear()
+
+
+def test_it_is_closed_by_several_threads(peer: S3Peer, opened: Callable[..., Tier]) -> None:
+    for _ in range(50):
+        tier = opened()
+        tier.ping(deadline=soon())
+        threads = [threading.Thread(target=tier.close) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        gc.collect()  # a coroutine that nobody awaited says so
 
 
 # Fewer questions
