@@ -78,8 +78,9 @@ class HelperTier(Tier):
         except _NoMemory:
             if len(keys) == 1:
                 return [Outcome.FAILED]
-            one_by_one = zip(keys, parts, strict=True)
-            return [self.get_into([key], [each], deadline=deadline)[0] for key, each in one_by_one]
+            # One by one, and not by what a subclass does before.
+            each_alone = zip(keys, parts, strict=True)
+            return [HelperTier.get_into(self, [key], [each], deadline=deadline)[0] for key, each in each_alone]
         return [each if isinstance(each, int) else Outcome(each) for each in answer.outcomes]
 
     def put(
@@ -91,7 +92,8 @@ class HelperTier(Tier):
         except _NoMemory:
             if len(keys) == 1:
                 return [Outcome.FAILED]
-            return [self.put([key], [each], deadline=deadline)[0] for key, each in zip(keys, parts, strict=True)]
+            each_alone = zip(keys, parts, strict=True)
+            return [HelperTier.put(self, [key], [each], deadline=deadline)[0] for key, each in each_alone]
         return [Outcome(each) for each in answer.outcomes]
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
@@ -167,7 +169,7 @@ class HelperTier(Tier):
         except BaseException as error:
             if connection is not None:
                 self._supervisor.give_up(connection, deadline)
-            if not isinstance(error, OSError | EOFError):
+            if isinstance(error, TierError) or not isinstance(error, OSError | EOFError):
                 raise
             self._supervisor.check_open(self._where)
             ended = "there is no helper process yet" if connection is None else "the helper process has ended"

@@ -57,7 +57,7 @@ class ValueMemory:
 
     def all(self) -> memoryview:
         """All that is mapped."""
-        return memoryview(b"" if self._map is None else self._map)
+        return memoryview(bytearray() if self._map is None else self._map)
 
     def values(self, sizes: Sequence[int]) -> list[memoryview]:
         """The places of values of these sizes. Raises `ValueError` where they do not fit."""

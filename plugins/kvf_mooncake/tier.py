@@ -1,0 +1,155 @@
+"""The tier's half in the helper process: one Mooncake client, which blocks for as long as it likes.
+
+Every call may take longer than its deadline: then the server has long gone on, and kills this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from kvf_mooncake.results import INVALID, NO_OBJECT, NOT_READY, check_master, in_words, of_contains, of_delete, of_put
+from kvf_mooncake.sealed_values import SEAL_BYTES, broken_seal, seal
+from kvframework.api.helper_tier import RegistersMemory
+from kvframework.api.tier import Outcome, PackedKey, Tier
+from kvframework.errors import TierError
+
+# How long a reader waits for the end of a write that is under way, or has been cut off by its writer's death.
+_WRITE_UNDER_WAY_S = 0.5
+_POLL_S = 0.002
+
+
+class Client(Protocol):
+    """What of `mooncake.store.MooncakeDistributedStore` is used. Every method blocks, and answers codes."""
+
+    def batch_is_exist(self, keys: list[str], /) -> list[int]: ...
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]: ...
+    def batch_upsert_from(
+        self, keys: list[str], addresses: list[int], sizes: list[int], config: object, /
+    ) -> list[int]: ...
+    def batch_remove(self, keys: list[str], force: bool, /) -> list[int]: ...
+    def get_size(self, key: str, /) -> int: ...
+    def register_buffer(self, address: int, nbytes: int, /) -> int: ...
+    def unregister_buffer(self, address: int, /) -> int: ...
+    def close(self) -> int: ...
+
+
+class MooncakeTier(Tier, RegistersMemory):
+    """Values in the segments of the peers. Each value comes as one part, with `SEAL_BYTES` of room behind it.
+    Thread-safe, as the client is. `replication` is passed on to it."""
+
+    name = "mooncake"
+
+    def __init__(self, client: Client, replication: object, *, prefix: str, where: str) -> None:
+        self._client = client
+        self._replication = replication
+        self._prefix = prefix
+        self._where = where
+
+    def register_memory(self, memory: memoryview) -> None:
+        if code := self._client.register_buffer(_address(memory), memory.nbytes):
+            raise TierError(f"{memory.nbytes} bytes cannot be registered: {in_words(code)}", where=self._where)
+
+    def unregister_memory(self, memory: memoryview) -> None:
+        self._client.unregister_buffer(_address(memory))
+
+    def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
+        codes = self._client.batch_is_exist(self._names(keys)) if keys else []
+        return [of_contains(code) for code in check_master(codes, len(keys), self._where)]
+
+    def get_into(
+        self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[int | Outcome]:
+        rooms = [room for (room,) in parts]
+        until = min(deadline, time.monotonic() + _WRITE_UNDER_WAY_S)
+        outcomes: list[int | Outcome] = [Outcome.FAILED] * len(keys)
+        broken: dict[int, bytes] = {}
+        left = list(range(len(keys)))
+        while left:
+            codes = self._client.batch_get_into(
+                self._names([keys[index] for index in left]),
+                [_address(rooms[index]) for index in left],
+                [rooms[index].nbytes for index in left],
+            )
+            again = []
+            for index, code in zip(left, check_master(codes, len(left), self._where), strict=True):
+                outcome = self._received(keys[index], rooms[index], code, index, broken)
+                if outcome is None:
+                    again.append(index)
+                outcomes[index] = Outcome.MISSING if outcome is None else outcome
+            left = again
+            if left and time.monotonic() > until:
+                break
+            if left:
+                time.sleep(_POLL_S)
+        return outcomes
+
+    def _received(
+        self, key: PackedKey, room: memoryview, code: int, index: int, broken: dict[int, bytes]
+    ) -> int | Outcome | None:
+        """What became of one value; None: it is being written, so ask again. `broken` has what was read of it."""
+        if code == NOT_READY:
+            return None
+        if code < 0:
+            if code == INVALID and self._client.get_size(self._name(key)) > room.nbytes:
+                return Outcome.DAMAGED
+            return Outcome.MISSING if code == NO_OBJECT else Outcome.FAILED
+        found = broken_seal(key, room[:code])
+        if found is None:
+            return code - SEAL_BYTES
+        if broken.get(index) == found:
+            return Outcome.DAMAGED
+        broken[index] = found
+        return None
+
+    def put(
+        self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[Outcome]:
+        rooms = [room for (room,) in parts]
+        for key, room in zip(keys, rooms, strict=True):
+            seal(key, room)
+        codes: list[int] = []
+        for first, end in _without_repeats(keys):
+            codes += check_master(
+                self._client.batch_upsert_from(
+                    self._names(keys[first:end]),
+                    [_address(room) for room in rooms[first:end]],
+                    [room.nbytes for room in rooms[first:end]],
+                    self._replication,
+                ),
+                end - first,
+                self._where,
+            )
+        return [of_put(code) for code in codes]
+
+    def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
+        # By force: without it, what anyone has read or asked for within the last seconds stays.
+        codes = self._client.batch_remove(self._names(keys), True) if keys else []
+        return [of_delete(code) for code in check_master(codes, len(keys), self._where)]
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _names(self, keys: Sequence[PackedKey]) -> list[str]:
+        return [self._name(key) for key in keys]
+
+    def _name(self, key: PackedKey) -> str:
+        return self._prefix + key.hex()
+
+
+def _without_repeats(keys: Sequence[PackedKey]) -> Iterator[tuple[int, int]]:
+    """The bounds of stretches that have no key twice: what is in one may be written in any order."""
+    first, seen = 0, set[PackedKey]()
+    for index, key in enumerate(keys):
+        if key in seen:
+            yield first, index
+            first, seen = index, set()
+        seen.add(key)
+    if first < len(keys):
+        yield first, len(keys)
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
