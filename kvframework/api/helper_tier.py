@@ -145,11 +145,12 @@ class HelperTier(Tier):
                     if not 0 <= outcome <= place.nbytes:
                         raise ConnectionError(f"a value of {outcome} bytes in a place of {place.nbytes}")
                     _scatter(place[:outcome], parts, deadline)
-        if answer.bug:
-            raise RuntimeError(answer.bug)
-        if answer.refusal:
-            fact, available, hint = answer.refusal
-            raise TierError(fact, where=self._where, available=available, hint=hint)
+            # In here: a call that failed leaves memory behind that a client library may still be at.
+            if answer.bug:
+                raise RuntimeError(answer.bug)
+            if answer.refusal:
+                fact, available, hint = answer.refusal
+                raise TierError(fact, where=self._where, available=available, hint=hint)
         return answer
 
     def _places(self, memory: ValueMemory, sizes: list[int]) -> list[memoryview]:

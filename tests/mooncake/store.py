@@ -82,8 +82,7 @@ class Process:
 
 
 class MooncakeStore:
-    """A master and its peers; a context manager. A peer counts as dead `TTL_S` after its last heartbeat, and what is read
-    has a lease for 5 s, which no test waits for."""
+    """A master and its peers; a context manager. A peer counts as dead `TTL_S` after its last heartbeat."""
 
     TTL_S = 2
 

@@ -55,9 +55,7 @@ class FakeClient:
         return codes
 
     def batch_remove(self, keys: Sequence[str], force: bool, /) -> list[int]:
-        return [
-            self._code(key) or (0 if force and self.values.pop(key, None) is not None else MISSING) for key in keys
-        ]
+        return [self._code(key) or (0 if force and self.values.pop(key, None) is not None else MISSING) for key in keys]
 
     def get_size(self, key: str, /) -> int:
         return len(self.values[key]) if key in self.values else MISSING

@@ -1,5 +1,5 @@
-"""The Mooncake tier with a stand-in for Mooncake's client: codes, seals, repeated keys, options. `tests/mooncake` has the
-real one."""
+"""The Mooncake tier with a stand-in for Mooncake's client: codes, seals, repeated keys, options. `tests/mooncake` has
+the real one."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_master_that_does_not_answer_fails_the_call(tier: MooncakeTier, client
 
 
 def test_an_answer_of_another_length_is_an_error(tier: MooncakeTier, client: FakeClient) -> None:
-    client.batch_is_exist = lambda keys, /: [1]  # type: ignore[method-assign]
+    client.batch_is_exist = lambda _keys, /: [1]  # type: ignore[method-assign]
     with pytest.raises(TierError, match="1 codes for 2 keys"):
         tier.contains([A, B], deadline=after(10))
 
@@ -160,7 +160,11 @@ def test_memory_is_registered_and_forgotten(tier: MooncakeTier, client: FakeClie
     assert list(client.registered.values()) == [4096]
     tier.unregister_memory(memory)
     assert not client.registered
-    client.register_buffer = lambda address, nbytes, /: -600  # type: ignore[method-assign]
+
+    def refused(_address: int, _nbytes: int, /) -> int:
+        return -600
+
+    client.register_buffer = refused  # type: ignore[method-assign]
     with pytest.raises(TierError, match="4096 bytes cannot be registered"):
         tier.register_memory(memory)
 
@@ -220,7 +224,9 @@ def test_no_master_is_refused_before_mooncake_is_asked() -> None:
     assert (finding.id, finding.level) == ("mooncake.master", "fail")
 
 
-@pytest.mark.parametrize("master", ["", "host", "host:", "host:0", "host:65536", "http://host:1", "a b:1", "etcd://h:1"])
+@pytest.mark.parametrize(
+    "master", ["", "host", "host:", "host:0", "host:65536", "http://host:1", "a b:1", "etcd://h:1"]
+)
 def test_a_master_that_is_no_place_is_refused(master: str) -> None:
     with pytest.raises(ValueError, match='master is "host:port"'):
         MooncakeOptions(master=master)
@@ -234,12 +240,11 @@ def test_places() -> None:
 
 
 def test_without_mooncake_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvf_mooncake.find_spec", lambda name: None)
+    monkeypatch.setattr("kvf_mooncake.find_spec", lambda _name: None)
     (provider,) = kvf_tiers()
     assert provider.shared
     assert provider.probe is not None
     assert "Mooncake is not installed: pip install" in str(provider.probe())
-
 
 
 def test_the_registry_has_it() -> None:
