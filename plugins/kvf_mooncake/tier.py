@@ -10,15 +10,16 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from kvf_mooncake.changing_keys import ChangingKeys
 from kvf_mooncake.results import INVALID, NO_OBJECT, NOT_READY, check_master, in_words, of_contains, of_delete, of_put
 from kvf_mooncake.sealed_values import SEAL_BYTES, broken_seal, seal
 from kvframework.api.helper_tier import RegistersMemory
 from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
 
-# How long a reader waits for the end of a write that is under way, or has been cut off by its writer's death.
+# How long a reader waits for the end of a write that is under way, or that its writer's death has cut off.
 _WRITE_UNDER_WAY_S = 0.5
-_POLL_S = 0.002
+_POLL_S = 0.005
 
 
 class Client(Protocol):
@@ -47,6 +48,7 @@ class MooncakeTier(Tier, RegistersMemory):
         self._replication = replication
         self._prefix = prefix
         self._where = where
+        self._changing = ChangingKeys()
 
     def register_memory(self, memory: memoryview) -> None:
         if code := self._client.register_buffer(_address(memory), memory.nbytes):
@@ -62,47 +64,43 @@ class MooncakeTier(Tier, RegistersMemory):
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
+        # One buffer a key at a time: of several, Mooncake fills the last, and answers as if it had filled all.
         rooms = [room for (room,) in parts]
         until = min(deadline, time.monotonic() + _WRITE_UNDER_WAY_S)
         outcomes: list[int | Outcome] = [Outcome.FAILED] * len(keys)
         broken: dict[int, bytes] = {}
         left = list(range(len(keys)))
         while left:
+            asked = [*{keys[index]: index for index in reversed(left)}.values()]
             codes = self._client.batch_get_into(
-                self._names([keys[index] for index in left]),
-                [_address(rooms[index]) for index in left],
-                [rooms[index].nbytes for index in left],
+                self._names([keys[index] for index in asked]),
+                [_address(rooms[index]) for index in asked],
+                [rooms[index].nbytes for index in asked],
             )
-            again = []
-            for index, code in zip(left, check_master(codes, len(left), self._where), strict=True):
-                outcome = self._received(keys[index], rooms[index], code, index, broken)
-                if outcome is None:
-                    again.append(index)
-                outcomes[index] = Outcome.MISSING if outcome is None else outcome
-            left = again
-            if left and time.monotonic() > until:
-                break
-            if left:
+            again = set()
+            for index, code in zip(asked, check_master(codes, len(asked), self._where), strict=True):
+                if code == NOT_READY:
+                    outcomes[index] = Outcome.MISSING
+                    again.add(index)
+                elif code >= 0 and (seal_found := broken_seal(keys[index], rooms[index][:code])) is not None:
+                    outcomes[index] = Outcome.DAMAGED if broken.get(index) == seal_found else Outcome.MISSING
+                    broken[index] = seal_found
+                    again.add(index)
+                else:
+                    outcomes[index] = self._received(keys[index], rooms[index], code)
+            if again and time.monotonic() > until:
+                again.clear()
+            elif again:
                 time.sleep(_POLL_S)
+            left = [index for index in left if index in again or index not in asked]
         return outcomes
 
-    def _received(
-        self, key: PackedKey, room: memoryview, code: int, index: int, broken: dict[int, bytes]
-    ) -> int | Outcome | None:
-        """What became of one value; None: it is being written, so ask again. `broken` has what was read of it."""
-        if code == NOT_READY:
-            return None
-        if code < 0:
-            if code == INVALID and self._client.get_size(self._name(key)) > room.nbytes:
-                return Outcome.DAMAGED
-            return Outcome.MISSING if code == NO_OBJECT else Outcome.FAILED
-        found = broken_seal(key, room[:code])
-        if found is None:
+    def _received(self, key: PackedKey, room: memoryview, code: int) -> int | Outcome:
+        if code >= 0:
             return code - SEAL_BYTES
-        if broken.get(index) == found:
+        if code == INVALID and self._client.get_size(self._name(key)) > room.nbytes:
             return Outcome.DAMAGED
-        broken[index] = found
-        return None
+        return Outcome.MISSING if code == NO_OBJECT else Outcome.FAILED
 
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
@@ -112,21 +110,20 @@ class MooncakeTier(Tier, RegistersMemory):
             seal(key, room)
         codes: list[int] = []
         for first, end in _without_repeats(keys):
-            codes += check_master(
-                self._client.batch_upsert_from(
+            with self._changing.alone(keys[first:end]):
+                answered = self._client.batch_upsert_from(
                     self._names(keys[first:end]),
                     [_address(room) for room in rooms[first:end]],
                     [room.nbytes for room in rooms[first:end]],
                     self._replication,
-                ),
-                end - first,
-                self._where,
-            )
+                )
+            codes += check_master(answered, end - first, self._where)
         return [of_put(code) for code in codes]
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         # By force: without it, what anyone has read or asked for within the last seconds stays.
-        codes = self._client.batch_remove(self._names(keys), True) if keys else []
+        with self._changing.alone(keys):
+            codes = self._client.batch_remove(self._names(keys), True) if keys else []
         return [of_delete(code) for code in check_master(codes, len(keys), self._where)]
 
     def close(self) -> None:

@@ -30,10 +30,15 @@ class FakeClient:
         return [self._code(key) or int(key in self.values) for key in keys]
 
     def batch_get_into(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], /) -> list[int]:
+        """Of a key that is asked for twice, the last buffer is filled alone: as Mooncake has it."""
         self.before_get()
-        return [self._get(*each) for each in zip(keys, addresses, sizes, strict=True)]
+        last = {key: index for index, key in enumerate(keys)}
+        return [
+            self._get(key, address if last[key] == index else None, size)
+            for index, (key, address, size) in enumerate(zip(keys, addresses, sizes, strict=True))
+        ]
 
-    def _get(self, key: str, address: int, size: int) -> int:
+    def _get(self, key: str, address: int | None, size: int) -> int:
         value = self.values.get(key)
         if code := self._code(key):
             return code
@@ -41,7 +46,8 @@ class FakeClient:
             return MISSING
         if len(value) > size:
             return INVALID
-        ctypes.memmove(address, value, len(value))
+        if address is not None:
+            ctypes.memmove(address, value, len(value))
         return len(value)
 
     def batch_upsert_from(

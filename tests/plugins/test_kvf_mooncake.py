@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -91,6 +92,36 @@ def test_a_key_twice_is_written_twice_in_order(tier: MooncakeTier, client: FakeC
     assert get(tier, A, B, C) == [b"4", b"2", b"5"]
 
 
+def test_a_key_twice_is_read_twice(tier: MooncakeTier) -> None:
+    put(tier, (A, b"1"), (B, b"2"))
+    assert get(tier, A, A, B, C, A, C) == [b"1", b"1", b"2", Outcome.MISSING, b"1", Outcome.MISSING]
+
+
+def test_a_key_is_changed_by_one_call_at_a_time(tier: MooncakeTier, client: FakeClient) -> None:
+    """Mooncake gives the place of a value that is deleted while it is written to another one."""
+    inside, go_on = threading.Event(), threading.Event()
+    upsert = client.batch_upsert_from
+
+    def slow(*arguments: Any) -> list[int]:
+        inside.set()
+        assert go_on.wait(60)
+        return upsert(*arguments)
+
+    client.batch_upsert_from = slow  # type: ignore[method-assign]
+    writer = threading.Thread(target=put, args=(tier, (A, b"value")))
+    writer.start()
+    assert inside.wait(60)
+    deleted: list[Outcome] = []
+    deleter = threading.Thread(target=lambda: deleted.extend(tier.delete([B, A], deadline=after(60))))
+    deleter.start()
+    assert tier.delete([B], deadline=after(60)) == [Outcome.MISSING]
+    assert not deleted
+    go_on.set()
+    writer.join()
+    deleter.join()
+    assert deleted == [Outcome.MISSING, Outcome.DELETED]
+
+
 def test_a_longer_value_is_damaged_and_a_refusal_is_not(tier: MooncakeTier, client: FakeClient) -> None:
     put(tier, (A, b"value"), (B, b"value"))
     client.codes[B.hex()] = -600
@@ -149,7 +180,10 @@ def test_a_write_that_never_ends_is_a_miss(
     assert get(tier, A, B) == [b"value", Outcome.MISSING]
 
 
-def test_what_is_no_value_and_stays_so_is_damaged(tier: MooncakeTier, client: FakeClient) -> None:
+def test_what_is_no_value_and_stays_so_is_damaged(
+    tier: MooncakeTier, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvf_mooncake.tier._WRITE_UNDER_WAY_S", 0.01)
     client.values |= {"kvf:" + A.hex(): b"a stranger's", "kvf:" + B.hex(): b"short"}
     assert get(tier, A, B) == [Outcome.DAMAGED] * 2
 

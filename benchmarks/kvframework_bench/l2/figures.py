@@ -36,6 +36,18 @@ class RedisFigures(msgspec.Struct, frozen=True):
     rows: list[RedisRow]
 
 
+class MooncakeRow(msgspec.Struct, frozen=True):
+    """One operation of the tier on `value_bytes` each, `nbytes` a call. The reference is plain TCP, one connection."""
+
+    operation: str
+    value_bytes: int
+    nbytes: int
+    reference_gb_s: Spread
+    tier_gb_s: Spread
+    ratio_to_reference: Spread
+    target_ratio: float
+
+
 class EngineRow(msgspec.Struct, frozen=True):
     """A prompt that only Redis has: `to_l1` from LOOKUP until it is pinned, `to_engine` until it is in the engine's
     memory. `verified` says that every byte was compared after the first and after the last."""
@@ -97,6 +109,7 @@ class L2Figures(msgspec.Struct, frozen=True):
     """The figures of all parts. A part that was left out or not asked for is None or empty."""
 
     redis: RedisFigures | None
+    mooncake: list[MooncakeRow]
     engine: list[EngineRow]
     disk: DiskFigures | None
     stalled: list[StalledRow]
@@ -109,6 +122,8 @@ def l2_tables(figures: L2Figures) -> list[Table]:
     made = []
     if figures.redis is not None:
         made.append(_redis(figures.redis))
+    if figures.mooncake:
+        made.append(_mooncake(figures.mooncake))
     if figures.engine:
         made.append(_engine(figures.engine))
     if figures.disk is not None:
@@ -130,6 +145,20 @@ def _redis(figures: RedisFigures) -> Table:
         if row.tool_gb_s is not None:
             table.add_row(f"{name}, redis-benchmark", *format_rate(row.tool_gb_s))
         table.add_row(f"{name}, bare client, {row.reference}", *format_rate(row.reference_gb_s))
+        table.add_row(
+            f"{name}, tier",
+            *format_rate(row.tier_gb_s),
+            *format_ratio(row.ratio_to_reference),
+            f"{short_number(row.target_ratio)} x",
+        )
+    return table
+
+
+def _mooncake(rows: list[MooncakeRow]) -> Table:
+    table = new_table("tier mooncake, TCP", "GB/s", "min to max", "ratio to TCP", "min to max", "target")
+    for row in rows:
+        name = f"{ByteSize(row.value_bytes)} {row.operation}"
+        table.add_row(f"{name}, bare TCP", *format_rate(row.reference_gb_s))
         table.add_row(
             f"{name}, tier",
             *format_rate(row.tier_gb_s),

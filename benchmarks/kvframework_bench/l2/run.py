@@ -14,12 +14,13 @@ from kvframework_bench.l2.disk import bench_disk
 from kvframework_bench.l2.engine import bench_engine
 from kvframework_bench.l2.figures import DiskFigures, L2Figures, MemoryRow
 from kvframework_bench.l2.memory import bench_memory
+from kvframework_bench.l2.mooncake import bench_mooncake
 from kvframework_bench.l2.redis import bench_redis
 from kvframework_bench.l2.sizes import FULL, Sizes
 from kvframework_bench.l2.stalled import bench_stalled
 from kvframework_bench.process import scratch
 
-PARTS = ("redis", "engine", "disk", "stalled", "memory")
+PARTS = ("redis", "mooncake", "engine", "disk", "stalled", "memory")
 CODECS = ("none", "zstd")
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ def bench_l2(
 
     return L2Figures(
         redis=part("redis", lambda at: bench_redis(sizes, at, registry, skipped, stage)),
+        mooncake=part("mooncake", lambda at: bench_mooncake(sizes, at, registry, stage)) or [],
         engine=part("engine", lambda at: bench_engine(sizes, at, registry, stage)) or [],
         disk=part("disk", disk),
         stalled=part("stalled", lambda at: bench_stalled(sizes, at, registry, stage)) or [],
