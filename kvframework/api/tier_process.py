@@ -23,7 +23,8 @@ from kvframework.parent_death import end_with_parent
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the helper, which says first whether it has made the tier. The only argument is the number of the control socket's descriptor."""
+    """Runs the helper, which says first whether it has made the tier. The only argument is the number of the control
+    socket's descriptor."""
     end_with_parent()
     with socket.socket(fileno=int(arguments[0])) as control:
         start = read_start(control)

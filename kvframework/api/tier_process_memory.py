@@ -1,11 +1,12 @@
 """The memory of the values that pass between a tier and its helper process: a memfd that both have mapped.
 
-Each connection has its own, so a call that goes on behind its deadline, in a helper that is not yet dead, has nothing to
-write to but memory that no other call ever gets.
+Each connection has its own, so a call that goes on behind its deadline, in a helper that is not yet dead, has nothing
+to write to but memory that no other call ever gets.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -73,10 +74,8 @@ class ValueMemory:
     def unmap(self) -> None:
         """End the mapping, with its last view."""
         if self._map is not None:
-            try:
+            with contextlib.suppress(BufferError):  # the last view ends it
                 self._map.close()
-            except BufferError:
-                pass  # the last view ends it
             self._map = None
             self.nbytes = 0
 

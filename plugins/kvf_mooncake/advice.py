@@ -12,7 +12,7 @@ from kvframework.errors import TierError
 def diagnose(options: MooncakeOptions, context: TableContext, deadline: float) -> list[Finding]:
     """Asks nothing of the master: a client that joins would be one of the store's."""
     try:
-        own_address = reach_master(options, context.where)
+        own_address = reach_master(options, context.where, deadline)
     except TierError as error:
         advice = f"{error.hint}: until then the server works without this tier"
         return [Finding("mooncake.master", "fail", error.fact, advice)]

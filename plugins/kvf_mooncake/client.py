@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 from kvf_mooncake.options import MooncakeOptions, place
 from kvf_mooncake.results import in_words
@@ -21,7 +22,7 @@ _QUIET = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR", "MC_STORE_CLIENT_MET
 
 def make_tier(options: MooncakeOptions, where: str) -> MooncakeTier:
     """Connect to the master. Raises `TierError`; may block, and hold the interpreter, for a minute and a half."""
-    own_address = reach_master(options, where)
+    own_address = reach_master(options, where, time.monotonic() + _CONNECT_S)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -44,19 +45,19 @@ def make_tier(options: MooncakeOptions, where: str) -> MooncakeTier:
             where=where,
             hint="see what it wrote to standard error, and compare metadata_server and protocol with the peers'",
         )
-    # Of this thread, and of those that it starts from now on, which make the calls. They wait by asking without a pause:
-    # a processor that Mooncake's own threads, which move the bytes, would lack.
+    # Of this thread, and of those that it starts from now on, which make the calls. They wait by asking without a
+    # pause: that takes a processor, which Mooncake's own threads, that move the bytes, may need.
     os.nice(_MODESTY)
     replication = ReplicateConfig()
     replication.replica_num = options.replicas
     return MooncakeTier(client, replication, prefix=options.prefix, where=where)
 
 
-def reach_master(options: MooncakeOptions, where: str) -> str:
+def reach_master(options: MooncakeOptions, where: str, deadline: float) -> str:
     """Return this node's address towards the master. Raises `TierError` where nothing listens: Mooncake itself would
     ask again for a minute and a half, and hold the interpreter."""
     try:
-        with socket.create_connection(place(options.master), _CONNECT_S) as sock:
+        with socket.create_connection(place(options.master), max(deadline - time.monotonic(), 0.01)) as sock:
             return str(sock.getsockname()[0])
     except OSError as error:
         raise TierError(

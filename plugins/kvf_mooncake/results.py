@@ -7,17 +7,21 @@ from collections.abc import Sequence
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
 
+OK = 0
 NO_OBJECT = -704
 # The object is being written, or its writer has died.
 NOT_READY = -703
 INVALID = -600
+# Of a write: another client has begun to write the object, or has deleted it, since this one began.
+REPLACED_MEANWHILE = frozenset({-601, NO_OBJECT})
 
 _WORDS = {
     -200: "the segments of all peers are full",
     INVALID: "refused as an invalid parameter",
-    -700: "no such replica",
-    -701: "the replica cannot be read",
-    -702: "the object's place is gone",
+    -601: "another client has replaced the object meanwhile",
+    -700: "refused as an invalid write",
+    -701: "refused as an invalid read",
+    -702: "no such replica",
     NOT_READY: "the object is being written",
     NO_OBJECT: "no such object",
     -705: "the object is there already",
@@ -50,8 +54,8 @@ def of_contains(code: int) -> Outcome:
 
 
 def of_put(code: int) -> Outcome:
-    return Outcome.STORED if code == 0 else Outcome.FAILED
+    return Outcome.STORED if code == OK else Outcome.FAILED
 
 
 def of_delete(code: int) -> Outcome:
-    return {0: Outcome.DELETED, NO_OBJECT: Outcome.MISSING}.get(code, Outcome.FAILED)
+    return {OK: Outcome.DELETED, NO_OBJECT: Outcome.MISSING}.get(code, Outcome.FAILED)

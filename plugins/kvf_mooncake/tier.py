@@ -8,33 +8,28 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from kvf_mooncake.changing_keys import ChangingKeys
-from kvf_mooncake.results import INVALID, NO_OBJECT, NOT_READY, check_master, in_words, of_contains, of_delete, of_put
+from kvf_mooncake.results import (
+    INVALID,
+    NO_OBJECT,
+    NOT_READY,
+    check_master,
+    in_words,
+    of_contains,
+    of_delete,
+    of_put,
+)
 from kvf_mooncake.sealed_values import SEAL_BYTES, broken_seal, seal
+from kvf_mooncake.store import Store
+from kvf_mooncake.writes import Value, write
 from kvframework.api.helper_tier import RegistersMemory
 from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
 
-# How long a reader waits for the end of a write that is under way, or that its writer's death has cut off.
+# How long a reader or a writer waits for the end of another write, which its writer's death may have cut off.
 _WRITE_UNDER_WAY_S = 0.5
 _POLL_S = 0.005
-
-
-class Client(Protocol):
-    """What of `mooncake.store.MooncakeDistributedStore` is used. Every method blocks, and answers codes."""
-
-    def batch_is_exist(self, keys: list[str], /) -> list[int]: ...
-    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]: ...
-    def batch_upsert_from(
-        self, keys: list[str], addresses: list[int], sizes: list[int], config: object, /
-    ) -> list[int]: ...
-    def batch_remove(self, keys: list[str], force: bool, /) -> list[int]: ...
-    def get_size(self, key: str, /) -> int: ...
-    def register_buffer(self, address: int, nbytes: int, /) -> int: ...
-    def unregister_buffer(self, address: int, /) -> int: ...
-    def close(self) -> int: ...
 
 
 class MooncakeTier(Tier, RegistersMemory):
@@ -43,23 +38,23 @@ class MooncakeTier(Tier, RegistersMemory):
 
     name = "mooncake"
 
-    def __init__(self, client: Client, replication: object, *, prefix: str, where: str) -> None:
-        self._client = client
+    def __init__(self, store: Store, replication: object, *, prefix: str, where: str) -> None:
+        self._store = store
         self._replication = replication
         self._prefix = prefix
         self._where = where
         self._changing = ChangingKeys()
 
     def register_memory(self, memory: memoryview) -> None:
-        if code := self._client.register_buffer(_address(memory), memory.nbytes):
+        if code := self._store.register_buffer(_address(memory), memory.nbytes):
             raise TierError(f"{memory.nbytes} bytes cannot be registered: {in_words(code)}", where=self._where)
 
     def unregister_memory(self, memory: memoryview) -> None:
-        self._client.unregister_buffer(_address(memory))
+        self._store.unregister_buffer(_address(memory))
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        codes = self._client.batch_is_exist(self._names(keys)) if keys else []
-        return [of_contains(code) for code in check_master(codes, len(keys), self._where)]
+        codes = self._store.batch_is_exist(self._names(keys)) if keys else []
+        return [of_contains(code) for code in self._checked(codes, len(keys))]
 
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
@@ -72,13 +67,13 @@ class MooncakeTier(Tier, RegistersMemory):
         left = list(range(len(keys)))
         while left:
             asked = [*{keys[index]: index for index in reversed(left)}.values()]
-            codes = self._client.batch_get_into(
+            codes = self._store.batch_get_into(
                 self._names([keys[index] for index in asked]),
                 [_address(rooms[index]) for index in asked],
                 [rooms[index].nbytes for index in asked],
             )
             again = set()
-            for index, code in zip(asked, check_master(codes, len(asked), self._where), strict=True):
+            for index, code in zip(asked, self._checked(codes, len(asked)), strict=True):
                 if code == NOT_READY:
                     outcomes[index] = Outcome.MISSING
                     again.add(index)
@@ -98,7 +93,7 @@ class MooncakeTier(Tier, RegistersMemory):
     def _received(self, key: PackedKey, room: memoryview, code: int) -> int | Outcome:
         if code >= 0:
             return code - SEAL_BYTES
-        if code == INVALID and self._client.get_size(self._name(key)) > room.nbytes:
+        if code == INVALID and self._store.get_size(self._name(key)) > room.nbytes:
             return Outcome.DAMAGED
         return Outcome.MISSING if code == NO_OBJECT else Outcome.FAILED
 
@@ -111,23 +106,29 @@ class MooncakeTier(Tier, RegistersMemory):
         codes: list[int] = []
         for first, end in _without_repeats(keys):
             with self._changing.alone(keys[first:end]):
-                answered = self._client.batch_upsert_from(
-                    self._names(keys[first:end]),
-                    [_address(room) for room in rooms[first:end]],
-                    [room.nbytes for room in rooms[first:end]],
-                    self._replication,
+                codes += write(
+                    self._store,
+                    [
+                        Value(self._name(key), _address(room), room.nbytes)
+                        for key, room in zip(keys[first:end], rooms[first:end], strict=True)
+                    ],
+                    replication=self._replication,
+                    until=time.monotonic() + _WRITE_UNDER_WAY_S,
+                    where=self._where,
                 )
-            codes += check_master(answered, end - first, self._where)
         return [of_put(code) for code in codes]
+
+    def _checked(self, codes: Sequence[int], count: int) -> Sequence[int]:
+        return check_master(codes, count, self._where)
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         # By force: without it, what anyone has read or asked for within the last seconds stays.
         with self._changing.alone(keys):
-            codes = self._client.batch_remove(self._names(keys), True) if keys else []
-        return [of_delete(code) for code in check_master(codes, len(keys), self._where)]
+            codes = self._store.batch_remove(self._names(keys), True) if keys else []
+        return [of_delete(code) for code in self._checked(codes, len(keys))]
 
     def close(self) -> None:
-        self._client.close()
+        self._store.close()
 
     def _names(self, keys: Sequence[PackedKey]) -> list[str]:
         return [self._name(key) for key in keys]

@@ -13,13 +13,16 @@ FULL, INVALID, NOT_READY, MISSING, DEAD_PEER, NO_MASTER = -200, -600, -703, -704
 
 
 class FakeClient:
-    """Values in a dict. `codes` are answers for keys that end in these texts; `before_get` runs before each get."""
+    """Values in a dict. `codes` are answers for keys that end in these texts, `unfinished` are keys that
+    another client is writing; `before_get` runs before each get, `before_put` before each put."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.codes: dict[str, int] = {}
         self.registered: dict[int, int] = {}
+        self.unfinished: set[str] = set()
         self.before_get: Callable[[], None] = lambda: None
+        self.before_put: Callable[[], None] = lambda: None
         self.puts: list[list[str]] = []
         self.closed = 0
 
@@ -40,6 +43,8 @@ class FakeClient:
 
     def _get(self, key: str, address: int | None, size: int) -> int:
         value = self.values.get(key)
+        if key in self.unfinished:
+            return NOT_READY
         if code := self._code(key):
             return code
         if value is None:
@@ -50,6 +55,18 @@ class FakeClient:
             ctypes.memmove(address, value, len(value))
         return len(value)
 
+    def batch_put_from(
+        self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], config: object, /
+    ) -> list[int]:
+        """What is there or unfinished stays, and the answer is that of a success."""
+        self.before_put()
+        absent = [key not in self.values and key not in self.unfinished for key in keys]
+        new = [
+            each for each, is_absent in zip(zip(keys, addresses, sizes, strict=True), absent, strict=True) if is_absent
+        ]
+        written = iter(self.batch_upsert_from(*zip(*new, strict=True), config) if new else [])
+        return [next(written) if is_absent else 0 for is_absent in absent]
+
     def batch_upsert_from(
         self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int], config: object, /
     ) -> list[int]:
@@ -58,6 +75,7 @@ class FakeClient:
         for key, address, size, code in zip(keys, addresses, sizes, codes, strict=True):
             if not code:
                 self.values[key] = ctypes.string_at(address, size)
+                self.unfinished.discard(key)
         return codes
 
     def batch_remove(self, keys: Sequence[str], force: bool, /) -> list[int]:

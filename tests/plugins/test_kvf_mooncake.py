@@ -88,8 +88,54 @@ def test_values_come_back_empty_ones_too(tier: MooncakeTier) -> None:
 
 def test_a_key_twice_is_written_twice_in_order(tier: MooncakeTier, client: FakeClient) -> None:
     assert put(tier, (A, b"1"), (B, b"2"), (A, b"3"), (A, b"4"), (C, b"5")) == [Outcome.STORED] * 5
-    assert [len(keys) for keys in client.puts] == [2, 1, 2]
+    assert all(len(keys) == len(set(keys)) for keys in client.puts)
     assert get(tier, A, B, C) == [b"4", b"2", b"5"]
+
+
+def test_what_another_client_deletes_or_replaces_meanwhile(tier: MooncakeTier, client: FakeClient) -> None:
+    upsert = client.batch_upsert_from
+
+    def deleted(*arguments: Any) -> list[int]:
+        del client.values["kvf:" + A.hex()]
+        return [-704]
+
+    def replaced(*arguments: Any) -> list[int]:
+        client.batch_upsert_from = upsert  # type: ignore[method-assign]
+        put(MooncakeTier(client, None, prefix="kvf:", where=""), (A, b"other"))
+        return [-601]
+
+    for meanwhile, kept in ((deleted, b"new"), (replaced, b"other")):
+        put(tier, (A, b"old"))
+        client.batch_upsert_from = meanwhile  # type: ignore[method-assign]
+        client.before_put = lambda: setattr(client, "batch_upsert_from", upsert)
+        assert put(tier, (A, b"new"), (B, b"value")) == [Outcome.STORED] * 2
+        assert get(tier, A, B) == [kept, b"value"]
+        tier.delete([A, B], deadline=after(10))
+
+
+def test_a_write_of_another_client_is_waited_for(tier: MooncakeTier, client: FakeClient) -> None:
+    """Mooncake's put says yes at once; a replacement would cost the other client its write."""
+    name = "kvf:" + A.hex()
+    client.unfinished = {name}
+
+    def other_ends() -> None:
+        if rounds.pop():
+            client.unfinished.discard(name)
+            put(MooncakeTier(client, None, prefix="kvf:", where=""), (A, b"other"))
+
+    rounds = [False] * 10 + [True, False]
+    client.before_put = other_ends
+    assert put(tier, (A, b"value"), (B, b"value")) == [Outcome.STORED] * 2
+    assert get(tier, A, B) == [b"other", b"value"]
+
+
+def test_what_a_dead_client_began_to_write_is_replaced(
+    tier: MooncakeTier, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvf_mooncake.tier._WRITE_UNDER_WAY_S", 0.01)
+    client.unfinished = {"kvf:" + A.hex()}
+    assert put(tier, (A, b"value"), (B, b"value")) == [Outcome.STORED] * 2
+    assert get(tier, A, B) == [b"value"] * 2
 
 
 def test_a_key_twice_is_read_twice(tier: MooncakeTier) -> None:
@@ -135,6 +181,8 @@ def test_codes_of_one_key_fail_that_key(tier: MooncakeTier, client: FakeClient) 
     assert get(tier, A, B) == [b"value", Outcome.FAILED]
     assert tier.contains([A, B], deadline=after(10)) == [Outcome.FOUND, Outcome.FAILED]
     client.codes[B.hex()] = FULL
+    assert put(tier, (A, b"v"), (B, b"v")) == [Outcome.STORED, Outcome.FAILED]
+    client.codes[B.hex()] = -601
     assert put(tier, (A, b"v"), (B, b"v")) == [Outcome.STORED, Outcome.FAILED]
     client.codes[B.hex()] = -706
     assert tier.delete([A, B], deadline=after(10)) == [Outcome.DELETED, Outcome.FAILED]

@@ -1,5 +1,5 @@
-"""The part `mooncake`: put and get of the tier plugin next to plain TCP, alternately. The client, the master and the peer
-are three processes, the plain peer a fourth."""
+"""The part `mooncake`: put and get of the tier plugin next to plain TCP, alternately. The client, the master and the
+peer are three processes, the plain peer a fourth."""
 
 from __future__ import annotations
 

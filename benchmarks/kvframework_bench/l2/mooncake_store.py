@@ -29,8 +29,8 @@ sys.stdin.read()
 
 @contextmanager
 def running_mooncake(directory: Path, nbytes: int) -> Iterator[str]:
-    """Yield the address of the master of a new store of `nbytes`, which ends with the context. Raises `BenchUnavailable`
-    without Mooncake, or the libraries that it needs."""
+    """Yield the address of the master of a new store of `nbytes`, which ends with the context. Raises
+    `BenchUnavailable` without Mooncake, or the libraries that it needs."""
     master = _master()
     port, metrics = _free_port(), _free_port()
     address = f"127.0.0.1:{port}"
