@@ -1,7 +1,9 @@
-"""The optional part of the build: the copy kernel of `kvf_cpu_gather`, where there is a C compiler.
+"""The optional part of the build, where there is a C compiler: the copy kernel of `kvf_cpu_gather`, and the plane
+kernel of `kvf_codecs`.
 
-Without one the wheel is pure Python and copies by torch. `KVFRAMEWORK_NATIVE=0` leaves the kernel out, `=1` requires
-it; `CC` names the compiler. The library does not depend on Python, so one wheel serves all interpreters of a platform.
+Without one the wheel is pure Python: torch copies, and NumPy splits planes. `KVFRAMEWORK_NATIVE=0` leaves the kernels
+out, `=1` requires them; `CC` names the compiler. The libraries do not depend on Python, so one wheel serves all
+interpreters of a platform.
 """
 
 from __future__ import annotations
@@ -16,33 +18,37 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("plugins", "kvf_cpu_gather", "native")
-LIBRARY = "libkvf_copy.so"
+# By library, as the wheel has it, its source below plugins/.
+KERNELS = {
+    Path("kvf_cpu_gather", "native", "libkvf_copy.so"): Path("kvf_cpu_gather", "native", "copy.c"),
+    Path("kvf_codecs", "native", "libkvf_planes.so"): Path("kvf_codecs", "native", "planes.c"),
+}
 FLAGS = ["-std=c11", "-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
 
 
-class CopyKernelHook(BuildHookInterface[Any]):
+class KernelsHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compiles the library; `version` is "standard" or "editable"."""
+        """Compiles the libraries; `version` is "standard" or "editable"."""
         wanted = os.environ.get("KVFRAMEWORK_NATIVE", "")
-        library = Path(self.root, FOLDER, LIBRARY)
         if wanted == "0":
             return
-        failure = _compile(Path(self.root, FOLDER, "copy.c"), library)
-        if failure:
-            if wanted == "1":
-                raise RuntimeError(failure)
-            self.app.display_warning(f"kvframework is built without its copy kernel, torch copies instead: {failure}")
-            return
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform}"
-        if version != "editable":
-            build_data["force_include"][str(library)] = f"kvf_cpu_gather/native/{LIBRARY}"
+        plugins = Path(self.root, "plugins")
+        for library, source in KERNELS.items():
+            failure = _compile(plugins / source, plugins / library)
+            if failure:
+                if wanted == "1":
+                    raise RuntimeError(failure)
+                self.app.display_warning(f"kvframework is built without {library.name}, which is slower: {failure}")
+                continue
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{platform}"
+            if version != "editable":
+                build_data["force_include"][str(plugins / library)] = str(library)
 
 
 def _compile(source: Path, library: Path) -> str:
-    """Compiles the library; returns the reason of a failure, "" after success."""
+    """Compiles a library; returns the reason of a failure, "" after success."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     if shutil.which(compiler[0]) is None:
         return f"there is no C compiler {compiler[0]!r}"

@@ -19,6 +19,7 @@ from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.layout import Layout, LayoutProvider
 from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableContext
+from kvframework.api.node import NodeIdentity
 from kvframework.api.options import ByteSize
 from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.server_transport import ServerTransport
@@ -50,6 +51,7 @@ from kvframework.storage.l2.full_tier_victims import Watermarks
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.tiers import AttachedTier
 from kvframework.storage.l2.write_policy import WRITE_POLICIES
+from kvframework.storage.lending import LendingNode
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.wire.table import REQUESTS
@@ -87,6 +89,7 @@ class Server:
             self._events = RouterEvents(
                 config.events, self.endpoint, hasher, keys=curve, admit_uids=config.server.admit_uids
             )
+        self._tiers: list[tuple[L2Config, Tier]] = []
         identity = partial(self._identity, hasher)
         storage = self._storage(identity)
         transports = {table.use: self._transport(table, storage.arena_fd) for table in config.transport}
@@ -109,8 +112,12 @@ class Server:
             events=self._events.feed if self._events else NO_EVENTS,
             events_status=self._events.status if self._events else dict,
         )
+        self._node = LendingNode(
+            storage, NodeIdentity(self.service.boot_id, self.service.chunk_size, hasher.fingerprint)
+        )
         self.running = RunningConfig(config, self._registry, self._configure)
-        handlers = self._handlers(HandOver(lambda: storage.hand_over(identity(), self._tenant_names), self.stop))
+        self._hand_over = HandOver(lambda: storage.hand_over(identity(), self._tenant_names), self.stop)
+        handlers = self._handlers(self._hand_over)
         self._messages = MessageServer(
             self.endpoint,
             Served(
@@ -120,6 +127,8 @@ class Server:
                 arena_for=self.service.storage.arena_for,
                 on_session_end=self.service.end_session,
                 on_tick=self.service.tick,
+                next_at=self.service.next_at,
+                on_time=self.service.on_time,
             ),
             session_timeout_s=config.server.session_timeout_s,
             workers=config.server.workers,
@@ -127,13 +136,17 @@ class Server:
             curve=curve,
             admit_uids=config.server.admit_uids,
         )
+        self.service.wakes(self._messages.wake)
 
     def bind(self) -> None:
         """Bind the sockets. Raises `EndpointError` and `EventLedgerError`. Afterwards `serve_forever` must be
         called."""
         if self._events is not None:
             storage = self.service.storage
-            self._events.start(self.service.shape_of, storage.which_present, keeps=storage.kept)
+            keeps = storage.kept and self._keeper is not None and self._keeper.lasts
+            self._events.start(self.service.shape_of, storage.which_present, keeps=keeps)
+        for table, tier in self._tiers:
+            self._creator.call("tier", table.tier, tier.attach, self._node, name="attach")
         self._messages.bind()
         if self._observer is not None:
             self._observer.start()
@@ -176,7 +189,7 @@ class Server:
         if self._observer is not None:
             self._observer.stop()
         if self._events is not None:
-            self._events.stop()
+            self._events.stop(handed_over=self._hand_over.done)
         self.service.close(by, process_ends=process_ends)
 
     def abandon(self) -> None:
@@ -270,12 +283,15 @@ class Server:
     def _tier(self, table: L2Config, codecs: CodecTable, records: NamespaceRecords) -> AttachedTier:
         provider, options = resolve_table(self._registry, table.tier, TierProvider)
         keys = table.keys
+        tier = self._creator.one("tier", table.tier, Tier, provider.create, options, TableContext(table.tier.where))
+        self._tiers.append((table, tier))
         store = L2Store(
-            self._creator.one("tier", table.tier, Tier, provider.create, options, TableContext(table.tier.where)),
+            tier,
             timeout_s=keys.timeout_s,
             codec=keys.codec,
             codecs=codecs,
             layout_of=records.layout_of,
+            dtype_of=records.dtype_of,
             watermarks=Watermarks(keys.high_watermark, keys.low_watermark),
         )
         return AttachedTier(

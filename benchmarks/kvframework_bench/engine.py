@@ -109,7 +109,7 @@ class Transfers:
         # Digests are computed once a request, so not here, where transfers are timed.
         self.request = RequestHashes(client.hasher, desc.chunk_tokens, request_id="bench")
         self.request.extend(range(shape.tokens))
-        self._source, self._target = block_ids(memory.source), block_ids(memory.target)
+        self._source = block_ids(memory.source)
 
     def __enter__(self) -> Transfers:
         return self
@@ -141,8 +141,13 @@ class Transfers:
 
     def retrieve(self) -> float:
         """Return the seconds of one retrieve of the stored prompt. Raises `BenchFailed` if it was a miss."""
+        return self.retrieve_part(0, self._tokens)
+
+    def retrieve_part(self, start: int, end: int) -> float:
+        """Return the seconds of one retrieve of these tokens of it, whole chunks. Raises as `retrieve` does."""
+        target = block_ids(self.memory.target[start // BLOCK_TOKENS : end // BLOCK_TOKENS])
         started = time.perf_counter()
-        outcome = self._worker.submit_retrieve(self.request, 0, self._tokens, self._target).result(_TIMEOUT_S)
+        outcome = self._worker.submit_retrieve(self.request, start, end, target).result(_TIMEOUT_S)
         seconds = time.perf_counter() - started
         self._worker.get_finished()
         if not outcome.ok:

@@ -9,9 +9,11 @@ from kvframework.api.options import ByteSize
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures
 from kvframework_bench.document import Figures, HostFigures, LookupFigures, RestartFigures, StoreFigures
+from kvframework_bench.events.figures import EventsFigures
 from kvframework_bench.l2.figures import L2Figures
-from kvframework_bench.observe.figures import NONE, ObserveFigures
+from kvframework_bench.observe.figures import NONE, ObservedLookup, ObserveFigures
 from kvframework_bench.rounds import Latency, Spread
+from kvframework_bench.route.figures import RouteFigures
 from kvframework_bench.scale.figures import ScaleFigures, ScaleRow
 
 
@@ -74,7 +76,12 @@ def panels(figures: Figures) -> list[Panel]:
     if isinstance(figures, ContentionFigures):
         return _contention(figures)
     if isinstance(figures, ObserveFigures):
-        return _observe(figures)
+        return _observe(figures.lookups)
+    if isinstance(figures, EventsFigures):
+        costs = [spread_bar(cost.name, cost.us) for cost in figures.costs]
+        return [Bars("processor time a chunk", "µs", costs), *_observe(figures.lookups)]
+    if isinstance(figures, RouteFigures):
+        return [_route(figures)]
     if isinstance(figures, CudaFigures):
         return _cuda(figures)
     if isinstance(figures, RestartFigures):
@@ -178,6 +185,12 @@ def _l2(figures: L2Figures) -> list[Panel]:
     if figures.memory:
         grown = [(f"{row.codec}, {row.direction}", row.growth_bytes / (1 << 20)) for row in figures.memory]
         made.append(Bars("growth next to the arena", "MiB", [Bar(name, mib, mib, mib) for name, mib in grown]))
+    if figures.codecs:
+        rates = []
+        for packer in figures.codecs:
+            rates.append(spread_bar(f"{packer.codec}, to {packer.ratio:.3f}, packs", packer.pack_gb_s))
+            rates.append(spread_bar(f"{packer.codec}, unpacks", packer.unpack_gb_s))
+        made.append(Bars("codecs, of one processor", "GB/s", rates))
     return made
 
 
@@ -203,8 +216,17 @@ def _contention(figures: ContentionFigures) -> list[Panel]:
     return made
 
 
-def _observe(figures: ObserveFigures) -> list[Panel]:
-    rows = [row for row in figures.lookups if row.state != NONE]
+def _route(figures: RouteFigures) -> Panel:
+    bars = []
+    for row in figures.scores:
+        name = f"{row.tokens // 1024}k tokens, {row.having:,} of {row.nodes:,} nodes"
+        for word, ms in (("whole", row.whole_ms), ("longest step", row.longest_step_ms)):
+            bars.append(Bar(f"{name}, {word}", ms, ms, ms))
+    return Bars("/score", "ms", bars, log=True)
+
+
+def _observe(lookups: Sequence[ObservedLookup]) -> list[Panel]:
+    rows = [row for row in lookups if row.state != NONE]
     return [
         Bars("p50 to none", "x", [spread_bar(f"{row.lookup}, {row.state}", row.p50_ratio) for row in rows]),
         Bars("p99 to none", "x", [spread_bar(f"{row.lookup}, {row.state}", row.p99_ratio) for row in rows]),

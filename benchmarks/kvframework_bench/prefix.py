@@ -4,6 +4,7 @@ needed.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable
@@ -65,7 +66,8 @@ class Prefixes:
 
     def request(self, tokens: list[int]) -> RequestHashes:
         """Return a request whose digests are computed, whole chunks of them."""
-        request = RequestHashes(self._client.hasher, self.chunk_tokens, request_id="bench")
+        keep = self._client.wants_tokens()
+        request = RequestHashes(self._client.hasher, self.chunk_tokens, request_id="bench", keep_tokens=keep)
         request.extend(tokens)
         return request
 
@@ -92,6 +94,7 @@ class Prefixes:
         """Store every chunk of the request; `content` makes the bytes of an object. Raises `BenchFailed` unless all is
         stored."""
         transfer = bare_transfer(self._registration, self.key(request, rank=0))
+        transfer = dataclasses.replace(transfer, content=request.content(0, request.hashed_tokens))
         with self._client.prepare_store(transfer).result() as plan:
             for place in plan.ranges:
                 plan.arena[place.offset : place.offset + place.length] = content(place.length)

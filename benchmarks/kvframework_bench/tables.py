@@ -22,9 +22,11 @@ from kvframework_bench.document import (
     StoreFigures,
     Throughput,
 )
+from kvframework_bench.events.figures import EventsFigures, events_tables
 from kvframework_bench.l2.figures import L2Figures, l2_tables
 from kvframework_bench.machine import Machine
 from kvframework_bench.observe.figures import ObserveFigures, observe_tables
+from kvframework_bench.route.figures import RouteFigures, route_tables
 from kvframework_bench.scale.figures import ScaleFigures, scale_tables
 
 
@@ -71,6 +73,10 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = contention_tables(figures)
     elif isinstance(figures, ObserveFigures):
         made = observe_tables(figures)
+    elif isinstance(figures, EventsFigures):
+        made = events_tables(figures)
+    elif isinstance(figures, RouteFigures):
+        made = route_tables(figures)
     elif isinstance(figures, CudaFigures):
         made = cuda_tables(figures)
     elif isinstance(figures, RestartFigures):

@@ -44,6 +44,7 @@ TINY = Sizes(
     object_bytes=16 * MIB,
     prompt_objects=2,
     prompts=2,
+    codec_rounds=2,
 )
 
 needs_zstd = pytest.mark.skipif(importlib.util.find_spec("zstandard") is None, reason="zstandard not installed")
@@ -129,10 +130,10 @@ def test_without_a_redis_server_it_says_what_to_install(monkeypatch: pytest.Monk
     figures = bench_l2(TINY, parts=["redis", "stalled", "memory"])
     assert figures.redis is None
     assert figures.stalled == figures.memory == []
-    missing = ["redis", "stalled", "memory, codec none", "memory, codec zstd"]
+    missing = ["redis", "stalled", "memory, codec none", "memory, codec zstd", "memory, codec planes"]
     assert [each.what for each in figures.skipped] == missing
     assert all(f"or name a redis-server in {VARIABLE}" in each.hint for each in figures.skipped[:3])
-    assert rows_of(figures) == [4]
+    assert rows_of(figures) == [5]
 
 
 def test_a_disk_is_measured_beside_plain_files(tmp_path: Path) -> None:
@@ -224,21 +225,50 @@ def test_the_copies_of_a_codec_are_seen() -> None:
     assert written.growth_bytes > written.object_bytes // 2
     assert loaded.growth_bytes > loaded.object_bytes // 2
     assert written.stored_bytes < written.prompt_bytes
-    assert rows_of(figures) == [4]
+    assert rows_of(figures) == [6]
+
+
+@needs_zstd
+def test_codecs_pack_made_up_numbers_and_those_of_a_file(tmp_path: Path) -> None:
+    figures = bench_l2(TINY, parts=["codec"], stage=Counting)
+    zstd, planes = figures.codecs
+    assert (zstd.codec, planes.codec, planes.object_bytes) == ("zstd", "planes", 16 * MIB)
+    assert 0.67 < planes.ratio < 0.70 < zstd.ratio < 0.85
+    assert all(is_spread(each) for row in figures.codecs for each in (row.pack_gb_s, row.unpack_gb_s))
+    assert rows_of(figures) == [2]
+    (tmp_path / "kv.bin").write_bytes(bytes(100_000))
+    zstd, planes = bench_l2(TINY, parts=["codec"], kv=tmp_path / "kv.bin").codecs
+    assert (planes.content, planes.object_bytes) == ("kv.bin", 100_000)
+    assert planes.ratio < 0.01
+
+
+@needs_zstd
+def test_codecs_that_unpack_other_bytes_make_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvf_codecs.zstd import ZstdCodec
+
+    monkeypatch.setattr(ZstdCodec, "decode_into", lambda _self, _packed, _out: None)
+    with pytest.raises(WrongBytes, match="codec zstd"):
+        bench_l2(TINY, parts=["codec"])
+
+
+def test_a_file_of_kv_that_is_none_is_said(tmp_path: Path) -> None:
+    figures = bench_l2(TINY, parts=["codec"], kv=tmp_path / "none")
+    assert figures.codecs == []
+    assert [each.what for each in figures.skipped] == ["codec zstd", "codec planes"]
 
 
 @pytest.mark.torch
 @pytest.mark.redis
 def test_from_redis_to_the_engine() -> None:
     figures = bench_l2(TINY, parts=["engine"], stage=Counting)
-    (row,) = figures.engine
-    assert (row.shape, row.verified, row.nbytes) == ("tiny", True, TINY.shapes[0].nbytes)
-    assert row.object_bytes * 2 == row.nbytes
-    assert all(
-        is_spread(each) for each in (row.reference_gb_s, row.to_l1_gb_s, row.to_engine_gb_s, row.ratio_to_reference)
-    )
-    assert row.to_engine_gb_s.max < row.to_l1_gb_s.max
-    assert rows_of(figures) == [3]
+    assert [row.source for row in figures.engine][::2] == ["redis", "files on tmpfs"]
+    for row in figures.engine:
+        assert (row.shape, row.verified, row.nbytes) == ("tiny", True, TINY.shapes[0].nbytes)
+        assert row.object_bytes * 2 == row.nbytes
+        rates = (row.reference_gb_s, row.tier_gb_s, row.to_l1_gb_s, row.to_engine_gb_s, row.arriving_gb_s)
+        assert all(is_spread(each) for each in (*rates, row.ratio_to_reference, row.arriving_ratio_to_tier))
+        assert row.to_engine_gb_s.max < row.to_l1_gb_s.max
+    assert rows_of(figures) == [4 * len(figures.engine)]
 
 
 @pytest.mark.torch
@@ -255,7 +285,7 @@ def test_what_l1_still_has_did_not_come_from_redis(monkeypatch: pytest.MonkeyPat
         return honest(self, name, *args, **options)
 
     monkeypatch.setattr(KVClient, "request", forgetful)
-    with pytest.raises(BenchFailed, match="512 tokens in L1"):
+    with pytest.raises(BenchFailed, match="0 left L1"):
         bench_l2(TINY, parts=["engine"])
 
 

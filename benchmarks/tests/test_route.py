@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
+import pytest
+
+from benchmarks.tests.test_commands import document
+
+pytest.importorskip("h11")
 
 
 def test_the_figures_of_a_router() -> None:
-    command = [sys.executable, "-m", "kvframework_bench.route", "--blocks", "20000", "--nodes", "2", "--many", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    rows = dict(re.findall(r"^\| (.*) \| (.*) \|$", done.stdout, re.MULTILINE))
-    assert rows["blocks announced, and without room"] == "16,384, 0"
-    assert rows["memory a block: of the tables, resident"].startswith("40.")
-    assert rows["new ones in their places, and without room"] == "8,192, 0"
-    assert any("all 3 nodes have them" in name for name in rows)
+    figures = document("route")
+    measured = {row["name"]: row["value"] for row in figures["measured"]}
+    assert measured["blocks announced"] == measured["blocks in the index then"] == 16_384
+    assert measured["of them without room"] == 0
+    assert 40 <= measured["tables, a block"] < 41
+    assert measured["new ones in the places of removed ones"] == 8192
+    scores = [(row["tokens"], row["nodes"], row["having"]) for row in figures["scores"]]
+    assert scores == [(1024, 2, 1), (8192, 2, 1), (32768, 2, 1), (32768, 3, 1), (32768, 3, 3)]
+    assert all(0 < row["longest_step_ms"] <= row["whole_ms"] for row in figures["scores"])
+    assert len(figures["thousand"]) == 6

@@ -26,6 +26,12 @@ class Codec(ABC):
         """Returns the packed form of `data` (1-D bytes) as parts, also 1-D bytes, that no later call changes. The parts
         may borrow `data`, which stays valid and unchanged until the tier's `put` has returned."""
 
+    def encode_elements(self, data: memoryview, dtype: str) -> Sequence[memoryview]:
+        """As `encode`, of elements of `dtype` (torch's name without the `torch.` prefix); "" where the server does not
+        know them: an engine's own packing, or no object. What a layout declares is a claim: `data` may hold anything,
+        and its length need not be whole elements. A server calls this; by default it is `encode(data)`."""
+        return self.encode(data)
+
     @abstractmethod
     def decode_into(self, packed: memoryview, out: memoryview) -> None:
         """Unpacks into `out`, filling it exactly. Raises `ValueError` if `packed` is damaged or has another length.

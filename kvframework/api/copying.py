@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from kvframework.api.types import Buffer
 
-__all__ = ["copy_bytes", "joined"]
+__all__ = ["address_of", "copy_bytes", "fresh_memory", "joined"]
 
 _WRITABLE = 1
 # Below this a copy is quicker than anything that avoids it.
@@ -48,10 +48,19 @@ _release.restype = None
 def copy_bytes(target: memoryview, source: Buffer) -> None:
     """Copy `source` into `target`, which is as many bytes, writable; both are contiguous, and may overlap. Borrows
     both. Raises `ValueError` for another length, `BufferError` for memory that is not contiguous or not writable."""
-    with _address(target, _WRITABLE) as (to, room), _address(source) as (origin, nbytes):
+    with address_of(target, True) as (to, room), address_of(source) as (origin, nbytes):
         if nbytes != room:
             raise ValueError(f"{nbytes} bytes for {room}")
         ctypes.memmove(to, origin, nbytes)
+
+
+def fresh_memory(nbytes: int) -> memoryview:
+    """Return writable memory of zeros, whose pages are taken as they are written and go back to the kernel with the
+    last view of it. Raises `OSError` if there is no memory."""
+    if nbytes < _SMALL:
+        return memoryview(bytearray(nbytes))
+    # The kernel clears pages as a write comes to them; a bytearray is cleared under the lock.
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def joined(parts: Sequence[Buffer]) -> memoryview:
@@ -60,8 +69,7 @@ def joined(parts: Sequence[Buffer]) -> memoryview:
     nbytes = sum(memoryview(part).nbytes for part in parts)
     if nbytes < _SMALL:
         return memoryview(b"".join(parts))
-    # Fresh pages, which the kernel clears as the copy comes to them; a bytearray is cleared under the lock.
-    memory = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    memory = fresh_memory(nbytes)
     start = 0
     for part in parts:
         end = start + memoryview(part).nbytes
@@ -71,10 +79,11 @@ def joined(parts: Sequence[Buffer]) -> memoryview:
 
 
 @contextmanager
-def _address(buffer: Buffer, flags: int = 0) -> Iterator[tuple[int, int]]:
-    """Address and length of a buffer, which cannot be freed or resized meanwhile."""
+def address_of(buffer: Buffer, writable: bool = False) -> Iterator[tuple[int, int]]:
+    """Address and bytes of a contiguous buffer, which cannot be freed or resized within the context: for a call into C.
+    Raises `BufferError` for memory that is not contiguous, or not writable where it is to be `writable`."""
     view = _PyBuffer()
-    _get(buffer, view, flags)
+    _get(buffer, view, _WRITABLE if writable else 0)
     try:
         yield view.buf or 0, view.len
     finally:

@@ -6,6 +6,7 @@ Pure functions and structs; every byte format here is little-endian and part of 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -98,12 +99,16 @@ def compute_namespace(
     revision: str = "",
     quantization: str = "",
     packing: str = "",
+    split: Sequence[int] = (),
 ) -> bytes:
     """Returns 16 bytes that name everything which must be equal before two engines may share bytes.
 
     BLAKE2b-16 over the JSON array of: model, revision, quantisation, packing (instruction-set specific order inside a
-    block, "" for none), hasher fingerprint, world size and the desc (chunk size, shapes, dtypes, forms, windows).
+    block, "" for none), hasher fingerprint, world size, the desc (chunk size, shapes, dtypes, forms, windows), and of
+    objects that are shards of the whole model how it is `split`, see `kvframework.client.registration.shards`.
     """
     fields = [model, revision, quantization, packing, hasher_fingerprint, world_size, msgspec.to_builtins(desc)]
+    if split:
+        fields.append(list(split))
     encoded = msgspec.json.encode(fields, order="deterministic")
     return hashlib.blake2b(encoded, digest_size=NAMESPACE_BYTES, person=b"kvf-ns").digest()

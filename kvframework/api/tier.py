@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvframework.api.keys import PackedKey
+from kvframework.api.node import Node
 from kvframework.api.plugin import Diagnose, O, Provider, TableContext, hookimpl
 from kvframework.errors import PluginBroken, TierError
 
 __all__ = [
+    "Node",
     "Outcome",
     "PackedKey",
     "TableContext",
@@ -67,13 +69,17 @@ class Tier(ABC):
 
     All calls block, take an absolute `deadline` on `time.monotonic()` and return one outcome per key, in order. Several
     threads call at once: those of the tier's loads and of its writes, as many as `TierProvider` or the `[[l2]]` table
-    says, and those that clear. FAILED is for one key; an operation that failed as a whole (no connection, protocol
-    surprise, deadline) raises `TierError`. The caller owns the buffers: a tier keeps no reference after it returned. A
-    deadline that has passed and a closed tier are `TierError` at every call. A key that occurs twice in a batch is
-    processed twice, in order. `kvframework.testing.TierConformance` holds a tier to all of this.
+    says, one more for `contains`, and those that clear. FAILED is for one key; an operation that failed as a whole (no
+    connection, protocol surprise, deadline) raises `TierError`. The caller owns the buffers: a tier keeps no reference
+    after it returned. A deadline that has passed and a closed tier are `TierError` at every call. A key that occurs
+    twice in a batch is processed twice, in order. `kvframework.testing.TierConformance` holds a tier to all of this.
+
+    With `read_only` the values are those of others: the core neither puts, deletes nor touches any, and tells routers
+    nothing of them. Such a tier still has `put` and `delete`, which answer FAILED and MISSING.
     """
 
     name: str
+    read_only: bool = False
 
     @abstractmethod
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
@@ -127,6 +133,17 @@ class Tier(ABC):
         overrides. A tier that wraps another one returns the other's. Asked once, after `create`; does not block."""
         return frozenset(name for name in OPTIONAL_METHODS if getattr(type(self), name) is not getattr(Tier, name))
 
+    def attach(self, node: Node) -> None:
+        """Gives the tier what a server's node has, once, before the server serves; only `ping` and `problems` may be
+        called before. What the tier does with it ends by `close`. Optional; must not block. A `KVFrameworkError` stops
+        the start."""
+        return
+
+    def problems(self) -> Sequence[str]:
+        """Returns what keeps the tier from working as configured now, a line each and without a secret, for the
+        server's status. Asked every few seconds, also while calls fail; must not block. Optional."""
+        return ()
+
     def ping(self, *, deadline: float) -> None:
         """Raises `TierError` if the store cannot be used now. The default looks up a key that does not exist."""
         self.contains([b"\0" * 72], deadline=deadline)
@@ -140,9 +157,9 @@ class Tier(ABC):
 class TierProvider(Provider[O]):
     """A tier for `[[l2]]`. `shared`: several nodes may use one store at the same time and see each other's values.
 
-    `loads` and `writes` limit the concurrent loads and batches of writes of the tier, unless its `[[l2]]` table has
-    other numbers: 1 for a store that takes one call after the other anyway. With any numbers, several threads call a
-    tier at once.
+    `loads` and `writes` limit the batches that are loaded and written at once, also those of one prompt, unless the
+    tier's `[[l2]]` table has other numbers: 1 for a store that takes one call after the other anyway. One thread more
+    asks `contains`. With any numbers, several threads call a tier at once.
 
     `diagnose` is a function (options, TableContext, deadline) -> Sequence[Finding] and makes the report of `kvframework
     doctor` on the store: is it reachable, large enough, set up as a cache? It runs in a process of its own, may block
@@ -157,8 +174,8 @@ class TierProvider(Provider[O]):
     diagnose: Diagnose[O] | None = None
     store: Callable[[O], str] | None = None
     shared: bool = False
-    loads: int = 2
-    writes: int = 1
+    loads: int = 4
+    writes: int = 2
 
     def __post_init__(self) -> None:
         for name, value in (("loads", self.loads), ("writes", self.writes)):

@@ -101,13 +101,20 @@ class LoadOutcome(Message, frozen=True):
 
 
 class Registration(Message, frozen=True):
-    """The engine side's knowledge of its own instance once the server accepted it."""
+    """The engine side's knowledge of its own instance once the server accepted it.
+
+    `rank` of `world_size` is in its keys. Where objects are shards of the whole model, `shards` is the number of those
+    that the instance holds, else 0. `rank` is then the first of them, `world_size` the number of all, and a transport
+    gets a `layout` and a `desc` with the engine's layer groups once for each shard.
+    """
 
     instance_id: int
     rank: int
     namespace: bytes
     layout: KVLayout
     desc: MemoryLayoutDesc
+    world_size: int = 1
+    shards: int = 0
 
 
 class GroupBlocks(NamedTuple):

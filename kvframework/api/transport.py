@@ -135,8 +135,7 @@ class TransferContext(ABC):
     """
 
     def on_layout(self, layout: Layout, declared: KVLayout) -> None:
-        """Receives the declaration of the tensors before the first `memory_handles`: for transports that export
-        them."""
+        """Receives the declaration of the tensors before each `memory_handles`: for transports that export them."""
         del layout, declared
 
     def memory_handles(self, kv_caches: Mapping[str, LayerTensors]) -> tuple[bytes, ...]:

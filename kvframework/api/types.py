@@ -8,7 +8,7 @@ import msgspec
 
 from kvframework.errors import BadDtype
 
-__all__ = ["BlockIds", "Buffer", "Message"]
+__all__ = ["DTYPE_BYTES", "BlockIds", "Buffer", "Message"]
 
 Buffer = bytes | bytearray | memoryview
 

@@ -26,16 +26,20 @@ def route(
         list[str] | None,
         typer.Option(metavar="NAME=EVENTS[,REPLAY]", help="A node and where its events are published; repeatable."),
     ] = None,
-    nodes: Annotated[Path | None, typer.Option(metavar="FILE", help="TOML with a table [[node]] for each.")] = None,
+    nodes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML: a table [[node]] for each, [route] for the options.")
+    ] = None,
     blocks: Annotated[
-        int, typer.Option(min=1, max=1 << 31, help="Blocks for which there is room, 40 bytes each.")
-    ] = 10_000_000,
+        int | None,
+        typer.Option(min=1, max=1 << 31, help="Blocks for which there is room, 40 bytes each; 10 million by default."),
+    ] = None,
     client_key: Annotated[
         Path | None, typer.Option(help="File of this router's secret CURVE key, for nodes with a server_key.")
     ] = None,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to answer; port 0 is any free one.")
-    ] = "127.0.0.1:9310",
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where to answer, 127.0.0.1:9310 by default; port 0 is any free one."),
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="File of the certificate chain, for https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="File of its key.")] = None,
     token_file: Annotated[
@@ -47,23 +51,16 @@ def route(
     The nodes' events are followed, those of kvframework's servers and of vLLM's own publishers. A node need not run: it
     is found when it does. SIGINT (Ctrl-C) or SIGTERM ends this process.
     """
-    if (tls_cert is None) != (tls_key is None):
-        raise typer.BadParameter("it needs --tls-key, and --tls-key needs it", param_hint="--tls-cert")
     from kvframework.logs.form import configure_logging, end_logging
-    from kvframework.route.settings import RouteConfig, check_extra
+    from kvframework.route.settings import check_extra, configured
 
     check_extra()
     from kvframework.route import process
 
-    given = {
-        "nodes_file": nodes,
-        "client_key": client_key,
-        "tls_cert": tls_cert,
-        "tls_key": tls_key,
-        "token_file": token_file,
-    }
-    files = {name: str(value) for name, value in given.items() if value is not None}
-    config = RouteConfig(nodes=tuple(node or ()), blocks=blocks, listen=listen, **files)
+    files = {"client_key": client_key, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
+    asked = {"listen": listen, "blocks": blocks, **{name: str(file) for name, file in files.items() if file}}
+    given = {name: value for name, value in asked.items() if value is not None}
+    config = configured(node or (), "" if nodes is None else str(nodes), given)
     process.check(config)
     configure_logging("info", "human")
     try:

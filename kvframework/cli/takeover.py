@@ -35,6 +35,7 @@ class HandedOver:
     def __init__(self, descriptors: Collection[int], keeper: Keeper | None) -> None:
         self._descriptors = descriptors
         self._keeper = keeper
+        self.lasts = keeper is not None
 
     def kept(self, names: Collection[str]) -> dict[str, int]:
         held = {} if self._keeper is None else self._keeper.kept(names)

@@ -11,6 +11,7 @@ from kvframework.client.model_identity import EngineKind, ModelFacts, model_iden
 from kvframework.client.naming import KvIdentity, named_identity
 from kvframework.client.read_progress import Progress
 from kvframework.client.registration.canonical import CanonicalInstance, register_canonical
+from kvframework.client.registration.shards import ModelPart
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.tracing import current_trace
 from kvframework.client.worker import WorkerAdapter
@@ -28,6 +29,7 @@ __all__ = [
     "KvIdentity",
     "LookupResult",
     "ModelFacts",
+    "ModelPart",
     "Progress",
     "RequestHashes",
     "SchedulerAdapter",

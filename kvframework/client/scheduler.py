@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvframework.api.futures import Future
@@ -23,7 +24,11 @@ from kvframework.wire import messages as m
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
+# Pause before the next question to a server that does not hold an answer back, or that did not answer.
 POLL_S = 0.002
+# How long one question is held back at most.
+HELD_S = 0.5
+_ALL = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -61,9 +66,15 @@ class SchedulerAdapter:
         self._namespace = namespace
         self._world_size = world_size
 
-    def lookup(self, request: RequestHashes, start: int = 0, end: int | None = None) -> LookupResult:
+    def lookup(
+        self, request: RequestHashes, start: int = 0, end: int | None = None, *, wait_s: float = 0.0
+    ) -> LookupResult:
         """Return how many tokens after `start` all ranks can load. `end` (default: all hashed tokens) is rounded down
-        to a chunk. Raises `BadRange` unless `start` is a multiple of it."""
+        to a chunk. Raises `BadRange` unless `start` is a multiple of it.
+
+        With `wait_s` the answer is held back for so many seconds at most, until L2 has said whether it has more than
+        L1: a result that is not pending then needs no second question. Loads are not waited for.
+        """
         start = checked_start(request.request_id, start, self.chunk_tokens)
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
         last -= last % self.chunk_tokens
@@ -83,7 +94,8 @@ class SchedulerAdapter:
             cache_salt=request.cache_salt,
             trace=request.trace,
         )
-        return self._ask("LOOKUP", m.Lookup(key), last - start) or MISS
+        held_s = self._held_s(wait_s)
+        return self._ask("LOOKUP", m.Lookup(key, held_s), last - start, held_s) or MISS
 
     def too_short(self, request: RequestHashes) -> None:
         """Report a request that has no whole chunk and is not looked up, which `lookup` does by itself: `kvframework
@@ -94,18 +106,25 @@ class SchedulerAdapter:
         """Return the state of a pending lookup. Replaces `result`, whose ticket may have ended."""
         if not result.pending:
             return result
-        answer = self._ask("QUERY_PREFETCH_STATUS", m.TicketRef(result.ticket), result.asked_tokens)
-        # A failed poll has not ended the ticket: it must still be freed, and may be polled again.
-        return answer or LookupResult(0, result.ticket, pending=True, asked_tokens=result.asked_tokens)
+        return self._query(result, m.PrefetchQuery(result.ticket)) or _unanswered(result)
 
     def wait(self, result: LookupResult, timeout: float) -> LookupResult:
-        """Poll until nothing is pending or `timeout` seconds have passed, and return the last answer, with the hits in
+        """Wait until nothing is pending or `timeout` seconds have passed, and return the last answer, with the hits in
         L1. Replaces `result`, as `poll` does."""
+        return self._wait(result, time.monotonic() + timeout)
+
+    def arrivals(self, result: LookupResult, timeout: float) -> Iterator[LookupResult]:
+        """Yield `result` and, while L2 loads, each later state whose hit is longer, for `timeout` seconds at most; the
+        last one is the final answer, also if it is no longer. Each replaces the one before it.
+
+        So an engine takes what has arrived, from the first token on, while the rest arrives.
+        """
         deadline = time.monotonic() + timeout
-        while result.pending and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-            result = self.poll(result)
-        return result
+        while True:
+            yield result
+            if not result.pending or time.monotonic() >= deadline:
+                return
+            result = self._wait(result, deadline, result.hit_tokens)
 
     def free(self, result: LookupResult) -> None:
         """Free the pins of a lookup: after the workers have loaded, or when the request is abandoned. `result` is the
@@ -124,14 +143,37 @@ class SchedulerAdapter:
         if request_id:
             self._tell("END_SESSION", m.EndSession(request_id), m.SessionEnded)
 
-    def _ask(self, name: str, payload: m.Lookup | m.TicketRef, asked: int) -> LookupResult | None:
+    def _wait(self, result: LookupResult, deadline: float, more_than: int = _ALL) -> LookupResult:
+        """Ask until nothing is pending, the hit is longer than `more_than` tokens, or the deadline has passed."""
+        while result.pending and result.hit_tokens <= more_than and (left := deadline - time.monotonic()) > 0:
+            held_s = self._held_s(left)
+            if not held_s:
+                time.sleep(min(POLL_S, left))
+            grown = more_than if held_s and more_than < _ALL else -1
+            answer = self._query(result, m.PrefetchQuery(result.ticket, held_s, grown), held_s)
+            if answer is None and held_s:
+                time.sleep(min(POLL_S, left))
+            result = answer or _unanswered(result)
+        return result
+
+    def _held_s(self, wait_s: float) -> float:
+        """Return for how long the server may hold an answer back: 0 if it cannot."""
+        return min(wait_s, HELD_S) if wait_s > 0 and self._client.holds_answers else 0.0
+
+    def _query(self, result: LookupResult, payload: m.PrefetchQuery, held_s: float = 0.0) -> LookupResult | None:
+        return self._ask("QUERY_PREFETCH_STATUS", payload, result.asked_tokens, held_s)
+
+    def _ask(
+        self, name: str, payload: m.Lookup | m.PrefetchQuery, asked: int, held_s: float = 0.0
+    ) -> LookupResult | None:
         """Return None if there was no answer."""
         if not self._client.usable:
             self._failed(ServerGone("the server does not answer"))
             return None
         try:
             late = self._free_late if name == "LOOKUP" else None
-            reply = self._client.request(name, payload, m.LookupReply, on_late=late)
+            timeout = self._client.deadlines.of(name) + held_s
+            reply = self._client.request(name, payload, m.LookupReply, timeout=timeout, on_late=late)
             if not 0 <= reply.hit_tokens <= asked:
                 raise ProtocolError(f"a hit of {reply.hit_tokens} tokens, {asked} were asked for")
         except LeaseUnknown:
@@ -167,3 +209,8 @@ class SchedulerAdapter:
 
         sent = self._client.begin(name, payload, response, urgent=True)
         sent.add_done_callback(answered)
+
+
+def _unanswered(result: LookupResult) -> LookupResult:
+    """A failed question has not ended the ticket: it must still be freed, and may be asked about again."""
+    return LookupResult(0, result.ticket, pending=True, asked_tokens=result.asked_tokens)

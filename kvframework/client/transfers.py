@@ -62,8 +62,10 @@ def checked_transfer(
     content: ChunkContent | None = None,
     *,
     storing: bool,
+    moved: Registration | None = None,
 ) -> Transfer:
-    """Return the transfer of the key's tokens, which are whole chunks. Raises `BadBlockIds`."""
+    """Return the transfer of the key's tokens, which are whole chunks. `moved` is the registration of the transport,
+    whose layer groups are those of `registration`, perhaps several times over. Raises `BadBlockIds`."""
     chunk = registration.desc.chunk_tokens
     try:
         blocks = checked_blocks(
@@ -73,7 +75,10 @@ def checked_transfer(
         of = f"request {key.request_id!r}, tokens {key.start} to {key.end}"
         error.where = f"{of}, {error.where}" if error.where else of
         raise
-    return Transfer(key, registration, kv_caches, block_ids, blocks, event, content)
+    if moved is None or moved is registration or len(moved.layout.groups) == len(blocks):
+        return Transfer(key, moved or registration, kv_caches, block_ids, blocks, event, content)
+    copies = len(moved.layout.groups) // len(blocks)
+    return Transfer(key, moved, kv_caches, [*block_ids] * copies, blocks * copies, event, content)
 
 
 def bare_transfer(registration: Registration, key: CacheKey) -> Transfer:

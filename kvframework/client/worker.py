@@ -20,6 +20,7 @@ from kvframework.api.transport import BlockIds, LoadOutcome, LostKind, Registrat
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.registration.instance import Instance, InstanceIdentity
+from kvframework.client.registration.shards import ModelPart
 from kvframework.client.scheduler import SchedulerAdapter
 from kvframework.client.transfers import checked_skip, checked_tokens, checked_transfer
 from kvframework.errors import (
@@ -64,6 +65,7 @@ class WorkerAdapter:
         revision: str = "",
         quantization: str = "",
         packing: str = "",
+        part: ModelPart | None = None,
     ) -> None:
         self.identity = InstanceIdentity(
             instance_id=instance_id,
@@ -77,6 +79,7 @@ class WorkerAdapter:
             layout_options=layout_options or {},
             transport=transport,
             transport_options=transport_options or {},
+            part=part,
         )
         # The transfers under way, a list per request id: chunked prefill submits several.
         self._stores: dict[str, list[StoreEntry]] = {}
@@ -96,12 +99,12 @@ class WorkerAdapter:
                 hint="close() the adapter before the old tensors are freed, then register the new ones",
             )
         self._instance = Instance(self._client, self.identity, kv_caches, block_size=block_size, view=view)
-        return self._instance.registration
+        return self._instance.registered.own
 
     @property
     def registration(self) -> Registration | None:
         """The current registration; None before `register_kv_caches` and after `close`."""
-        return self._instance.registration if self._instance else None
+        return self._instance.registered.own if self._instance else None
 
     def scheduler(self) -> SchedulerAdapter:
         """Return the lookups for all ranks of this instance's model, in this process and through its client. Raises
@@ -112,17 +115,19 @@ class WorkerAdapter:
             model_name=self.identity.model_name,
             namespace=registered.namespace,
             chunk_tokens=registered.desc.chunk_tokens,
-            world_size=self.identity.world_size,
+            world_size=registered.world_size,
         )
 
     def key(self, request: RequestHashes, start: int, end: int) -> CacheKey:
         """Return the cache key of this rank for tokens `[start, end)`, both multiples of the chunk."""
-        identity = self.identity
+        return self._key(self._registered(), request, start, end)
+
+    def _key(self, registration: Registration, request: RequestHashes, start: int, end: int) -> CacheKey:
         return CacheKey(
-            model_name=identity.model_name,
-            world_size=identity.world_size,
-            worker_id=identity.rank,
-            namespace=self._registered().namespace,
+            model_name=self.identity.model_name,
+            world_size=registration.world_size,
+            worker_id=registration.rank,
+            namespace=registration.namespace,
             start=start,
             end=end,
             request_id=request.request_id,
@@ -179,7 +184,8 @@ class WorkerAdapter:
         else:
             transfer = self._transfer(instance, request, start, end, block_ids, kv_caches, event, storing=False)
             skipped = checked_skip(transfer.registration, transfer.tokens, skip_first_n_tokens)
-            filled = [each.ids[each.first :] for each in transfer.blocks]
+            # Of shards all have the same blocks.
+            filled = [each.ids[each.first :] for each in transfer.blocks[: len(block_ids)]]
             if not self._client.reachable("PREPARE_RETRIEVE"):
                 future = Future.resolved(LoadOutcome.failed(self._away("loads", transfer)))
             elif skipped == transfer.tokens:
@@ -223,7 +229,7 @@ class WorkerAdapter:
     def _registered(self) -> Registration:
         if self._instance is None:
             raise self._not_registered()
-        return self._instance.registration
+        return self._instance.registered.own
 
     def _not_registered(self) -> NotRegistered:
         return NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
@@ -245,10 +251,12 @@ class WorkerAdapter:
         *,
         storing: bool,
     ) -> Transfer:
-        start, end = checked_tokens(instance.registration, request.request_id, start, end)
+        # Once: another thread may register again meanwhile.
+        registered = instance.registered
+        start, end = checked_tokens(registered.own, request.request_id, start, end)
         return checked_transfer(
-            instance.registration,
-            self.key(request, start, end),
+            registered.own,
+            self._key(registered.own, request, start, end),
             instance.kv_caches if kv_caches is None else kv_caches,
             block_ids,
             event,
@@ -257,6 +265,7 @@ class WorkerAdapter:
             if self.identity.rank == 0 and self._client.wants_tokens(request.cache_salt)
             else None,
             storing=storing,
+            moved=registered.moved,
         )
 
     def _started(

@@ -55,6 +55,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`. `endpoint` "" means `default_endpoint()`; `tcp` is a second one, for other hosts and users.
     `store_share` is the share of L1 that one client may have reserved at once for uncommitted stores, while other
     clients have instances here. `session_timeout_s` is the longest silence of a client without a liveness socket.
+    `tp_lcm` and `pp_lcm` are least common multiples of the sizes of the fleet's engines, 1: objects are named by rank.
     `insecure` serves tcp:// in plain text, without authentication. `admit_uids` are the users beside the server's own
     whose processes may connect at the `ipc://` endpoint, and are trusted as much."""
 
@@ -65,6 +66,18 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         msgspec.Meta(ge=1, le=65536, description="tokens of a stored object, rounded up to whole blocks of the engine"),
     ] = 256
+    tp_lcm: Annotated[
+        int,
+        msgspec.Meta(
+            ge=1,
+            le=64,
+            description="least common multiple of the tensor-parallel sizes that share objects; 1: only equal sizes do",
+        ),
+    ] = 1
+    pp_lcm: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=64, description="the same of their pipeline-parallel sizes, beside `tp_lcm`"),
+    ] = 1
     store_lease_s: Annotated[
         Seconds, msgspec.Meta(description="how long an engine may take from a reservation to its commit")
     ] = 30.0
@@ -198,10 +211,11 @@ class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     codec: Annotated[CodecName, msgspec.Meta(description="how values are packed, a codec plugin")] = NO_CODEC
     timeout_s: Annotated[Seconds, msgspec.Meta(description="longest wait for one call of the tier")] = 2.0
     loads: Annotated[
-        AtOnce | None, msgspec.Meta(description="how many loads call the tier at once; not set: as the tier says")
+        AtOnce | None,
+        msgspec.Meta(description="how many batches are loaded at once, also of one prompt; not set: as the tier says"),
     ] = None
     writes: Annotated[
-        AtOnce | None, msgspec.Meta(description="how many batches of writes call it at once; not set: as the tier says")
+        AtOnce | None, msgspec.Meta(description="how many batches are written at once; not set: as the tier says")
     ] = None
     write_queue: Annotated[
         int,
@@ -262,8 +276,8 @@ class L1Config(msgspec.Struct, frozen=True):
 class L2Config(msgspec.Struct, frozen=True):
     """One `[[l2]]`.
 
-    `codec` "none" stores bytes as they are. `loads` and `writes` are how many loads and batches of writes call
-    the tier at once; None: as its provider says. `write_queue` bounds the objects waiting to be written. `write_policy`
+    `codec` "none" stores bytes as they are. `loads` and `writes` are how many batches are loaded and written at
+    once; None: as its provider says. `write_queue` bounds the objects waiting to be written. `write_policy`
     says which objects go and when: "write_through" all of them, after their commit; "write_through_selective" at their
     second use; "write_back" at their eviction from L1. With `promote`, objects that a later tier had are written
     here too. A tier that knows its capacity and can list its values is emptied down to `low_watermark` of it before a

@@ -9,10 +9,12 @@ product, see
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kvframework.api.driver import CopyBatch, Step
 from kvframework.api.layout import NO_BLOCK, LayerGroup, MemoryLayoutDesc
@@ -58,39 +60,84 @@ class CopyPlanner:
         self._lanes = [_lanes(planes, desc.groups[index].nbytes) for index, planes in enumerate(views)]
         self._sizes = [_size(group) for group in groups]
         self._merged = merged
+        # By group: the bytes from its views to those of the next group, if these are shards of the same heads, else 0.
+        self._beside = [] if merged else _beside(groups, self._lanes)
 
     def plan(
-        self, ranges: Sequence[ArenaRange], blocks: Sequence[GroupBlocks], skip_tokens: int = 0
+        self,
+        ranges: Sequence[ArenaRange],
+        blocks: Sequence[GroupBlocks],
+        skip_tokens: int = 0,
+        *,
+        joined: bool = False,
     ) -> list[CopyBatch]:
         """Return the copies of a `CopyJob`. `NO_BLOCK` and the first `skip_tokens` tokens are left out. Ranges and
-        blocks fit the registration: the core has checked them."""
-        places: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-        for place in ranges:
+        blocks fit the registration: the core has checked them. `joined`: shards that lie side by side in both memories
+        are one batch, by which a kernel reads the engine's memory once, from its beginning to its end."""
+        places: dict[tuple[int, int, int, int, int], list[tuple[int, int]]] = {}
+        columned = self._columns(ranges, blocks) if joined and any(self._beside) else ((each, 1, 0) for each in ranges)
+        for place, columns, distance in columned:
             group, count = self._groups[place.group], blocks[place.group].per_object
             ids = blocks[place.group].ids[place.chunk * count : (place.chunk + 1) * count]
             skip = 0 if group.state else max(skip_tokens - place.chunk * self._desc.chunk_tokens, 0)
             whole, rest = divmod(skip // group.slot_tokens, group.slots)
             size, offset = self._sizes[place.group], place.offset
             if rest and whole < count and ids[whole] != NO_BLOCK:
-                places.setdefault((place.group, 1, rest), []).append((ids[whole], offset + whole * size))
+                key = (place.group, 1, rest, columns, distance)
+                places.setdefault(key, []).append((ids[whole], offset + whole * size))
             start = whole + bool(rest)
             if self._merged:
                 for first, number, at in _runs(ids, start):
-                    places.setdefault((place.group, number, 0), []).append((first, offset + at * size))
+                    places.setdefault((place.group, number, 0, 1, 0), []).append((first, offset + at * size))
             else:
                 single = [(each, offset + at * size) for at, each in enumerate(ids) if at >= start and each != NO_BLOCK]
                 if single:
-                    places.setdefault((place.group, 1, 0), []).extend(single)
+                    places.setdefault((place.group, 1, 0, columns, distance), []).extend(single)
         return [batch for key, found in places.items() for batch in self._batches(*key, found)]
 
-    def _batches(self, index: int, number: int, first_slot: int, places: Sequence[tuple[int, int]]) -> list[CopyBatch]:
-        """Return runs of `number` blocks, each without its first `first_slot` slots, of all planes and layers."""
+    def _columns(
+        self, ranges: Sequence[ArenaRange], blocks: Sequence[GroupBlocks]
+    ) -> Iterator[tuple[ArenaRange, int, int]]:
+        """Yield the ranges, those of shards that lie side by side as the first one with their number and distance."""
+        at = 0
+        while at < len(ranges):
+            first, end, distance = ranges[at], at + 1, 0
+            beside, held = self._beside[first.group], blocks[first.group]
+            while beside and end < len(ranges):
+                place, columns = ranges[end], end - at
+                distance = distance or place.offset - first.offset
+                if (
+                    place.chunk != first.chunk
+                    or place.group != first.group + columns
+                    or self._beside[place.group - 1] != beside
+                    or blocks[place.group] is not held
+                    or place.offset - first.offset != columns * distance
+                    or distance < 0
+                ):
+                    break
+                end += 1
+            yield first, end - at, distance if end - at > 1 else 0
+            at = end
+
+    def _batches(
+        self,
+        index: int,
+        number: int,
+        first_slot: int,
+        columns: int,
+        distance: int,
+        places: Sequence[tuple[int, int]],
+    ) -> list[CopyBatch]:
+        """Return runs of `number` blocks, each without its first `first_slot` slots, of all planes and layers; of
+        `columns` shards, `distance` bytes apart in the arena."""
         group, size = self._groups[index], dtype_bytes(self._groups[index].dtype)
         batches = []
         for lanes in self._lanes[index]:
             block, slot, *_ = lanes.strides
             counts = (number, group.slots - first_slot, group.heads, group.head_dim)
             steps, run = _fragment(counts, lanes.strides, size, _size(group))
+            if columns > 1:
+                steps = (Step(columns, self._beside[index], distance), *steps)
             addresses = array.array("Q", [at * block + first_slot * slot for at, _ in places])
             skipped = first_slot * group.hidden * size
             offsets = array.array("Q", [offset + skipped for _, offset in places])
@@ -110,6 +157,29 @@ def _lanes(planes: Sequence[Sequence[PlacedView]], object_bytes: int) -> list[_L
         )
         for strides, alike in ((key, list(each)) for key, each in groupby(numbered, lambda each: each[1].strides))
     ]
+
+
+def _beside(groups: Sequence[LayerGroup], lanes: Sequence[Sequence[_Lanes]]) -> list[int]:
+    """Return for each group how far behind its views those of the next one lie, 0 for another form or distance."""
+    found = []
+    for index in range(len(groups) - 1):
+        here, there = lanes[index], lanes[index + 1]
+        alike = replace(groups[index], layer_names=()) == replace(groups[index + 1], layer_names=())
+        alike = alike and [(each.strides, each.offsets) for each in here] == [
+            (each.strides, each.offsets) for each in there
+        ]
+        distances = (
+            {
+                second - first
+                for one, other in zip(here, there, strict=True)
+                for first, second in zip(one.addresses, other.addresses, strict=True)
+            }
+            if alike
+            else set()
+        )
+        distance = distances.pop() if len(distances) == 1 else 0
+        found.append(max(distance, 0))
+    return [*found, 0]
 
 
 def _size(group: LayerGroup) -> int:

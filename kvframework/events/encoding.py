@@ -1,5 +1,5 @@
 """Batches of events as vLLM writes them, which routers read: msgpack of `[time, events, rank]`, an event being a map
-with its `type` or, for older readers, an array. Pure. Encoding the event of a chunk takes 2 to 3 us.
+with its `type` or, for older readers, an array. Pure. Encoding the event of a chunk takes 2 us.
 
 Field for field vLLM's, in its order; what has no meaning here is left out. `cache_salt` is the one field beside: NVIDIA
 Dynamo keeps salts apart by it, other readers skip it.
@@ -8,6 +8,7 @@ Dynamo keeps salts apart by it, other readers skip it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import msgspec
@@ -79,14 +80,20 @@ class Encoder:
 
 
 def _array_of(tokens: bytes) -> msgspec.Raw:
-    """Return packed u32 as an array in msgpack: each a byte for its type, then big-endian. Half the time of making
-    integers of them."""
-    count = len(tokens) // TOKEN_BYTES
-    packed = bytearray(5 * count)
-    packed[0::5] = b"\xce" * count
-    for byte in range(TOKEN_BYTES):
-        packed[1 + byte :: 5] = tokens[TOKEN_BYTES - 1 - byte :: TOKEN_BYTES]
-    return msgspec.Raw(b"\xdd" + count.to_bytes(4, "big") + packed)
+    """Return packed u32 as an array in msgpack: each a byte for its type, then big-endian. A third of the time of
+    making integers of them."""
+    packed = bytearray(_zeros(len(tokens) // TOKEN_BYTES))
+    packed[6::5] = tokens[3::4]
+    packed[7::5] = tokens[2::4]
+    packed[8::5] = tokens[1::4]
+    packed[9::5] = tokens[0::4]
+    return msgspec.Raw(packed)
+
+
+@lru_cache(16)
+def _zeros(count: int) -> bytes:
+    """Return as many zeros as an array in msgpack, each in five bytes."""
+    return b"\xdd" + count.to_bytes(4, "big") + b"\xce\0\0\0\0" * count
 
 
 def _with_salt(keys: Sequence[ExtraKeys | None], salt: str, blocks: int) -> Sequence[ExtraKeys | None]:

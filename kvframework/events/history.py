@@ -71,28 +71,30 @@ class History:
         return iter(self._gone)
 
     def replay(self, asked: int, at: float, known: Known) -> Iterator[Numbered]:
-        """Yield a message for each number from `asked` to the live one. Nothing may change meanwhile."""
+        """Return a message for each number from `asked` to the live one of now. They are made as they are taken."""
         if self._sent and self._sent[0].number <= asked:
-            yield from (each for each in self._sent if each.number >= asked)
-            return
-        number, room = asked, self.next - asked
+            return iter([each for each in self._sent if each.number >= asked])
+        room = self.next - asked
         if room <= 0:
-            return
+            return iter(())
         events: list[News] = [*self._removals(asked, known), *known.snapshot()]
         size: float = MESSAGE_BYTES
         packs = list(_packs(events, size))
         while len(packs) * len(self._engines) > room and size < math.inf:
             size = size * 2 if size < sum(map(_weight, events)) else math.inf
             packs = list(_packs(events, size))
+        return self._state(range(asked, self.next), at, packs)
+
+    def _state(self, numbers: range, at: float, packs: Sequence[tuple[str, list[News]]]) -> Iterator[Numbered]:
+        free = iter(numbers)
         for model, part in packs:
             payload = self._encoder.batch(at, part)
-            for engine in self._engines:
-                if number < self.next:
-                    yield Numbered(self._topic(engine, model), number, payload)
-                    number += 1
+            # First the numbers, which may end before the engines do: `zip` drops none.
+            for engine, number in zip(self._engines, free, strict=False):
+                yield Numbered(self._topic(engine, model), number, payload)
         empty, topic = self._encoder.batch(at, ()), self._topic(self._engines[0], "")
-        for filler in range(number, self.next):
-            yield Numbered(topic, filler, empty)
+        for number in free:
+            yield Numbered(topic, number, empty)
 
     def _removals(self, asked: int, known: Known) -> Iterator[Removed]:
         """Yield the removals before the state; a reader that asks from 0 has heard nothing."""

@@ -2,17 +2,19 @@
 does. It starts with what the ledger says was announced before.
 
 Each life of a server begins with a jump in the numbers, and each new subscriber gets a message at once: so a reader
-notices at once that it lacks something, and asks. Nothing here can fail a request: errors are logged and are problems
-of the status document.
+notices at once that it lacks something, and asks. After the last news empty messages follow, since a reader may lack
+that very message. Nothing here can fail a request: errors are logged and are problems of the status document.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from kvframework.events.answers import Answers
 from kvframework.events.history import History, Numbered
 from kvframework.events.known import Medium, News, Removed, Stored
 from kvframework.events.ledger import RESERVE, Found, Ledger
@@ -24,14 +26,17 @@ log = logging.getLogger(__name__)
 # News are collected for so long, and for longer with each number that a late reader has to be given.
 BATCH_S = 0.05
 _BATCH_S_A_NUMBER = 1e-7
+# After the last news comes an empty message, and the next ones after twice the time each, up to the longest.
+BEAT_S = 1.0
+_LONGEST_BEAT_S = 60.0
 # After so many bytes of messages the serving thread gets its turn; a message counts for some more than its own.
 _PAUSE_BYTES = 1 << 18
 _MESSAGE_BYTES = 1 << 10
 _PAUSE_S = 0.0005
-_END = (1 << 64) - 1
 _STOP_S = 5.0
-# Who is told at the end that something is missing asks at once.
+# Who is told at the end that something is missing asks at once; answers under way end then, read or not.
 _LAST_QUESTIONS_S = 0.1
+_LAST_ENDS_S = 0.5
 
 
 class Publisher:
@@ -56,18 +61,24 @@ class Publisher:
         self._found: Found | None = found
         self._history = history(found.next and found.next + RESERVE)
         self._reserved = 0
+        self._silence_s = BEAT_S
+        self._beat_at = 0.0
         self._sockets = sockets
+        self._answers = Answers(sockets.answer, self._from)
         self._batch_s = batch_s
         self._clock = clock
+        self._handed_over = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvf-events", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, *, handed_over: bool = False) -> None:
         """Announce what is waiting, and what ends with this server, answer who asks, and end: a reader may wait for
-        ever for the end of an answer. Blocks for a moment, for `_STOP_S` seconds at most. Idempotent."""
+        ever for the end of an answer. If L1 is `handed_over` the next server learns from the ledger what it is. Blocks
+        for a moment, for `_STOP_S` seconds at most. Idempotent."""
+        self._handed_over = handed_over
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
@@ -75,6 +86,10 @@ class Publisher:
     @property
     def next_number(self) -> int:
         return self._history.next
+
+    @property
+    def unread_replays(self) -> int:
+        return self._answers.given_up
 
     @property
     def ledger_bytes(self) -> int:
@@ -86,12 +101,17 @@ class Publisher:
             while not self._stopping.is_set():
                 self._turn()
             self._announce(self._teller.turn())
+            if self._handed_over and not self._ledger.keeps:
+                self._ledger.keeps = True
+                self._anew(self._teller.known.announced())
             if not self._ledger.keeps:
                 self._teller.known.forget()
                 self._announce(self._teller.known.take())
-            until = time.monotonic() + _LAST_QUESTIONS_S
-            while (left := until - time.monotonic()) > 0:
-                self._answer(self._sockets.wait(left)[1])
+            self._listen(_LAST_QUESTIONS_S)
+            self._answers.end()
+            until = time.monotonic() + _LAST_ENDS_S
+            while self._answers.turn(time.monotonic()) < math.inf and time.monotonic() < until:
+                pause()
         except Exception as error:
             self.problem = f"nothing is announced: {error!r}"
             log.exception("nothing is announced to routers any more")
@@ -112,21 +132,34 @@ class Publisher:
         self._announce(news, empty=not news)
 
     def _turn(self) -> None:
-        until = time.monotonic() + max(self._batch_s, self._history.next * _BATCH_S_A_NUMBER)
+        joined = self._listen(max(self._batch_s, self._history.next * _BATCH_S_A_NUMBER))
+        self._announce(self._teller.turn(), empty=joined or time.monotonic() >= self._beat_at)
+
+    def _listen(self, seconds: float) -> bool:
+        """Answer readers for so long, or until `stop`. True if there are new ones."""
+        until = time.monotonic() + seconds
         joined = 0
-        while (left := until - time.monotonic()) > 0 and not self._stopping.is_set():
-            subscribers, requests = self._sockets.wait(left)
+        stopping = self._stopping.is_set()
+        while (left := until - time.monotonic()) > 0 and self._stopping.is_set() == stopping:
+            subscribers, requests = self._sockets.wait(min(left, self._answers.turn(time.monotonic())))
             joined += subscribers
-            if requests:
-                # So that the answer is the state of the live number.
-                self._announce(self._teller.turn())
-                self._answer(requests)
+            for client, asked in requests:
+                if asked is None:
+                    self.counters["bad_requests"] += 1
+                else:
+                    self.counters["replays"] += 1
+                    self._answers.ask(client, asked)
         self.counters["subscribers"] += joined
-        self._announce(self._teller.turn(), empty=bool(joined))
+        return joined > 0
+
+    def _from(self, number: int) -> Iterator[Numbered]:
+        return self._history.replay(number, self._clock(), self._teller.known)
 
     def _announce(self, news: Sequence[News], *, empty: bool = False) -> None:
         if not news and not empty:
             return
+        self._silence_s = BEAT_S if news else min(2 * self._silence_s, _LONGEST_BEAT_S)
+        self._beat_at = time.monotonic() + self._silence_s
         messages = list(self._history.publish(self._clock(), news))
         self._record(messages[-1].number, news)
         for message in _in_turns(messages):
@@ -157,17 +190,6 @@ class Publisher:
         if not self.problem:
             log.error("the ledger of events cannot be written: %s", error.strerror or error)
         self.problem = f"the ledger cannot be written, so a next server cannot tell removals: {error.strerror}"
-
-    def _answer(self, requests: Sequence[tuple[bytes, int | None]]) -> None:
-        """Send to each reader what it lacks, and the end, even to those that ask while the server stops."""
-        for client, asked in requests:
-            if asked is None:
-                self.counters["bad_requests"] += 1
-                continue
-            self.counters["replays"] += 1
-            for message in _in_turns(self._history.replay(asked, self._clock(), self._teller.known)):
-                self._sockets.answer(client, message)
-            self._sockets.answer(client, Numbered(b"", _END, b""))
 
 
 def pause() -> None:

@@ -79,10 +79,11 @@ class RouterEvents:
         )
         self._publisher.start()
 
-    def stop(self) -> None:
-        """Announce what is waiting, and close. Blocks for a moment, for seconds at most. Idempotent."""
+    def stop(self, *, handed_over: bool = False) -> None:
+        """Announce what is waiting, and close; a next server has L1 if it is `handed_over`. Blocks for a moment, for
+        seconds at most. Idempotent."""
         if self._publisher is not None:
-            self._publisher.stop()
+            self._publisher.stop(handed_over=handed_over)
 
     def status(self) -> dict[str, object]:
         """Return the part of the status document. From any thread."""
@@ -99,6 +100,7 @@ class RouterEvents:
             "problem": publisher.problem,
             "counters": {
                 **publisher.counters,
+                "unread_replays": publisher.unread_replays,
                 **sockets.counters,
                 "dropped": self.feed.dropped,
                 "mismatched": teller.mismatched,

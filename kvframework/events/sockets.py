@@ -25,6 +25,7 @@ _MAX_ASKED_BYTES = 1024
 _BIND_S = 5.0
 _BIND_STEP_S = 0.05
 _LINGER_MS = 1000
+_MOST_UNREAD = 64
 _NUMBER_BYTES = 8
 
 
@@ -50,8 +51,9 @@ class EventSockets:
             undo.callback(self._questions.close)
             self._news.setsockopt(zmq.XPUB_VERBOSER, 1)
             self._bind(self._news, config.endpoint, keys, "endpoint")
-            # A snapshot is longer than any queue: it would lose its end without a word.
-            self._questions.setsockopt(zmq.SNDHWM, 0)
+            # Who takes nothing makes this process hold so many messages; a full queue is an error, not silence.
+            self._questions.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
+            self._questions.setsockopt(zmq.ROUTER_MANDATORY, 1)
             if config.replay:
                 self._bind(self._questions, config.replay, keys, "replay")
             self._undo = undo.pop_all()
@@ -87,10 +89,19 @@ class EventSockets:
         """Send to all subscribers. A reader that is too slow misses it, and sees that by the next number."""
         self._news.send_multipart([message.topic, message.number.to_bytes(_NUMBER_BYTES, "big"), message.payload])
 
-    def answer(self, client: bytes, message: Numbered) -> None:
-        """Send to one client that has asked; nothing happens if it has left."""
+    def answer(self, client: bytes, message: Numbered) -> bool | None:
+        """Send to one client that has asked. False if it has not taken enough of what was sent before, None if it has
+        left."""
         number = message.number.to_bytes(_NUMBER_BYTES, "big")
-        self._questions.send_multipart([client, b"", message.topic, number, message.payload])
+        try:
+            self._questions.send_multipart([client, b"", message.topic, number, message.payload], zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return None
+        return True
 
     def close(self) -> None:
         """Close both; blocks for a moment, in which what was sent leaves."""

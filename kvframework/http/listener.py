@@ -12,7 +12,7 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
 import h11
@@ -39,7 +39,11 @@ class Listener:
     these, and spin when descriptors run out."""
 
     def __init__(
-        self, answer: Callable[[Request], Reply], *, tls: ssl.SSLContext | None = None, most_body: int = 0
+        self,
+        answer: Callable[[Request], Reply | Awaitable[Reply]],
+        *,
+        tls: ssl.SSLContext | None = None,
+        most_body: int = 0,
     ) -> None:
         self._answer = answer
         self._most_body = most_body
@@ -125,7 +129,7 @@ class Listener:
                 said = b"the body is too large\n" if self._most_body else b"no body\n"
                 reply = Reply(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, PLAIN, said)
             else:
-                reply = self._reply(request, body)
+                reply = await self._reply(request, body)
             await self._send(connection, writer, reply, last=body is None, head_only=request.method == b"HEAD")
             if connection.our_state is not h11.DONE:
                 await _discard(reader)
@@ -164,11 +168,12 @@ class Listener:
                 raise asyncio.IncompleteReadError(bytes(body), None)
         return None
 
-    def _reply(self, request: h11.Request, body: bytes) -> Reply:
+    async def _reply(self, request: h11.Request, body: bytes) -> Reply:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
         try:
             method, target = request.method.decode("latin-1"), request.target.decode("latin-1")
-            return self._answer(Request(method, target, headers, body))
+            reply = self._answer(Request(method, target, headers, body))
+            return reply if isinstance(reply, Reply) else await reply
         except Exception:
             log.exception("no answer to %s", one_line(request.target[:200].decode("latin-1")))
             return Reply(HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN, b"an error; see the log\n")

@@ -29,6 +29,8 @@ class Keeper:
     has ended (`ConnectionRefusedError`, `FileNotFoundError`) or does not read (`BlockingIOError`); a sent message has
     no answer. Thread-safe."""
 
+    lasts = True
+
     def __init__(self, address: str, found: list[tuple[str, int]]) -> None:
         """`found` are the descriptors from the keeper by name, owned from here on."""
         self._address = f"\0{address[1:]}" if address.startswith("@") else address

@@ -58,7 +58,7 @@ MESSAGING = (
     "unanswerable",
     "unroutable",
 )
-EVENTS = ("batches", "replays", "subscribers", "bad_requests", "curve_refused")
+EVENTS = ("batches", "replays", "unread_replays", "subscribers", "bad_requests", "curve_refused")
 USE: dict[str, tuple[str, Type, str]] = {
     "bytes": ("bytes", "gauge", "bytes in L1"),
     "objects": ("objects", "gauge", "objects in L1"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -18,10 +19,13 @@ from kvframework.route import prefix_hashes
 from kvframework.route.events import MOST_BLOCK_TOKENS
 from kvframework.route.metrics import exposition
 from kvframework.route.router import Router
+from kvframework.route.scoring import Scoring
 
 MOST_BODY = 8 << 20
 MOST_TOKENS = 1 << 20
 PROBES = ("/livez", "/readyz")
+# Scores that are computed at a time: the others wait, so that events always have their part of the loop.
+MOST_SCORING = 4
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 
@@ -39,15 +43,16 @@ class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class App:
-    """`answer` is called in the router's event loop and never waits."""
+    """`answer` is called in the router's event loop; no step of an answer takes longer than some milliseconds."""
 
     def __init__(self, router: Router, rights: Rights) -> None:
         self._router = router
         self._rights = rights
         self._requests = self._refused = 0
+        self._scoring = asyncio.Semaphore(MOST_SCORING)
         self._durations = Histogram(2.0**-14, 16)
         self._decode = msgspec.json.Decoder(ScoreRequest).decode
-        self._routes: dict[str, tuple[str, Callable[[Request], Reply]]] = {
+        self._routes: dict[str, tuple[str, Callable[[Request], Reply | Awaitable[Reply]]]] = {
             "/score": ("POST", self._score),
             "/publishers": ("GET", self._publishers),
             "/metrics": ("GET", self._metrics),
@@ -55,7 +60,7 @@ class App:
             "/readyz": ("GET", self._readyz),
         }
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: Request) -> Reply | Awaitable[Reply]:
         """The answer to any request."""
         path = request.target.partition("?")[0]
         if not self._rights.is_here(request):
@@ -69,10 +74,13 @@ class App:
             return refused(HTTPStatus.METHOD_NOT_ALLOWED, ("allow", method))
         return route(request)
 
-    def _score(self, request: Request) -> Reply:
+    async def _score(self, request: Request) -> Reply:
         began = time.perf_counter()
         try:
-            scores = self._scores(self._decode(request.body))
+            scoring = self._begin(self._decode(request.body))
+            async with self._scoring:
+                while (scores := next(scoring, None)) is None:
+                    await asyncio.sleep(0)
         except (msgspec.MsgspecError, OverflowError, ValueError) as error:
             self._refused += 1
             return Reply(HTTPStatus.BAD_REQUEST, JSON, msgspec.json.encode({"error": str(error)}))
@@ -80,7 +88,7 @@ class App:
         self._durations.add(time.perf_counter() - began)
         return Reply(HTTPStatus.OK, JSON, msgspec.json.encode(scores))
 
-    def _scores(self, asked: ScoreRequest) -> dict[str, Any]:
+    def _begin(self, asked: ScoreRequest) -> Scoring:
         """Raises `ValueError` and `OverflowError`."""
         if (asked.tokens is None) == (asked.digests is None):
             raise ValueError("a request has either tokens or digests")

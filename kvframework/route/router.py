@@ -15,7 +15,7 @@ from kvframework.route import scoring
 from kvframework.route.contents import Contents, Place
 from kvframework.route.follower import Follower
 from kvframework.route.index import Index
-from kvframework.route.scoring import Score
+from kvframework.route.scoring import Scoring
 from kvframework.route.settings import Node, Publisher
 from kvframework.route.subscription import Subscription
 
@@ -79,15 +79,14 @@ class Router:
             if not each.subscription.begun and not each.subscription.is_away
         ]
 
-    def score_tokens(self, tokens: bytes, model: str | None, salt: str, adapter: str) -> dict[str, Score]:
+    def score_tokens(self, tokens: bytes, model: str | None, salt: str, adapter: str) -> Scoring:
         """The score of each node that is there, for packed tokens."""
         return scoring.by_tokens(self.index, self._nodes(model), tokens, salt=salt, adapter=adapter)
 
-    def score_digests(self, digests: bytes, chunk_tokens: int, model: str, salt: str, adapter: str) -> dict[str, Score]:
+    def score_digests(self, digests: bytes, chunk_tokens: int, model: str, salt: str, adapter: str) -> Scoring:
         """The score of each node that is there, for packed digests."""
         nodes = self._nodes(model)
-        found = scoring.by_digests(self.index, nodes, digests, chunk_tokens, model=model, salt=salt, adapter=adapter)
-        return {node: found.get(node, {}) for node in nodes}
+        return scoring.by_digests(self.index, nodes, digests, chunk_tokens, model=model, salt=salt, adapter=adapter)
 
     def document(self) -> dict[str, Any]:
         """What is known of each publisher and of the index; names, numbers and texts."""

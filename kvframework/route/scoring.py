@@ -2,12 +2,14 @@
 
 A node is what a request can be sent to: all places that its publishers tell of. The hit is the run of blocks from the
 beginning of the prompt that it has anywhere; each block counts for the fastest tier that has it.
+
+A prompt that a thousand nodes have takes a third of a second, so a score is computed in steps: others have the loop in
+between. What a node gets or loses meanwhile may count or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -23,29 +25,36 @@ from kvframework.route.table import Flags, Keys
 
 # Tokens by tier.
 Score: TypeAlias = dict[str, int]
+# By node; None after each step of some milliseconds, until the last one.
+Scoring: TypeAlias = Iterator[dict[str, Score] | None]
 # Whether each place, a row, has each of some blocks, a column.
-_Has: TypeAlias = Callable[[Sequence[int], slice], Flags]
+_Has: TypeAlias = Callable[[Sequence[int], npt.NDArray[np.uint64]], Flags]
 
 _NOWHERE = len(TIERS)
 _RANKS = {tier: rank for rank, tier in enumerate(TIERS)}
 # Most nodes have nothing of a prompt, so that the first block decides; the rest is asked for in growing spans.
-_FIRST_SPAN, _GROWTH = 1, 8
+_FIRST_SPAN, _GROWTH, _LONGEST_SPAN = 1, 8, 1024
+# Blocks that are looked for in one step, in all places together.
+_STEP = 1 << 14
 
 
 def by_tokens(
     index: Index, nodes: Mapping[str, Sequence[Place]], tokens: bytes, *, salt: str = "", adapter: str = ""
-) -> dict[str, Score]:
+) -> Scoring:
     """The score of each node for packed tokens. A node whose publishers have blocks of several sizes gets the best
     score of one size."""
     best: dict[str, Score] = {node: {} for node in nodes}
     for size in sorted({place.block_tokens for places in nodes.values() for place in places}):
         sized = {node: [each for each in places if each.block_tokens == size] for node, places in nodes.items()}
         prompt = _Prompt(tokens, size, salt, adapter)
-        has = partial(_has_own, index, prompt)
-        for node, score in _scores(sized, len(tokens) // (4 * size), size, has).items():
-            if sum(score.values()) > sum(best[node].values()):
-                best[node] = score
-    return best
+        for scores in _scores(sized, len(tokens) // (4 * size), size, prompt.owns, index.holds):
+            if scores is None:
+                yield None
+                continue
+            for node, score in scores.items():
+                if sum(score.values()) > sum(best[node].values()):
+                    best[node] = score
+    yield best
 
 
 def by_digests(
@@ -57,11 +66,12 @@ def by_digests(
     model: str,
     salt: str = "",
     adapter: str = "",
-) -> dict[str, Score]:
+) -> Scoring:
     """The score of each node for packed digests of kvframework's chunks."""
     named = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
     externals = np.array([last_block(digest, model, salt, adapter) for digest in named], np.uint64)
-    return _scores(nodes, len(externals), chunk_tokens, partial(_has_external, index, externals))
+    for scores in _scores(nodes, len(externals), chunk_tokens, lambda span: externals[span], index.holds_externals):
+        yield None if scores is None else {node: scores.get(node, {}) for node in nodes}
 
 
 def last_block(digest: bytes, model: str, salt: str, adapter: str) -> int:
@@ -87,40 +97,51 @@ class _Prompt:
         return prefix_hashes.as_keys(names)
 
 
-def _has_own(index: Index, prompt: _Prompt, places: Sequence[int], span: slice) -> Flags:
-    return index.holds(places, prompt.owns(span))
-
-
-def _has_external(index: Index, externals: Keys, places: Sequence[int], span: slice) -> Flags:
-    return index.holds_externals(places, externals[span])
-
-
-def _scores(nodes: Mapping[str, Sequence[Place]], blocks: int, block_tokens: int, has: _Has) -> dict[str, Score]:
-    """The score of each node that has any of so many blocks."""
+def _scores(
+    nodes: Mapping[str, Sequence[Place]], blocks: int, block_tokens: int, names: Callable[[slice], Keys], has: _Has
+) -> Scoring:
+    """The score of each node that has any of so many blocks; `names` returns those of a span, each asked for once."""
     alive = [node for node, places in nodes.items() if places]
     totals = {node: np.zeros(_NOWHERE, np.int64) for node in alive}
     for span in _spans(blocks):
         if not alive:
             break
-        best = _best(nodes, alive, span, has)
-        runs = _runs(best)
-        within = np.arange(best.shape[1]) < runs[:, None]
-        for rank in range(_NOWHERE):
-            for node, number in zip(alive, ((best == rank) & within).sum(1).tolist(), strict=True):
-                totals[node][rank] += number
-        alive = [node for node, run in zip(alive, runs.tolist(), strict=True) if run == best.shape[1]]
-    return {
+        keys, here, alive = names(span), alive, []
+        for group in _groups(nodes, here, len(keys)):
+            best = _best(nodes, group, keys, has)
+            runs = _runs(best)
+            within = np.arange(best.shape[1]) < runs[:, None]
+            for rank in range(_NOWHERE):
+                for node, number in zip(group, ((best == rank) & within).sum(1).tolist(), strict=True):
+                    totals[node][rank] += number
+            alive += [node for node, run in zip(group, runs.tolist(), strict=True) if run == best.shape[1]]
+            yield None
+    yield {
         node: {tier: int(total[rank]) * block_tokens for tier, rank in _RANKS.items() if total[rank]}
         for node, total in totals.items()
         if total.any()
     }
 
 
-def _best(nodes: Mapping[str, Sequence[Place]], alive: list[str], span: slice, has: _Has) -> npt.NDArray[np.uint8]:
-    """The rank of the fastest tier in which each node, a row, has each block of a span, a column."""
+def _groups(nodes: Mapping[str, Sequence[Place]], alive: Sequence[str], width: int) -> Iterator[list[str]]:
+    """Nodes with so many places together as can be looked at in one step, one node at least."""
+    group: list[str] = []
+    places = 0
+    for node in alive:
+        if group and (places + len(nodes[node])) * width > _STEP:
+            yield group
+            group, places = [], 0
+        group.append(node)
+        places += len(nodes[node])
+    if group:
+        yield group
+
+
+def _best(nodes: Mapping[str, Sequence[Place]], alive: list[str], keys: Keys, has: _Has) -> npt.NDArray[np.uint8]:
+    """The rank of the fastest tier in which each node, a row, has each block, a column."""
     rows = [place for node in alive for place in nodes[node]]
     ranks = np.array([_RANKS[place.tier] for place in rows], np.uint8)
-    flags = has([place.number for place in rows], span)
+    flags = has([place.number for place in rows], keys)
     ranked = np.where(flags, ranks[:, None], np.uint8(_NOWHERE))
     starts = np.cumsum([0, *(len(nodes[node]) for node in alive[:-1])])
     return np.minimum.reduceat(ranked, starts, axis=0)
@@ -137,4 +158,4 @@ def _spans(blocks: int) -> Iterator[slice]:
     begin, width = 0, _FIRST_SPAN
     while begin < blocks:
         yield slice(begin, min(begin + width, blocks))
-        begin, width = begin + width, width * _GROWTH
+        begin, width = begin + width, min(width * _GROWTH, _LONGEST_SPAN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -42,23 +43,29 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Publisher(self.events, self.replay, self.server_key, self.topic)
 
 
-class Nodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of nodes."""
+class RouteOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`[route]`: the options of the command that may also stand in the file of nodes. Keys are files, "" for none."""
 
-    node: list[Node] = []
-
-
-class RouteConfig(msgspec.Struct, frozen=True):
-    """The options of `kvframework route`."""
-
-    nodes: tuple[str, ...] = ()
-    nodes_file: str = ""
-    blocks: int = 10_000_000
+    listen: Annotated[str, msgspec.Meta(min_length=1)] = "127.0.0.1:9310"
+    blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] = 10_000_000
     client_key: str = ""
-    listen: str = "127.0.0.1:9310"
     tls_cert: str = ""
     tls_key: str = ""
     token_file: str = ""
+
+
+class RouteFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file of nodes, and of what else the command is given."""
+
+    route: RouteOptions = RouteOptions()
+    node: list[Node] = []
+
+
+class RouteConfig(RouteOptions, frozen=True):
+    """What `kvframework route` is given: its options, nodes as texts, and the file of further ones."""
+
+    nodes: tuple[str, ...] = ()
+    nodes_file: str = ""
 
 
 def check_extra(where: str = "kvframework route") -> None:
@@ -68,12 +75,21 @@ def check_extra(where: str = "kvframework route") -> None:
             raise PluginUnavailable(f"it needs {module}", where=where, hint=install_command("route"))
 
 
+def configured(nodes: Sequence[str], nodes_file: str, given: Mapping[str, object]) -> RouteConfig:
+    """The options that are given, and those of the file for all others. Blocking. Raises `ConfigFileError` and
+    `ConfigFieldError`."""
+    of_file = msgspec.structs.asdict(_read(nodes_file).route) if nodes_file else {}
+    config = RouteConfig(nodes=tuple(nodes), nodes_file=nodes_file, **{**of_file, **given})
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise ConfigFieldError("there is one of tls_cert and tls_key", where="kvframework route", hint="give both")
+    return config
+
+
 def read_nodes(config: RouteConfig) -> list[Node]:
     """The nodes of now. Blocking. Raises `ConfigFileError`, `ConfigFieldError` and `EndpointError`."""
     nodes = [_parsed(text) for text in config.nodes]
     if config.nodes_file:
-        path = Path(config.nodes_file)
-        nodes += convert(read_toml(path), Nodes, where=str(path)).node
+        nodes += _read(config.nodes_file).node
     if not nodes:
         raise ConfigFieldError(
             "there is no node", where="kvframework route", available=_FORM, hint="give --node, or --nodes FILE"
@@ -81,6 +97,10 @@ def read_nodes(config: RouteConfig) -> list[Node]:
     for node in nodes:
         _check(node, config)
     return nodes
+
+
+def _read(file: str) -> RouteFile:
+    return convert(read_toml(Path(file)), RouteFile, where=file)
 
 
 def _parsed(text: str) -> Node:

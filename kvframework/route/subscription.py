@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 SLICE_S = 0.002
 ANSWER_S = 10.0  # between two messages of a replay
 ASK_AGAIN_S = 30.0  # after a replay that failed; live events wait while one is asked for
+# After the last batch: the next one would show that it was lost, but vLLM is silent until it has news.
+SILENT_S = 90.0
 AWAY_S = 10.0  # a connection that is lost for longer is a node that is not there
 _MOST_BYTES = 16 << 20  # the tokens of a prompt of millions
 _MOST_WAITING = 128
@@ -58,7 +60,7 @@ class Subscription:
         self._clock = clock
         self._connected = False
         self._changed_at = clock()
-        self._ask_at = 0.0
+        self._ask_at = clock() + SILENT_S
         self._answered_at = 0.0
         # A message that waits for a replay.
         self._held: list[bytes] | None = None
@@ -105,7 +107,8 @@ class Subscription:
                     self.begun = self.begun or self._connected
                     await poller.poll(_POLL_MS)
                     self._hear(changes)
-                    if self._follower.in_doubt and self._connected and self._clock() >= self._ask_at:
+                    if self._connected and self._clock() >= self._ask_at:
+                        self._ask_at += SILENT_S
                         self._follower.connected()
                     self._drain(source, changes)
                 await asyncio.sleep(0)
@@ -133,6 +136,7 @@ class Subscription:
             topic, number, payload = frames
             if self._follower.live(topic, int.from_bytes(number, "big"), payload):
                 self.batches += 1
+                self._heard()
             else:
                 self._held = frames
 
@@ -185,12 +189,18 @@ class Subscription:
                 _, topic, number, payload = frames
                 if int.from_bytes(number, "big", signed=True) == _END:
                     self._follower.end()
+                    self._heard()
                     self.begun = self.begun or self._follower.question is None
                     return True
                 self.batches += 1
                 if not self._follower.answer(topic, int.from_bytes(number, "big"), payload):
                     return True
         return False
+
+    def _heard(self) -> None:
+        """A batch was taken in, or all of a replay: another one is asked for after a silence."""
+        if not self._follower.in_doubt:
+            self._ask_at = self._clock() + SILENT_S
 
     def _fail(self, why: str) -> None:
         """No replay: events are taken as they come, and it is asked for again later."""

@@ -9,7 +9,8 @@ from kvframework.service.keys import KeyGrid, KeyResolver, check_key
 
 
 class InstanceKeys:
-    """Resolves the key of a STORE or RETRIEVE, on any path, to the objects of one rank."""
+    """Resolves the key of a STORE or RETRIEVE, on any path, to the objects of its instance: of one rank, or
+    of the shards that it holds."""
 
     def __init__(self, contexts: Contexts, resolver: KeyResolver, *, chunk_size: int) -> None:
         self._contexts = contexts
@@ -25,7 +26,7 @@ class InstanceKeys:
         the errors of `resolve`."""
         check_key(key)
         context.check(key)
-        return self._resolver.resolve(key, context.get_layout_desc(self._chunk_size))
+        return self._resolver.resolve(key, context.rank_desc(self._chunk_size), context.held)
 
     def engine_driven(self, client: ClientInfo, instance_id: int, key: CacheKey) -> KeyGrid:
         """Resolve like `grid`, for an instance whose engine moves the bytes. Raises `TransportMismatch` if the server

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from kvframework.api.layout import KVLayout, Layout, MemoryLayoutDesc, canonical_desc
 from kvframework.api.requests import CacheKey, ClientInfo, InstanceContext
 from kvframework.api.server_transport import ServerContext
@@ -20,8 +22,9 @@ Contexts = dict[int, "RegisteredContext"]
 class RegisteredContext(InstanceContext):
     """One engine worker process (one rank) with registered KV memory.
 
-    `rank` is None if the registration did not name it; `memory` is the server half of a server-driven transport, None
-    for an engine-driven one. `layout_plugin` None means canonical objects.
+    `rank` is None if the registration did not name it; `held` are the ranks of an instance whose objects are shards,
+    `rank` first, and its `layout` has the layer groups of each. `memory` is the server half of a server-driven
+    transport, None for an engine-driven one. `layout_plugin` None means canonical objects.
     """
 
     instance_id: int
@@ -34,6 +37,7 @@ class RegisteredContext(InstanceContext):
     transport: str
     is_gpu: bool
     layout: KVLayout
+    held: tuple[int, ...] = ()
     layout_plugin: Layout | None = None
     memory: ServerContext | None = None
     attached: dict[str, object] = field(default_factory=dict)
@@ -43,10 +47,27 @@ class RegisteredContext(InstanceContext):
 
     @property
     def ranks(self) -> Sequence[int]:
-        return range(self.world_size) if self.rank is None else (self.rank,)
+        return range(self.world_size) if self.rank is None else self.held or (self.rank,)
+
+    @property
+    def rank_groups(self) -> int:
+        """The number of layer groups of one rank."""
+        return len(self.layout.groups) // max(len(self.held), 1)
+
+    def layout_of(self, rank: int) -> KVLayout:
+        """The layer groups of one of its ranks."""
+        if len(self.held) <= 1:
+            return self.layout
+        first = self.held.index(rank) * self.rank_groups
+        return replace(self.layout, groups=self.layout.groups[first : first + self.rank_groups])
+
+    def rank_desc(self, chunk_size: int) -> MemoryLayoutDesc:
+        """Shape and dtype of one object per layer group of one rank; all ranks are alike."""
+        desc = self.get_layout_desc(chunk_size)
+        return desc if len(self.held) <= 1 else replace(desc, groups=desc.groups[: self.rank_groups])
 
     def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:
-        """Shape and dtype of one object per layer group, for a configured chunk size in tokens."""
+        """Shape and dtype of one object per layer group of `layout`, for a configured chunk size in tokens."""
         desc = self._descs.get(chunk_size)
         if desc is None:
             plugin = self.layout_plugin
@@ -92,6 +113,7 @@ class RegisteredContext(InstanceContext):
             "model": self.model_name[:MAX_SHOWN],
             "world_size": self.world_size,
             "rank": self.rank,
+            "shards": list(self.held),
             "namespace": self.namespace.hex(),
             "transport": self.transport,
             "is_gpu": self.is_gpu,

@@ -20,7 +20,10 @@ _SEND_S = 2.0
 
 
 class HandOver:
-    """`descriptors()` returns the arena and the journal, borrowed; `stop()` begins the end of this server."""
+    """`descriptors()` returns the arena and the journal, borrowed; `stop()` begins the end of this server. `done`: a
+    next server has them."""
+
+    done = False
 
     def __init__(self, descriptors: Callable[[], Sequence[int]], stop: Callable[[], None]) -> None:
         self._descriptors = descriptors
@@ -40,6 +43,7 @@ class HandOver:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise RequestError(f"L1 cannot be handed over: {reason}", where=os.path.basename(payload.path)) from None
+        self.done = True
         log.info("process %d takes over: this server ends", client.pid)
         self._stop()
         return m.Empty()

@@ -153,6 +153,8 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
             down = " and ".join(f"{name}s" for name, state in tier["circuits"].items() if state != "closed")
             fact = f"{tier['name']} is down for {down} since {tier['state_s']:.0f} s: {tier['last_error']}"
             yield f"l2.{number}", fact
+        for fact in tier.get("problems", ()):
+            yield f"l2.{number}", f"{tier['name']}: {fact}"
         if tier["overdue_s"] > OVERDUE_S:
             fact = f"a {tier['overdue_call']} to {tier['name']} still runs {tier['overdue_s']:.0f} s after its deadline"
             yield f"l2.{number}", fact

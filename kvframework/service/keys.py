@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
 from kvframework.api.keys import NAMESPACE_BYTES, CacheKey, PackedKey, key_prefix, salt_digest
-from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
 from kvframework.service.hits import hit_chunks, needed_chunks, prefix_chunks, window_chunks
 
@@ -39,6 +39,11 @@ class KeyGrid:
     def chunks(self) -> int:
         return len(self.digests)
 
+    @cached_property
+    def row_groups(self) -> Sequence[GroupDesc]:
+        """The shape and dtype of the objects of each row."""
+        return [*self.desc.groups] * len(self.ranks)
+
     @property
     def main_prefix(self) -> bytes:
         """The prefix of the first row of full attention, else of the first row: it needs the most chunks."""
@@ -52,7 +57,7 @@ class KeyGrid:
 
     def sized(self) -> list[tuple[PackedKey, int]]:
         """Return each key with the bytes of its object."""
-        return list(zip(self.flat, cycle([group.nbytes for group in self.desc.groups]), strict=False))
+        return list(zip(self.flat, cycle([group.nbytes for group in self.row_groups]), strict=False))
 
     def by_row(self) -> dict[tuple[int, int], list[PackedKey]]:
         """Return the keys by (rank, layer group), each in the order of chunks."""
@@ -120,12 +125,11 @@ class KeyGrid:
         return _used([range(row, self.chunks * rows, rows) for row in range(rows)], windows, chunks)
 
     def stored(self, first_chunks: Sequence[int]) -> list[int]:
-        """Return the indices into `flat` of the objects that a store writes, of one rank, without the first chunks of
-        each layer group.
+        """Return the indices into `flat` of the objects that a store writes, without the first chunks of each row.
 
         Raises `BadRange` if a group of full attention, which needs every chunk, would lack any.
         """
-        groups = self.desc.groups
+        groups = self.row_groups
         if len(first_chunks) not in (0, len(groups)):
             raise BadRange(f"{len(first_chunks)} counts", where="first_chunks", available=f"{len(groups)}, one a group")
         first = list(first_chunks) or [0] * len(groups)
@@ -153,6 +157,11 @@ class KeyGrid:
                     return 0, []
         hit = hit_chunks([row[:bound] for row in rows], windows)
         return hit, _used(rows, windows, hit)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a hit may do without some of the objects before its end."""
+        return any(self._windows)
 
     @cached_property
     def _windows(self) -> list[int]:
@@ -187,8 +196,9 @@ class KeyResolver:
             for group in range(groups)
         ]
 
-    def resolve(self, key: CacheKey, desc: MemoryLayoutDesc) -> KeyGrid:
-        """Return the objects that `key` names, for its rank or, without one, for all. `check_key` has passed the key.
+    def resolve(self, key: CacheKey, desc: MemoryLayoutDesc, ranks: Sequence[int] = ()) -> KeyGrid:
+        """Return the objects that `key` names, for `ranks`, (): for its rank or, without one, for all. `check_key` has
+        passed the key.
 
         Raises `BadRange` if start, end, content and the chunk size do not fit each other, `MessageTooLarge` beyond the
         bounds.
@@ -201,7 +211,7 @@ class KeyResolver:
                 available=f"multiples of {chunk} tokens",
                 hint="round to the namespace's chunk",
             )
-        ranks = range(key.world_size) if key.worker_id is None else (key.worker_id,)
+        ranks = ranks or (range(key.world_size) if key.worker_id is None else (key.worker_id,))
         chunks = (key.end - key.start) // chunk
         if chunks * len(ranks) * len(desc.groups) > MAX_OBJECTS:
             raise MessageTooLarge(

@@ -9,7 +9,6 @@ order, in which numbers in a text compare as numbers.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -17,6 +16,7 @@ import msgspec
 
 from kvframework.api.keys import LAYER_ORDER_BYTES
 from kvframework.api.layout import KVLayout
+from kvframework.wire.layer_names import natural
 
 # (layer group, place in it)
 Place = tuple[int, int]
@@ -59,14 +59,7 @@ def first_difference(mine: KVLayout, theirs: KVLayout) -> str:
 
 def _positions(layout: KVLayout) -> Mapping[str, int]:
     names = {name for group in layout.groups for name in group.layer_names}
-    return {name: position for position, name in enumerate(sorted(names, key=_natural))}
-
-
-def _natural(name: str) -> tuple[list[tuple[str, int, str]], str]:
-    """Alternate texts and numbers, numbers without leading zeros; then the name itself, since "1" and "01" differ."""
-    parts = re.split(r"([0-9]+)", name)
-    numbers = [number.lstrip("0") for number in (*parts[1::2], "")]
-    return [(text, len(number), number) for text, number in zip(parts[::2], numbers, strict=True)], name
+    return {name: position for position, name in enumerate(sorted(names, key=natural))}
 
 
 def _places(layout: KVLayout) -> Mapping[str, tuple[Place, ...]]:

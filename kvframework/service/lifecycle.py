@@ -82,6 +82,7 @@ class CacheService(CacheServices):
         self._features = (*FEATURES, *events.features)
         self.boot_id = secrets.token_bytes(16)
         self.chunk_size = config.chunk_size
+        self._tp_lcm, self._pp_lcm = config.tp_lcm, config.pp_lcm
         self.contexts: Contexts = {}
         self.storage = storage
         self.hasher = hasher
@@ -179,6 +180,8 @@ class CacheService(CacheServices):
             hasher_fingerprint=self.hasher.fingerprint,
             transports=tuple(self._transports),
             features=self._features,
+            tp_lcm=self._tp_lcm,
+            pp_lcm=self._pp_lcm,
         )
 
     def end_session(self, client: ClientInfo) -> None:
@@ -205,6 +208,18 @@ class CacheService(CacheServices):
             )
         else:
             log.info("client %s (process %d) has ended, and with it %s, %s and %s", *who, *amounts)
+
+    def wakes(self, wake: Callable[[], None]) -> None:
+        """Take the function that makes the serving loop ask for `next_at` again, from any thread."""
+        self._lookups.waits.wake = wake
+
+    def next_at(self) -> float:
+        """Return the time, of the monotonic clock, at which `on_time` is to be called."""
+        return self._lookups.waits.next_at()
+
+    def on_time(self) -> None:
+        """Answer the lookups whose clients wait, and whose time or load has come."""
+        self._lookups.answer_waits()
 
     def tick(self) -> None:
         """Maintain leases, tickets and watermarks; called about every 100 ms, on the serving thread."""

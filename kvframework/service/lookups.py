@@ -1,6 +1,7 @@
 """LOOKUP, QUERY_PREFETCH_STATUS, FREE_LOOKUP_LOCKS, END_SESSION and CANCEL of a load.
 
-Handlers run on the serving thread and never wait for L2. The storage owns the tickets, their pins and their loads.
+Handlers run on the serving thread and never wait for L2; an answer that a client wants held back follows by a future.
+The storage owns the tickets, their pins and their loads.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from kvframework.api.requests import ClientInfo, Handler, PrefetchTask
+from kvframework.api.futures import Future, Promise
+from kvframework.api.requests import ClientInfo, Handler, Message, PrefetchTask
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.service.accounts.asked import Asked
 from kvframework.service.accounts.finished import NOT_MISSED, FinishedRequests, subject_of
@@ -18,6 +20,7 @@ from kvframework.service.accounts.miss_facts import MissFacts
 from kvframework.service.accounts.short_prompts import ShortPrompts
 from kvframework.service.accounts.use import Use
 from kvframework.service.keys import KeyResolver, check_key
+from kvframework.service.lookup_waits import LookupWaits, Wait
 from kvframework.service.tenant_names import TenantNames
 from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
@@ -42,7 +45,10 @@ class Lookups:
         self._storage = storage
         self._resolver = resolver
         self._clock = storage.clock
-        self.tickets = LookupTickets(storage, ticket_s=ticket_s, on_end=self._ticket_ended)
+        self.waits = LookupWaits()
+        self.tickets = LookupTickets(
+            storage, ticket_s=ticket_s, on_end=self._ticket_ended, on_change=self.waits.changed
+        )
         # Changed by the serving thread only, like all counters here.
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
         self._counts = LookupCounts(m.REASONS)
@@ -71,7 +77,21 @@ class Lookups:
             Handler(REQUESTS["CANCEL"], self._cancel),
         ]
 
-    def _lookup(self, client: ClientInfo, payload: m.Lookup, _buffers: object) -> m.LookupReply:
+    def answer_waits(self) -> None:
+        """Answer the clients that wait, as far as there is more to say or their time has come. Serving thread."""
+        now = self._clock()
+        for number, wait in self.waits.due(now):
+            try:
+                answer = self._asked_again(wait.ticket, wait.owner)
+            except LeaseUnknown:
+                answer = Answer(0, "", False)
+            if wait.until <= now or wait.promise.query() or wait.enough(answer):
+                self.waits.end(number)
+                taken = wait.promise.set_result(_reply(answer))
+                if wait.opens and answer.ticket and not taken:
+                    self.tickets.free(answer.ticket, wait.owner)
+
+    def _lookup(self, client: ClientInfo, payload: m.Lookup, _buffers: object) -> m.LookupReply | Future[Message]:
         key = payload.key
         check_key(key)
         self._counters["lookups"] += 1
@@ -79,25 +99,47 @@ class Lookups:
         record = self._storage.records.get(key.namespace)
         asked = Asked(client, key, self._clock())
         owner, request_id = client.session_id, key.request_id
-        if record is None:
-            answer = self.tickets.look_up_record(
-                owner, request_id, key.namespace, lambda found: self._wanted(asked, found)
-            )
-        else:
-            answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
+        with self._storage.lock:  # whatever changes the ticket afterwards finds its wait
+            if record is None:
+                answer = self.tickets.look_up_record(
+                    owner, request_id, key.namespace, lambda found: self._wanted(asked, found)
+                )
+            else:
+                answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
+            held = self._hold(lambda now: now.decided, answer, owner, payload.wait_s, opens=True)
         asked.l1_tokens = answer.hit_tokens
         if answer.pending:
             self._waiting[answer.ticket] = asked
         else:
             self._ended(asked, answer.hit_tokens)
-        return _reply(answer)
+        return held or _reply(answer)
 
-    def _query(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.LookupReply:
-        answer = self.tickets.ask_again(payload.ticket, client.session_id)
-        asked = None if answer.pending else self._waiting.pop(payload.ticket, None)
+    def _query(self, client: ClientInfo, payload: m.PrefetchQuery, _buffers: object) -> m.LookupReply | Future[Message]:
+        owner, more_than = client.session_id, payload.more_than
+        with self._storage.lock:
+            answer = self._asked_again(payload.ticket, owner)
+            held = self._hold(
+                lambda now: not now.pending or 0 <= more_than < now.hit_tokens, answer, owner, payload.wait_s
+            )
+        return held or _reply(answer)
+
+    def _asked_again(self, ticket: str, owner: int) -> Answer:
+        answer = self.tickets.ask_again(ticket, owner)
+        asked = None if answer.pending else self._waiting.pop(ticket, None)
         if asked is not None:
             self._ended(asked, answer.hit_tokens)
-        return _reply(answer)
+        return answer
+
+    def _hold(
+        self, enough: Callable[[Answer], bool], answer: Answer, owner: int, wait_s: float, *, opens: bool = False
+    ) -> Future[Message] | None:
+        """Return a future of an answer that is enough, or of the one in `wait_s`; None if this one is to be given. The
+        caller holds the storage lock."""
+        if not wait_s or not answer.pending or enough(answer):
+            return None
+        promise: Promise[Message] = Promise()
+        self.waits.add(Wait(promise, owner, answer.ticket, self._clock() + wait_s, enough, opens))
+        return promise
 
     def _free(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.Freed:
         return m.Freed(self.tickets.free(payload.ticket, client.session_id))
@@ -126,12 +168,16 @@ class Lookups:
             )
         asked.grid = grid = self._resolver.resolve(key, record.desc)
 
-        def load(on_done: Callable[[], None]) -> PrefetchTask | None:
+        def load(on_done: Callable[[], None], on_change: Callable[[], None]) -> PrefetchTask | None:
+            # Without windows the first object that lacks ends every longer hit.
+            if asked.missing and not grid.has_windows and self._storage.tiers_lacked(asked.missing[1]):
+                return None
             asked.task = self._storage.submit_prefetch_task(
                 grid.flat,
                 grid.desc,
                 select=lambda available: grid.needed(grid.hit(available)),
                 on_done=on_done,
+                on_change=on_change,
             )
             return asked.task
 
@@ -139,6 +185,7 @@ class Lookups:
 
     def _ticket_ended(self, ticket: str) -> None:
         """Account for a lookup whose ticket ended before its client had another answer than a pending one."""
+        self.waits.changed(ticket)
         asked = self._waiting.pop(ticket, None)
         if asked is not None:
             self._ended(asked, asked.l1_tokens, unanswered=True)

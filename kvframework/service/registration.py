@@ -11,7 +11,7 @@ import msgspec
 
 from kvframework.api.driver import MAX_HANDLE_BYTES
 from kvframework.api.futures import Future, Promise
-from kvframework.api.layout import KVLayout, Layout, validate_layout
+from kvframework.api.layout import CANONICAL, KVLayout, Layout, validate_layout
 from kvframework.api.requests import ClientInfo, Handler, Message
 from kvframework.api.server_transport import ServerTransport
 from kvframework.errors import (
@@ -127,6 +127,7 @@ class Registrations:
         context = self._context(
             client, payload, transport, payload.layout, rank=payload.rank, namespace=payload.namespace, plugin=plugin
         )
+        self._check_shards(context)
         return self._add(context, client, payload.handles)
 
     def _register_non_gpu(
@@ -191,6 +192,7 @@ class Registrations:
             transport=transport.name,
             is_gpu=transport.is_gpu,
             layout=layout,
+            held=getattr(payload, "ranks", ()),
             layout_plugin=plugin,
         )
 
@@ -199,7 +201,7 @@ class Registrations:
     ) -> m.Registered | Future[Message]:
         desc = context.get_layout_desc(self._chunk_size)
         self._check_layers(context)
-        record = NamespaceRecord(context.model_name, context.world_size, desc)
+        record = NamespaceRecord(context.model_name, context.world_size, context.rank_desc(self._chunk_size))
         self._storage.records.add(context.namespace, record)
         server = self._transports[context.transport].server
         if server is not None:
@@ -207,7 +209,11 @@ class Registrations:
         self._tell_apart(context)
         self._contexts[context.instance_id] = context
         self._storage.records.retain(context.namespace)
-        self._storage.records.order(context.namespace, context.rank, layer_order(context.layout))
+        if context.rank is None:
+            self._storage.records.order(context.namespace, None, layer_order(context.layout))
+        else:
+            for rank in context.ranks:
+                self._storage.records.order(context.namespace, rank, layer_order(context.layout_of(rank)))
         log.info(
             "instance %d registered: model %s, rank %s of %d, %s over %s, %d bytes a chunk, namespace %s",
             context.instance_id,
@@ -228,9 +234,16 @@ class Registrations:
         for other in self._contexts.values():
             if other.namespace != context.namespace:
                 continue
-            if context.rank != other.rank and context.rank is not None and other.rank is not None:
-                continue
-            difference = first_difference(context.layout, other.layout)
+            difference = next(
+                filter(
+                    None,
+                    (
+                        first_difference(context.layout_of(rank), other.layout_of(rank))
+                        for rank in _shared_ranks(context, other)
+                    ),
+                ),
+                "",
+            )
             if difference:
                 raise NamespaceMismatch(
                     difference,
@@ -238,6 +251,29 @@ class Registrations:
                     available=f"the order of instance {other.instance_id} (process {other.pid}), which is registered",
                     hint="list both engines' layers alike, or give one another revision",
                 )
+
+    def _check_shards(self, context: RegisteredContext) -> None:
+        """Check that the layout has canonical groups of one form for each rank that the instance holds. Raises
+        `NamespaceMismatch`, `BadLayout`."""
+        held = context.held
+        if not held:
+            return
+        if (
+            held[0] != context.rank
+            or len(set(held)) < len(held)
+            or not 0 <= min(held) <= max(held) < context.world_size
+        ):
+            raise NamespaceMismatch(
+                f"ranks {list(held)}", available=f"different ones below {context.world_size}, rank {context.rank} first"
+            )
+        desc = context.get_layout_desc(self._chunk_size)
+        count = context.rank_groups
+        if not count or desc.groups != desc.groups[:count] * len(held):
+            raise BadLayout(
+                f"{len(desc.groups)} layer groups", where="layout.groups", available=f"equal ones of {len(held)} ranks"
+            )
+        if any(group.form != CANONICAL for group in desc.groups):
+            raise BadLayout("shards of opaque objects", where="layout.groups", available=f"form {CANONICAL}")
 
     def _tell_apart(self, context: RegisteredContext) -> None:
         """Log that two namespaces of one model share nothing, which otherwise looks like a cache without hits."""
@@ -265,6 +301,12 @@ class Registrations:
         if context.memory is not None:
             context.memory.close()
         log.info("instance %d unregistered", context.instance_id)
+
+
+def _shared_ranks(mine: RegisteredContext, theirs: RegisteredContext) -> Sequence[int]:
+    """Return the ranks that both instances hold; without shards one of them, since all have one layout."""
+    held = mine.held or theirs.held or (max(mine.ranks[0], theirs.ranks[0]),)
+    return [rank for rank in held if rank in mine.ranks and rank in theirs.ranks]
 
 
 R = TypeVar("R", bound=Message)

@@ -115,10 +115,12 @@ class StorageManager:
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
-        self.records = records or NamespaceRecords()
+        # One without records is false.
+        self.records = NamespaceRecords() if records is None else records
         self.lock = threading.RLock()
         self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self._events = events
+        self._came: list[Callable[[Sequence[PackedKey]], None]] = []
         self._memory = memory
         self._arena = memory.view()
         self.clock = clock
@@ -138,9 +140,9 @@ class StorageManager:
         # For this room only, while it holds the lock: the objects are the table's.
         self.row = self._table.row
         self.looked_up = self._departures.looked_up
-        self._prefetcher = Prefetcher(self, self._tiers.stores, clock)
+        self._prefetcher = Prefetcher(self, self._tiers.stores, [tier.loads for tier in tiers], clock)
         writing = [(writer, tier.writes) for writer, tier in zip(self._tiers.writers, tiers, strict=True)]
-        loading = [(queue, tier.loads) for queue, tier in zip(self._prefetcher.queues, tiers, strict=True)]
+        loading = [(queue, queue.threads) for queue in self._prefetcher.queues]
         self.controllers: list[tuple[Controller, int]] = [*writing, *loading]
         self._threads = StorageThreads(self.controllers) if threads else None
         found = kept.found.slots.objects if kept.found is not None else ()
@@ -358,12 +360,13 @@ class StorageManager:
 
     @_locked
     def pin_objects(
-        self, objects: list[StoredObject], *, owner: int, request_id: str, lease_s: float | None
+        self, objects: list[StoredObject], *, owner: int, request_id: str, lease_s: float | None, use: bool = True
     ) -> PinLease:
-        """Pin objects that `row` has found since the caller took the lock, see `ObjectTable.pin_objects`."""
+        """Pin objects that `row` has found since the caller took the lock, see `ObjectTable.pin_objects`; a `use` of
+        each."""
         deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-        lease = self._table.pin_objects(objects, owner=owner, request_id=request_id, deadline=deadline)
-        if self._tiers.watches_uses:
+        lease = self._table.pin_objects(objects, owner=owner, request_id=request_id, deadline=deadline, touch=use)
+        if use and self._tiers.watches_uses:
             self._tiers.used([stored.key for stored in objects])
         return lease
 
@@ -392,6 +395,11 @@ class StorageManager:
     def unpin(self, lease_id: str, *, owner: int) -> PinLease:
         return self._table.unpin(lease_id, owner=owner, now=self.clock())
 
+    def tiers_lacked(self, key: PackedKey) -> bool:
+        """Return whether every tier answered a moment ago that it lacks the object, see
+        `kvframework.storage.l2.absences`. Never calls a tier."""
+        return all(store.lacked([key])[0] for store in self._tiers.stores)
+
     def submit_prefetch_task(
         self,
         keys: Sequence[PackedKey],
@@ -399,17 +407,18 @@ class StorageManager:
         *,
         select: Select | None = None,
         on_done: Callable[[], None] = lambda: None,
+        on_change: Callable[[], object] = lambda: None,
     ) -> LoadTask | None:
         """Load the objects of `keys` that L1 lacks from L2, in the background, keeping their order.
 
         Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have reported
         what they hold, the indices worth having (default: all); it is called again after a loss. `on_done` runs once in
-        a storage thread while the chosen objects that were found are still pinned, even after a failure or a cancel.
-        Returns None if there is no tier, too much is in flight, or the manager is closed.
+        a storage thread while the chosen objects that were found are still pinned, even after a failure or a cancel;
+        `on_change`: see `LoadTask`. Returns None if there is no tier, too much is in flight, or the manager is closed.
         """
         by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
         sizes = [by_group[key[36:40]] for key in keys]
-        task = LoadTask(keys, sizes, select or (lambda available: range(len(available))))
+        task = LoadTask(keys, sizes, select or (lambda available: range(len(available))), on_change)
         return task if self._prefetcher.submit(task, on_done) else None
 
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
@@ -423,6 +432,12 @@ class StorageManager:
                 on_done()
 
         return self._prefetcher.submit_record(namespace, finish)
+
+    @_locked
+    def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
+        """Call `came`, under the lock, with the objects of L1 now, and with those that come, from then on."""
+        came([stored.key for stored in self._table.objects()])
+        self._came.append(came)
 
     # ends
 
@@ -678,6 +693,8 @@ class StorageManager:
         keys = [stored.key for stored in objects]
         self._departures.back(keys)
         self._events.came(keys)
+        for came in self._came:
+            came(keys)
         self._writers_ended()
         return objects
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from kvframework.api.keys import LAYER_ORDER_BYTES, ObjectKey, PackedKey
-from kvframework.api.layout import MAX_GROUPS, MAX_OBJECT_BYTES, MemoryLayoutDesc
+from kvframework.api.layout import CANONICAL, MAX_GROUPS, MAX_OBJECT_BYTES, MemoryLayoutDesc
 from kvframework.api.types import Message
 from kvframework.errors import BadDtype, NamespaceMismatch, RequestError
 from kvframework.storage.envelope import UNTOLD_LAYOUT, layout_fingerprint
@@ -163,6 +163,16 @@ class NamespaceRecords:
         """Return the fingerprint of the namespace's object layout, `UNTOLD_LAYOUT` if it is not known."""
         with self._lock:
             return self._fingerprints.get(namespace, UNTOLD_LAYOUT)
+
+    def dtype_of(self, key: PackedKey) -> str:
+        """Return the dtype of the elements of an object, "" where it is not known: of an engine's own packing, of a
+        layer group without a declaration, and of a record."""
+        record = self.get(key[:16])
+        group = ObjectKey.unpack(key).group
+        if record is None or is_record_key(key) or group >= len(record.desc.groups):
+            return ""
+        desc = record.desc.groups[group]
+        return desc.dtype if desc.form == CANONICAL else ""
 
     def encoded(self, namespace: bytes) -> tuple[PackedKey, memoryview] | None:
         """Return key and value of the record in L2, None for an unknown namespace."""

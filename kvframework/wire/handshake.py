@@ -9,7 +9,9 @@ from kvframework.wire.messages import PROTOCOL_VERSION, Hello
 MIN_VERSION = 1
 # Fields that change what a request does: a client sends one only to a server that says that it reads it.
 CLEAR_MODEL = "clear.model"
-FEATURES = (CLEAR_MODEL,)
+# `wait_s` of LOOKUP and QUERY_PREFETCH_STATUS: an older server answers at once.
+LOOKUP_WAIT = "lookup.wait"
+FEATURES = (CLEAR_MODEL, LOOKUP_WAIT)
 # Named by a server that tells routers: it wants the content of what is stored and loaded, see `ChunkContent`; of
 # prompts with a salt only by the second name.
 TOKEN_IDS = "token_ids"  # noqa: S105

@@ -27,6 +27,8 @@ MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
 MAX_SHORT, MAX_SHORT_ID = 16, 128
 # Records of finished requests that one answer holds at most.
 MAX_RECENT = 1024
+# How long an answer about a lookup may be held back, in seconds.
+MAX_WAIT_S = 1.0
 # Why a lookup missed, see `Finished.reason`; in the order of docs/operations.md.
 REASONS = (
     "never_stored",
@@ -64,6 +66,7 @@ InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
 PerGroup = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 LostCount = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOST)]
+WaitSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT_S)]
 Ranges = Annotated[tuple[ArenaRange, ...], msgspec.Meta(max_length=MAX_RANGES)]
 
 
@@ -95,7 +98,8 @@ class HelloReply(Message, frozen=True):
     """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
     that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server. `features` names what
     this server understands, and an older one of the same protocol version would ignore; `token_ids` among them asks for
-    the `content` of transfers, `token_ids.salted` for that of salted ones."""
+    the `content` of transfers, `token_ids.salted` for that of salted ones. `tp_lcm` and `pp_lcm` are the server's
+    settings of the same names, 1 for objects named by rank."""
 
     version: int
     boot_id: bytes
@@ -106,6 +110,8 @@ class HelloReply(Message, frozen=True):
     transports: Names
     liveness: str = ""
     features: Names = ()
+    tp_lcm: Annotated[int, msgspec.Meta(ge=1)] = 1
+    pp_lcm: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class Goodbye(Message, frozen=True):
@@ -164,7 +170,11 @@ class ChunkSize(Message, frozen=True):
 
 
 class RegisterKvCache(Message, frozen=True):
-    """Registers an instance with a declared layout. `handles` come from the transport's engine half."""
+    """Registers an instance with a declared layout. `handles` come from the transport's engine half.
+
+    `ranks`, of an instance whose objects are shards: the ranks of `world_size` that it holds, `rank` first, whose layer
+    groups the layout lists rank by rank. (): `rank` alone.
+    """
 
     instance_id: InstanceId
     model_name: str
@@ -174,6 +184,7 @@ class RegisterKvCache(Message, frozen=True):
     transport: str
     layout: KVLayout
     handles: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
+    ranks: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
 
 
 class RegisterNonGpuContextPayload(Message, frozen=True):
@@ -342,15 +353,21 @@ class ChunksSent(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """ONE key, worker id None. The hit counts from `key.start`."""
+    """ONE key, worker id None. The hit counts from `key.start`.
+
+    The answer is held back until it is known whether L2 has more than L1, for `wait_s` at most; the load of what it has
+    is not waited for. Sent to servers with the feature `lookup.wait`.
+    """
 
     key: CacheKey
+    wait_s: WaitSeconds = 0.0
 
 
 class LookupReply(Message, frozen=True):
     """`hit_tokens` from the key's `start`, pinned under `ticket` ("" when nothing is pinned or in progress).
 
-    `pending` True: a load from L2 is in progress; poll QUERY_PREFETCH_STATUS with the ticket.
+    `pending` True: a load from L2 is in progress; ask by QUERY_PREFETCH_STATUS with the ticket. The hit grows with what
+    arrives.
     """
 
     hit_tokens: int
@@ -358,8 +375,17 @@ class LookupReply(Message, frozen=True):
     pending: bool = False
 
 
+class PrefetchQuery(Message, frozen=True):
+    """QUERY_PREFETCH_STATUS. The answer is held back until the load has ended, for `wait_s` at most; with a `more_than`
+    of 0 or more only until the hit is longer than so many tokens. Sent to servers with the feature `lookup.wait`."""
+
+    ticket: str
+    wait_s: WaitSeconds = 0.0
+    more_than: int = -1
+
+
 class TicketRef(Message, frozen=True):
-    """QUERY_PREFETCH_STATUS and FREE_LOOKUP_LOCKS."""
+    """FREE_LOOKUP_LOCKS."""
 
     ticket: str
 

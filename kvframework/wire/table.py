@@ -26,7 +26,7 @@ _SPECS = (
     RequestSpec("STORE_CPU_CHUNKS", m.StoreCpuChunks, m.ChunksStored, deadline_s=30.0, buffers=MAX_BUFFERS),
     RequestSpec("RETRIEVE_CPU_CHUNKS", m.RetrieveCpuChunks, m.ChunksSent),
     RequestSpec("LOOKUP", m.Lookup, m.LookupReply),
-    RequestSpec("QUERY_PREFETCH_STATUS", m.TicketRef, m.LookupReply),
+    RequestSpec("QUERY_PREFETCH_STATUS", m.PrefetchQuery, m.LookupReply),
     RequestSpec("FREE_LOOKUP_LOCKS", m.TicketRef, m.Freed),
     RequestSpec("END_SESSION", m.EndSession, m.SessionEnded),
     RequestSpec("CANCEL", m.Cancel, m.CancelReply, deadline_s=30.0),

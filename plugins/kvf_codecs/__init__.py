@@ -1,4 +1,4 @@
-"""The codecs `none` and `zstd`: the packing of an object's bytes for an L2 tier. Runs in storage threads.
+"""The codecs `none`, `zstd` and `planes`: the packing of an object's bytes for an L2 tier. Runs in storage threads.
 
 Importing this module does not import zstandard, so that a list of plugins stays cheap.
 """
@@ -32,10 +32,25 @@ def _zstd(options: ZstdOptions) -> Codec:
     return ZstdCodec(options.level)
 
 
+def _probe_planes() -> str | None:
+    from kvf_codecs.plane_kernel import why_no_kernel
+
+    return _probe() or why_no_kernel()
+
+
+def _planes(_options: Options) -> Codec:
+    from kvf_codecs.planes import PlanesCodec
+
+    return PlanesCodec()
+
+
 @hookimpl
 def kvf_codecs() -> list[CodecProvider[Any]]:
-    """The providers of both codecs."""
+    """The providers of all three codecs."""
     return [
         CodecProvider(name="none", summary="bytes as they are, no copy", create=_none),
         CodecProvider(name="zstd", summary="Zstandard, lossless", options=ZstdOptions, probe=_probe, create=_zstd),
+        CodecProvider(
+            name="planes", summary="byte planes, then Zstandard, lossless", probe=_probe_planes, create=_planes
+        ),
     ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvf_sglang.options import SglangOptions
 from kvf_sglang.pools import PoolForm
-from kvframework.client import KVClient, KvIdentity, SchedulerAdapter, WorkerAdapter
+from kvframework.client import KVClient, KvIdentity, ModelPart, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import KVFrameworkError, ServerGone
 
 log = logging.getLogger(__name__)
@@ -27,11 +27,13 @@ PAGE_HASHER = "sglang/1"
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a worker among those that hold parts of the same KV: `stage` names its layers, "" for all."""
+    """The place of a worker among those that hold parts of the same KV: `stage` names its layers, "" for all; `part` is
+    what it holds of them, None if that is not known."""
 
     rank: int = 0
     world_size: int = 1
     stage: str = ""
+    part: ModelPart | None = None
 
 
 @dataclass
@@ -158,7 +160,7 @@ class Attachments:
             stores,
             lookups,
             groups=len(registration.layout.groups),
-            world_size=place.world_size,
+            world_size=registration.world_size,
             page_bytes=registration.desc.nbytes,
         )
 
@@ -180,6 +182,7 @@ class Attachments:
             revision=identity.revision,
             quantization=identity.quantization,
             packing="+".join(filter(None, parts)),
+            part=place.part,
         )
 
     def _log(self, name: str, error: Exception) -> None:

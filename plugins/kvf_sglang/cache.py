@@ -17,7 +17,7 @@ from kvf_sglang.options import SglangOptions
 from kvf_sglang.pages import PoolPages, Salt, digests_of, places_of
 from kvf_sglang.pools import PoolForm, form_of
 from kvf_sglang.tally import Tally
-from kvframework.client import KVClient, KvIdentity
+from kvframework.client import KVClient, KvIdentity, ModelPart
 from kvframework.errors import KVFrameworkError
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ _MOST_ENDS = 8
 
 class Worker(NamedTuple):
     """The place of this process in the engine. `replicated`: all tensor-parallel ranks hold the same keys and values
-    (MLA)."""
+    (MLA). `kv_heads` are those of the whole model, 0 if they are not known."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -39,6 +39,7 @@ class Worker(NamedTuple):
     cp_rank: int = 0
     cp_size: int = 1
     replicated: bool = False
+    kv_heads: int = 0
 
     def place(self, *, per_head: bool, first_layer: int = 0) -> Place:
         """`first_layer` is the first of a pipeline stage: users may split the layers as they like."""
@@ -47,7 +48,10 @@ class Worker(NamedTuple):
             f"cp{self.cp_rank}of{self.cp_size}" if self.cp_size > 1 else "",
         ]
         stage = "+".join(filter(None, stages))
-        return Place(self.tp_rank, self.tp_size, stage) if per_head else Place(stage=stage)
+        if not per_head:
+            return Place(stage=stage, part=ModelPart(1))
+        part = ModelPart(self.kv_heads, self.tp_rank, self.tp_size) if self.kv_heads else None
+        return Place(self.tp_rank, self.tp_size, stage, part)
 
 
 class Found(NamedTuple):

@@ -44,6 +44,17 @@ def model_facts(engine: str) -> ModelFacts:
     )
 
 
+def kv_heads() -> int:
+    """The KV heads of the whole model of this process's engine; 0 if SGLang does not say."""
+    try:
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.runtime_context import get_server_args
+
+        return int(ModelConfig.from_server_args(get_server_args()).get_total_num_kv_heads())
+    except Exception:  # noqa: BLE001 - then only engines of equal sizes share KV
+        return 0
+
+
 def _facts(
     args: Any, resolved: Any, engine: str, *, draft: ModelFacts | None = None, draft_path: str = ""
 ) -> ModelFacts:

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 from kvf_sglang.cache import KV, PageCache, Worker, engine_name, name_of
 from kvf_sglang.device_pools import device_form_of
-from kvf_sglang.facts import model_facts
+from kvf_sglang.facts import kv_heads, model_facts
 from kvf_sglang.harmless import harmless
 from kvf_sglang.identity import identify
 from kvf_sglang.lookups import LOOKUP_S, RecentLookups
@@ -81,6 +81,7 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
             cp_rank=params.attn_cp_rank,
             cp_size=params.attn_cp_size,
             replicated=type(full).__name__ == "MLATokenToKVPool",
+            kv_heads=kv_heads(),
         )
         self._group = params.tp_cache_group
         facts = model_facts(engine_name())

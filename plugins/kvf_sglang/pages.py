@@ -176,7 +176,7 @@ class PoolPages:
         if request is None or left <= 0:
             return 0
         lookups = self._pool.lookups
-        result = lookups.wait(lookups.lookup(request), left)
+        result = lookups.wait(lookups.lookup(request, wait_s=left), left)
         pages = result.hit_tokens // self._pool.page_tokens
         if result.ticket:
             self._free(self._tickets.hold(result, digests[pages - 1] if pages else b""))

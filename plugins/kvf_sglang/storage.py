@@ -11,7 +11,7 @@ import sglang
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolTransferResult
 
 from kvf_sglang.cache import KV, NOTHING, PageCache, Worker, engine_name, name_of
-from kvf_sglang.facts import model_facts
+from kvf_sglang.facts import kv_heads, model_facts
 from kvf_sglang.harmless import harmless
 from kvf_sglang.identity import identify
 from kvf_sglang.options import parse_options
@@ -73,6 +73,7 @@ class KvFrameworkStorage(HiCacheStorage):  # type: ignore[misc]
             cp_rank=config.attn_cp_rank,
             cp_size=config.attn_cp_size,
             replicated=config.is_mla_model,
+            kv_heads=kv_heads(),
         )
         # Read now, in the engine's thread; the files are read later.
         facts = model_facts(engine_name())

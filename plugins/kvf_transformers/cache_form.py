@@ -55,12 +55,14 @@ class RestoredCache(DynamicCache):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class CacheForm:
-    """`pairs` are keys and values of no tokens, of the layers `layers`; `plain`: of all, and there is nothing else."""
+    """`pairs` are keys and values of no tokens, of the layers `layers`; `plain`: of all, and there is nothing else.
+    `kv_heads` are those of the whole model, by its configuration; 0: it does not say."""
 
     pairs: tuple[LayerPair, ...]
     layers: tuple[int, ...]
     states: tuple[StatePlace, ...] = ()
     plain: bool = True
+    kv_heads: int = 0
 
 
 def learn_form(model: Any) -> CacheForm:
@@ -97,10 +99,17 @@ def learn_form(model: Any) -> CacheForm:
         tuple(index for index, layer in enumerate(cache.layers) if has_pair(layer)),
         tuple(_places(cache)),
         plain,
+        _kv_heads(model.config),
     )
     if not plain:
         _prove(model, form)
     return form
+
+
+def _kv_heads(config: Any) -> int:
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    return heads if isinstance(heads, int) else 0
 
 
 def empty_cache(config: Any, *, plain: bool) -> RestoredCache:

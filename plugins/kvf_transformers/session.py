@@ -28,7 +28,7 @@ from kvframework.api.futures import Future
 from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter, current_trace
+from kvframework.client import KVClient, ModelPart, RequestHashes, SchedulerAdapter, WorkerAdapter, current_trace
 from kvframework.errors import DeadlineExceeded
 
 # A DynamicCache has no pages; 16 keeps chunks at the configured size for every usual chunk size.
@@ -119,6 +119,7 @@ class CacheSession:
             transport=self._transport,
             layout="dynamic_cache",
             layout_options={"states": ["states.*"]} if now.form.states else {},
+            part=ModelPart(now.form.kv_heads) if now.form.kv_heads else None,
         )
         # Stored and loaded tensors come with each call; these stand for them, and prove the declaration.
         scratch = _named(now.form, _new_pairs(now.form, BLOCK_TOKENS), _new_states(now.form))
@@ -128,6 +129,7 @@ class CacheSession:
             model_name=identity.model_name,
             namespace=registration.namespace,
             chunk_tokens=registration.desc.chunk_tokens,
+            world_size=registration.world_size,
         )
         return Attached(now.form, worker, scheduler, registration)
 
@@ -135,7 +137,7 @@ class CacheSession:
         """Return new tensors with the server's part of `tokens`, always leaving at least one token to compute."""
         attached = self.attach(now)
         request = self._hashed(tokens, attached)
-        found = attached.scheduler.lookup(request, 0, len(tokens) - 1)
+        found = attached.scheduler.lookup(request, 0, len(tokens) - 1, wait_s=self._timeout_s)
         try:
             # Its ticket is the one to free: the server has ended that of a wait without a hit.
             found = attached.scheduler.wait(found, self._timeout_s)
@@ -226,10 +228,11 @@ class CacheSession:
         outcome = self._settle(future, tensors)
         seconds = time.perf_counter() - started
         attached.worker.get_finished()
-        # Objects of all layer groups of a chunk are written together; of states there is one each.
+        # Objects of all layer groups of a chunk, and all shards, are written together; of states there is one each.
+        stored = outcome.stored // max(attached.registration.shards, 1)
         behind = [group.nbytes for group in desc.groups if group.window]
-        of_states = min(outcome.stored, len(behind))
-        chunks = (outcome.stored - of_states) // max(len(desc.groups) - len(behind), 1)
+        of_states = min(stored, len(behind))
+        chunks = (stored - of_states) // max(len(desc.groups) - len(behind), 1)
         nbytes = sum(behind) * bool(of_states) + chunks * (desc.nbytes - sum(behind))
         return Moved(end if outcome.ok else start, nbytes, seconds)
 

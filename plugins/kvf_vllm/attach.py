@@ -19,7 +19,7 @@ from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StoreOp
 from kvframework.api.futures import Future
 from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
-from kvframework.client import KVClient, KvIdentity, RequestHashes, WorkerAdapter
+from kvframework.client import KVClient, KvIdentity, ModelPart, RequestHashes, WorkerAdapter
 from kvframework.errors import KVFrameworkError, NotRegistered, ServerGone
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class AttachedInstance:
         world_size: int,
         num_blocks: int,
         stage: int = 0,
+        part: ModelPart | None = None,
     ) -> None:
         self._client = client
         self._stage = stage
@@ -65,6 +66,7 @@ class AttachedInstance:
             revision=identity.revision,
             quantization=identity.quantization,
             packing=form.packing,
+            part=part,
         )
         self._served: Served | None = None
         self._group_of_each: tuple[int, ...] = ()
@@ -151,8 +153,9 @@ class AttachedInstance:
             identity.model_name,
             registration.namespace,
             registration.desc.chunk_tokens,
-            identity.world_size,
-            self._stage,
+            registration.world_size,
+            # Shards of all stages have one namespace.
+            0 if registration.shards else self._stage,
         )
         log.info(
             "registered with the server at %s: chunks of %d tokens, %.1f KiB a token, namespace %s",

@@ -132,10 +132,15 @@ def _check(name: str, form: LayerForm) -> None:
 def _check_order(names: Sequence[str]) -> None:
     """Checks the order of the layers: objects hold them in the model's order, which vLLM gives only by numbers in their
     names."""
-    numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in names]
-    places = [int(found[0]) for found in numbers if len(found) == 1]
+    places = layer_numbers(names)
     if len(places) != len(names) or places != sorted(set(places)):
         raise _refused(f"the order of the layers cannot be derived from their names: {', '.join(names[:4])}", names[0])
+
+
+def layer_numbers(names: Sequence[str]) -> list[int]:
+    """The number of each layer whose name has one."""
+    numbers = [re.findall(r"(?<![^.])\d+(?![^.])", name) for name in names]
+    return [int(found[0]) for found in numbers if len(found) == 1]
 
 
 def _refused(fact: str, layer: str) -> BadLayout:

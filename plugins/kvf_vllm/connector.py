@@ -40,8 +40,8 @@ from kvf_vllm.facts import (
     groups_of,
     model_of,
     packing_of,
+    part_of,
     place_of,
-    stage_of_model,
 )
 from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.identity import identify
@@ -204,7 +204,8 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._instance = AttachedInstance(
             self._client,
             self._options,
-            identity=stage_of_model(model, parallel, self._groups),
+            identity=model,
+            part=part_of(config.model_config, parallel, place, self._groups),
             groups=self._groups,
             form=self._form_of(kv_caches),
             rank=place.rank,

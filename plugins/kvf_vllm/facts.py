@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from kvf_vllm.canonical import LayerForm
+from kvf_vllm.canonical import LayerForm, layer_numbers
 from kvf_vllm.layouts import GroupFacts, packing_name
-from kvframework.client import KvIdentity, ModelFacts, model_files, process_started
+from kvframework.client import ModelFacts, ModelPart, model_files, process_started
 from kvframework.errors import BadLayout, ConfigFieldError, TransportMismatch
 
 # Attention that needs all tokens before a position, as far as the choice of blocks to keep is concerned.
@@ -140,14 +140,24 @@ def place_of(parallel: Any, kv_cache_config: Any) -> Place:
     return Place(rank // replicas, max(width // replicas, 1), rank % replicas == 0, stage)
 
 
-def stage_of_model(identity: KvIdentity, parallel: Any, groups: Sequence[GroupFacts]) -> KvIdentity:
-    """The name of the KV of a worker's layers: that of the whole model, unless it is split into stages."""
+def part_of(model: Any, parallel: Any, place: Place, groups: Sequence[GroupFacts]) -> ModelPart:
+    """The part of the model that a worker holds. Its `stage` names the layers of a pipeline stage, whose numbers are
+    given only if all stages hold as many."""
     stages = int(getattr(parallel, "pipeline_parallel_size", 1))
+    part = ModelPart(int(model.get_total_num_kv_heads()), place.rank, place.world_size)
     if stages <= 1:
-        return identity
+        return part
     text = json.dumps([group.layers for group in groups])
-    layers = hashlib.blake2b(text.encode(), digest_size=8, person=b"kvf-vllm-stage").hexdigest()
-    return identity._replace(revision=f"{identity.revision}+pp{stages}-{layers}")
+    names = hashlib.blake2b(text.encode(), digest_size=8, person=b"kvf-vllm-stage").hexdigest()
+    part = replace(part, stage=f"+pp{stages}-{names}")
+    if len(groups) > 1:
+        return part  # of several groups a stage may hold one, and another stage another
+    layers, total = groups[0].layers, int(model.get_total_num_hidden_layers())
+    first = place.stage * len(layers)
+    # Of equal stages all are whole shards, or none.
+    if len(layers) * stages != total or layer_numbers(layers) != list(range(first, first + len(layers))):
+        return part
+    return replace(part, first_layer=first, layers=total)
 
 
 def packing_of(

@@ -13,6 +13,10 @@ from kvf_vllm.step_messages import Served
 from kvframework.client import KVClient, LookupResult, RequestHashes, SchedulerAdapter
 from kvframework.errors import KVFrameworkError
 
+# How long a lookup waits for L2 to say whether it has more than L1, which a quick tier does in a millisecond: a new
+# prompt is then computed in this step of the scheduler. A slower tier answers to later steps.
+DECIDED_S = 0.002
+
 
 class LookupService(Protocol):
     """The scheduler side's access to the server."""
@@ -84,7 +88,10 @@ class ServerLookups:
         return self._client.wants_tokens(salt)
 
     def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult:
-        return self._agreed(request, start, [each.lookup(request, start, end) for each in self._serving()])
+        serving = self._serving()
+        # All stages together hold up the scheduler for no longer than one.
+        wait_s = DECIDED_S / len(serving)
+        return self._agreed(request, start, [each.lookup(request, start, end, wait_s=wait_s) for each in serving])
 
     def too_short(self, request: RequestHashes) -> None:
         self._serving()[0].too_short(request)

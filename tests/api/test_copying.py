@@ -87,6 +87,15 @@ def test_zstd_unpacks_so(memory: tuple[memoryview, memoryview]) -> None:
     assert seen_half_done(memory, lambda target, _: codec.decode_into(packed, target))
 
 
+def test_planes_are_merged_so(memory: tuple[memoryview, memoryview]) -> None:
+    pytest.importorskip("zstandard", reason="zstandard not installed")
+    from kvf_codecs.planes import PlanesCodec
+
+    codec = PlanesCodec()
+    (packed,) = codec.encode(memory[1])
+    assert seen_half_done(memory, lambda target, _: codec.decode_into(packed, target))
+
+
 def test_a_slice_assignment_would_be_found(memory: tuple[memoryview, memoryview]) -> None:
     def assign(target: memoryview, source: memoryview) -> None:
         target[:] = source

@@ -85,7 +85,7 @@ def test_a_plugin_that_does_not_come_back_does_not_keep_the_shell(site: Path) ->
 
 def test_the_tiers_of_the_demo_and_their_options(site: Path) -> None:
     install_config_plugins(site)
-    assert complete("kvframework", "demo", "--l2", "", site=site) == ["disk", "redis", "store"]
+    assert {"disk", "redis", "store"} <= set(complete("kvframework", "demo", "--l2", "", site=site))
     assert complete("kvframework", "demo", "blend", "--l2", "st", site=site) == ["store"]
     assert complete("kvframework", "demo", "--l2", "store", "--set", "ur", site=site) == ["url="]
 

@@ -27,7 +27,7 @@ def test_a_plugin_is_described_with_its_options(site: Path) -> None:
         "summary": "keeps [red]things",
         "requires_api": "1.0",
         "shared": True,
-        "calls_at_once": {"loads": 2, "writes": 3},
+        "calls_at_once": {"loads": 4, "writes": 3},
         "options": [
             option("url", "string", required=True),
             option("token", "string", default="", secret=True),
@@ -56,7 +56,7 @@ def test_for_people_it_is_a_table(site: Path) -> None:
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
     assert rows["distribution:"] == ["acme-kvf", "1.0"]
     assert "  shared:          several nodes may use one store\n" in done.stdout
-    assert "  calls at once:   loads = 2, writes = 3\n" in done.stdout
+    assert "  calls at once:   loads = 4, writes = 3\n" in done.stdout
     assert rows["url"] == ["string", "required"]
     assert rows["token"] == ["string", '""', "(shown", "masked)"]
     assert rows["pin"] == ["string", "not", "set", "of", "the", "door", "(shown", "masked)"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.api.driver import Allocation, Exported
+from kvframework.api.driver import Allocation, Exported, Step
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc
 from kvframework.api.transport import ArenaRange, GroupBlocks
 from kvframework.api.types import dtype_bytes
@@ -128,6 +128,79 @@ def test_a_plan_moves_exactly_the_elements_of_the_transfer(made, skip, data) -> 
     for piece in cut:
         cells = len(piece.lane_addresses) * len(piece.place_addresses)
         assert piece.nbytes <= limit or cells == 1
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_shards_of_the_same_blocks_move_exactly_wherever_they_lie(data) -> None:
+    """Groups that are columns of heads, beside each other or not, whole chunks of them or some, at equal distances or
+    not."""
+    columns, heads = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 2))
+    whole = LayerGroup(data.draw(st.integers(1, 2)), 2, columns * heads, 3, "float16", num_blocks=9)
+    order = data.draw(st.permutations(range(4)))
+    counts, strides, step = (9, 2, columns * heads, 3), [0] * 4, 2
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= counts[axis]
+    group = msgspec.structs.replace(whole, heads=heads)
+    layout = KVLayout("paged", (group,) * columns, 9)
+    apart = data.draw(st.booleans())
+    views = [
+        [
+            [
+                ExportedView(
+                    layer % 2 if apart else 0,
+                    (plane * 2 + layer) * 4096 + column * heads * strides[2] + (column % 3 == 2) * 32 * apart,
+                    9,
+                    tuple(strides),
+                )
+                for layer in range(group.num_layers)
+            ]
+            for plane in range(2)
+        ]
+        for column in range(columns)
+    ]
+    memory = ExportedMemory("d", [Allocation("d", b"a", 1 << 20)] * 2, views)
+    desc = canonical_desc(layout, 4)
+    ids = data.draw(st.permutations(range(9)))[:4]
+    places = [(chunk, column) for chunk in range(2) for column in range(columns)]
+    chosen = [place for place in places if data.draw(st.integers(0, 5))] or places[:1]
+    distance = st.sampled_from([10_000, 10_000, 10_000, 25_000])
+    offsets = [0]
+    for _ in chosen:
+        offsets.append(offsets[-1] + data.draw(distance))
+    if not data.draw(st.integers(0, 3)):
+        offsets.reverse()
+    ranges = [
+        ArenaRange(chunk, column, offset, desc.groups[column].nbytes)
+        for (chunk, column), offset in zip(chosen, offsets, strict=False)
+    ]
+    skip = data.draw(st.integers(0, 7))
+    planner = CopyPlanner(layout.groups, desc, memory.opened_at(BASES), merged=False)
+    batches = planner.plan(ranges, blocks_of([ids], [2]) * columns, skip, joined=data.draw(st.booleans()))
+    wanted = {
+        (address + byte, offset + byte)
+        for address, offset, size in expected(layout, desc, memory, ranges, [ids] * columns, [2] * columns, skip)
+        for byte in range(size)
+    }
+    assert elements(batches) == wanted
+
+
+def test_shards_beside_each_other_are_one_batch() -> None:
+    group = LayerGroup(2, 2, 1, 4, "float16", num_blocks=9)
+    layout = KVLayout("paged", (group,) * 4, 9)
+    strides = (64, 32, 8, 2)
+    views = [
+        [[ExportedView(0, 4096 * layer + 8 * column, 9, strides) for layer in range(2)]] * 2 for column in range(4)
+    ]
+    memory = ExportedMemory("d", [Allocation("d", b"a", 1 << 20)], views)
+    planner = CopyPlanner(layout.groups, canonical_desc(layout, 4), memory.opened_at(BASES), merged=False)
+    ranges = [ArenaRange(chunk, column, 1000 * (4 * chunk + column), 128) for chunk in range(2) for column in range(4)]
+    (batch,) = planner.plan(ranges, blocks_of([[1, 2, 3, 4]], [2]) * 4, joined=True)
+    assert batch.steps[0] == Step(4, 8, 1000)
+    assert len(planner.plan(ranges, blocks_of([[1, 2, 3, 4]], [2]) * 4)) == 4
+    others = blocks_of([[1, 2, 3, 4]] * 4, [2] * 4)
+    assert len(planner.plan(ranges, others, joined=True)) == 4, "perhaps other blocks"
 
 
 class Tensor:

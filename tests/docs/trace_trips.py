@@ -127,8 +127,10 @@ def main(redis_url: str) -> None:
                     )
                 client.request("CLEAR", Clear(), Cleared)
                 with trace.of("LOOKUP"):
-                    found = scheduler.wait(scheduler.lookup(request()), 20)
+                    found = scheduler.wait(scheduler.lookup(request(), wait_s=1.0), 20)
                 assert found.hit_tokens == CHUNK
+                (loads,) = server.service.storage._prefetcher.queues
+                wait_until(lambda: len(loads.changed._waiters) == loads.threads, what="the end of the load")
                 with trace.of("RETRIEVE"):
                     worker.submit_retrieve(request(), 0, CHUNK, blocks).result(20)
                 scheduler.free(found)

@@ -152,14 +152,15 @@ class Router(Reader):
         finally:
             socket.close()
 
-    def question(self, number: int = 0) -> zmq.Socket[bytes]:
-        """A socket on which all messages from a number on were asked for."""
-        socket = self._socket(zmq.DEALER, self._replay)
+    def question(self, number: int = 0, *, most: int = 1000) -> zmq.Socket[bytes]:
+        """A socket on which all messages from a number on were asked for; `most` of them wait at this side."""
+        socket = self._socket(zmq.DEALER, self._replay, most)
         socket.send_multipart([b"", number.to_bytes(8, "big")])
         return socket
 
-    def _socket(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, endpoint: str, most: int = 1000) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        socket.rcvhwm = most
         socket.linger = 0
         if self._keys is not None:
             self._keys.apply(socket)

@@ -136,6 +136,18 @@ def test_a_reader_that_lost_a_message_is_healed(server: ServerProcess) -> None:
             assert reader.replays == before + 1
 
 
+def test_a_last_message_that_was_lost_is_healed_though_nothing_else_happens(server: ServerProcess) -> None:
+    with server.client() as client, router(server) as reader:
+        engine = Engine(client)
+        engine.store(prompt(31, 2))
+        reader.until(beginnings(prompt(31, 2)))
+        assert reader.next is not None
+        reader.lost = {reader.next}
+        engine.store(prompt(41, 2))
+        reader.until(beginnings(prompt(31, 2)) | beginnings(prompt(41, 2)))
+        assert reader.replays == 2
+
+
 def test_what_is_told_is_what_l1_holds_after_churn() -> None:
     """Two engines store more than L1 holds, and clear it now and then: a reader of all news, one that loses many of
     them, and one that comes at the end know what lookups find, block by block."""

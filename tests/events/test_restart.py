@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
@@ -131,16 +133,49 @@ def test_an_answer_under_way_is_ended_by_a_server_that_stops() -> None:
             asking.close()
 
 
-def test_a_server_that_takes_over_goes_on() -> None:
+def test_readers_that_read_nothing_cost_what_their_queues_hold() -> None:
+    with TellingServer() as server:
+        aged(server, 100_000)
+        held = store_all(server)
+        with router(server) as reader, ExitStack() as closing:
+            stuck = []
+            for _ in range(5):
+                socket = reader.question(0, most=1)
+                closing.callback(socket.close)
+                stuck.append(socket)
+            with router(server) as late:
+                late.until(held)
+            with server.client() as client:
+                wait_until(
+                    lambda: client.status()["events"]["counters"]["unread_replays"] == 5, 60, "the ends of answers"
+                )
+            for socket in stuck:
+                numbers = []
+                while numbers[-1:] != [(1 << 64) - 1]:
+                    assert socket.poll(30_000), "the answer has no end"
+                    numbers.append(int.from_bytes(socket.recv_multipart()[2], "big"))
+                assert numbers[:-1] == list(range(len(numbers) - 1))
+                assert len(numbers) < 50_000
+
+
+def test_what_is_handed_over_stays_told_and_ends_with_the_last_server() -> None:
+    secret = array.array("I", PROMPTS[0]).tobytes()
     with TellingServer() as server, router(server) as reader:
-        reader.until(store_all(server))
-        assert server.take_over() == 0
-        with server.client() as client:
-            engine = Engine(client)
-            assert engine.hit(PROMPTS[0]) == len(PROMPTS[0]), "L1 was handed over"
-            reader.until(set())  # the tokens were not: without a keeper they are on no disk
-            assert engine.load(PROMPTS[0])
-            reader.until(beginnings(PROMPTS[0]))
+        held = store_all(server)
+        reader.until(held)
+        for _ in range(2):
+            with server.client() as client:
+                Engine(client).store(prompt(9, 2), salt="secret of acme")
+            assert server.take_over() == 0
+            with router(server) as late:
+                late.until(held)
+            reader.until(held)
+            with server.client() as client:
+                assert found(Engine(client), PROMPTS) == held
+            # Without a keeper the tokens are on disk only from one server to the next.
+            assert not any(secret in each.read_bytes() for each in ledgers(server))
+        server.stop()
+        reader.until(set())
 
 
 def churn(server: ServerProcess, prompts: list[list[int]], steps: int, dice: Random) -> set[tuple[int, ...]]:

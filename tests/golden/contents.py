@@ -32,6 +32,12 @@ ZSTD = bytes.fromhex(
     "28b52ffd6400004d02000404000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f202122232425262728292a2b2c"
     "2d2e2f303132333435363738393a3b3c3d3e3f0100406fa0421476a976fa"
 )
+# Elements of two bytes; both planes are frames.
+PLANES = bytes.fromhex(
+    "010200000000000000010000000000007c555798671c8157310000003100000028b52ffd2080450100040200020406080a0c0e1012141618"
+    "1a1c1e20222426282a2c2e30323436383a3c3e0100e831a92728b52ffd2080450100040201030507090b0d0f11131517191b1d1f21232527"
+    "292b2d2f31333537393b3d3f0100e831a927"
+)
 TOKENS = b"".join(number.to_bytes(4, "little") for number in range(1, 9))
 NON_GPU = RegisterNonGpuContextPayload(1, "org/model", 2, 16, 4, 128, "bfloat16", False)
 
@@ -39,6 +45,7 @@ NON_GPU = RegisterNonGpuContextPayload(1, "org/model", 2, 16, 4, 128, "bfloat16"
 def envelopes() -> dict[str, Any]:
     layout = layout_fingerprint(DESC)
     values = [("as it is", "none", OBJECT, layout), ("packed", "zstd", ZSTD, layout), ("empty", "none", b"", bytes(16))]
+    values.append(("in planes", "planes", PLANES, layout))
     return {
         "format": FORMAT_VERSION,
         "values": [
@@ -103,6 +110,18 @@ def names() -> dict[str, Any]:
                     revision="main",
                     quantization="fp8",
                     packing="amx",
+                )
+            ),
+        },
+        "namespace of shards": {
+            "split": [8, 4, 80, 2],
+            "namespace": _hex(
+                compute_namespace(
+                    model="org/model",
+                    desc=DESC,
+                    hasher_fingerprint=hasher.fingerprint,
+                    world_size=8,
+                    split=(8, 4, 80, 2),
                 )
             ),
         },

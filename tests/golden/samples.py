@@ -62,8 +62,10 @@ def _value(kind: inspect.Type, name: str, numbers: Iterator[int], *, required_on
             return True
         case inspect.IntType():
             return next(numbers)
-        case inspect.FloatType():
+        case inspect.FloatType(le=None):
             return next(numbers) + 0.5
+        case inspect.FloatType(le=most):
+            return most / 2
         case inspect.StrType():
             return f"{name} ü"
         case inspect.BytesType():

@@ -15,6 +15,7 @@ from typing import Any
 from codec_bug_cases import Planted
 
 from kvframework.api.codec import Codec
+from kvframework.api.types import DTYPE_BYTES
 
 MAGIC = b"KV01"
 HEAD = struct.Struct("<4sQI")
@@ -73,6 +74,10 @@ def encode(work: Callable[..., Any], **more: Any) -> type[Codec]:
 
 def decode(work: Callable[..., Any], **more: Any) -> type[Codec]:
     return bug(decode_into=lambda self, packed, out: work(self, packed, out, Framed.decode_into), **more)
+
+
+def elements(work: Callable[..., Any]) -> type[Codec]:
+    return bug(encode_elements=work)
 
 
 def kept(self: Any, key: object, work: Callable[[], Any]) -> Any:
@@ -183,6 +188,10 @@ def listed(self: Any, data: memoryview, right: Any) -> Any:
 SUM = zlib.crc32
 # fmt: off
 BUGS = {
+    # what is told of the elements
+    "TakesWholeElementsOnly": elements(lambda s, data, dtype: s.encode(data) if data.nbytes % DTYPE_BYTES.get(dtype, 1) == 0 else None),
+    "KnowsTodaysDtypesOnly": elements(lambda s, data, dtype: (dtype and DTYPE_BYTES[dtype], s.encode(data))[1]),
+    "BelievesTheDtype": elements(lambda s, data, dtype: [*s.encode(data)[:1], memoryview(s.body(floats(data)))] if dtype == "float16" else s.encode(data)),
     # what a checksum does not see
     "SumsTheBeginning": raw(lambda data: SUM(data[: 1 << 16])),
     "SumsTheEnds": raw(lambda data: SUM(data[-1000:], SUM(data[:1000]))),

@@ -31,6 +31,8 @@ KILLED_BY = {
         "test_what_is_packed_is_unpacked[every pair]": "ThroughFloats",
         "test_every_small_size_comes_back": "LosesAnOddByte LosesAWholeLastBlock LosesTheTailOfWords TakesWholeWordsOnly CannotPackNothing RemembersByLength",
         "test_any_size_comes_back[1048576]": "LossyFromAMebibyteOn",
+        "test_elements_of_any_dtype_come_back[float16]": "TakesWholeElementsOnly BelievesTheDtype",
+        "test_elements_of_any_dtype_come_back[a dtype of later releases]": "KnowsTodaysDtypesOnly",
         "test_memory_may_begin_at_any_address[noise]": "ReadsFromAlignedAddresses TurnsFromAlignedAddressesOn WritesWholeWords ClearsBeforeThePlace",
         "test_memory_is_let_go_after_an_error": "KeepsTheError",
         "test_it_keeps_nothing_of_its_calls": "KeepsAllPackedBytes KeepsAThreadForEach",

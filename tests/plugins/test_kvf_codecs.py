@@ -71,6 +71,25 @@ def test_a_frame_that_does_not_tell_its_size_is_refused(content: bytes) -> None:
         unpack(ZstdCodec(1), packed, len(content))
 
 
+@needs_zstd
+@pytest.mark.parametrize("level", [-7, 1, 19])
+def test_a_large_object_that_packs_to_next_to_nothing_comes_back(level: int) -> None:
+    for content in (bytes(9 * MIB), SAMPLE * 100):
+        packed = pack(ZstdCodec(level), content)
+        assert len(packed) < len(content) // 500
+        assert unpack(ZstdCodec(1), packed, len(content)) == content
+
+
+@needs_zstd
+def test_a_flood_of_empty_blocks_is_refused_soon() -> None:
+    """Each costs as long as one that holds 128 KiB."""
+    (whole,) = ZstdCodec(1).encode(memoryview(SAMPLE))
+    header = zstandard.frame_header_size(whole)
+    flood = bytes(whole[:header]) + bytes(3) * 50_000 + bytes(whole[header:])
+    with pytest.raises(ValueError, match="too many blocks"):
+        unpack(ZstdCodec(1), flood, len(SAMPLE))
+
+
 def bomb(claimed: int) -> bytes:
     """A frame that unpacks to 256 MiB of zeros, and says that it were `claimed` bytes."""
     compressor = zstandard.ZstdCompressor(level=1).compressobj(size=256 * MIB)
@@ -139,17 +158,17 @@ def test_without_zstandard_the_codec_says_how_to_get_it(monkeypatch: pytest.Monk
 def test_a_list_of_plugins_imports_no_zstandard() -> None:
     script = (
         "import sys, kvf_codecs\n"
-        "none, zstd = kvf_codecs.kvf_codecs()\n"
-        "zstd.probe(), none.create(none.options())\n"
+        "none, zstd, planes = kvf_codecs.kvf_codecs()\n"
+        "zstd.probe(), planes.probe(), none.create(none.options())\n"
         "print('zstandard' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.strip() == "False"
 
 
-def test_the_hook_offers_both() -> None:
+def test_the_hook_offers_all() -> None:
     providers = {provider.name: provider for provider in hook()}
-    assert list(providers) == ["none", "zstd"]
+    assert list(providers) == ["none", "zstd", "planes"]
     none = providers["none"]
     assert none.probe() is None
     data = memoryview(SAMPLE)

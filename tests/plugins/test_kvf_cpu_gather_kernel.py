@@ -85,7 +85,7 @@ def test_every_fragment_arrives_and_nothing_else_changes(
     check(KERNEL, (order, lanes, inner, run), to_arena=to_arena)
 
 
-@pytest.mark.parametrize("run", [511, 512, 4096, 4099, 4160, 65536])
+@pytest.mark.parametrize("run", [255, 256, 300, 511, 512, 4096, 4099, 4160, 65536])
 @pytest.mark.parametrize("to_arena", [True, False])
 @pytest.mark.parametrize("aligned", [True, False])
 def test_large_copies_by_threads_past_the_caches(run: int, to_arena: bool, aligned: bool) -> None:

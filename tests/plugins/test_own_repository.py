@@ -29,6 +29,7 @@ DEPENDENCIES = {
     "kvf_cpu_gather": {"torch"},
     "kvf_cuda_ipc": {"cuda"},
     "kvf_layouts": {"torch"},
+    "kvf_peers": {"redis"},
     "kvf_redis": {"redis"},
 }
 # Those with a half in the engine, which is a client.

@@ -45,7 +45,8 @@ class Asking:
         self._loop.close()
 
     def ask(self, method: str, target: str, body: bytes = b"", **headers: str) -> Reply:
-        return self.app.answer(Request(method, target, headers, body))
+        reply = self.app.answer(Request(method, target, headers, body))
+        return reply if isinstance(reply, Reply) else self._loop.run_until_complete(reply)
 
     def score(self, **asked: Any) -> Any:
         reply = self.ask("POST", "/score", json.dumps(asked).encode())

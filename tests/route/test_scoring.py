@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +15,7 @@ from kvframework.route import prefix_hashes, scoring
 from kvframework.route.contents import Place
 from kvframework.route.events import TIERS
 from kvframework.route.index import Index
+from kvframework.route.table import Flags, Keys
 
 SIZE = 4
 BLOCKS = 90  # more than the first spans
@@ -21,6 +25,14 @@ OWNS = prefix_hashes.as_keys(prefix_hashes.chained(prefix_hashes.root(), TOKENS,
 # By node: places, each a tier and the first blocks it has but for one.
 LEFT_OUT = st.integers(0, BLOCKS)
 PLACES = st.lists(st.tuples(st.sampled_from(TIERS), st.integers(0, BLOCKS), LEFT_OUT), max_size=3)
+
+
+def whole(made: scoring.Scoring) -> dict[str, scoring.Score]:
+    """All steps of a score."""
+    *steps, scores = made
+    assert scores is not None
+    assert set(steps) <= {None}
+    return scores
 
 
 @given(st.lists(PLACES, max_size=5))
@@ -46,7 +58,7 @@ def test_scores(nodes: list[list[tuple[str, int, int]]]) -> None:
             score[best] = score.get(best, 0) + SIZE
         places.setdefault(f"n{number}", [])
         expected[f"n{number}"] = score
-    assert scoring.by_tokens(index, places, TOKENS) == expected
+    assert whole(scoring.by_tokens(index, places, TOKENS)) == expected
 
 
 def test_of_several_sizes_of_blocks_the_best_counts() -> None:
@@ -59,14 +71,17 @@ def test_of_several_sizes_of_blocks_the_best_counts() -> None:
         owns = prefix_hashes.as_keys(prefix_hashes.chained(prefix_hashes.root(), tokens, size))[:blocks]
         index.store(place, np.arange(blocks, dtype=np.uint64), owns)
         places.append(Place(place, b"", 0, size, tier, None))
-    assert scoring.by_tokens(index, {"a": places}, tokens) == {"a": {"cpu": 64}}
+    assert whole(scoring.by_tokens(index, {"a": places}, tokens)) == {"a": {"cpu": 64}}
 
 
 def test_a_prompt_shorter_than_a_block_is_held_nowhere() -> None:
     index = Index(100)
     place = index.open()
     assert place is not None
-    assert scoring.by_tokens(index, {"a": [Place(place, b"", 0, 16, "gpu", None)], "b": []}, b"") == {"a": {}, "b": {}}
+    assert whole(scoring.by_tokens(index, {"a": [Place(place, b"", 0, 16, "gpu", None)], "b": []}, b"")) == {
+        "a": {},
+        "b": {},
+    }
 
 
 def test_digests_find_the_chunks_whose_last_block_is_told() -> None:
@@ -79,6 +94,28 @@ def test_digests_find_the_chunks_whose_last_block_is_told() -> None:
     named = [scoring.last_block(digests[at : at + 32], "m", "s", "") for at in range(0, 96, 32)]
     index.store(place, np.array(named, np.uint64), np.arange(1, 4, dtype=np.uint64))
     nodes = {"a": [Place(place, b"", 0, 4, "storage", "m")]}
-    assert scoring.by_digests(index, nodes, digests, 8, model="m", salt="s") == {"a": {"storage": 24}}
-    assert scoring.by_digests(index, nodes, digests, 8, model="m", salt="t") == {}
-    assert scoring.by_digests(index, nodes, b"", 8, model="m") == {}
+    assert whole(scoring.by_digests(index, nodes, digests, 8, model="m", salt="s")) == {"a": {"storage": 24}}
+    assert whole(scoring.by_digests(index, nodes, digests, 8, model="m", salt="t")) == {"a": {}}
+    assert whole(scoring.by_digests(index, nodes, b"", 8, model="m")) == {"a": {}}
+
+
+def test_what_many_nodes_have_is_looked_for_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = Index(20_000)
+    asked: list[int] = []
+    holds = index.holds
+
+    def counted(places: Sequence[int], keys: Keys) -> Flags:
+        asked.append(len(places) * len(keys))
+        return holds(places, keys)
+
+    monkeypatch.setattr(index, "holds", counted)
+    monkeypatch.setattr(scoring, "_STEP", 200)
+    nodes = {}
+    for number in range(100):
+        place = index.open()
+        assert place is not None
+        index.store(place, np.arange(BLOCKS, dtype=np.uint64), OWNS)
+        nodes[f"n{number}"] = [Place(place, b"", 0, SIZE, "cpu", None)]
+    assert whole(scoring.by_tokens(index, nodes, TOKENS)) == {node: {"cpu": SIZE * BLOCKS} for node in nodes}
+    assert max(asked) <= 200
+    assert sum(asked) == 100 * BLOCKS

@@ -8,19 +8,34 @@ import pytest
 
 from kvframework.errors import ConfigError, PluginUnavailable
 from kvframework.route import settings
-from kvframework.route.settings import Node, RouteConfig, read_nodes
+from kvframework.route.settings import Node, RouteConfig, configured, read_nodes
 from tests.cli.command import run
 
 
 def test_nodes_of_the_command_line_and_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "nodes.toml"
     file.write_text('[[node]]\nname = "c"\nevents = "tcp://c:1"\nserver_key = "c.public"\ntopic = "kv@c@"\n')
-    config = RouteConfig(("a=tcp://a:1,tcp://a:2", "b=ipc:///run/b"), str(file), client_key="r.secret")
+    config = RouteConfig(nodes=("a=tcp://a:1,tcp://a:2", "b=ipc:///run/b"), nodes_file=str(file), client_key="r.secret")
     assert read_nodes(config) == [
         Node("a", "tcp://a:1", "tcp://a:2"),
         Node("b", "ipc:///run/b"),
         Node("c", "tcp://c:1", "", "c.public", "kv@c@"),
     ]
+
+
+def test_options_of_the_command_line_come_before_those_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "route.toml"
+    file.write_text(
+        '[route]\nlisten = "h:1"\nblocks = 7\nclient_key = "k"\n[[node]]\nname = "a"\nevents = "tcp://a:1"\n'
+    )
+    config = configured(["b=tcp://b:1"], str(file), {"blocks": 8})
+    assert config == RouteConfig(listen="h:1", blocks=8, client_key="k", nodes=("b=tcp://b:1",), nodes_file=str(file))
+    assert [node.name for node in read_nodes(config)] == ["b", "a"]
+    assert configured([], "", {}) == RouteConfig()
+    for text, said in (("blocks = 0", ">= 1"), ("blocs = 1", "unknown field `blocs`"), ("tls_cert = 'c'", "tls_key")):
+        file.write_text(f"[route]\n{text}\n")
+        with pytest.raises(ConfigError, match=said):
+            configured([], str(file), {})
 
 
 @pytest.mark.parametrize(
@@ -35,7 +50,7 @@ def test_nodes_of_the_command_line_and_of_a_file(tmp_path: Path) -> None:
 )
 def test_what_is_no_node(given: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_nodes(RouteConfig(given))
+        read_nodes(RouteConfig(nodes=given))
 
 
 @pytest.mark.parametrize(

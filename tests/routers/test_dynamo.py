@@ -250,6 +250,37 @@ def test_a_lost_batch_is_healed_by_replay(dynamo: Dynamo) -> None:
             knows(dynamo, beginnings(LONG) | beginnings(prompt(21, 1)))
 
 
+def test_a_last_batch_that_was_lost_is_healed_though_nothing_else_happens(dynamo: Dynamo) -> None:
+    losing = False
+    with TellingServer() as server, server.client() as client:
+        told, again = sockets(server)
+        with Between(told, lambda frames: None if losing else frames) as between:
+            dynamo.register(between.endpoint, again)
+            engine = Engine(client)
+            engine.store(prompt(11, 1))
+            knows(dynamo, beginnings(prompt(11, 1)))
+            losing = True
+            engine.store(LONG)
+            wait_until(lambda: between.lost, what="a lost message")
+            losing = False
+            knows(dynamo, beginnings(LONG) | beginnings(prompt(11, 1)))
+
+
+def test_what_is_handed_over_to_another_server_stays_credited(dynamo: Dynamo) -> None:
+    with TellingServer() as server:
+        dynamo.register(*sockets(server))
+        with server.client() as client:
+            Engine(client).store(LONG)
+            knows(dynamo, beginnings(LONG))
+        assert server.take_over() == 0
+        with server.client() as client:
+            Engine(client).store(prompt(11, 1))
+            knows(dynamo, beginnings(LONG) | beginnings(prompt(11, 1)))
+        server.stop()
+        server.start()
+        knows(dynamo, set())
+
+
 def test_a_late_router_takes_the_whole_history(dynamo: Dynamo) -> None:
     with TellingServer() as server, server.client() as client:
         engine = Engine(client)

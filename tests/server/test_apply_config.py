@@ -47,6 +47,8 @@ OTHER = {
     "server.workers": ["server.workers=3"],
     "server.tcp": ["server.tcp=tcp://127.0.0.1:{port}", "server.insecure=true"],
     "server.insecure": ["server.insecure=true"],
+    "server.tp_lcm": ["server.tp_lcm=8"],
+    "server.pp_lcm": ["server.pp_lcm=4"],
     "server.admit_uids": ["server.admit_uids=[12345]"],
     "server.curve": ["server.curve.secret_key={folder}/keys/server.secret", "server.curve.clients={folder}/keys"],
     "log.level": ["log.level=debug"],

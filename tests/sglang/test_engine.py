@@ -4,6 +4,8 @@ whose loaded bytes are changed, gives other tokens: so it is the loaded bytes th
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +25,13 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 PAGE = 64
 LENGTH, PAGES = 1300, 20
 MODELS = Path(os.environ.get("KVF_SGLANG_MODELS", Path(tempfile.gettempdir()) / "kvf-sglang-models"))
+# What a storage is given with a call, field by field.
+GIVEN = """
+from tests.sglang.standins import everything; everything.install()
+from dataclasses import fields
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolTransfer
+print(*(field.name for each in (HiCacheStorageExtraInfo, PoolTransfer) for field in fields(each)))
+"""
 FAULTS = {"module_path": "tests.sglang.faults"}
 
 
@@ -43,6 +52,14 @@ def server(bench: Bench, cold: Answer) -> Iterator[ServerProcess]:
     with ServerProcess(capacity="128MiB") as server:
         assert bench.answers(server, objects=PAGES) == [cold]
         yield server
+
+
+def test_a_storage_is_given_no_token_ids() -> None:
+    """So what SGLang stores has no events. Once a release gives them, `PoolPages.store` can pass them on."""
+    shown = subprocess.run([sys.executable, "-c", GIVEN], capture_output=True, text=True, check=True).stdout
+    names = shown.splitlines()[-1].split()
+    assert {"prefix_keys", "keys"} <= set(names)
+    assert [name for name in names if "token" in name] == []
 
 
 @pytest.mark.engine_feature("SGLang", "new process")

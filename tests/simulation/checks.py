@@ -14,6 +14,8 @@ def check(world: World) -> None:
     _leases(world)
     for ledger in world.ledgers:
         ledger.check()
+    _waits(world)
+    _absences(world)
 
 
 def glance(world: World) -> None:
@@ -32,6 +34,9 @@ def check_deadlines(world: World) -> None:
         must(not pin.held or world.now < pin.deadline, "a pin outlived its deadline")
     for ticket in world.lookups.tickets._table:
         must(ticket.pending or world.now < ticket.deadline, "a ticket outlived its deadline")
+    for held, until in world.held:
+        must(held.query() or world.now < until, "an answer was held back for too long")
+    world.held = [each for each in world.held if not each[0].query()]
 
 
 def check_at_rest(world: World) -> None:
@@ -39,6 +44,7 @@ def check_at_rest(world: World) -> None:
     check(world)
     for ledger in world.ledgers:
         ledger.check_at_rest()
+    must(not world.lookups.waits and all(held.query() for held, _ in world.held), "an answer was never given")
     table = world.manager._table
     must(not table.pins and not table.pin_leases and not table.write_leases, "something is still held")
     must(not table.quarantined_bytes, "something is still in quarantine")
@@ -91,3 +97,17 @@ def _leases(world: World) -> None:
         copies = {writing.id for writing in world.copies.writings}
         own = {lease.id for lease in book.writes.values() if lease.owner == INTERNAL_OWNER}
         must(own == copies, "a job left a reservation behind")
+
+
+def _waits(world: World) -> None:
+    """Whoever waits, waits for a load that goes on."""
+    world.serve()
+    going_on = {ticket.id for ticket in world.lookups.tickets._table if ticket.pending}
+    must(world.lookups.waits._of_ticket.keys() <= going_on, "an answer is held back, and nothing is to come")
+
+
+def _absences(world: World) -> None:
+    """Nothing that this server wrote is taken for absent."""
+    for store, tier in zip(world.stores, world.tiers, strict=True):
+        if not any(call.name == "put" for call in store._calls._pending.values()):
+            must(not any(store.lacked(list(tier.values))), "what was written is taken for absent")

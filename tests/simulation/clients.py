@@ -3,6 +3,10 @@ what it did, or None if it could not be done now."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+from kvframework.api.futures import Future
 from kvframework.errors import LeaseUnknown
 from kvframework.storage.l1.objects import REMEMBER_LAPSED_S
 from kvframework.wire import messages as m
@@ -85,13 +89,36 @@ def lookup(world: World) -> str | None:
     prompt, end = world.prompt(), 1 + world.dice.pick(CHUNKS)
     client.requests += 1
     key = lookup_key(prompt, end, f"r{world.dice.pick(3)}")
-    reply = world.lookups._lookup(client.session, m.Lookup(key), b"")
-    for object_key, _ in items_of(prompt, 0, reply.hit_tokens // CHUNK):
-        must(object_key in world.model.objects, "a hit is not here")
-    world.counts["hits"] += reply.hit_tokens > 0
-    if reply.ticket:
-        client.tickets[reply.ticket] = key.request_id, world.now + TICKET_S
+    wait_s = world.dice.of([0.0, 0.0, 0.3, 1.0])
+    reply = world.lookups._lookup(client.session, m.Lookup(key, wait_s), b"")
+    told = partial(_answered, world, client, (key.request_id, world.now + TICKET_S, prompt))
+    if isinstance(reply, Future):
+        world.held.append((reply, world.now + wait_s))
+        reply.add_done_callback(lambda later: told(later.result(0)))
+        return f"client {client.owner} looks up {end} chunks of prompt {prompt}, and waits {wait_s} s"
+    told(reply)
     return f"client {client.owner} looks up {end} chunks of prompt {prompt}: {reply.hit_tokens} tokens, {reply.pending}"
+
+
+def _answered(world: World, client: Client, asked: tuple[str, float, int], reply: Any) -> None:
+    _here(world, asked[1], asked[2], reply)
+    if reply.ticket:
+        client.tickets[reply.ticket] = asked
+
+
+def _answered_again(world: World, client: Client, ticket: str, reply: Any) -> None:
+    if ticket in client.tickets:
+        _, lasts_until, prompt = client.tickets[ticket]
+        _here(world, lasts_until, prompt, reply)
+        if not reply.ticket:
+            del client.tickets[ticket]
+
+
+def _here(world: World, lasts_until: float, prompt: int, reply: Any) -> None:
+    """The pins of a ticket lapse even if its load takes longer."""
+    for object_key, _ in items_of(prompt, 0, reply.hit_tokens // CHUNK):
+        must(world.now >= lasts_until or object_key in world.model.objects, "a hit is not here")
+    world.counts["hits"] += reply.hit_tokens > 0
 
 
 def query(world: World) -> str | None:
@@ -99,15 +126,19 @@ def query(world: World) -> str | None:
     if client is None or not client.tickets:
         return None
     ticket = world.dice.of(list(client.tickets))
-    _, lasts_until = client.tickets[ticket]
+    _, lasts_until, _ = client.tickets[ticket]
+    wait_s, more_than = world.dice.of([0.0, 0.0, 0.3, 1.0]), world.dice.of([-1, 0, CHUNK])
     try:
-        reply = world.lookups._query(client.session, m.TicketRef(ticket), b"")
+        reply = world.lookups._query(client.session, m.PrefetchQuery(ticket, wait_s, more_than), b"")
     except LeaseUnknown:
         must(world.now >= lasts_until, "a ticket ended before its time")
         del client.tickets[ticket]
         return f"client {client.owner} asks for a ticket that is over"
-    if not reply.ticket:
-        del client.tickets[ticket]
+    if isinstance(reply, Future):
+        world.held.append((reply, world.now + wait_s))
+        reply.add_done_callback(lambda later: _answered_again(world, client, ticket, later.result(0)))
+        return f"client {client.owner} waits {wait_s} s for more than {more_than} tokens of a ticket"
+    _answered_again(world, client, ticket, reply)
     return f"client {client.owner} asks for a ticket: {reply.hit_tokens} tokens, pending {reply.pending}"
 
 

@@ -8,12 +8,14 @@ from typing import Any
 from unittest import mock
 
 from kvframework.api.tier import Outcome, PackedKey
+from kvframework.service.lookup_waits import LookupWaits
 from kvframework.storage import envelope
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework.storage.l1.rows import ObjectRows
 from kvframework.storage.l1.tenants import Tenants
+from kvframework.storage.l2.absences import Absences
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.loading import Loader, LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher, TierLoads
@@ -175,6 +177,33 @@ def the_end_of_a_writer_wakes_nothing(_original: Any, prefetcher: Prefetcher, _a
     for queue in prefetcher.queues:
         for load in queue.waiting:
             load.waits_until = math.inf
+
+
+@plant(Prefetcher, "_ended")
+def the_last_batch_wakes_nothing(original: Any, prefetcher: Prefetcher, *arguments: Any) -> None:
+    original(prefetcher, *arguments)
+
+
+@plant(LookupWaits, "changed")
+def a_change_wakes_no_client(_original: Any, _waits: LookupWaits, _ticket: str) -> None:
+    pass
+
+
+@plant(LookupWaits, "next_at")
+def the_time_of_a_wait_is_forgotten(original: Any, waits: LookupWaits) -> float:
+    at: float = original(waits)
+    return at if at == -math.inf else math.inf
+
+
+@plant(Absences, "written")
+def what_is_written_stays_absent(_original: Any, _absences: Absences, _keys: Sequence[PackedKey]) -> None:
+    pass
+
+
+@plant(Absences, "answered")
+def an_answer_from_before_a_write_is_believed(original: Any, absences: Absences, question: Any, *rest: Any) -> None:
+    question.written.clear()
+    original(absences, question, *rest)
 
 
 @plant(Prefetcher, "_hand_over")

@@ -110,9 +110,9 @@ class WatchedManager(StorageManager):
         return lease
 
     def pin_objects(
-        self, objects: list[StoredObject], *, owner: int, request_id: str, lease_s: float | None
+        self, objects: list[StoredObject], *, owner: int, request_id: str, lease_s: float | None, use: bool = True
     ) -> PinLease:
-        lease = super().pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
+        lease = super().pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s, use=use)
         self._guard(lease)
         return lease
 
@@ -143,9 +143,10 @@ class WatchedManager(StorageManager):
         *,
         select: Select | None = None,
         on_done: Callable[[], None] = lambda: None,
+        on_change: Callable[[], object] = lambda: None,
     ) -> LoadTask | None:
         load, told = self._once(on_done)
-        task = super().submit_prefetch_task(keys, layout_desc, select=select, on_done=told)
+        task = super().submit_prefetch_task(keys, layout_desc, select=select, on_done=told, on_change=on_change)
         if task is not None:
             self.accepted[load] = 0
         return task

@@ -6,7 +6,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvframework.api.requests import ClientInfo
+from kvframework.api.futures import Future
+from kvframework.api.requests import ClientInfo, Message
 from kvframework.service.accounts.finished import FinishedRequests
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
@@ -47,8 +48,8 @@ class Client:
     session: Session
     stopped: bool = False
     writings: list[Writing] = field(default_factory=list)
-    # By ticket: the request id, and until when it lasts.
-    tickets: dict[str, tuple[str, float]] = field(default_factory=dict)
+    # By ticket: the request id, until when it lasts, and the prompt.
+    tickets: dict[str, tuple[str, float, int]] = field(default_factory=dict)
     reads: list[Guard] = field(default_factory=list)
     requests: int = 0
 
@@ -117,6 +118,8 @@ class World:
         self.lookups = Lookups(self.manager, KeyResolver(None), finished, ticket_s=TICKET_S)  # type: ignore[arg-type]
         self.writers = self.manager._tiers.writers
         self.ledgers = [Ledger(writer, tier) for writer, tier in zip(self.writers, self.tiers, strict=True)]
+        # Answers that are held back, and until when.
+        self.held: list[tuple[Future[Message], float]] = []
         self.jobs: list[Job] = []
         self.copies = Client(Session(INTERNAL_OWNER))
         self.clients = [self.fresh_client() for _ in range(CLIENTS)]
@@ -163,6 +166,11 @@ class World:
         job.take()
         return True
 
+    def serve(self) -> None:
+        """The serving thread, once something wakes it."""
+        if self.lookups.waits.next_at() <= self.now:
+            self.lookups.answer_waits()
+
     def rest(self) -> None:
         """Lets the storage threads go on until nothing is left to do, with tiers that are well again."""
         for tier in self.tiers:
@@ -170,6 +178,7 @@ class World:
         for _ in range(5000):
             moved = sum(self.drive(job) for job in list(self.jobs))
             moved += sum(self.poll(number) for number in range(len(self.manager.controllers)))
+            self.serve()
             if not moved:
                 if not self.jobs and self.idle:
                     return
@@ -184,6 +193,7 @@ class World:
         return not pending and not broken and not self.manager._prefetcher.in_flight
 
     def tick(self) -> None:
+        self.serve()
         self.lookups.tickets.expire()
         self.manager.tick()
 

@@ -27,6 +27,8 @@ IDENTITY = Identity(256, "hasher", "pinned", "{}", (0, 0), "machine")
 class DictKeeper:
     """Holds duplicates, as the other side of a socket does."""
 
+    lasts = True
+
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
         self.full = False

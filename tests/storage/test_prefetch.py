@@ -77,7 +77,7 @@ def test_selects_what_is_worth_having(make_node: Callable[..., Node]) -> None:
 def test_a_bad_value_is_a_miss_and_what_hangs_on_it_is_not_loaded(
     make_node: Callable[..., Node], caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
-    node = make_node(tiers=[filled(K[:48])])
+    node = make_node(tiers=[filled(K[:48])], loads=1)
     bad, values = K[20], node.tier.values
     if fault == "corrupt":
         values[bad] = values[bad][:-1] + bytes([values[bad][-1] ^ 1])
@@ -103,7 +103,7 @@ def test_a_bad_value_is_a_miss_and_what_hangs_on_it_is_not_loaded(
 
 @pytest.mark.parametrize("fault", ["down", "raises", "miscounts"])
 def test_a_tier_that_fails_on_the_way_leaves_a_partial_prefix(make_node: Callable[..., Node], fault: str) -> None:
-    node = make_node(tiers=[filled(K[:48])])
+    node = make_node(tiers=[filled(K[:48])], loads=1)
     node.tier.stall("get")
     task = node.load_in_background(K[:48])
     node.wait_stalled()
@@ -132,7 +132,7 @@ def test_a_tier_too_slow_for_its_deadline_is_a_miss(make_node: Callable[..., Nod
 
 
 def test_cancel_ends_a_load_after_its_batch(make_node: Callable[..., Node]) -> None:
-    node = make_node(tiers=[filled(K[:48])])
+    node = make_node(tiers=[filled(K[:48])], loads=1)
     done: list[int] = []
     node.tier.stall("get")
     task = node.load_in_background(K[:48], lambda: done.append(1))
@@ -279,6 +279,64 @@ def test_as_many_loads_as_told_call_a_tier_at_once(make_node: Callable[..., Node
     node.tier.resume()
     wait_until(lambda: all(task.done for task in tasks))
     assert node.read(K[:20])
+
+
+def test_one_prompt_is_fetched_by_several_threads_in_order(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:80])], timeout_s=60.0, units=200, loads=3)
+    node.tier.stall("get")
+    task = node.load_in_background(K[:80])
+    wait_until(lambda: node.tier.stalled == 3, what="three batches at once")
+    assert sorted(node.tier.asked("get")) == sorted(K[:48])
+    node.tier.resume()
+    wait_until(lambda: task.done)
+    assert task.loaded == 80
+    assert node.read(K[:80])
+    node.assert_idle()
+
+
+def test_a_question_is_answered_while_all_batches_are_held(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:80])], timeout_s=60.0, units=200, loads=2)
+    node.tier.stall("get")
+    held = node.load_in_background(K[:80])
+    wait_until(lambda: node.tier.stalled == 2, what="all batches")
+    assert node.load(K[100:104]).loaded == 0
+    assert not held.done
+    node.tier.resume()
+    wait_until(lambda: held.done)
+    node.assert_idle()
+
+
+def test_a_long_load_takes_turns_with_a_short_one(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:200])], timeout_s=60.0, units=200, loads=1)
+    node.tier.stall("get")
+    long = node.load_in_background(K[:160])
+    node.wait_stalled()
+    short = node.load_in_background(K[160:164])
+    wait_until(lambda: node.manager._prefetcher.queues[0]._batches, what="the batch of the short load")
+    node.tier.resume()
+    wait_until(lambda: long.done and short.done)
+    assert node.tier.asked("get").index(K[160]) == 16, "one batch was under way"
+    assert node.read(K[:164])
+
+
+def test_a_bug_in_one_batch_ends_its_load_after_the_others(
+    make_node: Callable[..., Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`select` fails once a loss makes it run again."""
+    node = make_node(tiers=[filled(K[:48])], timeout_s=60.0, loads=3)
+    node.tier.lost = {K[20]}
+    calls: list[int] = []
+
+    def select(available: Sequence[bool]) -> range:
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("a bug above")
+        return range(len(available))
+
+    task = node.load(K[:48], select=select)
+    assert task.loaded == 47
+    assert "a load failed" in caplog.text
+    node.assert_idle()
 
 
 def test_an_error_in_on_done_or_select_ends_only_its_own_task(

@@ -60,7 +60,7 @@ def tls_redis_executable() -> str | None:
     # Without TLS the option is unknown; with TLS the missing certificate stops the start.
     command = [found, "--port", "0", "--tls-port", "1", "--tls-cert-file", "/nonexistent"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    built_without = "Bad directive" in said.stdout + said.stderr
+    built_without = any(words in said.stdout + said.stderr for words in ("Bad directive", "Failed finding TLS support"))
     return None if built_without else found
 
 

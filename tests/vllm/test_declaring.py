@@ -21,14 +21,14 @@ from kvf_vllm.facts import (
     groups_of,
     model_of,
     packing_of,
+    part_of,
     place_of,
-    stage_of_model,
 )
 from kvf_vllm.identity import identify
 from kvf_vllm.layouts import GroupFacts, OpaqueBlocks, packing_name
 from kvf_vllm.options import VllmOptions, parse_options
 from kvf_vllm.supported import EQUAL, check_version
-from kvframework.client import KvIdentity, ModelFacts, fingerprint, model_files, named_identity
+from kvframework.client import ModelFacts, ModelPart, fingerprint, model_files, named_identity
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError, VersionMismatch
 
 
@@ -540,11 +540,38 @@ def test_ranks_count_within_their_pipeline_stage_whose_name_holds_its_layers() -
     split = [parallel(rank, pipeline_parallel_size=2) for rank in range(4)]
     found = [place_of(each, SimpleNamespace(kv_tp_replicas=1)) for each in split]
     assert found == [(0, 2, True, 0), (1, 2, True, 0), (0, 2, True, 1), (1, 2, True, 1)]
-    whole, stages = KvIdentity("m", "r"), [(GroupFacts((f"layers.{index}",), 16),) for index in range(2)]
-    names = {stage_of_model(whole, split[0], groups) for groups in stages}
-    names |= {stage_of_model(whole, parallel(0, pipeline_parallel_size=4), stages[0])}
-    assert len({whole, *names}) == 4
-    assert stage_of_model(whole, parallel(0), stages[0]) == whole
+    stages = [(GroupFacts((f"layers.{index}",), 16),) for index in range(2)]
+    names = {part_of(model(2), split[0], found[0], groups).stage for groups in stages}
+    names |= {part_of(model(2), parallel(0, pipeline_parallel_size=4), found[0], stages[0]).stage}
+    assert len({"", *names}) == 4
+    assert part_of(model(1), parallel(0), found[0], stages[0]) == ModelPart(8, 0, 2)
+
+
+def model(layers: int) -> SimpleNamespace:
+    return SimpleNamespace(get_total_num_kv_heads=lambda: 8, get_total_num_hidden_layers=lambda: layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "names", "known"),
+    [
+        (4, ["l.2", "l.3"], True),
+        (5, ["l.2", "l.3"], False),
+        (4, ["l.0", "l.1"], False),
+        (4, ["l.3", "l.2"], False),
+        (4, ["a.2.b.2", "a.3.b.3"], False),
+        (4, ["x", "y"], False),
+    ],
+    ids=["even", "uneven", "others", "turned", "two_numbers", "none"],
+)
+def test_layers_of_a_stage_are_told_only_if_their_numbers_are_certain(
+    layers: int, names: list[str], known: bool
+) -> None:
+    place = place_of(parallel(3, pipeline_parallel_size=2), None)
+    part = part_of(model(layers), parallel(3, pipeline_parallel_size=2), place, (GroupFacts(tuple(names), 16),))
+    assert part.stage.startswith("+pp2-")
+    assert (part.first_layer, part.layers) == ((2, 4) if known else (0, 0))
+    several = (GroupFacts(tuple(names), 16), GroupFacts((), 16))
+    assert part_of(model(layers), parallel(3, pipeline_parallel_size=2), place, several).layers == 0
 
 
 @pytest.mark.parametrize("name", ["prefill_context_parallel_size", "decode_context_parallel_size"])

@@ -207,9 +207,8 @@ def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
     from kvf_vllm.connector import Report
-    from kvf_vllm.facts import groups_of, place_of, stage_of_model
+    from kvf_vllm.facts import groups_of, part_of, place_of
     from kvf_vllm.step_messages import Served, StepReport
-    from kvframework.client import KvIdentity
 
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
     layers = [f"model.layers.{index}.self_attn.attn" for index in range(3)]
@@ -222,8 +221,9 @@ def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:
         mine = _project_kv_cache_groups_to_worker(whole, dict.fromkeys(held, spec))
         groups = groups_of(SimpleNamespace(kv_cache_groups=mine))
         assert [group.layers for group in groups] == [tuple(held)]
-        names.append(stage_of_model(KvIdentity("m", "r"), parallel, groups).revision)
         places.append(place_of(parallel, SimpleNamespace()))
+        model = SimpleNamespace(get_total_num_kv_heads=lambda: 4, get_total_num_hidden_layers=lambda: 3)
+        names.append(part_of(model, parallel, places[-1], groups).stage)
     assert [(place.stage, place.rank, place.world_size) for place in places] == [
         (0, 0, 2),
         (0, 1, 2),

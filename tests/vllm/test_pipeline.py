@@ -4,13 +4,14 @@ only what all of them have is a hit."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvf_hashers.sha256 import Sha256
 from kvf_vllm.attach import AttachedInstance
-from kvf_vllm.facts import place_of, stage_of_model
+from kvf_vllm.facts import part_of, place_of
 from kvf_vllm.layouts import GroupFacts, OpaqueBlocks
 from kvf_vllm.lookups import ServerLookups, StagedResult, _together
 from kvf_vllm.options import VllmOptions
@@ -48,6 +49,9 @@ RECURRENT = (
 BOTH = ((GroupFacts(("l.0",), BLOCK), GroupFacts(("s.1",), BLOCK, state=True), GroupFacts((), BLOCK, state=True)),)
 
 
+MODEL = SimpleNamespace(get_total_num_kv_heads=lambda: 1, get_total_num_hidden_layers=lambda: 4)
+
+
 class Parallel:
     """vLLM's ParallelConfig of one worker."""
 
@@ -74,7 +78,8 @@ class Engine:
             instance = AttachedInstance(
                 self.clients[rank],
                 OPTIONS,
-                identity=stage_of_model(KvIdentity("m", "r"), parallel, groups),
+                identity=KvIdentity("m", "r"),
+                part=part_of(MODEL, parallel, place, groups),
                 groups=groups,
                 form=OpaqueBlocks("p"),
                 rank=place.rank,

@@ -10,9 +10,10 @@ from typing import TypeVar
 from kvframework.registry import PluginRegistry
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchUnavailable, Skipped, measure_or_skip
+from kvframework_bench.l2.codec import bench_codec
 from kvframework_bench.l2.disk import bench_disk
 from kvframework_bench.l2.engine import bench_engine
-from kvframework_bench.l2.figures import DiskFigures, L2Figures, MemoryRow
+from kvframework_bench.l2.figures import CodecRow, DiskFigures, L2Figures, MemoryRow
 from kvframework_bench.l2.memory import bench_memory
 from kvframework_bench.l2.mooncake import bench_mooncake
 from kvframework_bench.l2.redis import bench_redis
@@ -20,8 +21,8 @@ from kvframework_bench.l2.sizes import FULL, Sizes
 from kvframework_bench.l2.stalled import bench_stalled
 from kvframework_bench.process import scratch
 
-PARTS = ("redis", "mooncake", "engine", "disk", "stalled", "memory")
-CODECS = ("none", "zstd")
+PARTS = ("redis", "mooncake", "engine", "disk", "stalled", "memory", "codec")
+CODECS = ("none", "zstd", "planes")
 
 T = TypeVar("T")
 
@@ -31,10 +32,12 @@ def bench_l2(
     *,
     parts: Collection[str] = PARTS,
     folder: Path | None = None,
+    kv: Path | None = None,
     stage: Stage = no_progress,
 ) -> L2Figures:
     """Run the parts; takes about two minutes. The part `disk` has its files in a new folder below `folder`; None: the
-    one for temporary files. Raises `BenchFailed`, `WrongBytes`, and `BenchUnavailable` if `folder` is no folder."""
+    one for temporary files. The part `codec` packs the bytes of the file `kv`; None: made-up ones.
+    Raises `BenchFailed`, `WrongBytes`, and `BenchUnavailable` if `folder` is no folder."""
     if folder is not None and not folder.is_dir():
         raise BenchUnavailable("there is no such folder", where=str(folder))
     registry = PluginRegistry()
@@ -54,12 +57,17 @@ def bench_l2(
         made = part("memory", lambda at: bench_memory(sizes, at, registry, codec, stage), f"memory, codec {codec}")
         return made or []
 
+    def codecs(codec: str) -> list[CodecRow]:
+        made = part("codec", lambda _at: bench_codec(sizes, registry, codec, kv, stage), f"codec {codec}")
+        return [made] if made else []
+
     return L2Figures(
         redis=part("redis", lambda at: bench_redis(sizes, at, registry, skipped, stage)),
         mooncake=part("mooncake", lambda at: bench_mooncake(sizes, at, registry, stage)) or [],
-        engine=part("engine", lambda at: bench_engine(sizes, at, registry, stage)) or [],
+        engine=part("engine", lambda at: bench_engine(sizes, at, registry, skipped, stage)) or [],
         disk=part("disk", disk),
         stalled=part("stalled", lambda at: bench_stalled(sizes, at, registry, stage)) or [],
         memory=[row for codec in CODECS for row in memory(codec)],
+        codecs=[row for codec in CODECS[1:] for row in codecs(codec)],
         skipped=skipped,
     )

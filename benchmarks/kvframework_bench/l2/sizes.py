@@ -29,6 +29,7 @@ class Sizes(msgspec.Struct, frozen=True):
     object_bytes: int = 32 * _MIB
     prompt_objects: int = 8
     prompts: int = 5
+    codec_rounds: int = 10
 
 
 FULL = Sizes()
@@ -48,4 +49,5 @@ QUICK = Sizes(
     object_bytes=4 * _MIB,
     prompt_objects=4,
     prompts=2,
+    codec_rounds=2,
 )

@@ -14,10 +14,10 @@ LENGTHS = (1024, 8192)
 _VOCABULARY = 128_000
 
 
-def lookup_cases(client: KVClient, capacity: int, seed: int) -> dict[str, Case]:
+def lookup_cases(client: KVClient, capacity: int, seed: int, prefixes: Prefixes | None = None) -> dict[str, Case]:
     """Fill L1 of `capacity` bytes with prompts, until it has evicted the first, and return a LOOKUP of each length and
     kind. `seed` makes the tokens. Raises `BenchFailed` if nothing was evicted."""
-    prefixes = Prefixes(client)
+    prefixes = prefixes or Prefixes(client)
     scheduler = prefixes.scheduler()
     tokens_of, longest = random.Random(seed), max(LENGTHS)
 

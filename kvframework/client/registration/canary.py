@@ -5,24 +5,24 @@ stored. Engine side."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvframework.api.canary import EngineView
-from kvframework.api.layout import KVLayout, LayerGroup, LayerTensors
-from kvframework.api.transport import TransferContext
+from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.errors import BadLayout, KVFrameworkError
 
 if TYPE_CHECKING:
     import torch
 
+# One block of each layer group as the transport gathers it, see `TransferContext.gather_block`.
+GatherBlocks = Callable[[Sequence[int]], Sequence[bytes]]
+
 _READS = 5
 _SEED = 0x6B7666
 
 
-def check_by_writing(
-    transfer: TransferContext, kv_caches: Mapping[str, LayerTensors], layout: KVLayout, view: EngineView
-) -> None:
+def check_by_writing(gather: GatherBlocks, layout: KVLayout, view: EngineView) -> None:
     """Write a pattern into the spare blocks, compare it with the bytes that the transport gathers, and restore the
     blocks.
 
@@ -44,15 +44,13 @@ def check_by_writing(
                 _write(view, index, group, written)
                 if not torch.equal(_as_bytes(_read(view, index, group)), _as_bytes(written)):
                     raise BadLayout("the engine's view does not read what it wrote", where=_at(view, index))
-            _compare(transfer, kv_caches, layout, view)
+            _compare(gather, layout, view)
         finally:
             for index, group in enumerate(layout.groups):
                 _write(view, index, group, before[index])
 
 
-def check_by_reading(
-    transfer: TransferContext, kv_caches: Mapping[str, LayerTensors], layout: KVLayout, view: EngineView
-) -> None:
+def check_by_reading(gather: GatherBlocks, layout: KVLayout, view: EngineView) -> None:
     """Compare the current content of the blocks instead, for an engine that is at work (after a reconnect). Raises and
     blocks as `check_by_writing` does."""
     import torch
@@ -60,7 +58,7 @@ def check_by_reading(
     with torch.inference_mode():
         for attempt in range(_READS):
             try:
-                _compare(transfer, kv_caches, layout, view)
+                _compare(gather, layout, view)
             except BadLayout:
                 # The engine may have written in between; a wrong declaration is wrong every time.
                 if attempt == _READS - 1:
@@ -85,12 +83,10 @@ def pattern(group_index: int, group: LayerGroup, device: torch.device | None = N
     return [list(plane.to(device) if device else plane) for plane in values]
 
 
-def _compare(
-    transfer: TransferContext, kv_caches: Mapping[str, LayerTensors], layout: KVLayout, view: EngineView
-) -> None:
+def _compare(gather: GatherBlocks, layout: KVLayout, view: EngineView) -> None:
     import torch
 
-    gathered = transfer.gather_block(kv_caches, view.spare_blocks)
+    gathered = gather(view.spare_blocks)
     for index, (group, raw) in enumerate(zip(layout.groups, gathered, strict=True)):
         expected = _as_bytes(_read(view, index, group))
         if len(raw) != expected.numel():

@@ -7,15 +7,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kvframework.api.canary import EngineView
 from kvframework.api.keys import compute_namespace
-from kvframework.api.layout import KVLayout, LayerTensors, Layout, LayoutProvider
+from kvframework.api.layout import LayerTensors, Layout, LayoutProvider, MemoryLayoutDesc
 from kvframework.api.transport import Registration, TransferContext
 from kvframework.client.connection import KVClient
 from kvframework.client.registration.canary import check_by_reading, check_by_writing
+from kvframework.client.registration.shards import ModelPart, ShardedLayout, Shards, shards_of
 from kvframework.client.registration.transport_choice import AUTO, choose_transport
 from kvframework.errors import (
     AlreadyRegistered,
@@ -41,7 +45,8 @@ _REFUSALS = (BadLayout, TransportMismatch, VersionMismatch)
 @dataclass(frozen=True)
 class InstanceIdentity:
     """The names of an instance and its KV. `revision`, `quantization` and `packing` go into the namespace: every
-    difference between the KV of two engines must show here."""
+    difference between the KV of two engines must show here. `part` is what the rank holds of the whole model, None if
+    that is not known: then only engines of equal sizes share objects."""
 
     instance_id: int
     model_name: str
@@ -54,6 +59,20 @@ class InstanceIdentity:
     layout_options: Mapping[str, object] = field(default_factory=dict)
     transport: str = AUTO
     transport_options: Mapping[str, object] = field(default_factory=dict)
+    part: ModelPart | None = None
+
+
+class Registered(NamedTuple):
+    """One registration: the engine's own, and that of the transport. They differ where objects are shards: the
+    transport's layer groups are then the engine's, once for each of `shards`."""
+
+    own: Registration
+    moved: Registration
+    shards: Shards | None
+
+    @property
+    def copies(self) -> int:
+        return 1 if self.shards is None else len(self.shards.ranks)
 
 
 class Instance:
@@ -96,10 +115,10 @@ class Instance:
             if client.boot_id != self._asked:
                 # The server was restarted in between, perhaps before the callback was registered.
                 with contextlib.suppress(AlreadyRegistered, ServerGone), self._registering:
-                    self.registration = self._register(urgent=True)
+                    self.registered = self._register(urgent=True)
             if view is not None:
                 view.declared(self._declared)
-                check_by_writing(self.transfer, kv_caches, self._declared, view)
+                check_by_writing(self._gathered, self._declared, view)
         except BaseException:
             self.close()
             raise
@@ -121,10 +140,9 @@ class Instance:
 
     def _register_with(self, transport: str, transfer: TransferContext) -> None:
         self._transport, self.transfer = transport, transfer
-        transfer.on_layout(self._layout, self._declared)
         # The server that is asked: known only now, if the client was not connected before.
         self._asked = self._client.boot_id
-        self.registration = self._register(urgent=False)
+        self.registered = self._register(urgent=False)
 
     def recover(self) -> None:
         """Register again, in the background, since the server lost this instance's memory. Does nothing after a refusal
@@ -171,31 +189,50 @@ class Instance:
         with self._registering:
             if self._closed.is_set():
                 return
-            self.registration = self._register(urgent=urgent)
+            self.registered = self._register(urgent=urgent)
             if self._view is not None:
                 with self._taken_back():
-                    check_by_reading(self.transfer, self.kv_caches, self._declared, self._view)
+                    check_by_reading(self._gathered, self._declared, self._view)
             self._refused = False
         log.info("instance %d registered again", self._identity.instance_id)
 
-    def _register(self, *, urgent: bool) -> Registration:
+    def _gathered(self, blocks: Sequence[int]) -> list[bytes]:
+        """One block of each layer group, through the path that stores take."""
+        _, _, shards = self.registered
+        gathered = self.transfer.gather_block(self.kv_caches, [*blocks] * self.registered.copies)
+        return gathered if shards is None else shards.whole_blocks(self._declared, gathered)
+
+    def _register(self, *, urgent: bool) -> Registered:
         identity = self._identity
         if self._transport not in self._client.hello.transports:
             raise TransportMismatch(
                 f"the server no longer has transport {self._transport!r}",
                 available=", ".join(self._client.hello.transports),
             )
+        hello = self._client.hello
+        whole = self._layout.object_desc(self._declared, hello.chunk_size)
+        shards = self._shards(whole, hello)
+        layout, declared, desc = self._layout, self._declared, whole
+        one_rank = whole
+        rank, world_size = identity.rank, identity.world_size
+        if shards is not None:
+            rank, world_size = shards.ranks[0], shards.world_size
+            layout, declared = ShardedLayout(layout, declared, shards), shards.layout(declared)
+            desc = layout.object_desc(declared, hello.chunk_size)
+            one_rank = replace(desc, groups=desc.groups[: len(whole.groups)])
+        self.transfer.on_layout(layout, declared)
         handles = self.transfer.memory_handles(self.kv_caches)
         self._exports = bool(handles)
         payload = m.RegisterKvCache(
             instance_id=identity.instance_id,
             model_name=identity.model_name,
-            world_size=identity.world_size,
-            rank=identity.rank,
-            namespace=namespace_of(self._client, identity, self._layout, self._declared),
+            world_size=world_size,
+            rank=rank,
+            namespace=namespace_of(hello, identity, one_rank, shards),
             transport=self._transport,
-            layout=self._declared,
+            layout=declared,
             handles=handles,
+            ranks=() if shards is None else shards.ranks,
         )
         deadlines = self._client.deadlines
         reply = self._client.request(
@@ -208,16 +245,43 @@ class Instance:
             on_late=lambda _: self._client.send("UNREGISTER_KV_CACHE", m.Unregister(identity.instance_id)),
         )
         with self._taken_back():
-            desc = self._layout.object_desc(self._declared, self._client.chunk_size)
             if (reply.namespace, reply.desc) != (payload.namespace, desc):
                 raise VersionMismatch(
                     f"the server computes another object layout: {reply.desc}",
                     available=str(desc),
                     hint="install the same kvframework release beside the engine and the server",
                 )
-            registration = Registration(identity.instance_id, identity.rank, reply.namespace, self._declared, desc)
-            self.transfer.on_registered(registration, self._layout)
-        return registration
+            moved = Registration(
+                identity.instance_id,
+                rank,
+                reply.namespace,
+                declared,
+                desc,
+                world_size,
+                shards=0 if shards is None else len(shards.ranks),
+            )
+            self.transfer.on_registered(moved, layout)
+        return Registered(replace(moved, layout=self._declared, desc=whole), moved, shards)
+
+    def _shards(self, desc: MemoryLayoutDesc, hello: m.HelloReply) -> Shards | None:
+        """Return the shards that the server asks for; None if it asks for none, or the objects are no whole shards."""
+        if hello.tp_lcm == hello.pp_lcm == 1:
+            return None
+        part = self._identity.part
+        try:
+            if part is None:
+                raise BadLayout("the engine's integration does not tell which part of the model a rank holds")
+            return shards_of(self._declared, desc, part, tp_lcm=hello.tp_lcm, pp_lcm=hello.pp_lcm)
+        except BadLayout as error:
+            log.warning(
+                "instance %d shares objects only with engines of its own sizes, although the server has tp_lcm %d, "
+                "pp_lcm %d: %s",
+                self._identity.instance_id,
+                hello.tp_lcm,
+                hello.pp_lcm,
+                error.fact,
+            )
+            return None
 
     @contextlib.contextmanager
     def _taken_back(self) -> Iterator[None]:
@@ -257,14 +321,18 @@ def create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:
     return layout
 
 
-def namespace_of(client: KVClient, identity: InstanceIdentity, layout: Layout, declared: KVLayout) -> bytes:
-    """Return the 16 bytes that scheduler and workers of one deployment share."""
+def namespace_of(
+    hello: m.HelloReply, identity: InstanceIdentity, desc: MemoryLayoutDesc, shards: Shards | None
+) -> bytes:
+    """Return the 16 bytes that scheduler and workers of one deployment share; `desc` is that of one rank's objects."""
+    stage = identity.part.stage if identity.part is not None and shards is None else ""
     return compute_namespace(
         model=identity.model_name,
-        desc=layout.object_desc(declared, client.chunk_size),
-        hasher_fingerprint=client.hello.hasher_fingerprint,
-        world_size=identity.world_size,
-        revision=identity.revision,
+        desc=desc,
+        hasher_fingerprint=hello.hasher_fingerprint,
+        world_size=identity.world_size if shards is None else shards.world_size,
+        split=() if shards is None else shards.split,
+        revision=identity.revision + stage,
         quantization=identity.quantization,
         packing=identity.packing,
     )

@@ -6,6 +6,7 @@ Every message is answered, with a typed error frame if need be, unless even its 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,9 @@ class Served:
     its `session`, `version` and `liveness` are filled in by messaging; `returns` means that the client has used an
     earlier server. `arena_for(session id)` returns a descriptor of the arena for a client of this node, which is closed
     once it is sent, and raises `OSError`; None: there is no arena. `on_session_end(session)` is called exactly once for
-    every session, unless very many end with the server; its exceptions and those of `on_tick()` are logged.
+    every session, unless very many end with the server; its exceptions and those of `on_tick()` are logged. `on_time()`
+    is called when the time `next_at()`, on `time.monotonic()`, has come; `MessageServer.wake` makes the loop ask for it
+    again.
     """
 
     handlers: Mapping[str, Handler[Any]]
@@ -56,6 +59,8 @@ class Served:
     on_session_end: Callable[[ClientSession], None]
     on_tick: Callable[[], None]
     arena_for: Callable[[int], int] | None = None
+    next_at: Callable[[], float] = lambda: math.inf
+    on_time: Callable[[], None] = lambda: None
 
 
 def check_handlers(

@@ -167,6 +167,10 @@ class MessageServer:
         self._stopping = True
         self._wakeup.signal()
 
+    def wake(self) -> None:
+        """Make the loop begin its next round now. May be called from any thread."""
+        self._wakeup.signal()
+
     def abandon(self) -> None:
         """Remove the endpoint's files and nothing else, for a process that ends at once. Safe from any thread."""
         if self._files is not None:
@@ -252,8 +256,9 @@ class MessageServer:
 
     def _round(self, bound: _Bound, until: float) -> None:
         """Wait for the first event and handle a bounded amount of everything."""
-        wake_at = min(self._next_tick, bound.calls.next_deadline() or math.inf, until)
-        ready = dict(bound.poller.poll(max(0, math.ceil((wake_at - self._clock()) * 1000))))
+        wake_at = min(self._next_tick, bound.calls.next_deadline() or math.inf, self._served.next_at(), until)
+        wait_s = max(wake_at - self._clock(), 0.0)
+        ready = dict(bound.poller.poll(math.ceil(wait_s * 1000)))
         if self._wakeup.fd in ready:
             self._wakeup.drain()
         if bound.zap is not None and bound.zap.socket in ready:
@@ -261,6 +266,8 @@ class MessageServer:
         if bound.liveness is not None and bound.liveness.fileno() in ready:
             for session in bound.liveness.serve():
                 bound.dispatcher.end(session)
+        if self._served.next_at() <= self._clock():
+            self._served.on_time()
         bound.calls.collect()
         for router in bound.listeners.sockets:
             if router in ready:

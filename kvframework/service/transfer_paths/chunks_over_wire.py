@@ -202,7 +202,7 @@ def _checked_objects(grid: KeyGrid, packed: bytes, buffers: Sequence[memoryview]
             where="objects",
             available=f"ascending, 0 to {len(grid.flat) - 1} for this key",
         )
-    groups = grid.desc.groups
+    groups = grid.row_groups
     for index, buffer in zip(objects, buffers, strict=True):
         expected = groups[index % len(groups)].nbytes
         if buffer.nbytes != expected:

@@ -133,8 +133,8 @@ class EngineDrivenTransfers:
 
 
 def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> tuple[ArenaRange, ...]:
-    """Return the range of each object to write (`grid` of one rank); `wanted` are the requested indices."""
-    groups = grid.desc.groups
+    """Return the range of each object to write; `wanted` are the requested indices. A row counts as a layer group."""
+    groups = grid.row_groups
     count = len(groups)
     return tuple(
         ArenaRange(wanted[at] // count, wanted[at] % count, offset, groups[wanted[at] % count].nbytes)
@@ -150,8 +150,8 @@ def pin_whole(
 
 
 def pinned_ranges(grid: KeyGrid, objects: Sequence[StoredObject]) -> tuple[ArenaRange, ...]:
-    """Return the range of each of the `objects` that `pin_whole` pinned (`grid` of one rank)."""
-    count = len(grid.desc.groups)
+    """Return the range of each of the `objects` that `pin_whole` pinned. A row counts as a layer group."""
+    count = len(grid.row_groups)
     return tuple(
         ArenaRange(index // count, index % count, stored.offset, stored.length)
         for index, stored in zip(grid.needed(grid.chunks), objects, strict=True)

@@ -32,20 +32,21 @@ class CodecTable:
                     self._codecs[name] = None
             return self._codecs[name]
 
-    def pack(self, name: str, data: memoryview) -> tuple[str, Sequence[memoryview]]:
-        """Return the codec's name and the packed form; `none` and the unchanged data where packing does not make it
-        smaller."""
+    def pack(self, name: str, data: memoryview, dtype: str = "") -> tuple[str, Sequence[memoryview]]:
+        """Return the codec's name and the packed form of elements of `dtype` ("" for unknown ones); `none` and the
+        unchanged data where packing does not make it smaller."""
         codec = None if name == NO_CODEC else self.get(name)
-        packed = self._encoded(name, codec, data) if codec is not None else None
+        packed = self._encoded(name, codec, data, dtype) if codec is not None else None
         if packed is not None and sum(part.nbytes for part in packed) < data.nbytes:
             return name, packed
         return NO_CODEC, [data]
 
-    def _encoded(self, name: str, codec: Codec, data: memoryview) -> Sequence[memoryview] | None:
+    def _encoded(self, name: str, codec: Codec, data: memoryview, dtype: str) -> Sequence[memoryview] | None:
         """Pack; None if the codec fails: this value is then stored unpacked, and other values are unaffected."""
         try:
+            parts = codec.encode_elements(data, dtype)
             # Tiers rely on flat bytes.
-            return [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in codec.encode(data)]
+            return [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in parts]
         except Exception as error:  # noqa: BLE001  any error of a plugin
             log.error("codec %s failed on %d bytes, which are stored unpacked: %r", name, data.nbytes, error)
             return None

@@ -1,9 +1,9 @@
 """The steps of one load: which tier is asked for which objects, which of them are worth loading, and the reaction to
 losses.
 
-Every call to a tier is one step. Two more kinds of step direct the driver: `AskNext` before the calls to a tier, so
-that a thread of this tier makes them, and `WaitForWriters`, which needs no thread. Reservations and pins of a load end
-with it.
+Every call to a tier is one step. Three more kinds of step direct the driver: `AskNext` before the calls to a tier, so
+that a thread of this tier makes them, `WaitForWriters`, which needs no thread, and `Apart`, the batches of a load,
+which several threads fetch at once. Reservations and pins of a load end with it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode
 log = logging.getLogger(__name__)
 R = TypeVar("R")
 
+# Small enough that a prompt keeps several threads busy, and that what has arrived is used while the rest arrives.
 BATCH_OBJECTS = 16
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 16 << 20
 # Calls to tiers that a load remembers.
 MAX_CALLS = 64
 
@@ -46,7 +47,15 @@ class WaitForWriters:
     timeout_s: float
 
 
-LoadSteps = Generator[Step | AskNext | WaitForWriters, Any, R]
+@dataclass(frozen=True)
+class Apart:
+    """The load continues once all these steps have ended, each driven by itself, several at once; they begin in this
+    order. The first exception of any is thrown into the load then."""
+
+    parts: Sequence[LoadSteps[None]]
+
+
+LoadSteps = Generator[Step | AskNext | WaitForWriters | Apart, Any, R]
 
 
 class TierCall(NamedTuple):
@@ -64,12 +73,21 @@ class TierCall(NamedTuple):
 
 class LoadTask(PrefetchTask):
     """One load. `done` turns True after `on_done` and all callbacks have run; `loaded` counts objects, and `calls` are
-    its first `MAX_CALLS` calls to tiers."""
+    its first `MAX_CALLS` calls to tiers. `decided` turns True once the tiers have said what they have. `on_change` is
+    called in a storage thread after that, when objects have arrived, and at the end; it must not block."""
 
-    def __init__(self, keys: Sequence[PackedKey], sizes: Sequence[int], select: Select) -> None:
+    def __init__(
+        self,
+        keys: Sequence[PackedKey],
+        sizes: Sequence[int],
+        select: Select,
+        on_change: Callable[[], object] = lambda: None,
+    ) -> None:
         self.keys = keys
         self.sizes = sizes
         self.select = select
+        self.on_change = on_change
+        self.decided = False
         self.done = False
         self.loaded = 0
         self.cancelled = False
@@ -85,6 +103,13 @@ class LoadTask(PrefetchTask):
                 return
         _call(call)
 
+    def arrived(self, objects: int) -> None:
+        """Count objects that are in L1 now. Several threads load them."""
+        with self._lock:
+            self.loaded += objects
+        if objects:
+            _call(self.on_change)
+
     def call_back(self) -> None:
         """Run the callbacks; a callback added later runs at once."""
         with self._lock:
@@ -95,6 +120,28 @@ class LoadTask(PrefetchTask):
     def cancel(self) -> None:
         """End the load after the batch in flight; objects it has loaded stay in L1. `on_done` runs in any case."""
         self.cancelled = True
+
+
+class Worth:
+    """The objects of a load that are worth loading, as far as known: all its threads use it at once."""
+
+    def __init__(self, task: LoadTask, available: list[bool]) -> None:
+        self.chosen = task.select(available)
+        self._task = task
+        self._available = available
+        self._worth = set(self.chosen)
+        self._lock = threading.Lock()
+
+    def of(self, batch: Sequence[int]) -> list[int]:
+        with self._lock:
+            return [index for index in batch if index in self._worth]
+
+    def lose(self, lost: Sequence[int]) -> None:
+        with self._lock:
+            for index in lost:
+                self._available[index] = False
+            if lost:
+                self._worth = set(self._task.select(self._available))
 
 
 class Loader:
@@ -118,6 +165,7 @@ class Loader:
             task.call_back()
             self._l1.unpin_internal(pins)
             task.done = True
+            _call(task.on_change)
 
     def record(self, namespace: bytes, on_done: Callable[[NamespaceRecord | None], None]) -> LoadSteps[None]:
         """Read a namespace's record from the tiers; `on_done` runs once, in any case."""
@@ -134,21 +182,25 @@ class Loader:
         source = yield from self._locate(task, missing, self._stores)
         for index in source:
             available[index] = True
-        chosen = task.select(available)
-        worth = set(chosen)
+        worth = Worth(task, available)
+        chosen = worth.chosen
+        task.decided = True
+        if source:
+            _call(task.on_change)
         pins += yield from do(self._l1.pin_present, [task.keys[index] for index in chosen if index not in source])
-        for batch in _batches([index for index in chosen if index in source], source, task.sizes):
-            still = [index for index in batch if index in worth]
-            if task.cancelled:
-                break
-            if not still:
-                continue
-            lost = yield from self._load_from(task, source[batch[0]], still, pins)
-            if lost:
-                # Objects that were useful only together with the lost ones need not be loaded.
-                for index in lost:
-                    available[index] = False
-                worth = set(task.select(available))
+        batches = _batches([index for index in chosen if index in source], source, task.sizes)
+        parts = [self._load_worthy(task, source[batch[0]], batch, worth, pins) for batch in batches]
+        if parts:
+            yield Apart(parts)
+
+    def _load_worthy(
+        self, task: LoadTask, store: L2Store, batch: Sequence[int], worth: Worth, pins: list[PinLease]
+    ) -> LoadSteps[None]:
+        """Load those of a batch that are still worth it."""
+        still = worth.of(batch)
+        if still and not task.cancelled:
+            # Objects that were useful only together with the lost ones need not be loaded.
+            worth.lose((yield from self._load_from(task, store, still, pins)))
 
     def _locate(
         self, task: LoadTask, missing: Sequence[int], stores: Sequence[L2Store]
@@ -230,8 +282,8 @@ class Loader:
                 if pin is not None:
                     pins.append(pin)
                     loaded.append(task.keys[index])
-            task.loaded += len(loaded)
             self._l1.loaded(loaded, store)
+            task.arrived(len(loaded))
             for _, _, view in places:
                 view.release()
         return elsewhere

@@ -1,10 +1,13 @@
 """The queues of loads from the L2 tiers: one load for each LOOKUP that L1 could answer only in part.
 
 The steps of a load are in `loading.py`. Each tier has its own load threads (`threads.py`); a load is always driven by
-a thread of the tier that it asks: it moves from queue to queue, so that a slow tier delays no load of another. A load
-that waits for a writer holds no thread. `cancel` ends a load early: END_SESSION, FREE_LOOKUP_LOCKS, a dead client.
+a thread of the tier that it asks: it moves from queue to queue, so that a slow tier delays no load of another. The
+batches of a load are driven apart, several at once; the next one queues behind the batches of other loads, so loads
+take turns. A tier has one thread more than batches are fetched from it at once, so what others ask is answered
+meanwhile. A load that waits for a writer, or for its batches, holds no thread. `cancel` ends a load early:
+END_SESSION, FREE_LOOKUP_LOCKS, a dead client.
 
-Lock order: the storage lock, then `changed`.
+Lock order: the storage lock, then that of `changed`, which all queues share.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from kvframework.api.keys import PackedKey
 from kvframework.storage.l2.l1_interface import L1
-from kvframework.storage.l2.loading import AskNext, Loader, LoadSteps, LoadTask, WaitForWriters
+from kvframework.storage.l2.loading import Apart, AskNext, Loader, LoadSteps, LoadTask, WaitForWriters
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import Steps
 from kvframework.storage.namespaces import NamespaceRecord
@@ -26,26 +29,42 @@ MAX_TASKS = 256
 
 
 class _Load:
-    """One accepted load. `task` is None for a namespace's record. `keys` are being written by others, and the load
-    waits for them until `waits_until` at the latest; () if it does not wait."""
+    """One accepted load, or one batch of its `whole`. `task` is None for a namespace's record, and for a batch. `keys`
+    are being written by others, and the load waits for them until `waits_until` at the latest; () if it does not
+    wait. `parts` wait for their turn, and `under_way` of them have begun."""
 
-    def __init__(self, task: LoadTask | None, steps: LoadSteps[None]) -> None:
+    def __init__(self, task: LoadTask | None, steps: LoadSteps[None], whole: _Load | None = None) -> None:
         self.task = task
         self.steps = steps
+        self.whole = whole
         self.keys: Sequence[PackedKey] = ()
         self.waits_until = math.inf
+        self.parts: deque[LoadSteps[None]] = deque()
+        self.under_way = 0
+        # Thrown into the steps when they go on.
+        self.error: Exception | None = None
 
 
 class TierLoads:
-    """The loads whose next call is to one tier, driven by its load threads."""
+    """The loads whose next call is to one tier, driven by its load threads, of which `at_once` fetch batches."""
 
-    def __init__(self, prefetcher: Prefetcher, number: int, store: L2Store) -> None:
+    def __init__(self, prefetcher: Prefetcher, number: int, store: L2Store, at_once: int) -> None:
         self.name = f"prefetch-{store.name}"
-        self.changed = prefetcher.changed
-        self.ready: deque[_Load] = deque()
+        self.at_once = at_once
+        self.changed = threading.Condition(prefetcher.lock)
         self.waiting: list[_Load] = []
         self._prefetcher = prefetcher
         self._number = number
+        # Loads that ask what the tier has, or go on; and batches, which take longer.
+        self._questions: deque[_Load] = deque()
+        self._batches: deque[_Load] = deque()
+        self._fetching = 0
+        self._batch_next = False
+
+    @property
+    def threads(self) -> int:
+        """The number of threads to drive it with."""
+        return self.at_once + 1
 
     @property
     def closing(self) -> bool:
@@ -55,7 +74,7 @@ class TierLoads:
     def wait_s(self) -> float:
         """Return the seconds until there is work, as far as is known now."""
         with self.changed:
-            if self.ready:
+            if self._questions or self._batch_may_begin:
                 return 0.0
             soonest = min((load.waits_until for load in self.waiting), default=math.inf)
             return soonest if soonest == math.inf else max(soonest - self._prefetcher.clock(), 0.0)
@@ -66,22 +85,61 @@ class TierLoads:
         with self.changed:
             now = self._prefetcher.clock()
             self.wake(lambda load: load.waits_until <= now)
-            return self._prefetcher.drive(self.ready.popleft(), self._number) if self.ready else None
+            load = self._next()
+            return None if load is None else self._drive(load)
+
+    def add(self, load: _Load, *, first: bool = False) -> None:
+        """Queue a load; with `first`, before those that have not begun. The caller holds the lock."""
+        queue = self._questions if load.whole is None else self._batches
+        if first:
+            queue.appendleft(load)
+        else:
+            queue.append(load)
+        self.changed.notify()
 
     def wake(self, due: Callable[[_Load], bool]) -> None:
         """Move `due` loads that waited for writers to the front, before loads that have not begun."""
         awake = [load for load in self.waiting if due(load)]
         if awake:
             self.waiting = [load for load in self.waiting if load not in awake]
-            self.ready.extendleft(reversed(awake))
+            for load in reversed(awake):
+                self.add(load, first=True)
+
+    @property
+    def _batch_may_begin(self) -> bool:
+        return bool(self._batches) and self._fetching < self.at_once
+
+    def _next(self) -> _Load | None:
+        """Take a question, which is quick, and a batch in turn: neither waits for all of the others."""
+        if self._batch_may_begin and (self._batch_next or not self._questions):
+            self._batch_next = False
+            self._fetching += 1
+            return self._batches.popleft()
+        self._batch_next = True
+        return self._questions.popleft() if self._questions else None
+
+    def _drive(self, load: _Load) -> Steps[None]:
+        try:
+            yield from self._prefetcher.drive(load, self._number)
+        finally:
+            if load.whole is not None:
+                with self.changed:
+                    self._fetching -= 1
 
 
 class Prefetcher:
     """Thread-safe, never blocks. `on_done` of every accepted task is called once, in a storage thread, even after a
-    failure, a cancel or `stop`; it may submit again. `queues` are those of the tiers, in their order."""
+    failure, a cancel or `stop`; it may submit again. `queues` are those of the tiers, in their order; `at_once` batches
+    are fetched from each."""
 
-    def __init__(self, l1: L1, stores: Sequence[L2Store], clock: Callable[[], float] = time.monotonic) -> None:
-        self.changed = threading.Condition()
+    def __init__(
+        self,
+        l1: L1,
+        stores: Sequence[L2Store],
+        at_once: Sequence[int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lock = threading.RLock()
         self.closing = False
         self.refused = 0
         self.in_flight = 0
@@ -90,7 +148,10 @@ class Prefetcher:
         self._stores = stores
         self._loader = Loader(l1, stores, clock)
         self._tasks: set[LoadTask] = set()
-        self.queues = tuple(TierLoads(self, number, store) for number, store in enumerate(stores))
+        self.queues = tuple(
+            TierLoads(self, number, store, count)
+            for number, (store, count) in enumerate(zip(stores, at_once, strict=True))
+        )
 
     def submit(self, task: LoadTask, on_done: Callable[[], None]) -> bool:
         """Queue a load. Returns False if there are no tiers or too many tasks: the caller then uses only the hits of
@@ -104,50 +165,63 @@ class Prefetcher:
     def writers_ended(self, any_writing: Callable[[Sequence[PackedKey]], bool]) -> None:
         """React to writers of L1 that have committed or given up. `any_writing` says whether keys are still being
         written; the caller holds the storage lock."""
-        with self.changed:
+        with self.lock:
             for queue in self.queues:
                 queue.wake(lambda load: not any_writing(load.keys))
-            self.changed.notify_all()
 
     def stop(self) -> None:
         """Refuse new tasks and cancel the accepted ones, which end after their calls in flight. Does not wait."""
-        with self.changed:
+        with self.lock:
             self.closing = True
             for task in self._tasks:
                 task.cancel()
             for queue in self.queues:
                 queue.wake(lambda _load: True)
-            self.changed.notify_all()
+                queue.changed.notify_all()
 
     def drive(self, load: _Load, number: int) -> Steps[None]:
-        """Drive a load that asks the tier `number`, until it ends, waits, or asks another tier."""
+        """Drive a load that asks the tier `number`, until it ends, waits, or asks another tier. The thread of the last
+        batch goes on with the whole load."""
+        going: _Load | None = load
+        while going is not None:
+            going = yield from self._drive(going, number)
+
+    def _drive(self, load: _Load, number: int) -> Steps[_Load | None]:
         answer: object = None
-        error: Exception | None = None
+        error, load.error = load.error, None
         try:
             while True:
                 step = load.steps.send(answer) if error is None else load.steps.throw(error)
                 answer = error = None
                 if isinstance(step, WaitForWriters):
                     if self._wait(load, number, step):
-                        return
+                        return None
                 elif isinstance(step, AskNext):
                     if self._stores[number] is not step.store:
                         self._hand_over(load, step.store)
-                        return
+                        return None
+                elif isinstance(step, Apart):
+                    self._split(load, number, step.parts)
+                    return None
                 else:
                     try:
                         answer = yield step
                     except Exception as failure:  # noqa: BLE001  the load decides
                         error = failure
         except StopIteration:
-            self._ended(load)
+            return self._ended(load, number)
+        except Exception as bug:
+            if load.whole is None:
+                self._ended(load, number)
+                raise
+            return self._ended(load, number, bug)
         except BaseException:
             load.steps.close()
-            self._ended(load)
+            self._ended(load, number)
             raise
 
     def _submit(self, load: _Load) -> bool:
-        with self.changed:
+        with self.lock:
             if not self._stores or self.closing:
                 return False
             if self.in_flight >= MAX_TASKS:
@@ -156,37 +230,57 @@ class Prefetcher:
             self.in_flight += 1
             if load.task is not None:
                 self._tasks.add(load.task)
-            self.queues[0].ready.append(load)
-            self.changed.notify_all()
+            self.queues[0].add(load)
             return True
 
     def _wait(self, load: _Load, number: int, step: WaitForWriters) -> bool:
         """Let the load wait; returns False if there is no writer to wait for."""
         load.keys, load.waits_until = step.keys, self.clock() + step.timeout_s
-        with self.changed:
+        queue = self.queues[number]
+        with self.lock:
             if self.closing:
                 return False
-            self.queues[number].waiting.append(load)
+            queue.waiting.append(load)
         if not self._l1.any_writing(step.keys):
             # The writers ended before it waited.
-            with self.changed:
-                if load in self.queues[number].waiting:
-                    self.queues[number].waiting.remove(load)
+            with self.lock:
+                if load in queue.waiting:
+                    queue.waiting.remove(load)
                     return False
-        with self.changed:
+        with self.lock:
             # The threads may be asleep until a later time than this one.
-            self.changed.notify_all()
+            queue.changed.notify_all()
         return True
 
     def _hand_over(self, load: _Load, store: L2Store) -> None:
-        with self.changed:
-            self.queues[self._stores.index(store)].ready.append(load)
-            self.changed.notify_all()
+        with self.lock:
+            self.queues[self._stores.index(store)].add(load)
 
-    def _ended(self, load: _Load) -> None:
-        with self.changed:
-            self.in_flight -= 1
-            if load.task is not None:
-                self._tasks.discard(load.task)
-            if self.closing:
-                self.changed.notify_all()
+    def _split(self, load: _Load, number: int, parts: Sequence[LoadSteps[None]]) -> None:
+        """Queue the first batches of a load, as many as are fetched at once; each queues the next one at its end."""
+        with self.lock:
+            load.parts.extend(parts)
+            for _ in range(min(self.queues[number].at_once, len(load.parts))):
+                self._begin_part(load, number)
+
+    def _begin_part(self, load: _Load, number: int) -> None:
+        load.under_way += 1
+        self.queues[number].add(_Load(None, load.parts.popleft(), load))
+
+    def _ended(self, load: _Load, number: int, bug: Exception | None = None) -> _Load | None:
+        """Account for the end of a load or of a batch; return the whole load after its last batch, to be driven."""
+        with self.lock:
+            whole = load.whole
+            if whole is None:
+                self.in_flight -= 1
+                if load.task is not None:
+                    self._tasks.discard(load.task)
+                if self.closing:
+                    for queue in self.queues:
+                        queue.changed.notify_all()
+                return None
+            whole.under_way -= 1
+            whole.error = whole.error or bug
+            if whole.parts:
+                self._begin_part(whole, number)
+            return None if whole.under_way else whole

@@ -19,6 +19,7 @@ from kvframework.api.copying import joined
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, checksum_in, seal, unseal
+from kvframework.storage.l2.absences import Absences
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Shares, Watermarks, victims
@@ -35,6 +36,7 @@ CHECK_EVERY_S = 5.0
 DELETE_AT_ONCE = 256
 # Unknown codecs that are logged by name: any client of the store may have written these names.
 MAX_FOREIGN = 64
+MAX_PROBLEMS = 16
 
 
 class L2Store:
@@ -42,8 +44,8 @@ class L2Store:
     it is closed.
 
     `codec` packs written values; values read may have been packed by any of `codecs`. `layout_of` gives the fingerprint
-    of a namespace's object layout. `breaker` is the template of the tier's circuits; `clock` differs from the tier's
-    own only in a simulation.
+    of a namespace's object layout, `dtype_of` the dtype of an object's elements. `breaker` is the template of the
+    tier's circuits; `clock` differs from the tier's own only in a simulation.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class L2Store:
         codec: str = NO_CODEC,
         codecs: CodecTable | None = None,
         layout_of: Callable[[bytes], bytes] = lambda _namespace: UNTOLD_LAYOUT,
+        dtype_of: Callable[[PackedKey], str] = lambda _key: "",
         watermarks: Watermarks = Watermarks(),  # noqa: B008  frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = tier.name
         self.capabilities = frozenset(tier.capabilities())
+        self.read_only = tier.read_only
         self._tier = tier
         self._calls = TierCalls(tier.name, timeout_s, breaker or Breaker(), clock)
         self.counters = self._calls.counters
@@ -67,6 +71,7 @@ class L2Store:
         self._codec = codec
         self._codecs = codecs or CodecTable()
         self._layout_of = layout_of
+        self._dtype_of = dtype_of
         self._watermarks = watermarks
         self._clock = clock
         # Receives, in a storage thread, the key of each value that is unusable.
@@ -79,9 +84,12 @@ class L2Store:
         self.shares = Shares()
         self._foreign: set[str] = set()
         self._usage: TierUsage | None = None
+        self._problems: list[str] = []
         # Bytes that are being written.
         self._taken = 0
         self._room = threading.Lock()
+        self._absences = Absences()
+        self._remembering = threading.Lock()
 
     @property
     def timeout_s(self) -> float:
@@ -117,6 +125,8 @@ class L2Store:
     def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
         """Delete the values under the keys of `dropped`, which have these sizes, and, if the tier can list its values,
         all that are `wanted`: (values deleted, their bytes). Blocks for a listing and several calls."""
+        if self.read_only:
+            return 0, 0
         sizes = dict(dropped)
         if self.lists:
             listing = self._calls.call(
@@ -151,13 +161,25 @@ class L2Store:
     def _delete(self, keys: Sequence[PackedKey], deadline: float) -> list[Outcome]:
         return self._tier.delete(keys, deadline=deadline)
 
+    def lacked(self, keys: Sequence[PackedKey]) -> list[bool]:
+        """Return which of `keys` the tier lacked a moment ago, as `Absences` remembers it. Never calls the tier."""
+        with self._remembering:
+            now = self._clock()
+            return [self._absences.lacked(key, now) for key in keys]
+
     def contains_steps(self, keys: Sequence[PackedKey]) -> Steps[list[bool]]:
-        outcomes = yield from self._each("contains", keys, lambda at: self._tier.contains(keys, deadline=at))
+        """Ask which of `keys` the tier has, without those that it `lacked` a moment ago."""
+        lacked = self.lacked(keys)
+        asked = [key for key, absent in zip(keys, lacked, strict=True) if not absent]
+        if not asked:
+            return [False] * len(keys)
+        outcomes = yield from self._ask("contains", asked, lambda at: self._tier.contains(asked, deadline=at))
         self.count(misses=outcomes.count(Outcome.MISSING))
-        for key, outcome in zip(keys, outcomes, strict=True):
+        for key, outcome in zip(asked, outcomes, strict=True):
             if outcome is Outcome.DAMAGED:
                 yield from self._discard(key, "it was not stored by this framework")
-        return [outcome is Outcome.FOUND for outcome in outcomes]
+        found = iter(outcomes)
+        return [not absent and next(found) is Outcome.FOUND for absent in lacked]
 
     def get_steps(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> Steps[list[bool]]:
         """Fill each range from the tier; True where its bytes are verified as those that were stored.
@@ -174,7 +196,7 @@ class L2Store:
                 raise TierError("the tier does not report how many bytes it received", where=self.name)
             return answers
 
-        outcomes = yield from self._each("get_into", keys, receive)
+        outcomes = yield from self._ask("get_into", keys, receive)
         if Outcome.FAILED in outcomes:
             self._calls.read_trouble = self._clock(), "a value could not be read"
         good = []
@@ -194,8 +216,7 @@ class L2Store:
         parts: list[list[memoryview]] = []
         plain: dict[PackedKey, int] = {}
         for key, value in zip(keys, values, strict=True):
-            packs = self._codec != NO_CODEC
-            name, packed = self._codecs.pack(self._codec, value) if packs else (NO_CODEC, [value])
+            name, packed = self._codecs.pack(self._codec, value, self._dtype_of(key))
             layout = self._layout_of(key[:16])
             header = seal(key, packed, object_bytes=value.nbytes, codec=name, layout=layout)
             parts.append([memoryview(header), *packed])
@@ -218,7 +239,12 @@ class L2Store:
     def _put_together(
         self, keys: Sequence[PackedKey], values: Sequence[memoryview], parts: Sequence[Sequence[memoryview]]
     ) -> Steps[list[bool]]:
-        outcomes = yield from self._each("put", keys, lambda at: self._tier.put(keys, parts, deadline=at))
+        try:
+            outcomes = yield from self._each("put", keys, lambda at: self._tier.put(keys, parts, deadline=at))
+        finally:
+            # A call that failed may have written.
+            with self._remembering:
+                self._absences.written(keys)
         stored = [outcome is Outcome.STORED for outcome in outcomes]
         sizes = [value.nbytes for value, ok in zip(values, stored, strict=True) if ok]
         self.count(stored=len(sizes), store_failed=len(keys) - len(sizes), bytes_written=sum(sizes))
@@ -242,6 +268,7 @@ class L2Store:
     def check_steps(self) -> Steps[None]:
         """Check that the tier works, unless it has just shown it, and how full it is. Raises nothing. The caller
         ensures that no write waits."""
+        self._collect_problems()
         try:
             stale = self._clock() - self._calls.answered_at >= CHECK_EVERY_S
             if stale and not (yield from self.answers_steps()):
@@ -266,6 +293,8 @@ class L2Store:
         return {
             "name": self.name,
             "codec": self._codec,
+            "read_only": self.read_only,
+            "problems": self._problems,
             "capabilities": sorted(self.capabilities),
             "usage": usage and {"used_bytes": int(usage.used_bytes), "capacity_bytes": int(usage.capacity_bytes)},
             **self._calls.status(),
@@ -305,11 +334,20 @@ class L2Store:
     def _discard(self, key: PackedKey, problem: str) -> Steps[None]:
         self.count(corrupt=1)
         self.on_damaged(key)
+        if self.read_only:
+            log.warning("tier %s: a value is unusable: %s (key %s)", self.name, problem, key.hex())
+            return
         log.warning("tier %s: a value is unusable and is deleted: %s (key %s)", self.name, problem, key.hex())
         try:
             yield from self.delete_steps([key])
         except TierError:
             log.debug("tier %s: could not delete it", self.name)
+
+    def _collect_problems(self) -> None:
+        try:
+            self._problems = [str(each) for each in list(self._tier.problems())[:MAX_PROBLEMS]]
+        except Exception as error:  # noqa: BLE001  a bug of the plugin
+            self._problems = [f"its `problems` raised {type(error).__name__}"]
 
     @property
     def _keeps_room(self) -> bool:
@@ -350,6 +388,19 @@ class L2Store:
     def _ask_usage(self) -> Steps[TierUsage]:
         self._usage = yield from self._calls.call("usage", lambda at: self._tier.usage(deadline=at))
         return self._usage
+
+    def _ask(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> Steps[list[R]]:
+        """Call a reading operation like `_each`, and remember what is missing."""
+        missing: list[PackedKey] = []
+        with self._remembering:
+            question = self._absences.ask()
+        try:
+            outcomes = yield from self._each(name, keys, operation)
+            missing += [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISSING]
+            return outcomes
+        finally:
+            with self._remembering:
+                self._absences.answered(question, missing, self._clock())
 
     def _each(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> Steps[list[R]]:
         def checked(deadline: float) -> list[R]:

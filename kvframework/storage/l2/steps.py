@@ -32,8 +32,11 @@ def run(steps: Steps[R]) -> R:
             try:
                 result = step()
             except Exception as error:  # noqa: BLE001  the generator decides
+                del step
                 step = steps.throw(error)
             else:
+                # With the packed objects that it has sent: the generator may pack the next ones now.
+                del step
                 step = steps.send(result)
     except StopIteration as end:
         answer: R = end.value

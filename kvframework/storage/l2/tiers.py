@@ -20,7 +20,7 @@ from kvframework.storage.l2.full_tier_victims import Watermarks
 from kvframework.storage.l2.l1_interface import L1
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import run
-from kvframework.storage.l2.write_policy import WritePolicy, WriteThrough
+from kvframework.storage.l2.write_policy import WriteNothing, WritePolicy, WriteThrough
 from kvframework.storage.l2.writer import TierWriter
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecords, decode_record, record_key
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class AttachedTier:
     """One `[[l2]]`: a store and its write and read settings. `promote` means that it also receives values found in a
-    later tier. `loads` and `writes` bound its concurrent loads and batches of writes; `shares` are the least and the
-    most of its capacity that each tenant has, see `Shares`."""
+    later tier. `loads` and `writes` bound the batches that are loaded and written at once; `shares` are the least and
+    the most of its capacity that each tenant has, see `Shares`."""
 
     store: L2Store
     policy: WritePolicy = field(default_factory=WriteThrough)
@@ -59,15 +59,17 @@ class Tiers:
             store.on_damaged = l1.damaged
             store.on_sealed = l1.sealed
         for place, store in enumerate(self.stores, 1) if events.wanted else ():
-            store.on_seen = partial(events.seen, place)
+            if not store.read_only:  # others announce what is theirs
+                store.on_seen = partial(events.seen, place)
         self.writers = [
             TierWriter(
                 l1,
                 tier.store,
                 records,
-                policy=tier.policy,
+                policy=WriteNothing() if tier.store.read_only else tier.policy,
                 queue=tier.write_queue,
                 promote=tier.promote,
+                writers=tier.writes,
                 clock=clock,
             )
             for tier in attached

@@ -120,6 +120,18 @@ class WriteBack(WritePolicy):
         return lost
 
 
+class WriteNothing(WritePolicy):
+    """No object: for tiers that are read only."""
+
+    name = "none"
+    watches_l1 = False
+
+    def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        return ()
+
+    promoted = committed
+
+
 WRITE_POLICIES: dict[str, type[WritePolicy]] = {
     policy.name: policy for policy in (WriteThrough, WriteThroughSelective, WriteBack)
 }

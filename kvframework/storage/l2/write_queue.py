@@ -32,13 +32,14 @@ class Batch:
 class WriteQueue:
     """`count` adds to counters by name: `write_dropped`, `write_lost`, `write_given_up`.
 
-    `bound` is the number of objects that may wait. Objects that a batch could not send wait again beyond it, so at most
-    the bound and the batches in flight are pending.
+    `bound` is the number of objects that may wait; `writers` batches may be in flight. Objects that a batch could not
+    send wait again beyond the bound, so at most the bound and the batches in flight are pending.
     """
 
-    def __init__(self, policy: WritePolicy, bound: int, count: Callable[..., None]) -> None:
+    def __init__(self, policy: WritePolicy, bound: int, count: Callable[..., None], writers: int = 1) -> None:
         self.policy = policy
         self.bound = bound
+        self._writers = writers
         self._count = count
         self._waiting: OrderedDict[PackedKey, None] = OrderedDict()
         # Keys taken for a batch and not settled; each batch's in its order.
@@ -90,12 +91,13 @@ class WriteQueue:
             self._count(write_lost=1)
 
     def take(self, now: float) -> Batch:
-        """Return the next batch; its keys count as being sent until each is settled."""
+        """Return the next batch, a fair share of what waits for each of the writers; its keys count as being sent until
+        each is settled."""
         for key in [key for key, due in self._refused.items() if due <= now]:
             del self._refused[key]
             self._waiting[key] = None
         keys: list[PackedKey] = []
-        most = self._at_once
+        most = min(self._at_once, -(-len(self._waiting) // self._writers))
         for key in self._waiting:
             most = min(most, self._most.get(key, most))
             if len(keys) >= most:

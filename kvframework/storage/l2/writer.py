@@ -46,6 +46,7 @@ class TierWriter:
         policy: WritePolicy | None = None,
         queue: int = 1024,
         promote: bool = True,
+        writers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = f"writer-{store.name}"
@@ -56,7 +57,7 @@ class TierWriter:
         self._l1 = l1
         self._records = records
         self._policy = policy or WriteThrough()
-        self._queue = WriteQueue(self._policy, queue, store.count)
+        self._queue = WriteQueue(self._policy, queue, store.count, writers)
         self._clock = clock
         # Time of the last put of each namespace's record, or of its beginning.
         self._record_put: dict[bytes, float] = {}

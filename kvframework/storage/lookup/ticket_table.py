@@ -26,7 +26,7 @@ MAX_LOADS = 128
 @dataclass(slots=True, eq=False)
 class Ticket:
     """The ticket of one LOOKUP, or of a plugin handler's pins. `pins` is the id of its pin lease of `objects` objects,
-    "" for none."""
+    "" for none. `decided`: the tiers have said what they have, or no load was begun."""
 
     id: str
     owner: int
@@ -36,6 +36,7 @@ class Ticket:
     pins: str = ""
     objects: int = 0
     pending: bool = False
+    decided: bool = True
     cancel_load: Callable[[], object] | None = None
     ended: bool = False
 
@@ -122,12 +123,18 @@ class TicketTable:
     def load_begun(self, ticket: Ticket, cancel: Callable[[], object] | None) -> None:
         """Record the start of a load for the ticket; `cancel` ends it early, None if it cannot be cancelled."""
         ticket.pending = True
+        ticket.decided = False
         ticket.cancel_load = cancel
         self._loading[ticket.owner] += 1
+
+    def load_decided(self, ticket: Ticket) -> None:
+        """Record that the tiers have said what they have, while the load goes on."""
+        ticket.decided = True
 
     def load_ended(self, ticket: Ticket, now: float) -> None:
         """Record the end of the load, successful or not. Called once for each `load_begun`."""
         ticket.pending = False
+        ticket.decided = True
         ticket.cancel_load = None
         ticket.deadline = now + self.ticket_s
         self._loading[ticket.owner] -= 1

@@ -5,47 +5,60 @@ Calls come from the serving thread and from plugins' threads and never wait for 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvframework.api.requests import PackedKey, PrefetchTask
-from kvframework.errors import LeaseUnknown
+from kvframework.errors import LeaseUnknown, RequestError
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l1.objects import UNPIN_AT_ONCE
 from kvframework.storage.lookup.ticket_table import Ticket, TicketTable
 from kvframework.storage.manager import FindRow, StorageManager
-from kvframework.storage.namespaces import NamespaceRecord
+from kvframework.storage.namespaces import NamespaceRecord, record_key
 
 
 class Wanted(NamedTuple):
     """The objects that a LOOKUP requests. `find` gives the chunks of the hit and its objects, by rows of L1; `load`
     starts the load of the rest and receives a callback for its end; None if it was refused. `prefix` and `digests` name
-    the objects of one row, which stands for all in the counts."""
+    the objects of one row, which stands for all in the counts. The second callback of `load` is called, in a storage
+    thread, once the tiers have said what they have, when objects have arrived, and at the end."""
 
     prefix: bytes
     digests: Sequence[bytes]
     chunk_tokens: int
     find: Callable[[FindRow], tuple[int, list[StoredObject]]]
-    load: Callable[[Callable[[], None]], PrefetchTask | None]
+    load: Callable[[Callable[[], None], Callable[[], None]], PrefetchTask | None]
 
 
 class Answer(NamedTuple):
-    """The present state of a ticket. `ticket` is its id, "" for a ticket without pins and without a load."""
+    """The present state of a ticket. `ticket` is its id, "" for a ticket without pins and without a load. `decided`:
+    nothing but the load of what the tiers have is waited for."""
 
     hit_tokens: int
     ticket: str
     pending: bool
+    decided: bool = True
 
 
 class LookupTickets:
     """Tickets belong to the client session that requested them. `on_end` is called with the id of each ticket that
-    ends, in the thread of the call that ends it, under the storage lock."""
+    ends, in the thread of the call that ends it, under the storage lock; `on_change` with that of a ticket whose load
+    has more to tell, in a storage thread."""
 
     def __init__(
-        self, storage: StorageManager, *, ticket_s: float, on_end: Callable[[str], object] = lambda _ticket: None
+        self,
+        storage: StorageManager,
+        *,
+        ticket_s: float,
+        on_end: Callable[[str], object] = lambda _ticket: None,
+        on_change: Callable[[str], object] = lambda _ticket: None,
     ) -> None:
         self._storage = storage
         self._on_end = on_end
+        self._on_change = on_change
+        # The tickets for which objects have arrived since the last answer.
+        self._grown: dict[str, Wanted] = {}
         self._lock = storage.lock
         self._clock = storage.clock
         self._table = TicketTable(ticket_s)
@@ -124,15 +137,22 @@ class LookupTickets:
                     record = None if ticket.ended else self._storage.records.get(namespace)
                     if record is not None:
                         self._ask(ticket, wanted(record))
+                self._on_change(ticket.id)
 
-            if self._may_load(ticket) and self._storage.submit_record_task(namespace, known):
+            absent = self._storage.tiers_lacked(record_key(namespace))
+            if not absent and self._may_load(ticket) and self._storage.submit_record_task(namespace, known):
                 self._table.load_begun(ticket, None)
             return self._answer(ticket)
 
     def ask_again(self, ticket_id: str, owner: int) -> Answer:
         """Return the state of a ticket. Raises `LeaseUnknown`."""
         with self._lock:
-            return self._answer(self._table.get(ticket_id, owner))
+            ticket = self._table.get(ticket_id, owner)
+            wanted = self._grown.pop(ticket_id, None)
+            if wanted is not None:
+                with contextlib.suppress(RequestError):  # too many pins: the answer stays as it was
+                    self._pin(ticket, wanted, use=False)
+            return self._answer(ticket)
 
     def free(self, ticket_id: str, owner: int) -> int:
         """End a ticket; return the number of objects it had pinned. Raises `LeaseUnknown`."""
@@ -143,7 +163,7 @@ class LookupTickets:
         hit = self._pin(ticket, wanted)
         self._storage.looked_up(self._storage.row, wanted.prefix, wanted.digests, hit, wanted.chunk_tokens)
         if hit < len(wanted.digests) and self._may_load(ticket):
-            task = wanted.load(lambda: self._loaded(ticket, wanted))
+            task = wanted.load(lambda: self._loaded(ticket, wanted), lambda: self._changed(ticket, wanted))
             if task is not None:
                 self._table.load_begun(ticket, task.cancel)
 
@@ -151,20 +171,35 @@ class LookupTickets:
         """Continue a lookup after its load has ended (in a storage thread), while the load still pins its objects."""
         with self._lock:
             self._table.load_ended(ticket, self._clock())
+            self._grown.pop(ticket.id, None)
             if not ticket.ended:
                 self._pin(ticket, wanted)
+
+    def _changed(self, ticket: Ticket, wanted: Wanted) -> None:
+        """Note that the tiers have said what they have, that objects have arrived, or that the load has ended and pins
+        nothing any more (in a storage thread)."""
+        with self._lock:
+            if ticket.pending and not ticket.ended:
+                self._table.load_decided(ticket)
+                self._grown[ticket.id] = wanted
+        self._on_change(ticket.id)
 
     def _may_load(self, ticket: Ticket) -> bool:
         """Whether the ticket may load from L2; else it is answered from L1."""
         return self._storage.has_tiers and self._table.may_load(ticket.owner)
 
-    def _pin(self, ticket: Ticket, wanted: Wanted) -> int:
-        """Pin the present hit in L1, in place of the ticket's former pins; return its chunks."""
+    def _pin(self, ticket: Ticket, wanted: Wanted, *, use: bool = True) -> int:
+        """Pin the present hit in L1, in place of the ticket's former pins; return its chunks. Once more while it grows
+        is no `use`."""
         hit, objects = wanted.find(self._storage.row)
         lease_id = ""
         if hit:
             lease_id = self._storage.pin_objects(
-                objects, owner=ticket.owner, request_id=ticket.request_id, lease_s=self._table.ticket_s
+                objects,
+                owner=ticket.owner,
+                request_id=ticket.request_id,
+                lease_s=self._table.ticket_s,
+                use=use,
             ).id
         tokens = hit * wanted.chunk_tokens
         before = self._table.pin(ticket, lease_id, objects=len(objects), hit_tokens=tokens, now=self._clock())
@@ -175,9 +210,10 @@ class LookupTickets:
         self._table.keep(ticket)
         if not ticket.pending and not ticket.pins:
             return Answer(0, "", False)
-        return Answer(ticket.hit_tokens, ticket.id, ticket.pending)
+        return Answer(ticket.hit_tokens, ticket.id, ticket.pending, ticket.decided)
 
     def _end(self, ticket: Ticket) -> int:
+        self._grown.pop(ticket.id, None)
         self._on_end(ticket.id)
         return self._unpin(ticket.owner, self._table.end(ticket))
 

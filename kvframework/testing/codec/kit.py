@@ -57,16 +57,18 @@ class CodecKit(NamedKit):
     def codec(self, make_codec: MakeCodec) -> Codec:
         return make_codec()
 
-    def pack(self, codec: Codec, data: bytes) -> bytes:
-        """Return the bytes that a tier receives for `data`."""
-        return b"".join(self.parts_of(codec, memoryview(data)))
+    def pack(self, codec: Codec, data: bytes, dtype: str | None = None) -> bytes:
+        """Return the bytes that a tier receives for `data`, elements of `dtype` if one is given."""
+        return b"".join(self.parts_of(codec, memoryview(data), dtype))
 
-    def parts_of(self, codec: Codec, data: memoryview) -> Sequence[memoryview]:
-        """Return what `encode` answers; fails unless that is a sequence of views of bytes."""
+    def parts_of(self, codec: Codec, data: memoryview, dtype: str | None = None) -> Sequence[memoryview]:
+        """Return what `encode` answers, or `encode_elements` with a `dtype`; fails unless that is a sequence of views
+        of bytes."""
         try:
-            parts = codec.encode(data)
+            parts = codec.encode(data) if dtype is None else codec.encode_elements(data, dtype)
         except Exception as error:  # noqa: BLE001  reported as the test's failure
-            pytest.fail(f"encode raised {type(error).__name__} ({error}) for an object of {data.nbytes} bytes")
+            told = "" if dtype is None else f", told as elements of {dtype!r}"
+            pytest.fail(f"encode raised {type(error).__name__} ({error}) for an object of {data.nbytes} bytes{told}")
         must = "the packed form is a sequence of 1-D views of bytes, gone through several times"
         assert isinstance(parts, Sequence), f"encode answered a {type(parts).__name__}: {must}"
         for part in parts:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframework.api.codec import MAX_CODEC_NAME, Codec
+from kvframework.api.types import DTYPE_BYTES
 from kvframework.errors import ConfigFieldError
 from kvframework.testing.codec.kit import CONTENTS, CodecKit, MakeCodec
 from kvframework.testing.together import stepped
@@ -59,6 +60,14 @@ class PackingTests(CodecKit):
             self.must_unpack(codec, self.pack(codec, data), data)
 
         check()
+
+    @pytest.mark.parametrize("dtype", ["", *DTYPE_BYTES, "a dtype of later releases"])
+    def test_elements_of_any_dtype_come_back(self, codec: Codec, dtype: str) -> None:
+        """The dtype is what an engine has declared: the bytes may be anything, and need not be whole elements."""
+        for content, data in CONTENTS.items():
+            for nbytes in {len(data), max(0, len(data) - 1), max(0, len(data) - 3)}:
+                packed = self.pack(codec, data[:nbytes], dtype)
+                self.must_unpack(codec, packed, data[:nbytes], f"{content}, told as elements of {dtype!r}")
 
     @pytest.mark.parametrize("content", CONTENTS)
     def test_an_object_may_look_like_a_packed_one(self, codec: Codec, content: str) -> None:

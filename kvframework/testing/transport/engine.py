@@ -131,6 +131,7 @@ class KitEngine:
             model_name=self.worker.identity.model_name,
             namespace=self.registration.namespace,
             chunk_tokens=CHUNK,
+            world_size=self.registration.world_size,
         )
         result = scheduler.lookup(request)
         scheduler.free(result)

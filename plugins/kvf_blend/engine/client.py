@@ -59,8 +59,9 @@ class BlendClient:
         Raises `BadRotary` and `BlendRefused` for a model or layout that cannot be blended, `UnknownRequest` from a
         server without this plugin, `ServerGone`, `DeadlineExceeded`.
         """
-        identity = self._worker.identity
-        payload = m.RegisterBlend(identity.instance_id, identity.model_name, identity.world_size, self._rotary)
+        identity, registration = self._worker.identity, self._worker.registration
+        world_size = registration.world_size if registration is not None else identity.world_size
+        payload = m.RegisterBlend(identity.instance_id, identity.model_name, world_size, self._rotary)
         return self._client.request(m.CB_REGISTER_KV_CACHE.name, payload, m.BlendRegistered)
 
     def unregister(self) -> None:

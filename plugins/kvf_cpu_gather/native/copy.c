@@ -108,9 +108,10 @@ static void choose(part *p)
     p->together = NULL;
     p->waiting = 0;
 #if defined(__x86_64__)
-    if (p->product->streaming && p->product->run >= 512 && __builtin_cpu_supports("avx2")) {
+    if (p->product->streaming && p->product->run >= 256 && __builtin_cpu_supports("avx2")) {
         p->copy = copy_streaming;
-        p->together = copy_abreast;
+        if (p->product->run >= 2048) /* measured: shorter ones are faster one after the other */
+            p->together = copy_abreast;
     }
 #endif
 }

@@ -31,7 +31,11 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Keeper(Protocol):
-    """Who holds descriptors by name while no server lives, see `kvframework.keeper`. Methods raise `OSError`."""
+    """Who holds descriptors by name while no server lives, see `kvframework.keeper`; unless it `lasts`, only up to this
+    server's end. Methods raise `OSError`."""
+
+    @property
+    def lasts(self) -> bool: ...
 
     def kept(self, names: Collection[str]) -> dict[str, int]:
         """Return the descriptors of these names that it held at the start of this process, each owned by the caller;

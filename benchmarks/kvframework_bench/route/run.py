@@ -1,4 +1,4 @@
-"""`python -m kvframework_bench.route`: what a router takes, in memory and time, and what follows for a thousand nodes.
+"""What a router takes, in memory and time, and what follows for a thousand nodes.
 
 In this process, without sockets: batches as publishers encode them go in, JSON requests go in and out. The last rows
 are arithmetic on the others; docs/scale.md has them in words.
@@ -8,31 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib.util
 import math
 import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
-from kvframework.http.messages import Request
+from kvframework.api.installing import install_command
+from kvframework.http.messages import Reply, Request
 from kvframework.http.rights import Rights
 from kvframework.route import subscription
 from kvframework.route.app import App
 from kvframework.route.router import Router
 from kvframework.route.settings import Node
+from kvframework_bench.console import Stage, no_progress
+from kvframework_bench.errors import BenchFailed, BenchUnavailable
+from kvframework_bench.route.figures import RouteFigure, RouteFigures, RouteScore
 
 BLOCK = 16
 CHUNK = 256
 _CHUNKS_A_BATCH = 64
 _TOPIC = b"kv@node@model"
 _PROMPT = 32768
+_ROUNDS = 11
 # What the table of a thousand nodes assumes.
 _NODES, _HELD, _LIFE_S = 1000, 10_000_000, 3600.0
 
@@ -82,27 +86,45 @@ class Speaker:
         return self._encode((time.time(), [Gone(hashes, "CPU")], 0))
 
 
-def main(
-    blocks: Annotated[int, typer.Option(help="Blocks of the index, and announced.")] = 10_000_000,
-    nodes: Annotated[int, typer.Option(help="Publishers that tell them.")] = 8,
-    many: Annotated[int, typer.Option(help="Publishers of the scores among many.")] = _NODES,
-) -> None:
-    """Print the figures as Markdown."""
-    subscription.AWAY_S = math.inf  # none of these publishers is there
-    asyncio.run(_run(blocks, nodes, many))
+class Sizes(msgspec.Struct, frozen=True):
+    """Blocks of the index, which `nodes` publishers announce; publishers of the scores among many."""
+
+    blocks: int = 10_000_000
+    nodes: int = 8
+    many: int = _NODES
 
 
-async def _run(blocks: int, nodes: int, many: int) -> None:
-    router = await _following(blocks, nodes)
-    rows = await _filled(router, blocks, nodes)
-    typer.echo("| what | figure |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows))
+FULL = Sizes()
+QUICK = Sizes(blocks=20_000, nodes=2, many=3)
+
+
+def bench_route(sizes: Sizes = FULL, *, stage: Stage = no_progress) -> RouteFigures:
+    """Measure; takes three minutes. Raises `BenchFailed` for a wrong score, and `BenchUnavailable` without what
+    `kvframework route` needs."""
+    for module in ("h11", "numpy"):
+        if importlib.util.find_spec(module) is None:
+            raise BenchUnavailable(f"not installed: {module}", hint=install_command("route"))
+    # None of these publishers is there.
+    away, subscription.AWAY_S = subscription.AWAY_S, math.inf
+    try:
+        with stage("filling an index, and asking it", 2) as advance:
+            return asyncio.run(_run(sizes, advance))
+    finally:
+        subscription.AWAY_S = away
+
+
+async def _run(sizes: Sizes, advance: Callable[[], None]) -> RouteFigures:
+    router = await _following(sizes.blocks, sizes.nodes)
+    figures = _filled(router, sizes)
+    advance()
     await router.stop()
     del router
     gc.collect()
-    router = await _following(many * 4096, many)
-    rows = _among_many(router)
-    typer.echo("\n" + "\n".join(f"| {name} | {value} |" for name, value in rows))
+    router = await _following(sizes.many * 4096, sizes.many)
+    scores = _among_many(router)
     await router.stop()
+    advance()
+    return msgspec.structs.replace(figures, scores=figures.scores + scores)
 
 
 async def _following(blocks: int, nodes: int) -> Router:
@@ -111,8 +133,9 @@ async def _following(blocks: int, nodes: int) -> Router:
     return router
 
 
-async def _filled(router: Router, blocks: int, nodes: int) -> list[tuple[str, str]]:
-    """Fill the index; return rows."""
+def _filled(router: Router, sizes: Sizes) -> RouteFigures:
+    """Fill the index; return its figures."""
+    blocks, nodes = sizes.blocks, sizes.nodes
     resident, spent, told, batches, nbytes = _resident_bytes(), 0.0, 0, 0, 0
     followed = list(router._followed.values())
     prompt = list(range(_PROMPT))
@@ -132,11 +155,8 @@ async def _filled(router: Router, blocks: int, nodes: int) -> list[tuple[str, st
                 latest.append(named)
     took = _resident_bytes() - resident
     refused = sum(each.contents.counts["refused"] for each in followed)
-    document = router.document()
-    scores = [
-        (f"`/score`, {tokens // 1024}k tokens, half of {nodes} nodes have them, p50", _score_ms(router, tokens))
-        for tokens in (1024, 8192, 32768)
-    ]
+    held_by_all = router.document()["blocks"]
+    scores = [_score(router, tokens, nodes, nodes // 2) for tokens in (1024, 8192, _PROMPT)]
     # Turnover, at full load: as much goes as comes.
     speaker, last, removed_s, removed = Speaker(10**6), followed[-1], 0.0, 0
     full = last.contents.counts["refused"]
@@ -156,22 +176,26 @@ async def _filled(router: Router, blocks: int, nodes: int) -> list[tuple[str, st
         steps += 1
     cleared_s = time.process_time() - began
     rate, wire = told / spent, nbytes / told
-    return [
-        ("blocks announced, and without room", f"{told:,}, {refused:,}"),
-        ("memory a block: of the tables, resident", f"{router.index.bytes / blocks:.1f}, {took / told:.1f} bytes"),
-        ("a block on the wire", f"{wire:.0f} bytes"),
-        ("taken in, of batches with 1,024 blocks", f"{rate:,.0f} blocks/s, {batches / spent:,.0f} batches/s"),
-        ("removed", f"{removed / removed_s:,.0f} blocks/s"),
-        ("new ones in their places, and without room", f"{removed:,}, {lost:,}"),
-        *((name, f"{value:.2f} ms") for name, value in scores),
-        (f"a publisher with {held:,} blocks forgotten", f"{1000 * cleared_s:.0f} ms, in {steps} steps"),
-        ("blocks in the index then", f"{document['blocks']:,}"),
-        *_thousand(rate, wire, removed / removed_s, router.index.bytes / blocks),
+    measured = [
+        RouteFigure("blocks announced", told, "blocks"),
+        RouteFigure("of them without room", refused, "blocks"),
+        RouteFigure("blocks in the index then", held_by_all, "blocks"),
+        RouteFigure("tables, a block", router.index.bytes / blocks, "bytes"),
+        RouteFigure("resident memory, a block", took / told, "bytes"),
+        RouteFigure("on the wire, a block", wire, "bytes"),
+        RouteFigure("taken in, of batches with 1,024 blocks", rate, "blocks/s"),
+        RouteFigure("taken in", batches / spent, "batches/s"),
+        RouteFigure("removed", removed / removed_s, "blocks/s"),
+        RouteFigure("new ones in the places of removed ones", removed, "blocks"),
+        RouteFigure("of them without room", lost, "blocks"),
+        RouteFigure(f"a publisher with {held:,} blocks forgotten, in {steps} steps", 1000 * cleared_s, "ms"),
     ]
+    thousand = _thousand(rate, wire, removed / removed_s, router.index.bytes / blocks)
+    return RouteFigures(blocks, nodes, measured, scores, thousand)
 
 
-def _among_many(router: Router) -> list[tuple[str, str]]:
-    """Return rows about scores among many nodes."""
+def _among_many(router: Router) -> list[RouteScore]:
+    """Return scores among many nodes, of which one or all have the prompt."""
     followed = list(router._followed.values())
     speaker = Speaker(1)
     parts, _ = speaker.prompt(list(range(_PROMPT)))
@@ -179,54 +203,57 @@ def _among_many(router: Router) -> list[tuple[str, str]]:
         followed[0].contents.apply(_TOPIC, payload)
     for each in followed[1:]:  # so that each has a place to be looked at
         each.contents.apply(_TOPIC, speaker.prompt(list(range(1000, 1000 + CHUNK)))[0][0])
-    one = _score_ms(router, _PROMPT)
+    one = _score(router, _PROMPT, len(followed), 1)
     for each in followed:
         for payload in parts:
             each.contents.apply(_TOPIC, payload)
-    return [
-        (f"`/score`, 32k tokens, one of {len(followed):,} nodes has them, p50", f"{one:.2f} ms"),
-        (f"`/score`, 32k tokens, all {len(followed):,} nodes have them, p50", f"{_score_ms(router, _PROMPT):.1f} ms"),
-    ]
+    return [one, _score(router, _PROMPT, len(followed), len(followed))]
 
 
-def _thousand(rate: float, wire: float, removals: float, held: float) -> list[tuple[str, str]]:
-    """Return rows of arithmetic: all blocks of all nodes are new once in `_LIFE_S`."""
+def _thousand(rate: float, wire: float, removals: float, held: float) -> list[RouteFigure]:
+    """Return arithmetic: all blocks of all nodes are new once in `_LIFE_S`."""
     turned = _NODES * _HELD / _LIFE_S
-    nbytes = turned * (wire + 9)
-    processes = turned / rate + turned / removals
+    name = f"{_NODES:,} nodes of {_HELD:,} blocks, each new in {_LIFE_S / 3600:.0f} h"
     return [
-        (f"{_NODES:,} nodes of {_HELD:,} blocks, each new in {_LIFE_S / 3600:.0f} h", f"{turned:,.0f} blocks/s"),
-        ("their events", f"{nbytes / 1e6:,.0f} MB/s"),
-        ("cores that take them in", f"{processes:.1f}"),
-        ("memory, all routers together", f"{_NODES * _HELD * held / 1e9:,.0f} GB"),
-        ("one node heard from its beginning", f"{_HELD * wire / 1e6:,.0f} MB, {_HELD / rate:.0f} s of a core"),
+        RouteFigure(name, turned, "blocks/s"),
+        RouteFigure("their events", turned * (wire + 9) / 1e6, "MB/s"),
+        RouteFigure("cores that take them in", turned / rate + turned / removals, "cores"),
+        RouteFigure("memory, all routers together", _NODES * _HELD * held / 1e9, "GB"),
+        RouteFigure("one node heard from its beginning", _HELD * wire / 1e6, "MB"),
+        RouteFigure("that takes, of a core", _HELD / rate, "s"),
     ]
 
 
-def _score_ms(router: Router, tokens: int) -> float:
+def _score(router: Router, tokens: int, nodes: int, having: int) -> RouteScore:
+    """Ask for a prompt that so many nodes have. Raises `BenchFailed` for another answer."""
     app = App(router, Rights(lambda: "", loopback=False))
-    body = msgspec.json.encode({"tokens": list(range(tokens)), "model": "model"})
-    reply = app.answer(Request("POST", "/score", {}, body))
+    request = Request("POST", "/score", {}, msgspec.json.encode({"tokens": list(range(tokens)), "model": "model"}))
+    wholes, longest = [], []
+    for _ in range(_ROUNDS):
+        reply, steps = _answered(app, request)
+        wholes.append(sum(steps))
+        longest.append(max(steps))
     scores: dict[str, dict[str, int]] = msgspec.json.decode(reply.body)
-    if max(sum(score.values()) for score in scores.values()) != tokens:
-        raise typer.Exit(1)
-    return 1000 * _median(lambda: app.answer(Request("POST", "/score", {}, body)))
+    if (found := sum(sum(score.values()) == tokens for score in scores.values())) != having:
+        raise BenchFailed(f"{found} of {nodes} nodes have the prompt", available=f"{having} were expected")
+    return RouteScore(tokens, nodes, having, 1000 * statistics.median(wholes), 1000 * statistics.median(longest))
 
 
-def _median(call: Callable[[], object], rounds: int = 21) -> float:
-    """Seconds of processor time, which other processes do not lengthen."""
-    taken = []
-    for _ in range(rounds):
+def _answered(app: App, request: Request) -> tuple[Reply, list[float]]:
+    """Return an answer, and the seconds of each step, after which others have the loop."""
+    steps = []
+    answer = app.answer(request)
+    assert isinstance(answer, Coroutine)
+    while True:
         began = time.process_time()
-        call()
-        taken.append(time.process_time() - began)
-    return statistics.median(taken)
+        try:
+            answer.send(None)
+        except StopIteration as done:
+            steps.append(time.process_time() - began)
+            return done.value, steps
+        steps.append(time.process_time() - began)
 
 
 def _resident_bytes() -> int:
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmRSS"].split()[0]) * 1024
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,0 +1,56 @@
+"""The command; its tables are Markdown."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvframework_bench.peers.fleet import fleet_rows
+from kvframework_bench.peers.transfer import transfer_rows
+
+
+def main(
+    nodes: Annotated[str, typer.Option(help="Sizes of the simulated fleets; empty: none.")] = "8,100,1000,10000",
+    turns: Annotated[int, typer.Option(help="Requests of each node in the simulation.")] = 60,
+    mib: Annotated[str, typer.Option(help="Sizes of the values in MiB; empty: no transfers.")] = "4,32",
+    rounds: Annotated[int, typer.Option(help="Rounds of the transfers.")] = 9,
+) -> None:
+    """Print both tables. Blocks for minutes."""
+    sizes = [int(each) << 20 for each in mib.split(",") if each]
+    if sizes:
+        _table(("value", "bare TCP, GB/s", "the tier", "and its check", "of bare", "with the check"))
+        for row in transfer_rows(sizes, rounds):
+            _line(row)
+        typer.echo()
+    fleets = [int(each) for each in nodes.split(",") if each]
+    if fleets:
+        _table(
+            (
+                "nodes",
+                "hits of own L1",
+                "and of peers",
+                "questions to Redis a second",
+                "keys in them",
+                "nodes asked for each",
+                "asked in vain",
+                "hints written a second",
+                "hints",
+                "their bytes",
+            )
+        )
+        for number in fleets:
+            _line(fleet_rows(number, turns))
+
+
+def _table(heads: tuple[str, ...]) -> None:
+    _line(heads)
+    typer.echo(f"|{'---|' * len(heads)}")
+
+
+def _line(cells: tuple[str, ...]) -> None:
+    typer.echo(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    typer.run(main)

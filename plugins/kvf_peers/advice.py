@@ -1,0 +1,91 @@
+"""The checks of `kvframework doctor` for the peers tier: which nodes answer, and whether they can share. Runs in a
+process of its own; changes nothing."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from kvf_peers.handshake import introduce
+from kvf_peers.messages import ProtocolError, Welcome
+from kvf_peers.options import PeersOptions
+from kvf_peers.settings import Address, Settings, read_settings
+from kvf_peers.wire import Wire, explain
+from kvframework.api.findings import Finding
+from kvframework.api.plugin import TableContext
+
+_MOST_S = 2.0
+
+
+def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> list[Finding]:
+    """Says hello to the nodes of `peers` and to this one; blocks until `deadline` at most. Raises
+    `ConfigFieldError`."""
+    settings = read_settings(options, where=context.where)
+    own = settings.listen
+    asked = list(dict.fromkeys((*((own,) if own else ()), *settings.peers)))
+    until = min(deadline, time.monotonic() + _MOST_S)
+    with ThreadPoolExecutor(max(len(asked), 1)) as pool:
+        answers = list(pool.map(lambda each: _hello(each, settings, until), asked))
+    known = {address: who for address, who in zip(asked, answers, strict=True) if isinstance(who, Welcome)}
+    silent = [
+        f"{address}: {why}"
+        for address, why in zip(asked, answers, strict=True)
+        if isinstance(why, str) and address != own
+    ]
+    return [_network(settings), *_reachable(known, silent), *_agreement(known)]
+
+
+def _network(settings: Settings) -> Finding:
+    if settings.reader is not None:
+        return Finding("peers.network", "ok", "TLS in both directions, and the token")
+    if settings.options.trusted_network:
+        fact = "trusted_network: the KV of prompts is sent in plain text"
+        return Finding("peers.network", "warn", fact, "let only the nodes into that network, or set tls_ca")
+    return Finding("peers.network", "ok", "only addresses of this machine")
+
+
+def _hello(address: Address, settings: Settings, until: float) -> Welcome | str:
+    try:
+        sock = socket.create_connection(address, max(until - time.monotonic(), 0.01))
+    except OSError as error:
+        return explain(error)
+    wire = Wire(sock)
+    try:
+        return introduce(wire, settings, address.host, until)
+    except (OSError, EOFError, ProtocolError) as error:
+        return explain(error)
+    finally:
+        wire.close()
+
+
+def _reachable(known: dict[Address, Welcome], silent: list[str]) -> Iterator[Finding]:
+    answered = f"{', '.join(map(str, known))} answered" if known else ""
+    if silent:
+        fact = "; ".join([*silent, *([answered] if answered else [])])
+        yield Finding("peers.reachable", "warn", fact, "start it, or correct peers: it is passed over until it answers")
+    elif answered:
+        yield Finding("peers.reachable", "ok", answered)
+
+
+def _agreement(known: dict[Address, Welcome]) -> Iterator[Finding]:
+    """Whether the nodes give the same names to the same content: compared with the first that answered, this one if it
+    runs."""
+    if len(known) < 2:
+        return
+    (first, like), *others = known.items()
+    facts: list[str] = []
+    for address, who in others:
+        if who.chunk_size != like.chunk_size:
+            facts.append(f"{address} has chunk_size {who.chunk_size}, {first} {like.chunk_size}: nothing is shared")
+        elif who.hasher != like.hasher:
+            facts.append(f"{address} and {first} differ in the hasher, or in its seed: nothing is shared")
+        for model in sorted(set(who.models) & set(like.models)):
+            if not set(who.models[model]) & set(like.models[model]):
+                facts.append(f"the engines of {model!r} at {address} and {first} differ: nothing of it is shared")
+    if facts:
+        advice = "give all nodes the same chunk_size and [hasher], and all engines of a model the same dtype and layout"
+        yield Finding("peers.names", "fail", "; ".join(facts), advice)
+    else:
+        yield Finding("peers.names", "ok", f"{len(known)} nodes give the same names to the same content")

@@ -1,0 +1,334 @@
+"""One other node as this one sees it: whether it answers, who it is, and connections to it.
+
+A thread connects while the node is not known to answer, with growing pauses, and ends once it does; so no load waits
+for a node that has ended. Whatever goes wrong on a connection closes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from kvf_peers.handshake import introduce
+from kvf_peers.messages import (
+    ASK_KEYS,
+    BUSY,
+    GET_KEYS,
+    MISSING,
+    TOO_LONG,
+    VALUE,
+    VALUE_HEAD,
+    Ask,
+    Found,
+    Get,
+    ProtocolError,
+    Welcome,
+    joined_keys,
+)
+from kvf_peers.settings import Address, Settings
+from kvf_peers.wire import Wire, explain
+from kvframework.api.tier import Outcome, PackedKey
+from kvframework.errors import ConfigFieldError, TierError
+
+log = logging.getLogger(__name__)
+
+_CONNECT_S = 1.0
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+_USELESS_S = 30.0
+# A connection is used for so long, then another one: who the node is gets known again by that.
+_OLD_S = 60.0
+_MOST_IDLE = 8
+_MOST_MS = 600_000
+_OUTCOMES = {MISSING: Outcome.MISSING, BUSY: Outcome.FAILED, TOO_LONG: Outcome.DAMAGED}
+
+# The family and the address of a socket.
+Place = tuple[int, tuple[object, ...]]
+State = Literal["connecting", "up", "down", "useless"]
+
+
+class Verdict(NamedTuple):
+    """What a node is to this one: `useless` if nothing can be had from it; `problem` is one for an operator, or ""."""
+
+    useless: bool
+    problem: str = ""
+
+
+Judge = Callable[[Welcome], Verdict]
+
+
+class Peer:
+    """Thread-safe. `start` comes first. The state `useless` is that of a node that shares nothing with this one, or is
+    this one."""
+
+    def __init__(self, address: Address, settings: Settings, judge: Judge) -> None:
+        self.address = address
+        self.who: Welcome | None = None
+        self.problem = ""
+        self.state: State = "connecting"
+        self.changed = threading.Condition()
+        self._settings = settings
+        self._judge = judge
+        self._closed = False
+        self._idle: list[Wire] = []
+        self._used: set[Wire] = set()
+        self._place: Place | None = None
+        self._thread: threading.Thread | None = None
+        self._told_down = False
+
+    def start(self) -> None:
+        """Begins to connect, in a thread, unless it answers."""
+        with self.changed:
+            if self._thread is None and self.state != "up" and not self._closed:
+                self._thread = threading.Thread(target=self._connect_until_up, name=f"peer-{self.address}", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the machine has no more threads
+                    self._thread = None
+
+    def judge_again(self) -> None:
+        """Judges who it is once more, as more is known of this node now."""
+        if self.who is not None and self.state in ("up", "useless"):
+            self._settle_as(self.who)
+
+    def settle(self, until: float) -> bool:
+        """Waits while it is being connected for the first time, or again; returns whether it can be asked."""
+        with self.changed:
+            while self.state == "connecting" and not self._closed and (left := until - time.monotonic()) > 0:
+                self.changed.wait(left)
+            return self.state == "up"
+
+    def ask(self, keys: Sequence[PackedKey], until: float) -> Question:
+        """Sends the question which of `keys` it has. Raises `TierError`."""
+        wire = self._take(until)
+        try:
+            for first in range(0, len(keys), ASK_KEYS):
+                wire.write(Ask(joined_keys(keys[first : first + ASK_KEYS])), until)
+        except (OSError, EOFError, ProtocolError) as error:
+            raise self._failed(wire, error) from None
+        return Question(self, wire, len(keys))
+
+    def fetch(
+        self,
+        keys: Sequence[PackedKey],
+        parts: Sequence[Sequence[memoryview]],
+        outcomes: list[int | Outcome],
+        deadline: float,
+    ) -> None:
+        """Receives the values of `keys` into `parts`, and notes each in `outcomes`, which are FAILED before. Raises
+        `TierError`: the connection is closed then, and nothing arrives any more; what is noted is right."""
+        wire = self._take(deadline)
+        try:
+            for first in range(0, len(keys), GET_KEYS):
+                some = range(first, min(first + GET_KEYS, len(keys)))
+                rooms = [sum(part.nbytes for part in parts[index]) for index in some]
+                left_ms = min(max(int((deadline - time.monotonic()) * 1e3), 1), _MOST_MS)
+                wire.write(Get(joined_keys([keys[index] for index in some]), rooms, left_ms), deadline)
+                for index, room in zip(some, rooms, strict=True):
+                    outcomes[index] = _receive(wire, parts[index], room, deadline)
+        except (OSError, EOFError, ProtocolError) as error:
+            raise self._failed(wire, error) from None
+        self._give_back(wire)
+
+    def close(self) -> None:
+        """Ends its calls in flight. Blocks for a connection that is being made, half a second at most."""
+        with self.changed:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for wire in self._used:
+                wire.cut()
+            thread = self._thread
+            self.changed.notify_all()
+        for wire in idle:
+            wire.close()
+        if thread is not None:
+            thread.join(0.5)
+
+    # the connections
+
+    def _take(self, deadline: float) -> Wire:
+        # A call that ended too late for its caller has closed its connection, and says nothing of the node.
+        self.settle(min(deadline, time.monotonic() + _CONNECT_S))
+        with self.changed:
+            now = time.monotonic()
+            while self._idle and self.state == "up":
+                wire = self._idle.pop()
+                if now - wire.opened_at < _OLD_S and wire.is_quiet():
+                    self._used.add(wire)
+                    return wire
+                wire.close()
+            if self.state != "up" or self._closed:
+                raise TierError("it does not answer", where=str(self.address))
+        wire, who = self._connect(deadline)
+        with self.changed:
+            if not self._closed:
+                self._used.add(wire)
+        if self._closed:
+            wire.close()
+            raise TierError("the tier is closed", where=str(self.address))
+        self._settle_as(who)
+        if self.state != "up":
+            self._drop(wire)
+            raise TierError("it shares nothing with this node", where=str(self.address))
+        return wire
+
+    def _give_back(self, wire: Wire) -> None:
+        with self.changed:
+            self._used.discard(wire)
+            if not self._closed and self.state == "up" and len(self._idle) < _MOST_IDLE:
+                self._idle.append(wire)
+                return
+        wire.close()
+
+    def _drop(self, wire: Wire) -> None:
+        with self.changed:
+            self._used.discard(wire)
+        wire.close()
+
+    def _failed(self, wire: Wire, error: BaseException) -> TierError:
+        """Closes a connection that failed, and has the node connected again before it is asked."""
+        self._drop(wire)
+        return self._lost(explain(error))
+
+    def _lost(self, why: str) -> TierError:
+        with self.changed:
+            if self.state == "up":
+                self.state = "connecting"
+            idle, self._idle = self._idle, []
+        for each in idle:
+            each.close()
+        self.start()
+        return TierError(why, where=str(self.address))
+
+    def _connect(self, deadline: float) -> tuple[Wire, Welcome]:
+        """A connection whose other side has proved itself, for a load. Raises `TierError`."""
+        try:
+            return self._opened(min(deadline, time.monotonic() + _CONNECT_S), self._place)
+        except (OSError, EOFError, ProtocolError, ConfigFieldError) as error:
+            raise self._lost(_said(error)) from None
+
+    def _opened(self, deadline: float, place: Place | None) -> tuple[Wire, Welcome]:
+        """A connection to `place`, or to the first address of its name that takes one."""
+        places = [place] if place is not None else _places(self.address)
+        for number, each in enumerate(places, 1):
+            wire = Wire(socket.socket(each[0], socket.SOCK_STREAM))
+            try:
+                wire.connect(each[1], deadline)
+                self._place = each
+                return wire, introduce(wire, self._settings, self.address.host, deadline)
+            except ConnectionError:
+                wire.close()
+                if number == len(places):
+                    raise
+            except BaseException:
+                wire.close()
+                raise
+        raise OSError(f"{self.address.host} has no address")
+
+    def _connect_until_up(self) -> None:
+        attempts = 0
+        while True:
+            wire = None
+            try:
+                wire, who = self._opened(time.monotonic() + _CONNECT_S, None)
+                self._settle_as(who)
+            except (OSError, EOFError, ProtocolError, ConfigFieldError) as error:
+                self._is_down(_said(error))
+            except Exception as error:  # a bug, which must not leave the node without this thread
+                log.exception("connecting to %s failed", self.address)
+                self._is_down(_said(error))
+            with self.changed:
+                if wire is not None and self.state == "up" and not self._closed:
+                    self._idle.append(wire)
+                    wire = None
+                if self.state == "up" or self._closed:
+                    self._thread = None
+                    if wire is not None:
+                        wire.close()
+                    return
+                if wire is not None:
+                    wire.close()
+                pause_s = _PAUSES_S[min(attempts, len(_PAUSES_S) - 1)]
+                self.changed.wait(_USELESS_S if self.state == "useless" else pause_s)
+                if self._closed:
+                    return
+            attempts += 1
+
+    def _settle_as(self, who: Welcome) -> None:
+        useless, problem = self._judge(who)
+        with self.changed:
+            restarted = self.who is not None and self.who.boot_id != who.boot_id
+            self.who = who
+            self.state = "useless" if useless else "up"
+            if problem and problem != self.problem:
+                log.error("node %s: %s", self.address, problem)
+            elif self._told_down and not useless:
+                log.info("node %s answers%s", self.address, ", and has been restarted" if restarted else "")
+            self.problem, self._told_down = problem, False
+            self.changed.notify_all()
+
+    def _is_down(self, why: str) -> None:
+        with self.changed:
+            if not self._told_down and not self._closed:
+                log.warning("node %s: %s", self.address, why)
+            self._told_down, self.problem, self.state = True, why, "down"
+            self.changed.notify_all()
+
+
+class Question:
+    """What a node was asked, until it has answered. Held by one thread."""
+
+    def __init__(self, peer: Peer, wire: Wire, keys: int) -> None:
+        self.peer = peer
+        self._wire = wire
+        self._keys = keys
+
+    def fileno(self) -> int:
+        return self._wire.fileno()
+
+    def answer(self, until: float) -> bytes:
+        """A byte for each key, 1 or 0. Raises `TierError`."""
+        here = b""
+        try:
+            while len(here) < self._keys:
+                expected = min(self._keys - len(here), ASK_KEYS)
+                found = self._wire.read(Found, until).here
+                if len(found) != expected:
+                    raise ProtocolError(f"{len(found)} answers to {expected} keys")
+                here += found
+        except (OSError, EOFError, ProtocolError) as error:
+            raise self.peer._failed(self._wire, error) from None
+        self.peer._give_back(self._wire)
+        return here
+
+    def give_up(self) -> None:
+        """The answer would come too late."""
+        self.peer._failed(self._wire, TimeoutError())
+
+
+def _places(address: Address) -> list[Place]:
+    """Asks the system's resolver, which knows no deadline. Raises `OSError`."""
+    return [(each[0], each[4]) for each in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
+
+
+def _receive(wire: Wire, parts: Sequence[memoryview], room: int, deadline: float) -> int | Outcome:
+    head = bytearray(VALUE_HEAD.size)
+    wire.receive_into(memoryview(head), deadline)
+    status, nbytes = VALUE_HEAD.unpack(head)
+    if status in _OUTCOMES and not nbytes:
+        return _OUTCOMES[status]
+    if status != VALUE or nbytes > room:
+        raise ProtocolError(f"{nbytes} bytes with status {status} into {room}")
+    left = int(nbytes)
+    for part in parts:
+        wanted = min(left, part.nbytes)
+        wire.receive_into(part[:wanted], deadline)
+        left -= wanted
+    return int(nbytes)
+
+
+def _said(error: BaseException) -> str:
+    return error.fact if isinstance(error, ConfigFieldError) else explain(error)

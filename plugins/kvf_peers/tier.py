@@ -1,0 +1,297 @@
+"""The peers tier: asks other nodes what they have, and loads it from one of them. Runs in the caller's storage
+thread."""
+
+from __future__ import annotations
+
+import logging
+import random
+import select
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+
+from kvf_peers.directory import AskAll, Directory
+from kvf_peers.holder import Holder
+from kvf_peers.messages import Welcome
+from kvf_peers.options import PeersOptions
+from kvf_peers.peer import Peer, Question, Verdict
+from kvf_peers.settings import Address, Settings, read_settings
+from kvframework.api.tier import Node, Outcome, PackedKey, Tier
+from kvframework.errors import TierError
+
+log = logging.getLogger(__name__)
+
+# Keys of which it is remembered who has them, from the question to the load.
+_MOST_REMEMBERED = 1 << 16
+
+
+def open_tier(options: PeersOptions, *, where: str) -> PeersTier:
+    """The tier; connects once it is attached, or asked. Raises `ConfigFieldError`."""
+    return PeersTier(read_settings(options, where=where))
+
+
+class PeersTier(Tier):
+    """Values of other nodes. Thread-safe; owns its connections and threads until `close`."""
+
+    name = "peers"
+    read_only = True
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._ask_s = settings.options.ask_s
+        self._node: Node | None = None
+        self._holder: Holder | None = None
+        self._directory = self._made_directory()
+        self._sources: OrderedDict[PackedKey, Peer] = OrderedDict()
+        self._lock = threading.Lock()
+        self._told: set[tuple[bytes, str]] = set()
+        self._used = False
+        self._closed = False
+
+    def attach(self, node: Node) -> None:
+        """Begins to lend, if `listen` says so, and to connect."""
+        self._node = node
+        if self._settings.listen is not None:
+            self._holder = Holder(self._settings, self._settings.listen, node)
+            self._holder.start()
+        self._directory.attach(node)
+        for peer in self._directory.peers():
+            peer.judge_again()
+            peer.start()
+
+    def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
+        self._check(deadline)
+        if not keys:
+            return []
+        found, unsure = self._find(keys, range(len(keys)), deadline, {})
+        with self._lock:
+            for index, peer in found.items():
+                self._sources[keys[index]] = peer
+                self._sources.move_to_end(keys[index])
+            while len(self._sources) > _MOST_REMEMBERED:
+                self._sources.popitem(last=False)
+        absent = Outcome.FAILED if unsure else Outcome.MISSING
+        return [Outcome.FOUND if index in found else absent for index in range(len(keys))]
+
+    def get_into(
+        self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[int | Outcome]:
+        self._check(deadline)
+        if len(keys) != len(parts):
+            raise ValueError(f"{len(keys)} keys, but parts for {len(parts)}")
+        with self._lock:
+            known = {index: self._sources[key] for index, key in enumerate(keys) if key in self._sources}
+        outcomes: list[int | Outcome] = [Outcome.MISSING] * len(keys)
+        failures = self._fetch(known, keys, parts, outcomes, deadline)
+        # What nobody was asked for, and what one of them has no longer.
+        left = [index for index, each in enumerate(outcomes) if each in (Outcome.MISSING, Outcome.FAILED)]
+        if left and time.monotonic() < deadline:
+            others, unsure = self._find(keys, left, deadline, known)
+            for index in left if unsure else ():
+                outcomes[index] = Outcome.FAILED
+            failures += self._fetch(others, keys, parts, outcomes, deadline)
+        if failures and all(each is Outcome.FAILED for each in outcomes):
+            raise failures[0]
+        return outcomes
+
+    def put(
+        self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[Outcome]:
+        """FAILED: values come to a node by its engines only."""
+        self._check(deadline)
+        return [Outcome.FAILED] * len(keys)
+
+    def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
+        """MISSING: what other nodes have is theirs."""
+        self._check(deadline)
+        return [Outcome.MISSING] * len(keys)
+
+    def ping(self, *, deadline: float) -> None:
+        """Raises `TierError` unless a node answers; a tier without other nodes works."""
+        self._check(deadline)
+        if self._node is None and not self._used:
+            return  # a server pings before it attaches: then this node does not listen yet, and knows no other
+        peers = self._directory.peers()
+        until = min(deadline, time.monotonic() + self._ask_s)
+        for peer in peers:
+            peer.start()
+        if peers and not any(peer.settle(until) or peer.state == "useless" for peer in peers):
+            raise self._nobody(peers)
+
+    def problems(self) -> Sequence[str]:
+        """Nodes that do not answer or cannot share, and why nothing is lent."""
+        found = [f"{peer.address}: {peer.problem}" for peer in self._directory.peers() if peer.problem]
+        if self._holder is not None and self._holder.problem:
+            found.insert(0, self._holder.problem)
+        return [*self._directory.problems(), *found, *self._other_names()]
+
+    def close(self) -> None:
+        self._closed = True
+        if self._holder is not None:
+            self._holder.close()
+        self._directory.close()
+
+    def _made_directory(self) -> Directory:
+        if self._settings.options.hints:
+            from kvf_peers.hints import Hints
+
+            return Hints(self._settings, self._peer)
+        return AskAll([self._peer(address) for address in self._settings.peers])
+
+    def _peer(self, address: Address) -> Peer:
+        return Peer(address, self._settings, self._judged)
+
+    def _check(self, deadline: float) -> None:
+        if self._closed:
+            raise TierError("the tier is closed", where=self._settings.where)
+        if time.monotonic() >= deadline:
+            raise TierError("the deadline has passed", where=self._settings.where)
+
+    def _nobody(self, peers: Sequence[Peer]) -> TierError:
+        last = next((f"{peer.address}: {peer.problem}" for peer in peers if peer.problem), "")
+        return TierError("no other node answers", where=self._settings.where, available=last)
+
+    # asking
+
+    def _find(
+        self,
+        keys: Sequence[PackedKey],
+        indices: Sequence[int],
+        deadline: float,
+        tried: Mapping[int, Peer],
+    ) -> tuple[dict[int, Peer], bool]:
+        """Who has which of the `indices`, besides the one that was `tried` for each, and whether some node did not say.
+        Raises `TierError` if none answers, unless some were tried."""
+        self._used = True
+        until = min(deadline, time.monotonic() + self._ask_s)
+        wanted = [keys[index] for index in indices]
+        settled = time.monotonic() + (until - time.monotonic()) / 2
+        candidates = self._directory.candidates(wanted, settled)
+        questions: dict[Question, Sequence[int]] = {}
+        unsure = 0
+        for peer, all_its in candidates.items():
+            its = [at for at in all_its if tried.get(indices[at]) is not peer]
+            if not its:
+                continue
+            try:
+                questions[peer.ask([wanted[at] for at in its], until)] = its
+            except TierError:
+                unsure += 1
+        answers: dict[Peer, set[int]] = {}
+        for question, here in _answers(list(questions), until):
+            if here is None:
+                unsure += 1
+            else:
+                asked = questions[question]
+                answers[question.peer] = {indices[at] for at, there in zip(asked, here, strict=True) if there}
+        if not answers and not tried:
+            known = self._directory.peers()
+            if unsure or (known and all(peer.state == "down" or peer.state == "connecting" for peer in known)):
+                self._check(deadline)
+                raise self._nobody(known)
+        return _chosen(indices, answers), bool(unsure)
+
+    def _fetch(
+        self,
+        sources: Mapping[int, Peer],
+        keys: Sequence[PackedKey],
+        parts: Sequence[Sequence[memoryview]],
+        outcomes: list[int | Outcome],
+        deadline: float,
+    ) -> list[TierError]:
+        """Loads each value from its source; returns what went wrong, after which its outcomes are FAILED."""
+        failures = []
+        of_peer: dict[Peer, list[int]] = {}
+        for index, peer in sources.items():
+            of_peer.setdefault(peer, []).append(index)
+        for peer, indices in of_peer.items():
+            got: list[int | Outcome] = [Outcome.FAILED] * len(indices)
+            try:
+                peer.fetch([keys[index] for index in indices], [parts[index] for index in indices], got, deadline)
+            except TierError as error:
+                failures.append(error)
+            for index, outcome in zip(indices, got, strict=True):
+                outcomes[index] = outcome
+        return failures
+
+    # who others are
+
+    def _judged(self, who: Welcome) -> Verdict:
+        if self._node is None:
+            return Verdict(useless=False)
+        own = self._node.identity
+        if who.boot_id == own.boot_id:
+            return Verdict(useless=True)
+        if who.chunk_size != own.chunk_size:
+            fact = f"its chunk_size is {who.chunk_size}, here it is {own.chunk_size}: nothing is shared with it"
+            return Verdict(useless=True, problem=fact)
+        if who.hasher != own.hasher:
+            return Verdict(useless=True, problem="it has another hasher, or another seed of it: nothing is shared")
+        return Verdict(useless=False)
+
+    def _other_names(self) -> list[str]:
+        """The models of which another node has KV under other names only: engines that differ in what changes it."""
+        if self._node is None:
+            return []
+        own = self._node.models()
+        found = []
+        for peer in self._directory.peers():
+            who = peer.who
+            if who is None or peer.state != "up":
+                continue
+            for model, theirs in who.models.items():
+                if model in own and not set(own[model]) & set(theirs):
+                    fact = (
+                        f"{peer.address}: its engines of {model!r} differ from those here in dtype, layout, parallel "
+                        "sizes, weights or chunk: nothing of that model is shared"
+                    )
+                    found.append(fact)
+                    if (who.boot_id, model) not in self._told:
+                        self._told.add((who.boot_id, model))
+                        log.error("node %s", fact)
+        return found
+
+
+def _answers(questions: list[Question], until: float) -> list[tuple[Question, bytes | None]]:
+    """The answers as they come, None of those that do not."""
+    answers: list[tuple[Question, bytes | None]] = []
+    waiting = {question.fileno(): question for question in questions if question.fileno() >= 0}
+    for question in questions:
+        if question.fileno() < 0:  # closed meanwhile
+            question.give_up()
+            answers.append((question, None))
+    poller = select.poll()
+    for fd in waiting:
+        poller.register(fd, select.POLLIN)
+    while waiting:
+        left_s = until - time.monotonic()
+        ready = poller.poll(max(left_s, 0.0) * 1e3)
+        if not ready:
+            break
+        for fd, _ in ready:
+            poller.unregister(fd)
+            question = waiting.pop(fd)
+            try:
+                answers.append((question, question.answer(until)))
+            except TierError:
+                answers.append((question, None))
+    for question in waiting.values():
+        question.give_up()
+        answers.append((question, None))
+    return answers
+
+
+def _chosen(indices: Sequence[int], answers: Mapping[Peer, Collection[int]]) -> dict[int, Peer]:
+    """One node for each index that one has: runs from one node, and the first of several by chance, so that many
+    readers do not come to one holder."""
+    peers = list(answers)
+    random.shuffle(peers)
+    chosen: dict[int, Peer] = {}
+    last: Peer | None = None
+    for index in indices:
+        if last is None or index not in answers[last]:
+            last = next((peer for peer in peers if index in answers[peer]), None)
+        if last is not None:
+            chosen[index] = last
+    return chosen

@@ -1,0 +1,141 @@
+"""The bytes of one connection between two nodes: sent straight from the arena, received straight into it.
+
+Used by one thread at a time; only `cut` may come from another. Every call takes an absolute deadline on
+`time.monotonic()` and raises `TimeoutError` when it passes, another `OSError` when the connection breaks, and
+`ProtocolError`; after any of them the connection must be closed. A closed connection writes nowhere any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from kvf_peers.messages import LENGTH, MOST_BYTES, ProtocolError, decoded, encoded
+
+M = TypeVar("M")
+# A piece of a value: one system call, so a deadline is seen between two.
+PIECE_BYTES = 4 << 20
+_TLS_PIECE_BYTES = 256 << 10
+
+
+class Wire:
+    """One connected socket, which it owns."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+        self.opened_at = time.monotonic()
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def fileno(self) -> int:
+        """-1 once it is closed."""
+        return self._sock.fileno()
+
+    def connect(self, place: tuple[object, ...], deadline: float) -> None:
+        """Connects an unconnected socket."""
+        self._arm(deadline)
+        self._sock.connect(place)
+
+    def start_tls(self, context: ssl.SSLContext, deadline: float, *, host: str = "") -> None:
+        """Begins TLS: as the client if `host` names the server. Blocks."""
+        self._arm(deadline)
+        self._sock = context.wrap_socket(self._sock, server_side=not host, server_hostname=host or None)
+        self._is_tls = True
+
+    def write(self, message: msgspec.Struct, deadline: float) -> None:
+        self.send([memoryview(encoded(message))], deadline)
+
+    def read(self, kind: type[M], deadline: float, most: int = MOST_BYTES) -> M:
+        """Receives one message of at most `most` bytes. Raises `EOFError` if the other side has ended between two."""
+        head = bytearray(LENGTH.size)
+        self.receive_into(memoryview(head), deadline, may_end=True)
+        (size,) = LENGTH.unpack(head)
+        if size > most:
+            raise ProtocolError(f"a message of {size} bytes, expected at most {most}")
+        body = bytearray(size)
+        self.receive_into(memoryview(body), deadline)
+        return decoded(bytes(body), kind)
+
+    def send(self, parts: Sequence[memoryview], deadline: float) -> None:
+        """Sends all of `parts`, borrowed until it returns."""
+        if self._is_tls:
+            for part in parts:
+                for at in range(0, part.nbytes, _TLS_PIECE_BYTES):
+                    self._arm(deadline)
+                    self._sock.sendall(part[at : at + _TLS_PIECE_BYTES])
+            return
+        waiting = [part[at : at + PIECE_BYTES] for part in parts for at in range(0, part.nbytes, PIECE_BYTES)]
+        first = 0
+        while first < len(waiting):
+            self._arm(deadline)
+            sent = self._sock.sendmsg(waiting[first : first + 2])
+            while sent:
+                size = waiting[first].nbytes
+                if sent < size:
+                    waiting[first] = waiting[first][sent:]
+                    break
+                sent -= size
+                first += 1
+
+    def receive_into(self, view: memoryview, deadline: float, *, may_end: bool = False) -> None:
+        """Fills `view`. Raises `EOFError` if the other side has ended: with `may_end` before the first byte, else it
+        is a `ConnectionResetError`."""
+        at = 0
+        while at < view.nbytes:
+            self._arm(deadline)
+            count = self._sock.recv_into(view[at:])
+            if not count:
+                if may_end and not at:
+                    raise EOFError
+                raise ConnectionResetError(errno.ECONNRESET, "the other node closed the connection")
+            at += count
+
+    def is_quiet(self) -> bool:
+        """False if an idle connection has bytes in it or was closed. Never blocks."""
+        poller = select.poll()
+        try:
+            poller.register(self._sock, select.POLLIN)
+        except (OSError, ValueError):
+            return False
+        return not poller.poll(0)
+
+    def cut(self) -> None:
+        """Ends the connection while another thread may be using it, which then gets an error. Never blocks."""
+        with contextlib.suppress(OSError):
+            # Not that of `SSLSocket`, after which the other thread would go on in plain text.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Frees the socket. Never blocks."""
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+    def _arm(self, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(errno.ETIMEDOUT, "the deadline has passed")
+        self._sock.settimeout(left)
+
+
+def explain(error: BaseException) -> str:
+    """What an error of a connection means, in words."""
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed: {error.reason or 'no TLS'}"
+    if isinstance(error, EOFError):
+        return "it closed the connection"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

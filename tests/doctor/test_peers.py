@@ -1,0 +1,41 @@
+"""What the doctor tells of other nodes: who answers, whether they can share, and how bytes travel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.doctor.tables import ask, levels
+from tests.support.peer_nodes import Lender, ValuesNode, token_file
+from tests.support.ports import free_port
+
+
+def test_nodes_that_answer_and_agree_are_ok(tmp_path: Path) -> None:
+    token = token_file(tmp_path)
+    with Lender(token) as one, Lender(token) as other:
+        found = ask("peers", token_file=str(token), listen=one.address, peers=[one.address, other.address])
+    assert levels(found) == dict.fromkeys(("plugin.usable", "peers.network", "peers.reachable", "peers.names"), "ok")
+    assert found["peers.names"].fact == "2 nodes give the same names to the same content"
+
+
+def test_one_that_is_silent_and_one_that_differs_are_named(tmp_path: Path) -> None:
+    token, silent = token_file(tmp_path), f"127.0.0.1:{free_port()}"
+    with Lender(token) as one, Lender(token, ValuesNode(hasher="sha256/1")) as other:
+        one.node.told = other.node.told = {"llama": [bytes(16)]}
+        found = ask("peers", token_file=str(token), peers=[one.address, other.address, silent])
+    assert levels(found) == {
+        "plugin.usable": "ok",
+        "peers.network": "ok",
+        "peers.reachable": "warn",
+        "peers.names": "fail",
+    }
+    assert found["peers.reachable"].fact.startswith(f"{silent}: Connection refused; ")
+    assert found["peers.names"].fact.startswith(f"{other.address} and {one.address} differ in the hasher")
+
+
+def test_plain_text_beyond_this_machine_is_warned_of_or_refused(tmp_path: Path) -> None:
+    token = token_file(tmp_path)
+    found = ask("peers", token_file=str(token), listen="0.0.0.0:1", trusted_network=True)
+    assert found["peers.network"].level == "warn"
+    (refused,) = ask("peers", token_file=str(token), listen="0.0.0.0:1").values()
+    assert refused.level == "fail"
+    assert "in plain text" in refused.fact

@@ -1,0 +1,531 @@
+"""The peers tier between nodes that are dicts: whom it lends to, whom it asks, and what it does when one is busy, gone,
+another one, or a stranger."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvf_peers.handshake import admit
+from kvf_peers.messages import (
+    ASK_KEYS,
+    LENGTH,
+    MOST_BYTES,
+    STRANGER_BYTES,
+    VALUE,
+    VALUE_HEAD,
+    Ask,
+    Found,
+    FromReader,
+    Get,
+    Greeting,
+    Hello,
+    ProtocolError,
+    Refused,
+    Welcome,
+    decoded,
+    encoded,
+    split_keys,
+)
+from kvf_peers.peer import Peer, _receive
+from kvf_peers.settings import Address
+from kvf_peers.tier import PeersTier
+from kvf_peers.wire import Wire
+from kvframework.api.keys import PACKED_KEY_BYTES
+from kvframework.api.tier import Outcome
+from kvframework.errors import ConfigFieldError, TierError
+from tests.support.certificates import make_certificate
+from tests.support.peer_nodes import Lender, ValuesNode, peers_tier, token_file
+from tests.support.ports import free_port
+from tests.support.waiting import wait_until
+
+PATIENCE_S = 60.0
+FOUND, MISSING, FAILED = Outcome.FOUND, Outcome.MISSING, Outcome.FAILED
+
+
+def soon() -> float:
+    return time.monotonic() + PATIENCE_S
+
+
+def new_keys(count: int) -> list[bytes]:
+    return [os.urandom(PACKED_KEY_BYTES) for _ in range(count)]
+
+
+def load(tier: PeersTier, key: bytes, nbytes: int, deadline: float | None = None) -> tuple[int | Outcome, bytes]:
+    buffer = bytearray(nbytes)
+    (outcome,) = tier.get_into([key], [[memoryview(buffer)]], deadline=deadline or soon())
+    return outcome, bytes(buffer)
+
+
+def state(tier: PeersTier, at: int = 0) -> Peer:
+    return tier._directory.peers()[at]
+
+
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    return token_file(tmp_path)
+
+
+@contextmanager
+def reading(token: Path, *lenders: Lender, node: ValuesNode | None = None, **options: object) -> Iterator[PeersTier]:
+    """A tier that asks them; patient, since test machines are busy."""
+    tier = peers_tier(token, **{"peers": [each.address for each in lenders], "ask_s": 10.0, **options})
+    if node is not None:
+        tier.attach(node)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def test_it_is_read_only_and_says_so(token: Path) -> None:
+    with Lender(token) as lender, reading(token, lender) as tier:
+        key = new_keys(1)[0]
+        lender.node.set(key, b"v" * 100)
+        assert tier.read_only
+        assert tier.put([key], [[memoryview(b"other")]], deadline=soon()) == [FAILED]
+        assert tier.delete([key], deadline=soon()) == [MISSING]
+        assert load(tier, key, 100) == (100, b"v" * 100)
+
+
+def test_what_a_node_has_no_longer_is_had_from_another(token: Path) -> None:
+    with Lender(token) as one, Lender(token) as other, reading(token, one, other) as tier:
+        keys = new_keys(20)
+        for key in keys:
+            one.node.set(key, key)
+            other.node.set(key, key)
+        assert tier.contains(keys, deadline=soon()) == [FOUND] * 20
+        one.node.values.clear()
+        buffers = [bytearray(PACKED_KEY_BYTES) for _ in keys]
+        got = tier.get_into(keys, [[memoryview(each)] for each in buffers], deadline=soon())
+        assert got == [PACKED_KEY_BYTES] * 20
+        assert [bytes(each) for each in buffers] == keys
+        other.node.values.clear()
+        assert load(tier, keys[0], 100)[0] is MISSING
+
+
+def test_what_one_has_no_longer_keeps_nothing_else_from_being_asked_of_it(token: Path) -> None:
+    with Lender(token) as lender, reading(token, lender) as tier:
+        left, came = new_keys(2)
+        lender.node.set(left, b"left")
+        assert tier.contains([left], deadline=soon()) == [FOUND]
+        del lender.node.values[left]
+        lender.node.set(came, b"came")
+        buffers = [bytearray(4), bytearray(4)]
+        got = tier.get_into([left, came], [[memoryview(each)] for each in buffers], deadline=soon())
+        assert got == [MISSING, 4]
+
+
+def test_a_run_of_a_prefix_comes_from_one_node(token: Path) -> None:
+    with Lender(token) as one, Lender(token) as other, reading(token, one, other) as tier:
+        keys = new_keys(10)
+        for key in keys[:8]:
+            one.node.set(key, key)
+        for key in keys:
+            other.node.set(key, key)
+        found, unsure = tier._find(keys, range(10), soon(), {})
+        assert not unsure
+        assert len(found) == 10
+        assert len({str(found[index].address) for index in range(8)}) == 1
+
+
+def test_a_name_is_tried_at_all_its_addresses(token: Path) -> None:
+    with Lender(token) as lender:
+        port = lender.address.rpartition(":")[2]
+        tier = peers_tier(token, peers=[f"localhost:{port}"], ask_s=10)
+        assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]
+        tier.close()
+
+
+def test_this_node_among_its_peers_is_passed_over(token: Path) -> None:
+    with Lender(token) as lender:
+        mine = f"127.0.0.1:{free_port()}"
+        node = ValuesNode()
+        with reading(token, listen=mine, peers=[mine, lender.address], node=node) as tier:
+            key, own = new_keys(2)
+            node.set(own, b"own")
+            lender.node.set(key, b"his")
+            wait_until(lambda: state(tier).state == "useless", what="the greeting of this node")
+            assert tier.contains([own, key], deadline=soon()) == [MISSING, FOUND]
+            assert list(tier.problems()) == []
+            tier.ping(deadline=soon())
+
+
+def test_nodes_that_name_content_differently_are_a_problem_and_not_asked(token: Path) -> None:
+    with ExitStack() as stack:
+        ours, hasher, chunk = ValuesNode(), ValuesNode(hasher="sha256/1"), ValuesNode(chunk_size=16)
+        lenders = [stack.enter_context(Lender(token, node)) for node in (hasher, chunk)]
+        tier = stack.enter_context(reading(token, *lenders, node=ours))
+        key = new_keys(1)[0]
+        for node in (hasher, chunk):
+            node.set(key, b"v")
+        wait_until(lambda: [state(tier, at).state for at in (0, 1)] == ["useless"] * 2, what="both greetings")
+        assert tier.contains([key], deadline=soon()) == [MISSING]
+        facts = "\n".join(tier.problems())
+        assert f"{lenders[0].address}: it has another hasher" in facts
+        assert f"{lenders[1].address}: its chunk_size is 16, here it is 256" in facts
+
+
+def test_a_node_that_answered_before_this_one_knew_itself_is_judged_again(token: Path) -> None:
+    with Lender(token, ValuesNode(chunk_size=16)) as lender, reading(token, lender) as tier:
+        key = new_keys(1)[0]
+        lender.node.set(key, b"v")
+        tier.ping(deadline=soon())
+        assert state(tier).who is None, "it was not asked yet"
+        assert tier.contains([key], deadline=soon()) == [FOUND]
+        tier.attach(ValuesNode())
+        assert tier.contains([key], deadline=soon()) == [MISSING]
+        assert "its chunk_size is 16, here it is 256" in tier.problems()[0]
+
+
+def test_a_model_with_other_names_is_a_problem(token: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = ValuesNode(), ValuesNode()
+    theirs.told = {"llama": [b"x" * 16], "qwen": [b"q" * 16]}
+    with Lender(token, theirs) as lender, reading(token, lender, node=ours) as tier:
+        wait_until(lambda: state(tier).state == "up", what="the greeting")
+        assert list(tier.problems()) == []
+        ours.told = {"llama": [b"y" * 16], "qwen": [b"q" * 16]}
+        (fact,) = tier.problems()
+        tier.problems()
+    assert fact.startswith(f"{lender.address}: its engines of 'llama' differ")
+    assert caplog.text.count("its engines of 'llama' differ") == 1
+
+
+def test_a_busy_holder_refuses_at_once(token: Path) -> None:
+    """One value alone may be larger than `lent_bytes`; the next one is not lent until it has gone out."""
+    with Lender(token, lent_bytes=1000) as lender, reading(token, lender) as tier:
+        one, other = new_keys(2)
+        lender.node.set(one, b"1" * (64 << 20))
+        lender.node.set(other, b"2" * 100)
+        with _stuck_reader(lender, one, 64 << 20):
+            wait_until(lambda: lender.node.loans == 1, what="a loan under way")
+            with pytest.raises(TierError):
+                load_or_raise(tier, other)
+        wait_until(lambda: lender.node.loans == 0, what="the end of the loan of a reader that is gone")
+        assert load(tier, other, 100) == (100, b"2" * 100)
+
+
+def load_or_raise(tier: PeersTier, key: bytes) -> None:
+    outcome, _ = load(tier, key, 100)
+    if outcome is FAILED:
+        raise TierError("failed")
+
+
+@contextmanager
+def _stuck_reader(lender: Lender, key: bytes, nbytes: int) -> Iterator[Wire]:
+    """A reader that has proved itself, asked for a value, and takes none of its bytes."""
+    with peers_tier_wire(lender) as wire:
+        wire.write(Get(key, [nbytes], 600_000), soon())
+        yield wire
+
+
+@contextmanager
+def peers_tier_wire(lender: Lender) -> Iterator[Wire]:
+    host, port = lender.address.split(":")
+    peer = Peer(Address(host, int(port)), lender.tier._settings, lender.tier._judged)
+    wire, _ = peer._opened(soon(), None)
+    try:
+        yield wire
+    finally:
+        wire.close()
+
+
+def test_a_pin_ends_with_the_readers_time_though_the_reader_lives(token: Path) -> None:
+    with Lender(token) as lender:
+        key = new_keys(1)[0]
+        lender.node.set(key, b"1" * (64 << 20))
+        with peers_tier_wire(lender) as wire:
+            wire.write(Get(key, [64 << 20], 200), soon())
+            wait_until(lambda: lender.node.loans == 1, what="the loan")
+            wait_until(lambda: lender.node.loans == 0, what="the end of a loan that nobody takes")
+
+
+def test_a_holder_that_stops_in_mid_value_writes_nothing_later(token: Path) -> None:
+    """It goes on once the reader has given up: what it still sends goes nowhere."""
+    key, nbytes = new_keys(1)[0], 8 << 20
+    with StoppingHolder(token, b"1" * nbytes) as holder:
+        tier = peers_tier(token, peers=[holder.address], ask_s=10)
+        assert tier.contains([key], deadline=soon()) == [FOUND]
+        buffer = bytearray(b"\xa5" * nbytes)
+        with pytest.raises(TierError, match="did not answer in time"):
+            tier.get_into([key], [[memoryview(buffer)]], deadline=time.monotonic() + 0.5)
+        assert buffer.count(b"1") == nbytes // 2
+        holder.go_on()
+        assert buffer.count(b"1") == nbytes // 2
+        assert buffer.endswith(b"\xa5" * (nbytes // 2))
+        tier.close()
+
+
+class StoppingHolder:
+    """A holder that has every key, and stops in the middle of each value until `go_on`."""
+
+    def __init__(self, token: Path, value: bytes) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._settings = peers_tier(token, peers=[self.address])._settings
+        self._value = memoryview(value)
+        self._gate = threading.Event()
+        self._sent = threading.Event()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def __enter__(self) -> StoppingHolder:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._gate.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    def go_on(self) -> None:
+        """Returns once the rest was sent, or could not be."""
+        self._gate.set()
+        assert self._sent.wait(PATIENCE_S)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock = self._listener.accept()[0]
+            except OSError:
+                return
+            self._threads.append(threading.Thread(target=self._serve, args=(Wire(sock),)))
+            self._threads[-1].start()
+
+    def _serve(self, wire: Wire) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            admit(wire, self._settings, ValuesNode(), soon())
+            while True:
+                request: Ask | Get = wire.read(FromReader, soon())  # type: ignore[arg-type]
+                if isinstance(request, Ask):
+                    wire.write(Found(b"\1" * len(split_keys(request.keys, ASK_KEYS))), soon())
+                    continue
+                half = len(self._value) // 2
+                wire.send([memoryview(VALUE_HEAD.pack(VALUE, len(self._value))), self._value[:half]], soon())
+                self._gate.wait()
+                try:
+                    wire.send([self._value[half:]], soon())
+                finally:
+                    self._sent.set()
+        wire.close()
+
+
+def test_a_node_that_restarts_at_its_address_is_found_again(token: Path) -> None:
+    key = new_keys(1)[0]
+    with Lender(token) as lender, reading(token, lender) as tier:
+        lender.node.set(key, b"v")
+        assert tier.contains([key], deadline=soon()) == [FOUND]
+        before = state(tier).who
+        lender.close()
+        with pytest.raises(TierError):
+            load(tier, key, 1)
+        with Lender(token, listen=lender.address) as again:
+            wait_until(lambda: tier_has(tier, key) is MISSING, what="the node that restarted")
+            assert before is not None
+            assert state(tier).who != before
+            again.node.set(key, b"w")
+            assert load(tier, key, 1) == (1, b"w")
+
+
+def tier_has(tier: PeersTier, key: bytes) -> Outcome | None:
+    try:
+        return tier.contains([key], deadline=soon())[0]
+    except TierError:
+        return None
+
+
+def test_an_address_that_is_taken_is_a_problem_until_it_is_free(token: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        lender = Lender(token, listen=address)
+        wait_until(lambda: bool(lender.tier.problems()), what="the problem")
+        assert "Address already in use" in lender.tier.problems()[0]
+    with lender:
+        wait_until(lambda: not lender.tier.problems(), what="the free address")
+
+
+# strangers
+
+
+def test_one_with_another_token_gets_nothing(tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    with Lender(token) as lender, reading(token_file(folder, "another token!!!"), lender) as tier:
+        key = new_keys(1)[0]
+        lender.node.set(key, b"v")
+        with pytest.raises(TierError, match="no other node answers"):
+            tier.contains([key], deadline=soon())
+        assert "it refuses this node: it has another token" in tier.problems()[0]
+    assert "another token!!!" not in caplog.text
+
+
+def test_a_holder_that_does_not_know_the_token_is_not_asked(token: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as liar:
+        tier = peers_tier(token, peers=[f"127.0.0.1:{liar.getsockname()[1]}"], ask_s=10)
+        state(tier).start()
+        wire = Wire(liar.accept()[0])
+        wire.write(Greeting(1, bytes(32)), soon())
+        hello = wire.read(Hello, soon())
+        wire.write(Welcome(hello.proof, bytes(16), 256, "sha256/0", {}), soon())
+        wait_until(lambda: "does not know the token" in "".join(tier.problems()), what="the refusal")
+        wire.close()
+        tier.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        LENGTH.pack(STRANGER_BYTES + 1),
+        LENGTH.pack(MOST_BYTES) + bytes(100),
+        LENGTH.pack(5) + b"\xc1\xc1\xc1\xc1\xc1",
+        encoded(Ask(bytes(PACKED_KEY_BYTES))),
+        encoded(Hello(1, bytes(32), bytes(32))),
+        encoded(Hello(2, bytes(32), bytes(32))),
+    ],
+)
+def test_a_stranger_is_shut_out(token: Path, said: bytes) -> None:
+    with Lender(token) as lender:
+        host, port = lender.address.split(":")
+        wait_until(lambda: _connects(host, int(port)), what="the listener")
+        with socket.create_connection((host, int(port)), PATIENCE_S) as sock:
+            wire = Wire(sock)
+            assert wire.read(Greeting, soon()).version == 1
+            sock.sendall(said)
+            answers = b""
+            try:
+                while piece := sock.recv(4096):
+                    answers += piece
+            except ConnectionResetError:
+                pass
+            assert not answers or isinstance(decoded(answers[4:], Refused), Refused)
+        assert lender.node.loans == 0
+
+
+def _connects(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), PATIENCE_S).close()
+    except ConnectionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        LENGTH.pack(MOST_BYTES + 1),
+        encoded(Ask(b"k" * 71)),
+        encoded(Ask(bytes((ASK_KEYS + 1) * PACKED_KEY_BYTES))),
+        encoded(Get(bytes(PACKED_KEY_BYTES), [], 1000)),
+        encoded(Get(bytes(PACKED_KEY_BYTES), [-1], 1000)),
+        encoded(Get(bytes(PACKED_KEY_BYTES), [1], 0)),
+    ],
+)
+def test_a_bad_request_ends_its_connection_only(token: Path, request_: bytes) -> None:
+    with Lender(token) as lender, reading(token, lender) as tier:
+        with peers_tier_wire(lender) as wire:
+            wire.send([memoryview(request_)], soon())
+            with pytest.raises((EOFError, ConnectionResetError)):
+                wire.read(Refused, soon())
+        assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]
+
+
+def test_connections_are_bounded(token: Path) -> None:
+    with Lender(token, connections=2) as lender, ExitStack() as stack:
+        host, port = lender.address.split(":")
+        wait_until(lambda: _connects(host, int(port)), what="the listener")
+        wires = [stack.enter_context(peers_tier_wire(lender)) for _ in range(1)]
+        with reading(token, lender) as tier:
+            assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]
+            with socket.create_connection((host, int(port)), PATIENCE_S) as late, pytest.raises((EOFError, OSError)):
+                Wire(late).read(Greeting, soon())
+        assert len(wires) == 1
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_a_request_or_a_protocol_error(body: bytes) -> None:
+    try:
+        request = decoded(body, FromReader)  # type: ignore[arg-type,var-annotated]
+    except ProtocolError:
+        return
+    assert isinstance(request, Ask | Get)
+
+
+@given(st.lists(st.binary(min_size=PACKED_KEY_BYTES, max_size=PACKED_KEY_BYTES), max_size=20), st.integers(0, 25))
+def test_keys_are_split_as_they_were_joined(keys: list[bytes], most: int) -> None:
+    if len(keys) > most:
+        with pytest.raises(ProtocolError):
+            split_keys(b"".join(keys), most)
+    else:
+        assert split_keys(b"".join(keys), most) == keys
+
+
+@given(st.integers(0, 255), st.integers(0, 1 << 63), st.integers(0, 200))
+def test_no_answer_writes_beyond_its_room(status: int, nbytes: int, room: int) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(VALUE_HEAD.pack(status, nbytes) + b"v" * min(nbytes, 1000))
+        there.shutdown(socket.SHUT_WR)
+        buffer = bytearray(room)
+        try:
+            outcome = _receive(
+                Wire(here), [memoryview(buffer)[: room // 2], memoryview(buffer)[room // 2 :]], room, soon()
+            )
+        except (ProtocolError, OSError):
+            return
+        assert outcome in (nbytes, MISSING, FAILED, Outcome.DAMAGED)
+        assert not isinstance(outcome, int) or (outcome <= room and buffer[:outcome] == b"v" * outcome)
+
+
+# options
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({}, "neither peers nor hints nor listen"),
+        ({"listen": "10.0.0.7:9310"}, "without TLS the KV of prompts would go to and from 10.0.0.7:9310 in plain text"),
+        ({"peers": ["10.0.0.7:9310"]}, "in plain text"),
+        ({"listen": "0.0.0.0:9310"}, "in plain text"),
+        ({"peers": ["nonsense"]}, "'nonsense' is no HOST:PORT"),
+        ({"peers": ["host:0"]}, "is no HOST:PORT"),
+        ({"peers": ["127.0.0.1:1"], "tls_ca": "ca.pem"}, "tls_cert is missing: TLS needs all three"),
+        ({"peers": ["127.0.0.1:1"], "hints": "redis://h"}, "both peers and hints"),
+        ({"listen": "0.0.0.0:1", "hints": "redis://h", "trusted_network": True}, "cannot reach 0.0.0.0:1"),
+    ],
+)
+def test_options_that_cannot_be(token: Path, options: dict[str, object], fact: str) -> None:
+    with pytest.raises(ConfigFieldError, match=fact):
+        peers_tier(token, **options)
+
+
+def test_a_trusted_network_and_tls_are_for_other_machines(token: Path, tmp_path: Path) -> None:
+    made = make_certificate(tmp_path)
+    tls = {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
+    for more in ({"trusted_network": True}, tls):
+        peers_tier(token, peers=["10.0.0.7:9310"], **more).close()  # type: ignore[arg-type]
+
+
+def test_the_token_is_private_and_long(tmp_path: Path) -> None:
+    short = token_file(tmp_path, "short")
+    with pytest.raises(ConfigFieldError, match="the token has 5 bytes"):
+        peers_tier(short, peers=["127.0.0.1:1"])
+    short.write_text("long enough for a token")
+    short.chmod(0o644)
+    with pytest.raises(ConfigFieldError, match="other users may read"):
+        peers_tier(short, peers=["127.0.0.1:1"])
+    with pytest.raises(ConfigFieldError, match="cannot be read"):
+        peers_tier(tmp_path / "missing", peers=["127.0.0.1:1"])

@@ -1,0 +1,89 @@
+"""The codec `planes` in a server: what a tier holds, and that the dtype of the layout reaches the codec.
+
+Objects of zeros would be taken for single bytes: only the layout tells that their elements are longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvframework.storage.envelope import HEADER_BYTES
+from kvframework.wire import messages as m
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
+
+pytest.importorskip("zstandard", reason="zstandard is not installed")
+TOKENS = list(range(1024))
+MARK = b"KVFO"
+
+
+@contextmanager
+def storing(*tier: str, dtype: str) -> Iterator[tuple[WireClient, m.Registered]]:
+    """A client of a server whose tier has all objects."""
+    with ServerProcess(*tier, "l2.0.codec=planes", "l2.0.timeout_s=60.0") as server, server.client() as client:
+        registered = client.register(dtype_str=dtype)
+        client.store(key_for(registered, TOKENS), bytes(16))
+        wait_until(lambda: client.status()["l2"][0]["write_pending"] == 0, what="the write to L2")
+        yield client, registered
+
+
+def loaded(client: WireClient, registered: m.Registered) -> bytes | None:
+    """The objects' bytes as they come back from the tier."""
+    client.call("CLEAR", m.Clear())
+    reply = client.lookup(key_for(registered, TOKENS))
+
+    def done() -> bool:
+        nonlocal reply
+        if reply.pending:
+            reply = client.call("QUERY_PREFETCH_STATUS", m.TicketRef(reply.ticket))
+        return not reply.pending
+
+    wait_until(done, what="the load")
+    found = client.retrieve(key_for(registered, TOKENS))
+    if reply.ticket:
+        client.call("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
+    return found
+
+
+def width_in(value: bytes) -> int:
+    """The bytes of an element in a value in L2 that `planes` packed, 0 for another one. A tier may have a header of its
+    own before it."""
+    at = value.find(MARK)
+    return value[at + HEADER_BYTES + 1] if value[at + 40 : at + 56].rstrip(b"\0") == b"planes" else 0
+
+
+@pytest.mark.redis
+def test_redis_holds_planes_of_the_layouts_elements(tmp_path: Path) -> None:
+    with (
+        RedisServer(tmp_path) as redis,
+        storing("l2.0.use=redis", f"l2.0.url={redis.url}", dtype="bfloat16") as (client, registered),
+    ):
+        with redis.client() as bare:
+            values = [value for key in bare.keys("*") if isinstance(value := bare.get(key), bytes)]
+        assert [width_in(value) for value in values].count(2) == 4
+        assert bytes(16) not in [value[24:40] for value in values], "the fingerprint of the objects' layout"
+        found = loaded(client, registered)
+        assert found is not None
+        assert len(found) == 4 * 2 * 2 * 256 * 8 * 2
+        assert not any(found)
+
+
+def test_files_hold_planes_and_damaged_ones_are_misses(tmp_path: Path) -> None:
+    folder = tmp_path / "l2"
+    tier = ("l2.0.use=filesystem", f"l2.0.path={folder}", "l2.0.capacity=1GiB")
+    with storing(*tier, dtype="float32") as (client, registered):
+        held = [file for file in folder.rglob("*") if file.is_file() and width_in(file.read_bytes()) == 4]
+        assert len(held) == 4
+        assert loaded(client, registered) is not None
+        for file in held:
+            value = bytearray(file.read_bytes())
+            value[value.find(MARK) + HEADER_BYTES + 20] ^= 1
+            file.write_bytes(value)
+        assert loaded(client, registered) is None
+        assert client.status()["l2"][0]["corrupt"] >= 1
