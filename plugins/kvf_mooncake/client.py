@@ -16,14 +16,20 @@ from kvframework.errors import TierError
 _LOCAL_BYTES = 16 << 20
 _CONNECT_S = 1.0
 _MODESTY = 10
-# What Mooncake writes to standard error, unless the operator has said otherwise: errors.
-_QUIET = {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "ERROR", "MC_STORE_CLIENT_METRIC": "0"}
+# Unless the operator has said otherwise: errors alone to standard error, and fewer system calls than one for 64 KiB, an
+# eighth of the processor time.
+_ENVIRONMENT = {
+    "GLOG_minloglevel": "2",
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_STORE_CLIENT_METRIC": "0",
+    "MC_TCP_SLICE_SIZE": str(1 << 20),
+}
 
 
 def make_tier(options: MooncakeOptions, where: str) -> MooncakeTier:
     """Connect to the master. Raises `TierError`; may block, and hold the interpreter, for a minute and a half."""
     own_address = reach_master(options, where, time.monotonic() + _CONNECT_S)
-    for name, value in _QUIET.items():
+    for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig

@@ -38,15 +38,20 @@ def bench_mooncake(sizes: Sizes, directory: Path, registry: PluginRegistry, stag
 def _rows(sizes: Sizes, nbytes: int, bare: TcpPeer, tier: Tier, stage: Stage) -> list[MooncakeRow]:
     values = Values(nbytes, max(sizes.call_bytes // nbytes, 1))
     calls = _TierCalls(tier, values)
+    bare.make_room(values.total)
     cases = {
         "put": calls.put,
         "get": calls.get,
-        "bare put": lambda: sum(bare.put(source) for source in values.sources),
-        "bare get": lambda: sum(bare.get(target) for target in values.targets),
+        "bare put": lambda: bare.put(values.sources),
+        "bare get": lambda: bare.get(values.targets),
     }
     with stage(f"values of {ByteSize(nbytes)} in Mooncake", sizes.mooncake_rounds) as advance:
         calls.put()
         calls.verify()
+        bare.put(values.sources)
+        values.poison()
+        bare.get(values.targets)
+        values.verify("plain TCP")
         measured = interleave(cases, rounds=sizes.mooncake_rounds, advance=advance)
         calls.verify()
     expect(tier.delete(calls.keys, deadline=time.monotonic() + _DEADLINE_S), Outcome.DELETED)

@@ -18,7 +18,8 @@ from kvframework_bench.process import LineChannel, running
 _START_S = 60.0
 _DISTRIBUTIONS = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 _PEER = """
-import sys
+import os, sys
+os.environ.setdefault("MC_TCP_SLICE_SIZE", str(1 << 20))
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
 code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
