@@ -75,7 +75,7 @@ class RouterEvents:
             pause=pause,
         )
         self._publisher = Publisher(
-            self._teller, ledger, found, lambda first: History(encoder, engines, first), self._sockets
+            self._teller, ledger, found, lambda first: History(encoder, engines, first, pause), self._sockets
         )
         self._publisher.start()
 
@@ -84,6 +84,11 @@ class RouterEvents:
         seconds at most. Idempotent."""
         if self._publisher is not None:
             self._publisher.stop(handed_over=handed_over)
+
+    def admit(self, readers: bool) -> None:
+        """Let further readers in, or keep them out; who is connected stays. From any thread. Raises `OSError`."""
+        if self._sockets is not None:
+            self._sockets.admit(readers)
 
     def status(self) -> dict[str, object]:
         """Return the part of the status document. From any thread."""
@@ -97,7 +102,7 @@ class RouterEvents:
             "next_number": publisher.next_number,
             "waiting": self.feed.waiting,
             "ledger_bytes": publisher.ledger_bytes,
-            "problem": publisher.problem,
+            "problem": publisher.problem or publisher.hangs,
             "counters": {
                 **publisher.counters,
                 "unread_replays": publisher.unread_replays,
