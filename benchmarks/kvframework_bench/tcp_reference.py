@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvframework_bench.errors import BenchFailed
+from kvframework.errors import KVFrameworkError
 from kvframework_bench.process import BenchChild, LineChannel, running
 
 _REQUEST = struct.Struct("<cQQ")
@@ -92,7 +92,7 @@ class TcpPeer:
         except OSError as error:
             raise self._failure(error) from error
 
-    def _failure(self, error: OSError) -> BenchFailed:
+    def _failure(self, error: OSError) -> KVFrameworkError:
         return self._child.failure(f"does not answer: {error}")
 
 

@@ -16,6 +16,7 @@ INVALID = -600
 REPLACED_MEANWHILE = frozenset({-601, NO_OBJECT})
 
 _WORDS = {
+    -1: "the setup failed",
     -200: "the segments of all peers are full",
     INVALID: "refused as an invalid parameter",
     -601: "another client has replaced the object meanwhile",

@@ -14,7 +14,7 @@ from kvf_nixl.build import installed_build
 # The build itself: the package `nixl` imports torch to choose one.
 _api: Any = import_module(f"{installed_build()}._api")
 nixl_agent, nixl_agent_config = _api.nixl_agent, _api.nixl_agent_config
-nixlBackendError: type[Exception] = import_module(f"{installed_build()}._bindings").nixlBackendError
+_BackendError: type[Exception] = import_module(f"{installed_build()}._bindings").nixlBackendError
 
 _numbers = itertools.count()
 _POLL_S = 0.0005
@@ -57,7 +57,7 @@ class Transfers:
         handle = self._agent.initialize_xfer(operation, here, there, self._name)
         try:
             self._agent.transfer(handle)
-        except nixlBackendError:
+        except _BackendError:
             self._agent.release_xfer_handle(handle)
             return None
         return handle
@@ -66,7 +66,7 @@ class Transfers:
         try:
             while (state := self._agent.check_xfer_state(handle)) == "PROC":
                 time.sleep(_POLL_S)
-        except nixlBackendError:  # a file that is too short, a disk that is full
+        except _BackendError:  # a file that is too short, a disk that is full
             return False
         finally:
             self._agent.release_xfer_handle(handle)
