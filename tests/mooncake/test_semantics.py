@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -78,3 +80,24 @@ def test_a_value_of_a_stranger_is_damaged(store: MooncakeStore, tier: Tier) -> N
             assert get(tier, name, 4096) == b"ours"
     finally:
         stranger.close()
+
+
+def test_two_nodes_that_write_the_same_at_once_lose_no_room(store: MooncakeStore) -> None:
+    """Of 64 MiB: a replacement of what the other one is writing would keep its room for minutes."""
+    (provider,) = kvf_tiers()
+    value = memoryview(bytes(range(256)) * (MIB // 256))
+    with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
+        nodes = [
+            stack.enter_context(
+                closing(provider.create(MooncakeOptions(master=store.address), TableContext(where="[[l2]] #1")))
+            )
+            for _ in range(2)
+        ]
+        for number in range(12):
+            keys = [key(f"{number}-{index}") for index in range(8)]
+            puts = [threads.submit(tier.put, keys, [[value]] * 8, deadline=soon()) for tier in nodes]
+            assert [put.result() for put in puts] == [[Outcome.STORED] * 8] * 2
+            rooms = [memoryview(bytearray(MIB)) for _ in keys]
+            assert nodes[0].get_into(keys, [[room] for room in rooms], deadline=soon()) == [MIB] * 8
+            assert rooms == [value] * 8
+            assert nodes[1].delete(keys, deadline=soon()) == [Outcome.DELETED] * 8
