@@ -1,4 +1,4 @@
-"""What a tier in a helper process is told of the memory in which its values lie."""
+"""What a tier in a helper process learns of the memory in which its values lie."""
 
 from __future__ import annotations
 

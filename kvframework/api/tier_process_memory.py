@@ -31,7 +31,7 @@ class ValueMemory:
 
     @classmethod
     def create(cls) -> ValueMemory:
-        """Make an empty one, which nobody can shrink: a mapped page behind its end would be a SIGBUS. Raises
+        """Make an empty one, which cannot shrink: a mapped page behind its end would be a SIGBUS. Raises
         `OSError`."""
         fd = os.memfd_create("kvf-helper-values", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_SEAL)
