@@ -15,14 +15,16 @@ from kvframework.errors import TierError
 # Bytes in which the client keeps what it copies itself. The tier reads and writes where the values lie.
 _LOCAL_BYTES = 16 << 20
 _CONNECT_S = 1.0
-_MODESTY = 10
-# Unless the operator has said otherwise: errors alone to standard error, and fewer system calls than one for 64 KiB, an
-# eighth of the processor time.
+_MODESTY = 15
+# Unless the operator has said otherwise: errors alone to standard error; and over TCP fewer system calls than one for
+# 64 KiB, and one connection to a peer, which stays, instead of four at a time, for each value another: a fifth faster.
 _ENVIRONMENT = {
     "GLOG_minloglevel": "2",
     "MC_LOG_LEVEL": "ERROR",
     "MC_STORE_CLIENT_METRIC": "0",
     "MC_TCP_SLICE_SIZE": str(1 << 20),
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+    "MC_TCP_LANES_PER_PEER": "1",
 }
 
 
