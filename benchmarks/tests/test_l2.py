@@ -34,6 +34,7 @@ TINY = Sizes(
     call_bytes=4 * MIB,
     redis_rounds=2,
     s3_rounds=2,
+    mooncake_rounds=2,
     tool_bytes=2 * MIB,
     tool_runs=1,
     shapes=(Shape("tiny", layers=2, heads=1, head_dim=8, tokens=512, target_ratio=0.1, rounds=2),),
@@ -107,6 +108,21 @@ def test_s3_is_measured_beside_obstore() -> None:
         assert row.reference.startswith(f"bare {row.operation}")
         assert all(is_spread(spread) for spread in (row.ratio_to_reference, row.tier_processor_s, row.tier_gb_s))
     assert rows_of(figures) == [8]
+
+
+def test_mooncake_is_measured_beside_plain_tcp_or_named_as_missing() -> None:
+    figures = bench_l2(TINY, parts=["mooncake"], stage=Counting)
+    if figures.skipped:
+        assert [each.what for each in figures.skipped] == ["mooncake"]
+        assert "libibverbs1" in figures.skipped[0].hint
+    else:
+        assert [(row.value_bytes, row.operation) for row in figures.mooncake] == [
+            (nbytes, operation) for nbytes in TINY.value_bytes for operation in ("put", "get")
+        ]
+        for row in figures.mooncake:
+            assert (row.nbytes, row.target_ratio) == (TINY.call_bytes, 0.6)
+            assert all(is_spread(spread) for spread in (row.reference_gb_s, row.tier_gb_s, row.ratio_to_reference))
+    assert rows_of(figures) == [1 if figures.skipped else 8]
 
 
 @pytest.mark.redis

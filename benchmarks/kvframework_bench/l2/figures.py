@@ -57,6 +57,18 @@ class S3Figures(msgspec.Struct, frozen=True):
     rows: list[S3Row]
 
 
+class MooncakeRow(msgspec.Struct, frozen=True):
+    """One operation of the tier on `value_bytes` each, `nbytes` a call. The reference is plain TCP, one connection."""
+
+    operation: str
+    value_bytes: int
+    nbytes: int
+    reference_gb_s: Spread
+    tier_gb_s: Spread
+    ratio_to_reference: Spread
+    target_ratio: float
+
+
 class EngineRow(msgspec.Struct, frozen=True):
     """A prompt that only a tier has: `to_l1` from LOOKUP until it is pinned, `to_engine` until it is in the engine's
     memory, `arriving` if what has arrived is taken while the rest arrives. `verified` says that every byte was compared
@@ -153,6 +165,7 @@ class L2Figures(msgspec.Struct, frozen=True):
 
     redis: RedisFigures | None
     s3: S3Figures | None
+    mooncake: list[MooncakeRow]
     engine: list[EngineRow]
     disk: DiskFigures | None
     stalled: list[StalledRow]
@@ -169,6 +182,8 @@ def l2_tables(figures: L2Figures) -> list[Table]:
         made.append(_redis(figures.redis))
     if figures.s3 is not None:
         made.append(_s3(figures.s3))
+    if figures.mooncake:
+        made.append(_mooncake(figures.mooncake))
     if figures.engine:
         made.append(_engine(figures.engine))
     if figures.disk is not None:
@@ -217,6 +232,20 @@ def _s3(figures: S3Figures) -> Table:
             f"{short_number(row.target_ratio)} x",
             f"{row.tier_processor_s.median:.2f}",
             short_number(row.target_processor_s),
+        )
+    return table
+
+
+def _mooncake(rows: list[MooncakeRow]) -> Table:
+    table = new_table("tier mooncake, TCP", "GB/s", "min to max", "ratio to TCP", "min to max", "target")
+    for row in rows:
+        name = f"{ByteSize(row.value_bytes)} {row.operation}"
+        table.add_row(f"{name}, bare TCP", *format_rate(row.reference_gb_s))
+        table.add_row(
+            f"{name}, tier",
+            *format_rate(row.tier_gb_s),
+            *format_ratio(row.ratio_to_reference),
+            f"{short_number(row.target_ratio)} x",
         )
     return table
 

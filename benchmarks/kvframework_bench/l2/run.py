@@ -15,6 +15,7 @@ from kvframework_bench.l2.disk import bench_disk
 from kvframework_bench.l2.engine import bench_engine
 from kvframework_bench.l2.figures import CodecRow, DiskFigures, L2Figures, MemoryRow
 from kvframework_bench.l2.memory import bench_memory
+from kvframework_bench.l2.mooncake import bench_mooncake
 from kvframework_bench.l2.new_prompt import bench_new_prompts
 from kvframework_bench.l2.redis import bench_redis
 from kvframework_bench.l2.s3 import bench_s3
@@ -22,7 +23,7 @@ from kvframework_bench.l2.sizes import FULL, Sizes
 from kvframework_bench.l2.stalled import bench_stalled
 from kvframework_bench.process import scratch
 
-PARTS = ("redis", "s3", "engine", "disk", "stalled", "new", "memory", "codec")
+PARTS = ("redis", "s3", "mooncake", "engine", "disk", "stalled", "new", "memory", "codec")
 CODECS = ("none", "zstd", "planes")
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ def bench_l2(
     return L2Figures(
         redis=part("redis", lambda at: bench_redis(sizes, at, registry, skipped, stage)),
         s3=part("s3", lambda at: bench_s3(sizes, at, registry, stage)),
+        mooncake=part("mooncake", lambda at: bench_mooncake(sizes, at, registry, stage)) or [],
         engine=part("engine", lambda at: bench_engine(sizes, at, registry, skipped, stage)) or [],
         disk=part("disk", disk),
         stalled=part("stalled", lambda at: bench_stalled(sizes, at, registry, stage)) or [],
