@@ -1,0 +1,122 @@
+"""The sweep: keeps the bytes below a prefix within `capacity`, by one server of all that name the same prefix.
+
+Who sweeps is settled by an object of the bucket, the lease. A server that has seen it unchanged for three turns by its
+own clock takes it by a conditional put; its owner renews it each turn in the same way. Two that sweep at once, after a
+long stop of one of them, delete the same oldest values, which does no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from typing import Any
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+from kvf_s3.addresses import Address
+from kvf_s3.failures import understood
+from kvf_s3.listing import pages
+
+log = logging.getLogger(__name__)
+
+LEASE = "kvframework-sweep"
+TURNS_TO_TAKE = 3
+# What is left after a sweep, as a part of the capacity.
+LEFT = 0.9
+# By how much two values may differ in age and count as equally old, in seconds.
+STEP_S = 10
+_TURN_S = 600.0
+
+
+class Sweeper:
+    """One server's part in the sweep."""
+
+    def __init__(self, store: Any, address: Address, capacity: int, *, every_s: float, where: str) -> None:
+        self._store = store
+        self._address = address
+        self._capacity = capacity
+        self._every_s = every_s
+        self._where = where
+        self._lease = f"{address.prefix}{LEASE}"
+        self._me = secrets.token_hex(8).encode()
+        self._mine: dict[str, str | None] | None = None
+        self._last: str | None = None
+        self._unchanged = 0
+        self._said = ""
+
+    async def run(self) -> None:
+        """Take turns for ever. A failed turn is logged once for each cause."""
+        while True:
+            try:
+                await asyncio.wait_for(self.turn(), _TURN_S)
+                self._said = ""
+            except Exception as error:  # noqa: BLE001  a sweep is for later, whatever fails now
+                self._mine = None
+                fact = understood(error).fact
+                if fact != self._said:
+                    log.warning("%s: the sweep did not take place: %s", self._where, fact)
+                self._said = fact
+            await asyncio.sleep(self._every_s)
+
+    async def turn(self) -> bool:
+        """One turn: renew or try the lease, and sweep with it. True: this server has the lease."""
+        if not await self._elected():
+            return False
+        await self._sweep()
+        return True
+
+    async def _elected(self) -> bool:
+        if self._mine is not None:
+            return await self._put(self._mine)
+        try:
+            seen = (await obstore.head_async(self._store, self._lease))["e_tag"]
+        except FileNotFoundError:
+            return await self._put("create")
+        self._unchanged = self._unchanged + 1 if seen == self._last else 0
+        self._last = seen
+        return self._unchanged >= TURNS_TO_TAKE and await self._put({"e_tag": seen, "version": None})
+
+    async def _put(self, mode: Any) -> bool:
+        """Write the lease, if nobody else has meanwhile. Its bytes differ each time, and so does its tag."""
+        text = self._me + secrets.token_hex(8).encode()
+        self._mine, self._unchanged = None, 0
+        try:
+            written = await obstore.put_async(self._store, self._lease, text, mode=mode, use_multipart=False)
+        except (AlreadyExistsError, PreconditionError):
+            return False
+        self._mine = {"e_tag": written["e_tag"], "version": written["version"]}
+        return True
+
+    async def _sweep(self) -> None:
+        """List twice rather than remember every name: once to learn from which age on values go, once to delete."""
+        used: Counter[int] = Counter()
+        async for page in pages(self._store, self._address):
+            for each in page:
+                used[int((each.used_at or 0) // STEP_S)] += each.nbytes
+        if used.total() <= self._capacity:
+            return
+        newest, of_newest = cut(used, used.total() - int(LEFT * self._capacity))
+        count = nbytes = 0
+        async for page in pages(self._store, self._address):
+            old = []
+            for each in page:
+                step = int((each.used_at or 0) // STEP_S)
+                if step < newest or (step == newest and of_newest > 0):
+                    of_newest -= each.nbytes if step == newest else 0
+                    old.append(each)
+            if old:
+                await obstore.delete_async(self._store, [self._address.name_of(each.key) for each in old])
+            count, nbytes = count + len(old), nbytes + sum(each.nbytes for each in old)
+        log.info("%s: the sweep deleted %d values of %d bytes, the oldest", self._where, count, nbytes)
+
+
+def cut(used: Counter[int], excess: int) -> tuple[int, int]:
+    """What to delete so that at least `excess` bytes go: all before a step of age, and so many bytes of that step."""
+    for step in sorted(used):
+        if excess <= used[step]:
+            return step, excess
+        excess -= used[step]
+    return max(used, default=0) + 1, 0
