@@ -82,7 +82,14 @@ def test_a_name_leads_back_to_its_key_and_nothing_else_does(key: bytes, path: st
     assert name.startswith(address.prefix)
     assert address.key_of(name) == key
     inner = name[len(address.prefix) :]
-    for other in (f"x{name}", f"{name}x", name[:-2], name.upper() + "G", name.replace("/", ""), f"{address.prefix}zz/{inner}"):
+    for other in (
+        f"x{name}",
+        f"{name}x",
+        name[:-2],
+        name.upper() + "G",
+        name.replace("/", ""),
+        f"{address.prefix}zz/{inner}",
+    ):
         assert address.key_of(other) is None
 
 
@@ -100,7 +107,14 @@ def test_keys_of_another_length_are_refused(opened: Callable[..., Tier]) -> None
     "url",
     [
         *("bucket", "http://host/bucket", "s3://", "s3:///tier", "s3://user:secret@bucket/x", "s3://bucket?secret=1"),
-        *("s3://bucket/a b", "s3://bucket/../x", "s3://bucket/%2e", "s3://bucket/#secret", "az://account", "file:///tmp"),
+        *(
+            "s3://bucket/a b",
+            "s3://bucket/../x",
+            "s3://bucket/%2e",
+            "s3://bucket/#secret",
+            "az://account",
+            "file:///tmp",
+        ),
     ],
 )
 def test_other_addresses_are_refused_and_not_shown(url: str) -> None:
@@ -174,7 +188,9 @@ def test_credentials_are_found_in_their_usual_places(
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     file = write_credentials(tmp_path / "credentials", "key-of-default", "hunter2")
-    file.write_text(file.read_text() + write_credentials(tmp_path / "x", "key-of-other", "hunter2", "other").read_text())
+    file.write_text(
+        file.read_text() + write_credentials(tmp_path / "x", "key-of-other", "hunter2", "other").read_text()
+    )
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
 
     def used(**options: object) -> str:
