@@ -135,6 +135,7 @@ class Server:
             tcp=config.server.tcp,
             curve=curve,
             admit_uids=config.server.admit_uids,
+            admit_readers=self._events.admit if self._events else None,
         )
         self.service.wakes(self._messages.wake)
 
@@ -167,6 +168,10 @@ class Server:
         log.info("serving at %s", " and ".join(filter(None, (self.endpoint, self._config.server.tcp))))
         if self._config.server.insecure:
             log.warning("insecure = true: any client that reaches the TCP port is served, in plain text")
+        if events := self._config.events:
+            log.info("events for routers at %s, their replay at %s", events.endpoint, events.replay or "no socket")
+            if events.insecure:
+                log.warning("[events] insecure = true: any process that reaches tcp:// reads prompts, in plain text")
         try:
             self._messages.serve_forever()
             self.service.storage.served()
@@ -177,7 +182,7 @@ class Server:
     def stop(self, since: float | None = None) -> None:
         """End `serve_forever` within `STOP_S` seconds from `since`, of the monotonic clock (None: now); requests in
         flight get `GRACE_S` of them. Safe from any thread and from a signal handler, also before `serve_forever`."""
-        self.service.stopping = True
+        self.service.stop()
         now = time.monotonic()
         late = 0.0 if since is None else now - since
         self._stop_by = now + STOP_S - late

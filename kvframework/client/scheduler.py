@@ -7,6 +7,7 @@ has its own), and any failure is a miss, one log line and a count.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -145,14 +146,16 @@ class SchedulerAdapter:
 
     def _wait(self, result: LookupResult, deadline: float, more_than: int = _ALL) -> LookupResult:
         """Ask until nothing is pending, the hit is longer than `more_than` tokens, or the deadline has passed."""
+        asked_at = -math.inf
         while result.pending and result.hit_tokens <= more_than and (left := deadline - time.monotonic()) > 0:
             held_s = self._held_s(left)
-            if not held_s:
-                time.sleep(min(POLL_S, left))
+            # An answer that was not held back, or none, is no reason to ask again at once.
+            since = time.monotonic() - asked_at if held_s else 0.0
+            if since < POLL_S:
+                time.sleep(min(POLL_S - since, left))
+            asked_at = time.monotonic()
             grown = more_than if held_s and more_than < _ALL else -1
             answer = self._query(result, m.PrefetchQuery(result.ticket, held_s, grown), held_s)
-            if answer is None and held_s:
-                time.sleep(min(POLL_S, left))
             result = answer or _unanswered(result)
         return result
 

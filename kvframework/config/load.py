@@ -152,6 +152,8 @@ def _events(value: object, server: ServerConfig, where: str) -> EventsConfig:
     sockets = [each for each in (*named.values(), server.endpoint, server.tcp) if each]
     if len(set(sockets)) < len(sockets):
         raise ConfigFieldError("two sockets at one address", where=where, available="an address for each")
+    if len(set(events.engines)) < len(events.engines):
+        raise ConfigFieldError("an engine is named twice", where=f"{where} engines", available="each name once")
     if server.chunk_size % events.block_size:
         raise ConfigFieldError(
             f"block_size {events.block_size} does not divide the chunk of {server.chunk_size} tokens",

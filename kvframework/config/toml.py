@@ -35,7 +35,7 @@ def parse_toml(text: str, *, where: str) -> dict[str, object]:
         raise ConfigFileError(f"not valid TOML: {error}", where=where) from None
 
 
-def read_toml(path: Path) -> dict[str, object]:
+def read_toml(path: Path, named_by: str = "--config and KVFRAMEWORK_CONFIG") -> dict[str, object]:
     """Reads a TOML file. Blocking. Raises `ConfigFileError` if the file is missing, unreadable, not UTF-8 or no
     TOML."""
     try:
@@ -48,7 +48,7 @@ def read_toml(path: Path) -> dict[str, object]:
         text = content.decode()
     except OSError as error:
         raise ConfigFileError(
-            f"cannot be read: {error.strerror or error}", where=str(path), hint="check --config and KVFRAMEWORK_CONFIG"
+            f"cannot be read: {error.strerror or error}", where=str(path), hint=f"check {named_by}"
         ) from None
     except UnicodeDecodeError as error:
         raise ConfigFileError(f"not UTF-8: {error}", where=str(path), hint="TOML files are UTF-8") from None

@@ -9,6 +9,7 @@ node that has to compute it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -21,6 +22,9 @@ SALT_TAG = "dynamo-cache-salt:"
 
 # Of one block: (identifier, offset in the block) of an image, a LoRA's name, a salt.
 ExtraKeys = tuple[tuple[str, int] | str, ...]
+
+# Tokens between an image's first one and the first of its content.
+_FARTHEST = 1 << 40
 
 
 class Chunk(NamedTuple):
@@ -44,26 +48,29 @@ def root_of(model: str, salt: str, lora_name: str) -> int:
 def chunks_of(
     content: ChunkContent, digests: bytes, start: int, *, chunk_tokens: int, block_size: int, model: str, salt: str
 ) -> list[Chunk | None]:
-    """Return the chunks of a content that begins at token `start`; None for one that cannot be described to a router.
-    `digests` are those of the request from its first chunk. `block_size` divides `chunk_tokens`."""
+    """Return the chunks of a content that begins at token `start`; None for one that cannot be described to a router,
+    for all of them if the images are none of a prompt's. `digests` are those of the request from its first chunk.
+    `block_size` divides `chunk_tokens`."""
     made: list[Chunk | None] = []
     extras = {each.chunk for each in content.extras if each.content}
     root = root_of(model, salt, content.lora_name)
     own = struct.unpack(f"<{len(content.hashes) // 8}Q", content.hashes) if content.block_size == block_size else ()
     blocks = chunk_tokens // block_size
     first = start // chunk_tokens
+    images = _by_block(content.images, len(content.tokens) // TOKEN_BYTES, block_size)
+    if images is None:
+        return [None] * (len(content.tokens) // TOKEN_BYTES // chunk_tokens)
     for index in range(len(content.tokens) // TOKEN_BYTES // chunk_tokens):
         at = (first + index) * DIGEST_BYTES
         begin = index * chunk_tokens
         end = begin + chunk_tokens
-        images = [each for each in content.images if each.offset < end and begin < each.offset + each.length]
-        if index in extras and not images and not content.lora_name:
+        keys = _extra_keys(images, content.lora_name, range(index * blocks, (index + 1) * blocks), block_size)
+        if index in extras and not keys:
             made.append(None)
             continue
         tokens = content.tokens[begin * TOKEN_BYTES : end * TOKEN_BYTES]
         parent = digests[at - DIGEST_BYTES : at] if at else b""
         digest = digests[at : at + DIGEST_BYTES]
-        keys = _extra_keys(images, content.lora_name, range(begin, end, block_size), block_size)
         hashes = own[index * blocks : (index + 1) * blocks] or _chained(root, parent, digest, tokens, block_size, keys)
         made.append(Chunk(digest, parent, tokens, hashes, keys, content.lora_name))
     return made
@@ -97,17 +104,28 @@ def _chained(
     return tuple(hashes)
 
 
-def _extra_keys(images: list[Image], lora_name: str, starts: range, size: int) -> tuple[ExtraKeys | None, ...]:
+def _by_block(images: Sequence[Image], tokens: int, size: int) -> dict[int, list[Image]] | None:
+    """Return the images of each block of a content, None if there are so many that they lie upon each other or have a
+    few tokens each: a small message must not become a large one."""
+    found: dict[int, list[Image]] = {}
+    room = 2 * (tokens // size) + tokens // 2
+    for each in images:
+        last = (min(each.offset + each.length, tokens) - 1) // size
+        blocks = range(max(each.offset, 0) // size, last + 1)
+        room -= len(blocks)
+        if room < 0 or each.offset <= -_FARTHEST:
+            return None
+        for block in blocks:
+            found.setdefault(block, []).append(each)
+    return found
+
+
+def _extra_keys(
+    images: Mapping[int, Sequence[Image]], lora_name: str, blocks: range, size: int
+) -> tuple[ExtraKeys | None, ...]:
     """Return the extra keys by block, in vLLM's order: the LoRA's name, then the images."""
-    if not images and not lora_name:
+    if not lora_name and not any(block in images for block in blocks):
         return ()
-    found: list[ExtraKeys | None] = []
-    for start in starts:
-        keys: list[tuple[str, int] | str] = [lora_name] if lora_name else []
-        keys += [
-            (each.identifier, each.offset - start)
-            for each in images
-            if each.offset < start + size and start < each.offset + each.length
-        ]
-        found.append(tuple(keys) or None)
-    return tuple(found) if any(found) else ()
+    own = (lora_name,) if lora_name else ()
+    named = ((own + tuple((each.identifier, each.offset - at * size) for each in images.get(at, ()))) for at in blocks)
+    return tuple(keys or None for keys in named)

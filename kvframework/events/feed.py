@@ -15,10 +15,13 @@ from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.events.known import L1
 from kvframework.wire.handshake import SALTED_TOKEN_IDS, TOKEN_IDS
 
-# Entries about objects, one a commit or a removal.
-MOST_ENTRIES = 1 << 17
-# Bytes of token ids that wait.
+# Objects that came or went, in entries of a commit or a removal each.
+MOST_OBJECTS = 1 << 17
+# Bytes of token ids, and of what else contents say, that wait.
 MOST_CONTENT_BYTES = 64 << 20
+
+# What an entry, an extra or an image takes besides, about.
+_ENTRY_BYTES = 256
 
 # A place, its objects, and whether each of them is there.
 Objects = tuple[int, Sequence[PackedKey], Sequence[bool] | bool]
@@ -59,7 +62,7 @@ class Feed(Events):
         self._lost = False
         self._objects: deque[Objects] = deque()
         self._contents: deque[tuple[CacheKey, ChunkContent | None]] = deque()
-        self._content_bytes = 0
+        self._content_bytes = self._waiting_objects = 0
         self._counting = threading.Lock()
 
     @property
@@ -86,7 +89,10 @@ class Feed(Events):
         self._contents.append((key, content))
 
     def take_objects(self) -> list[Objects]:
-        return _taken(self._objects)
+        taken = _taken(self._objects)
+        with self._counting:
+            self._waiting_objects -= sum(len(keys) for _, keys, _ in taken)
+        return taken
 
     def take_contents(self) -> list[tuple[CacheKey, ChunkContent | None]]:
         taken = _taken(self._contents)
@@ -96,19 +102,27 @@ class Feed(Events):
 
     def take_loss(self) -> bool:
         """Return whether entries about objects were dropped since the last call: what L1 has must be asked."""
-        lost, self._lost = self._lost, False
+        with self._counting:
+            lost, self._lost = self._lost, False
         return lost
 
     def _add(self, entry: Objects) -> None:
-        if len(self._objects) < MOST_ENTRIES:
-            self._objects.append(entry)
-        else:
-            self.dropped += 1
-            self._lost = True
+        count = len(entry[1])
+        with self._counting:
+            if self._waiting_objects + count > MOST_OBJECTS:
+                self.dropped += 1
+                self._lost = True
+                return
+            self._waiting_objects += count
+        self._objects.append(entry)
 
 
 def _size(key: CacheKey, content: ChunkContent | None) -> int:
-    return len(key.tokens) + len(key.digests) + (len(content.tokens) + len(content.hashes) if content else 0)
+    size = len(key.tokens) + len(key.digests) + _ENTRY_BYTES
+    if content is not None:
+        size += len(content.tokens) + len(content.hashes) + _ENTRY_BYTES * (len(content.extras) + len(content.images))
+        size += sum(len(each.content) for each in content.extras)
+    return size
 
 
 def _taken(queue: deque) -> list:  # type: ignore[type-arg]

@@ -61,7 +61,7 @@ class History:
 
     def gone(self, removed: Removed, number: int) -> None:
         """Remember what was removed with that number or before."""
-        self._gone.append((number, removed))
+        self._gone.extend((number, part) for part in _split(removed))
         self._gone_hashes += len(removed.hashes)
         while self._gone_hashes > MOST_GONE:
             self._gone_hashes -= len(self._gone.popleft()[1].hashes)
@@ -126,7 +126,7 @@ def _packs(news: Iterable[News], most_bytes: float) -> Iterator[tuple[str, list[
     """Yield the news by model, in order, in packs of about so many bytes."""
     packs: dict[str, tuple[list[News], int]] = {}
     for each in news:
-        for part in _split(each):
+        for part in _split(each) if isinstance(each, Removed) else (each,):
             events, nbytes = packs.get(part.model, ([], 0))
             if events and nbytes + _weight(part) > most_bytes:
                 yield part.model, events
@@ -136,15 +136,14 @@ def _packs(news: Iterable[News], most_bytes: float) -> Iterator[tuple[str, list[
     yield from ((model, events) for model, (events, _) in packs.items())
 
 
-def _split(each: News) -> Iterator[News]:
-    if not isinstance(each, Removed):
-        yield each
-        return
-    for first in range(0, len(each.hashes), _HASHES_AT_ONCE):
-        yield each._replace(hashes=each.hashes[first : first + _HASHES_AT_ONCE])
+def _split(removed: Removed) -> Iterator[Removed]:
+    for first in range(0, len(removed.hashes), _HASHES_AT_ONCE):
+        yield removed._replace(hashes=removed.hashes[first : first + _HASHES_AT_ONCE])
 
 
 def _weight(each: News) -> int:
     if isinstance(each, Removed):
         return _EVENT_BYTES + _HASH_BYTES * len(each.hashes)
-    return _EVENT_BYTES + _HASH_BYTES * len(each.chunk.hashes) + len(each.chunk.tokens)
+    keys = [key for keys in each.chunk.extra_keys for key in keys or ()]
+    named = sum(_HASH_BYTES + len(key if isinstance(key, str) else key[0]) for key in keys)
+    return _EVENT_BYTES + _HASH_BYTES * len(each.chunk.hashes) + len(each.chunk.tokens) + named

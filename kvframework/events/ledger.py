@@ -10,8 +10,10 @@ A power cut may take the last records with it: what they announced then stays at
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import stat
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -116,8 +118,11 @@ class Ledger:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock()
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise OSError("it is no file")
             os.fchmod(self._fd, 0o600)
-            data = self.path.read_bytes()
+            with open(self._fd, "rb", closefd=False) as file:
+                data = file.read()
         except OSError as error:
             self.close()
             raise EventLedgerError(
@@ -147,6 +152,7 @@ class Ledger:
             os.rename(other, self.path)
         except BaseException:
             os.close(fd)
+            other.unlink(missing_ok=True)
             raise
         os.close(self._fd)
         self._fd, self._nbytes, self._anew_at = fd, nbytes, 2 * nbytes + GROWTH_BYTES
@@ -162,7 +168,7 @@ class Ledger:
         records: list[_Record] = [_Numbers(end)] if end else []
         for each in news:
             if isinstance(each, Removed):
-                records.append(_Gone(number, each.model, each.medium, _packed(each.hashes)))
+                records += _gone(number, each)
                 continue
             records.append(_Told(each.model, each.medium, _packed(each.chunk.hashes[each.first :])))
             if self.keeps and each.medium is Medium.CPU and not each.salt:
@@ -207,7 +213,14 @@ def _records(data: bytes) -> Iterator[_Record]:
 
 
 def _found(records: Iterable[_Record]) -> Found:
+    """Return what records say, up to one that this release does not know."""
     found = Found()
+    with contextlib.suppress(ValueError, struct.error):
+        _read(records, found)
+    return found
+
+
+def _read(records: Iterable[_Record], found: Found) -> None:
     for record in records:
         if isinstance(record, _Numbers):
             found.next = max(found.next, record.end)
@@ -222,7 +235,6 @@ def _found(records: Iterable[_Record]) -> Found:
             removed = Removed(*of, list(_unpacked(record.hashes)))
             found.announced.setdefault(of, set()).difference_update(removed.hashes)
             found.gone.append((record.number, removed))
-    return found
 
 
 def _state(
@@ -230,11 +242,21 @@ def _state(
 ) -> Iterator[_Record]:
     yield _Numbers(end)
     for number, removed in gone:
-        yield _Gone(number, removed.model, removed.medium, _packed(removed.hashes))
+        yield from _gone(number, removed)
     for (model, medium), hashes in announced.items():
-        ordered = list(hashes)
-        for first in range(0, len(ordered), _HASHES_AT_ONCE):
-            yield _Told(model, medium, _packed(ordered[first : first + _HASHES_AT_ONCE]))
+        for part in _parts(list(hashes)):
+            yield _Told(model, medium, part)
+
+
+def _gone(number: int, removed: Removed) -> Iterator[_Gone]:
+    for part in _parts(removed.hashes):
+        yield _Gone(number, removed.model, removed.medium, part)
+
+
+def _parts(hashes: Sequence[int]) -> Iterator[bytes]:
+    """Yield hashes for records that are far smaller than the largest one."""
+    for first in range(0, len(hashes), _HASHES_AT_ONCE):
+        yield _packed(hashes[first : first + _HASHES_AT_ONCE])
 
 
 def _content(namespace: bytes, chunk: Chunk) -> _Content:

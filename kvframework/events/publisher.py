@@ -33,6 +33,8 @@ _LONGEST_BEAT_S = 60.0
 _PAUSE_BYTES = 1 << 18
 _MESSAGE_BYTES = 1 << 10
 _PAUSE_S = 0.0005
+# After a ledger that could not be written.
+_WRITE_AGAIN_S = 10.0
 _STOP_S = 5.0
 # Who is told at the end that something is missing asks at once; answers under way end then, read or not.
 _LAST_QUESTIONS_S = 0.1
@@ -63,6 +65,7 @@ class Publisher:
         self._reserved = 0
         self._silence_s = BEAT_S
         self._beat_at = 0.0
+        self._write_at = 0.0
         self._sockets = sockets
         self._answers = Answers(sockets.answer, self._from)
         self._batch_s = batch_s
@@ -167,14 +170,17 @@ class Publisher:
             self.counters["batches"] += 1
 
     def _record(self, number: int, news: Sequence[News]) -> None:
-        """Write down what is sent next, up to `number`."""
+        """Write down what is sent next, up to `number`: in a ledger that is whole behind all others, else in another
+        one, since nothing is read that follows a torn record."""
+        if self.problem or self._ledger.is_long:
+            if time.monotonic() >= self._write_at:
+                self._anew(self._teller.known.announced())
+            return
         end = self._history.next + RESERVE if self._history.next >= self._reserved else 0
         try:
             if end or news:
                 self._ledger.write(end, number, news)
                 self._reserved = end or self._reserved
-            if self._ledger.is_long:
-                self._anew(self._teller.known.announced())
         except OSError as error:
             self._unwritten(error)
 
@@ -185,8 +191,13 @@ class Publisher:
             self._reserved = end
         except OSError as error:
             self._unwritten(error)
+            return
+        if self.problem:
+            log.info("the ledger of events is written again")
+        self.problem = ""
 
     def _unwritten(self, error: OSError) -> None:
+        self._write_at = time.monotonic() + _WRITE_AGAIN_S
         if not self.problem:
             log.error("the ledger of events cannot be written: %s", error.strerror or error)
         self.problem = f"the ledger cannot be written, so a next server cannot tell removals: {error.strerror}"

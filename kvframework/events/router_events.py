@@ -85,6 +85,11 @@ class RouterEvents:
         if self._publisher is not None:
             self._publisher.stop(handed_over=handed_over)
 
+    def admit(self, readers: bool) -> None:
+        """Let further readers in, or keep them out; who is connected stays. From any thread. Raises `OSError`."""
+        if self._sockets is not None:
+            self._sockets.admit(readers)
+
     def status(self) -> dict[str, object]:
         """Return the part of the status document. From any thread."""
         publisher, teller, sockets = self._publisher, self._teller, self._sockets

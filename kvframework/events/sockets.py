@@ -4,20 +4,24 @@ thread that makes them, then used by one other."""
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import socket
 import time
-from collections.abc import Collection
-from pathlib import Path
+from collections.abc import Callable, Collection
+from functools import partial
 
 import zmq
 
-from kvframework.config import EventsConfig, ipc_path, parse_endpoint, prepare_private_directory
+from kvframework.config import EventsConfig, parse_endpoint
 from kvframework.errors import EndpointError
 from kvframework.events.history import Numbered
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.endpoint_files import socket_umask
+from kvframework.messaging.server.endpoint_files import EndpointFiles, socket_umask
+from kvframework.messaging.server.newcomers.syn_filter import drop_newcomers
 from kvframework.messaging.server.newcomers.zap import ZapHandler
+from kvframework.messaging.server.sockets import bound_tcp
 
 # Topics and questions are short.
 _MAX_ASKED_BYTES = 1024
@@ -27,6 +31,8 @@ _BIND_STEP_S = 0.05
 _LINGER_MS = 1000
 _MOST_UNREAD = 64
 _NUMBER_BYTES = 8
+# Messages that are read before others are sent: a reader that writes without an end has its turn, and no more.
+_MOST_AT_ONCE = 1000
 
 
 class EventSockets:
@@ -37,8 +43,10 @@ class EventSockets:
     def __init__(self, config: EventsConfig, *, keys: ServerKeys | None, admit_uids: Collection[int] = ()) -> None:
         self.counters = {"curve_refused": 0}
         self._admit_uids = admit_uids
-        self._paths: list[str] = []
         with contextlib.ExitStack() as undo:
+            # Released last: a socket that ends removes whatever lies at its path.
+            self._files = undo.enter_context(contextlib.ExitStack())
+            self._doors: list[Callable[[bool], None]] = []
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             undo.callback(context.term)
             self._zap: ZapHandler | None = None
@@ -65,17 +73,17 @@ class EventSockets:
     def wait(self, timeout_s: float) -> tuple[int, list[tuple[bytes, int | None]]]:
         """Return the number of new subscribers, and who asks from which number on (None: a question of another form),
         after `timeout_s` seconds at most."""
-        ready = dict(self._poller.poll(round(max(timeout_s, 0.0) * 1000)))
+        ready = dict(self._poller.poll(math.ceil(max(timeout_s, 0.0) * 1000)))
         if self._zap is not None and self._zap.socket in ready:
             self._zap.serve()
         subscribers = 0
-        while self._news in ready:
+        for _ in range(_MOST_AT_ONCE if self._news in ready else 0):
             try:
                 subscribers += self._news.recv(zmq.NOBLOCK)[:1] == b"\1"
             except zmq.Again:
                 break
         asked: dict[bytes, int | None] = {}
-        while self._questions in ready:
+        for _ in range(_MOST_AT_ONCE if self._questions in ready else 0):
             try:
                 client, *question = self._questions.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -103,12 +111,16 @@ class EventSockets:
             return None
         return True
 
+    def admit(self, readers: bool) -> None:
+        """Let further readers in, or keep them out: each connection is a descriptor, and libzmq ends a process that has
+        none left. From any thread. Raises `OSError`."""
+        with contextlib.ExitStack() as each:  # a door that fails leaves no other as it was
+            for door in self._doors:
+                each.callback(door, readers)
+
     def close(self) -> None:
         """Close both; blocks for a moment, in which what was sent leaves."""
         self._undo.close()
-        for path in self._paths:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
 
     def _bind(self, socket: frames_io.Socket, endpoint: str, keys: ServerKeys | None, key: str) -> None:
         parsed = parse_endpoint(endpoint)
@@ -119,23 +131,42 @@ class EventSockets:
             if keys is not None:
                 keys.apply(socket)
         else:
-            shared = bool(self._admit_uids)
-            prepare_private_directory(Path(ipc_path(endpoint)).parent, shared=shared)
+            files = EndpointFiles(endpoint, shared=bool(self._admit_uids))
+            _when_free(files.acquire)
+            self._files.callback(files.release)
+            self._doors.append(files.show)
             for uid in {os.geteuid(), *self._admit_uids}:
                 socket.setsockopt(zmq.IPC_FILTER_UID, uid)
-        until = time.monotonic() + _BIND_S
-        while True:
+
+        def bind() -> None:
             try:
                 with socket_umask(shared=parsed.kind == "ipc" and bool(self._admit_uids)):
-                    socket.bind(endpoint)
-                break
+                    if parsed.kind == "ipc":
+                        socket.bind(endpoint)
+                    else:
+                        self._doors.append(partial(_admit_at, self._files.enter_context(bound_tcp(socket, endpoint))))
             except zmq.ZMQError as error:
-                if error.errno != zmq.EADDRINUSE or time.monotonic() >= until:
-                    raise EndpointError(
-                        f"it cannot be listened at: {error.strerror}",
-                        where=f"[events] {key} = {endpoint}",
-                        hint="name an address of this machine that is free",
-                    ) from None
-                time.sleep(_BIND_STEP_S)
-        if parsed.kind == "ipc":
-            self._paths.append(parsed.path)
+                raise EndpointError(
+                    f"it cannot be listened at: {error.strerror}",
+                    where=f"[events] {key} = {endpoint}",
+                    hint="name an address of this machine that is free",
+                ) from None
+
+        _when_free(bind)
+
+
+def _admit_at(listener: socket.socket, readers: bool) -> None:
+    drop_newcomers(listener, everybody=not readers)
+
+
+def _when_free(take: Callable[[], None]) -> None:
+    """Take what an earlier server, which ends, may still have. A mistake is said after as long."""
+    until = time.monotonic() + _BIND_S
+    while True:
+        try:
+            take()
+            return
+        except EndpointError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_BIND_STEP_S)

@@ -28,13 +28,14 @@ PROBES = ("/livez", "/readyz")
 MOST_SCORING = 4
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /score`: `tokens`, or hexadecimal `digests` of kvframework's chunks of `chunk_tokens` tokens.
     `adapter` is the LoRA's name. Without a model, blocks of every model count."""
 
-    tokens: Annotated[list[int], msgspec.Meta(max_length=MOST_TOKENS)] | None = None
+    tokens: Annotated[list[Token], msgspec.Meta(max_length=MOST_TOKENS)] | None = None
     digests: Annotated[list[str], msgspec.Meta(max_length=MOST_TOKENS // 16)] | None = None
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=MOST_BLOCK_TOKENS)] = 256
     model: Text | None = None

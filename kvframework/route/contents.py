@@ -61,14 +61,20 @@ class Contents:
         return sum(self._index.size(place.number) for place in self._places.values())
 
     def apply(self, topic: bytes, payload: bytes) -> None:
-        """Take a batch in. An error of this code costs that batch, and would come again with it."""
+        """Take a batch in, at once."""
+        for _ in self.steps(topic, payload):
+            pass
+
+    def steps(self, topic: bytes, payload: bytes) -> Iterator[None]:
+        """Take a batch in, by steps of some milliseconds. An error of this code costs the rest of that batch, and would
+        come again with it."""
         try:
-            self._apply(topic, payload)
+            yield from self._steps(topic, payload)
         except Exception:
             log.exception("a batch is not taken in")
             self._mistaken("a bug of this router; see its log")
 
-    def _apply(self, topic: bytes, payload: bytes) -> None:
+    def _steps(self, topic: bytes, payload: bytes) -> Iterator[None]:
         if len(topic) > _LONGEST_TOPIC:
             self._mistaken("a topic is too long")
             return
@@ -76,12 +82,18 @@ class Contents:
             return
         batch = events.decoded(payload)
         stored: list[events.Stored] = []
+        blocks = 0
         for event in batch.events:
             if isinstance(event, events.Stored):
                 stored.append(event)
-                continue
+                blocks += len(event.externals) + 1
+                if blocks < events.AT_ONCE:
+                    continue
             self._store(topic, batch.rank, stored)
-            stored = []
+            stored, blocks = [], 0
+            yield
+            if isinstance(event, events.Stored):
+                continue
             if isinstance(event, events.Removed):
                 self._remove(topic, batch.rank, event)
             elif isinstance(event, events.Cleared):
@@ -106,8 +118,16 @@ class Contents:
         self._index.close([place.number for place in places])
         self._places = {key: place for key, place in self._places.items() if place not in places}
 
+    def _forget_empty(self) -> None:
+        """Make room for places: a publisher has many in its life."""
+        self._close([place for place in self._places.values() if not self._index.size(place.number)])
+        held = {(place.topic, place.rank) for place in self._places.values()}
+        self._groups = {of: group for of, group in self._groups.items() if of in held}
+
     def _store(self, topic: bytes, rank: int, stored: list[events.Stored]) -> None:
         """Take in events without others between them: their parents are looked up at once, and may be among them."""
+        if stored and (topic, rank) not in self._groups and len(self._groups) == MOST_PLACES:
+            self._forget_empty()
         if stored and (topic, rank) not in self._groups and len(self._groups) == MOST_PLACES:
             self.counts["refused"] += sum(len(event.externals) for event in stored)
             return
@@ -163,7 +183,9 @@ class Contents:
         """The place, which is made when it is needed first; None if there are too many."""
         key = (topic, rank, block_tokens, tier)
         if key not in self._places:
-            number = self._index.open() if len(self._places) < MOST_PLACES else None
+            if len(self._places) == MOST_PLACES:
+                self._forget_empty()
+            number = self._index.open(self) if len(self._places) < MOST_PLACES else None
             if number is None:
                 return None
             self._places[key] = Place(number, topic, rank, block_tokens, tier, _model(topic))

@@ -7,13 +7,23 @@ is a `Malformed` event, and those around it still count.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from kvframework.route import prefix_hashes
 
 MOST_BLOCK_TOKENS = 1 << 16
+# Of one batch, of one event, of one block. What is longer is a mistake, and costs no time or memory.
+MOST_EVENTS = 1 << 16
+MOST_BLOCKS = 1 << 16
+MOST_TOKENS = 1 << 20
+MOST_REMOVED = 1 << 18
+MOST_KEYS = 64
+LONGEST_KEY = 4096
+# Blocks of which a step of work is made.
+AT_ONCE = 1024
 _LONGEST_NAME = 1024  # bytes of a hash, characters of a name
 _LOW = (1 << 64) - 1
 # The tag that NVIDIA Dynamo wants before a salt among the extra keys.
@@ -62,34 +72,38 @@ Event = Stored | Removed | Cleared | Skipped | Malformed
 
 
 class Batch(NamedTuple):
-    events: list[Event]
+    events: Iterator[Event]
     rank: int
 
 
 def decoded(payload: bytes) -> Batch:
-    """The events of a payload, in order; at most one `Malformed` if it is no batch."""
+    """The events of a payload, in order, each decoded when it is asked for, with `AT_ONCE` blocks at most: a longer one
+    is several. At most one `Malformed` if it is no batch."""
     try:
         batch = _BATCH.decode(payload)
     except _MISTAKES as error:
-        return Batch([Malformed(f"no batch: {error}")], 0)
-    return Batch([_event(raw) for raw in batch.events], batch.rank or 0)
+        return Batch(iter([Malformed(f"no batch: {error}")]), 0)
+    return Batch((part for raw in batch.events for part in _parts(_event(raw))), batch.rank or 0)
 
 
 class _Batch(msgspec.Struct, array_like=True, gc=False):
     ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MOST_EVENTS)]
     rank: int | None = None
 
 
+_Keys = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MOST_KEYS)]
+
+
 class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
-    block_hashes: list[int | bytes]
+    block_hashes: Annotated[list[int | bytes], msgspec.Meta(max_length=MOST_BLOCKS)]
     parent_block_hash: int | bytes | None
-    token_ids: list[int]
+    token_ids: Annotated[list[int], msgspec.Meta(max_length=MOST_TOKENS)]
     block_size: int
     lora_id: int | str | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: list[list[Any] | None] | None = None
+    extra_keys: Annotated[list[_Keys | None], msgspec.Meta(max_length=MOST_BLOCKS)] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -100,7 +114,7 @@ class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
-    block_hashes: list[int | bytes]
+    block_hashes: Annotated[list[int | bytes], msgspec.Meta(max_length=MOST_REMOVED)]
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
@@ -130,6 +144,7 @@ _BATCH = msgspec.msgpack.Decoder(_Batch)
 _MAP = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
 _ARRAY = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 _KIND = msgspec.msgpack.Decoder(_Kind)
+_ANY = msgspec.msgpack.Decoder()
 _KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 _MISTAKES = (msgspec.MsgspecError, ValueError, OverflowError, TypeError, RecursionError)
 
@@ -139,6 +154,25 @@ def _event(raw: msgspec.Raw) -> Event:
         return _checked((_ARRAY if _is_array(raw) else _MAP).decode(raw))
     except _MISTAKES as error:
         return Skipped() if _is_newer(raw) else Malformed(str(error))
+
+
+def _parts(event: Event) -> Iterator[Event]:
+    """The same event by parts of `AT_ONCE` blocks: each continues the one before."""
+    if not isinstance(event, (Stored, Removed)) or len(event.externals) <= AT_ONCE:
+        yield event
+        return
+    for begin in range(0, len(event.externals), AT_ONCE):
+        externals = event.externals[begin : begin + AT_ONCE]
+        if isinstance(event, Removed):
+            yield event._replace(externals=externals)
+            continue
+        step = event.block_tokens * 4
+        yield event._replace(
+            externals=externals,
+            parent=event.externals[begin - 1] if begin else event.parent,
+            tokens=event.tokens[begin * step : (begin + AT_ONCE) * step],
+            extras={at - begin: extra for at, extra in event.extras.items() if begin <= at < begin + AT_ONCE},
+        )
 
 
 def _is_newer(raw: msgspec.Raw) -> bool:
@@ -205,7 +239,7 @@ def _extras(event: _Stored, *, first: bool) -> dict[int, bytes]:
     extras: dict[int, bytes] = {}
     for number, keys in enumerate(event.extra_keys or ()):
         rest: list[Any] = []
-        for key in keys or ():
+        for key in map(_key, keys or ()):
             if not isinstance(key, str):
                 rest.append(key)
             elif key.startswith(_SALT_TAG):
@@ -221,3 +255,9 @@ def _extras(event: _Stored, *, first: bool) -> dict[int, bytes]:
     if first and salts:
         extras[0] = b"".join(map(prefix_hashes.salted, sorted(salts))) + extras.get(0, b"")
     return extras
+
+
+def _key(raw: msgspec.Raw) -> Any:
+    if memoryview(raw).nbytes > LONGEST_KEY:
+        raise ValueError(f"the length of an extra key is more than {LONGEST_KEY} bytes")
+    return _ANY.decode(raw)

@@ -9,13 +9,15 @@ hashes may stand for the same tokens. 28 bytes a slot, 40 a block of a full inde
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from kvframework.route.table import ABSENT, Flags, Keys, Slots, Table
 
 MOST_PLACES = 1 << 16
+MOST_OF_ONE = 1 << 8  # of one owner, with those that are closed and not swept yet
 _MOST_EQUAL = 60_000  # external hashes of one place for the same tokens; the count has 16 bits
 _AT_ONCE = 4096  # blocks of one step, so that a count cannot pass its bits within it
 _SWEPT = 1 << 15  # slots of one step of a sweep
@@ -36,6 +38,8 @@ class Index:
         self._salts = np.zeros(MOST_PLACES, np.uint64)
         self._sizes: list[int] = []
         self._free: list[int] = []
+        self._owners: dict[int, Hashable] = {}
+        self._owned: Counter[Hashable] = Counter()
         # Places that are closed, those of which the pass under way frees the slots, and how far it is.
         self._closed: list[int] = []
         self._sweeping: list[int] = []
@@ -47,13 +51,16 @@ class Index:
         own = self._owns.nbytes + self._places.nbytes + self._counts.nbytes
         return self._externals.bytes + self._held.bytes + own
 
-    def open(self) -> int | None:
-        """A new place, without blocks; None if there are `MOST_PLACES`."""
-        if not self._free and len(self._sizes) == MOST_PLACES:
+    def open(self, owner: Hashable = None) -> int | None:
+        """A new place, without blocks; None if there are `MOST_PLACES`, or `MOST_OF_ONE` of that owner."""
+        full = not self._free and len(self._sizes) == MOST_PLACES
+        if full or (owner is not None and self._owned[owner] == MOST_OF_ONE):
             return None
         place = self._free.pop() if self._free else len(self._sizes)
         if place == len(self._sizes):
             self._sizes.append(0)
+        self._owners[place] = owner
+        self._owned[owner] += 1
         self._salts[place] = secrets.randbits(64)
         return place
 
@@ -94,6 +101,7 @@ class Index:
             self._forget(place, slots[self._places[slots] == place])
         if self._swept >= self._externals.slots:
             self._free += self._sweeping
+            self._owned -= Counter(map(self._owners.pop, self._sweeping))
             self._sweeping = []
         return bool(self._sweeping or self._closed)
 

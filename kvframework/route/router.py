@@ -15,6 +15,7 @@ from kvframework.route import scoring
 from kvframework.route.contents import Contents, Place
 from kvframework.route.follower import Follower
 from kvframework.route.index import Index
+from kvframework.route.intake import Intake
 from kvframework.route.scoring import Scoring
 from kvframework.route.settings import Node, Publisher
 from kvframework.route.subscription import Subscription
@@ -115,8 +116,9 @@ class Router:
 
     def _begin(self, publisher: Publisher, keys: LoadedKeys | None) -> _Followed:
         contents = Contents(self.index, 0, topic=publisher.topic.encode())
-        follower = Follower(contents, has_replay=bool(publisher.replay))
-        subscription = Subscription(self._context, publisher, follower, keys)
+        intake = Intake(contents)
+        follower = Follower(intake, has_replay=bool(publisher.replay))
+        subscription = Subscription(self._context, publisher, follower, intake, keys)
         task = asyncio.get_running_loop().create_task(subscription.run())
         return _Followed(contents, follower, subscription, task=task)
 
@@ -139,6 +141,7 @@ def _publisher(publisher: Publisher, followed: _Followed) -> Mapping[str, Any]:
         "topic": publisher.topic,
         "nodes": followed.names,
         "connected": subscription.connected,
+        "trouble": subscription.trouble,
         "away": subscription.is_away,
         "in_step": subscription.in_step,
         "blocks": contents.blocks,

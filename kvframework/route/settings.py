@@ -12,7 +12,7 @@ import msgspec
 from kvframework.api.installing import install_command
 from kvframework.config import convert, parse_endpoint
 from kvframework.config.toml import read_toml
-from kvframework.errors import ConfigFieldError, PluginUnavailable
+from kvframework.errors import ConfigFieldError, EndpointError, PluginUnavailable
 
 _FORM = "NAME=EVENTS or NAME=EVENTS,REPLAY, each tcp://HOST:PORT or ipc://PATH"
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -100,7 +100,7 @@ def read_nodes(config: RouteConfig) -> list[Node]:
 
 
 def _read(file: str) -> RouteFile:
-    return convert(read_toml(Path(file)), RouteFile, where=file)
+    return convert(read_toml(Path(file), "--nodes"), RouteFile, where=file)
 
 
 def _parsed(text: str) -> Node:
@@ -114,7 +114,13 @@ def _parsed(text: str) -> Node:
 def _check(node: Node, config: RouteConfig) -> None:
     where = f"node {node.name!r}"
     for endpoint in filter(None, (node.events, node.replay)):
-        parse_endpoint(endpoint, where=where)
+        if "*" in parse_endpoint(endpoint, where=where).host:
+            raise EndpointError(
+                f"{endpoint!r} is no address to connect to",
+                where=where,
+                available="tcp://HOST:PORT, ipc://PATH",
+                hint="write the name or address of the node",
+            )
     if node.server_key and not config.client_key:
         raise ConfigFieldError(
             "its publisher has a key and this router has none",

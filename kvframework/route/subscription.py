@@ -11,6 +11,8 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import zmq
@@ -19,16 +21,21 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.route.follower import Follower
+from kvframework.route.intake import Intake
 from kvframework.route.settings import Publisher
 
 log = logging.getLogger(__name__)
 
 SLICE_S = 0.002
 ANSWER_S = 10.0  # between two messages of a replay
+LONGEST_REPLAY_S = 1800.0  # a hundred million batches; without an end, news and readiness would wait for ever
 ASK_AGAIN_S = 30.0  # after a replay that failed; live events wait while one is asked for
 # After the last batch: the next one would show that it was lost, but vLLM is silent until it has news.
 SILENT_S = 90.0
 AWAY_S = 10.0  # a connection that is lost for longer is a node that is not there
+# Without a connection for so long, another socket tries: libzmq never does again after some refusals, such as that of a
+# key or another kind of socket, and after minutes only where a host swallows what it is sent.
+ANEW_S = 10.0
 _MOST_BYTES = 16 << 20  # the tokens of a prompt of millions
 _MOST_WAITING = 128
 # A publisher's ROUTER drops what does not fit here, and vLLM's has 10,000 batches.
@@ -36,26 +43,37 @@ _MOST_ANSWERS = 20_000
 _HEARTBEAT_MS = 5_000
 _POLL_MS = 1_000
 _END = -1
+_REFUSED = "it does not admit this router's key"
+_STRANGE = "what listens there has another server_key, has CURVE on one side alone, or is no publisher of events"
+_TROUBLES: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: _REFUSED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: _STRANGE,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: _STRANGE,
+    zmq.EVENT_DISCONNECTED: _STRANGE,
+}
 
 
 class Subscription:
     """Follows one publisher from `run` to its cancellation. `malformed` counts messages that are none of a publisher's,
-    `failures` replays that were not answered."""
+    `failures` replays that were not answered. `trouble` is why there is no connection, "" if none is known."""
 
     def __init__(
         self,
         context: zmq.asyncio.Context,
         publisher: Publisher,
         follower: Follower,
+        intake: Intake,
         keys: LoadedKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.publisher = publisher
         self.malformed = self.failures = self.batches = 0
+        self.trouble = ""
         # Whether a first replay has ended, or could not be had.
         self.begun = not publisher.replay
         self._context = context
         self._follower = follower
+        self._intake = intake
         self._keys = keys
         self._clock = clock
         self._connected = False
@@ -77,13 +95,17 @@ class Subscription:
     @property
     def in_step(self) -> bool:
         """Whether the index is as the publisher says, as far as that can be known."""
-        return self._connected and self._follower.question is None and not self._follower.in_doubt
+        heard = self._follower.question is None and not self._follower.in_doubt
+        return self._connected and heard and not self._intake.busy
 
     async def run(self) -> None:
         """Follow for ever. An error of this code ends a turn, never the subscription."""
         while True:
             try:
                 await self._follow()
+            except zmq.ZMQError as error:
+                self._say(f"the address cannot be connected to: {error.strerror}")
+                await asyncio.sleep(ANEW_S)
             except Exception:
                 log.exception("%s: a turn of the subscription failed", self.publisher.events)
                 self._held = None
@@ -91,7 +113,7 @@ class Subscription:
 
     async def _follow(self) -> None:
         events = self._socket(zmq.SUB, _MOST_WAITING)
-        monitor = events.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor = events.get_monitor_socket(reduce(or_, _TROUBLES, zmq.EVENT_HANDSHAKE_SUCCEEDED))
         # The plain sockets read without waiting.
         source, changes = _plain(events), _plain(monitor)
         poller = zmq.asyncio.Poller()
@@ -100,12 +122,14 @@ class Subscription:
         try:
             events.subscribe(b"")
             events.connect(self.publisher.events)
-            while True:
+            anew_at = self._clock() + ANEW_S
+            while self._connected or self._clock() < anew_at:
+                anew_at = self._clock() + ANEW_S if self._connected else anew_at
                 if self._follower.question is not None:
                     await self._replay(changes)
                 else:
                     self.begun = self.begun or self._connected
-                    await poller.poll(_POLL_MS)
+                    await poller.poll(0 if self._intake.busy else _POLL_MS)
                     self._hear(changes)
                     if self._connected and self._clock() >= self._ask_at:
                         self._ask_at += SILENT_S
@@ -113,13 +137,16 @@ class Subscription:
                     self._drain(source, changes)
                 await asyncio.sleep(0)
         finally:
+            self._changed_at = self._clock() if self._connected else self._changed_at
+            self._connected = False
             events.disable_monitor()
+            monitor.close(linger=0)
             events.close(linger=0)
 
     def _drain(self, source: zmq.Socket[bytes], changes: zmq.Socket[bytes]) -> None:
         """Take in what has arrived, for one slice."""
         end = self._clock() + SLICE_S
-        while self._follower.question is None and self._clock() < end:
+        while self._intake.advance(end) and self._follower.question is None and self._clock() < end:
             frames, self._held = self._held, None
             if frames is None:
                 try:
@@ -149,6 +176,7 @@ class Subscription:
             except zmq.Again:
                 break
             connected = change["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._note(change["event"])
             if connected != self._connected:
                 log.info("%s: %s", self.publisher.events, "connected" if connected else "the connection is lost")
                 self._connected, self._changed_at = connected, self._clock()
@@ -156,6 +184,18 @@ class Subscription:
         if renewed:
             self._follower.connected()
         return renewed
+
+    def _note(self, change: int) -> None:
+        """Say once why there is no connection. After a failed handshake libzmq tells of the connection's end, too."""
+        trouble = "" if self._connected or change not in _TROUBLES else _TROUBLES[change]
+        if change == zmq.EVENT_DISCONNECTED and self.trouble:
+            return
+        self._say(trouble)
+
+    def _say(self, trouble: str) -> None:
+        if trouble and trouble != self.trouble:
+            log.warning("%s: there is no connection: %s", self.publisher.events, trouble)
+        self.trouble = trouble
 
     async def _replay(self, changes: zmq.Socket[bytes]) -> None:
         """Ask the question of now and take the answer in, until its end, another question or a failure."""
@@ -165,9 +205,12 @@ class Subscription:
         try:
             replay.connect(self.publisher.replay)
             await replay.send_multipart([b"", (asked or 0).to_bytes(8, "big")])
-            self._answered_at = self._clock()
-            while await replay.poll(_POLL_MS) or self._clock() - self._answered_at < ANSWER_S:
+            self._answered_at = began = self._clock()
+            while self._intake.busy or await replay.poll(_POLL_MS) or self._clock() - self._answered_at < ANSWER_S:
                 if self._hear(changes) or self._take_answers(source):
+                    return
+                if self._clock() - began > LONGEST_REPLAY_S:
+                    self._fail("it has no end")
                     return
                 await asyncio.sleep(0)
             self._fail("no answer")
@@ -181,6 +224,9 @@ class Subscription:
         end = self._clock() + SLICE_S
         with suppress(zmq.Again):
             while self._clock() < end:
+                self._answered_at = self._clock() if self._intake.busy else self._answered_at
+                if not self._intake.advance(end):
+                    break
                 frames = source.recv_multipart(zmq.NOBLOCK)
                 self._answered_at = self._clock()
                 if len(frames) != 4 or len(frames[2]) != 8:

@@ -59,8 +59,7 @@ STORAGE_END_S = 0.75
 
 
 class CacheService(CacheServices):
-    """The whole server without its sockets. Owns `storage` and closes it. `stopping`: sessions end with the server,
-    not with their clients; set from any thread."""
+    """The whole server without its sockets. Owns `storage` and closes it."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class CacheService(CacheServices):
         events: Events = NO_EVENTS,
         events_status: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        self.stopping = False
+        self._stopping = False
         self._features = (*FEATURES, *events.features)
         self.boot_id = secrets.token_bytes(16)
         self.chunk_size = config.chunk_size
@@ -184,12 +183,17 @@ class CacheService(CacheServices):
             pp_lcm=self._pp_lcm,
         )
 
+    def stop(self) -> None:
+        """From now on sessions end with the server, not with their clients, and no answer is held back. From any
+        thread."""
+        self._stopping = self._lookups.waits.closing = True
+
     def end_session(self, client: ClientInfo) -> None:
         """End the instances, tickets, pins and reservations of a session: its client or this server has ended."""
         instances = self._registrations.end_session(client)
         tickets = self._lookups.tickets.end_owner(client.session_id)
         # A client outlives this server, and may write into what it has reserved: the next one has to know that.
-        leases = 0 if self.stopping and self.storage.kept else self.storage.end_owner(client.session_id)
+        leases = 0 if self._stopping and self.storage.kept else self.storage.end_owner(client.session_id)
         self._losses.end_session(client.session_id)
         self._use.end_session(client)
         self._lookups.end_session(client.session_id)
@@ -199,7 +203,7 @@ class CacheService(CacheServices):
             return
         who = (client.name, client.pid)
         amounts = (counted(instances, "instances"), counted(tickets, "tickets"), counted(leases, "leases"))
-        if self.stopping:
+        if self._stopping:
             log.info(
                 "session of %s (process %d) closed, as the server stops: %s, %s and %s",
                 client.name,

@@ -1,7 +1,7 @@
 """The answers of lookups that their clients wait for, instead of asking again and again.
 
 Held on the serving thread; storage threads only say which ticket has changed. A wait ends once the answer is what its
-client waits for, or at its time.
+client waits for, at its time, or when the server stops.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from kvframework.api.requests import Message
 from kvframework.messaging.deadlines import Deadlines
 from kvframework.storage.lookup.tickets import Answer
 
+# Waits for one ticket: each is looked at whenever the ticket changes.
+MOST_OF_TICKET = 16
+
 
 class Wait(NamedTuple):
     """One client that waits for an answer about `ticket`, which is `enough`, until `until` of the clock. It does not
@@ -31,9 +34,11 @@ class Wait(NamedTuple):
 
 
 class LookupWaits:
-    """The waits by ticket. `wake`, which is called from any thread, makes the serving thread call `due` soon."""
+    """The waits by ticket. `wake`, which is called from any thread, makes the serving thread call `due` soon. With
+    `closing`, set from any thread, the server stops, and nobody waits any longer."""
 
     def __init__(self) -> None:
+        self.closing = False
         self.wake: Callable[[], None] = lambda: None
         self._numbers = itertools.count()
         self._waits: dict[int, Wait] = {}
@@ -44,12 +49,18 @@ class LookupWaits:
     def __len__(self) -> int:
         return len(self._waits)
 
+    def has_room(self, ticket: str) -> bool:
+        """Whether one more may wait for the ticket."""
+        return len(self._of_ticket.get(ticket, ())) < MOST_OF_TICKET
+
     def add(self, wait: Wait) -> None:
         """Add a wait, while nothing can change its ticket."""
         number = next(self._numbers)
         self._waits[number] = wait
         self._of_ticket.setdefault(wait.ticket, set()).add(number)
         self._times.set(number, wait.until)
+        # Also if it is cancelled.
+        wait.promise.add_done_callback(lambda _answered: self.changed(wait.ticket))
 
     def changed(self, ticket: str) -> None:
         """A ticket's answer may be another now, or the ticket has ended. From any thread."""
@@ -59,12 +70,15 @@ class LookupWaits:
 
     def next_at(self) -> float:
         """Return the time of the next wait that is due, of the clock."""
-        if self._changed:
+        if self._changed or (self.closing and self._waits):
             return -math.inf
         return self._times.next() or math.inf
 
     def due(self, now: float) -> list[tuple[int, Wait]]:
         """Return the waits to look at, by number: their tickets have changed, or their time has come."""
+        if self.closing:
+            self._changed.clear()
+            return list(self._waits.items())
         tickets = {self._changed.popleft() for _ in range(len(self._changed))}
         changed = {number for ticket in tickets for number in self._of_ticket.get(ticket, ())}
         return [(number, self._waits[number]) for number in sorted(changed.union(self._times.due(now)))]

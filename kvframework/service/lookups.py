@@ -85,7 +85,7 @@ class Lookups:
                 answer = self._asked_again(wait.ticket, wait.owner)
             except LeaseUnknown:
                 answer = Answer(0, "", False)
-            if wait.until <= now or wait.promise.query() or wait.enough(answer):
+            if self.waits.closing or wait.until <= now or wait.promise.query() or wait.enough(answer):
                 self.waits.end(number)
                 taken = wait.promise.set_result(_reply(answer))
                 if wait.opens and answer.ticket and not taken:
@@ -135,7 +135,7 @@ class Lookups:
     ) -> Future[Message] | None:
         """Return a future of an answer that is enough, or of the one in `wait_s`; None if this one is to be given. The
         caller holds the storage lock."""
-        if not wait_s or not answer.pending or enough(answer):
+        if not wait_s or not answer.pending or enough(answer) or not self.waits.has_room(answer.ticket):
             return None
         promise: Promise[Message] = Promise()
         self.waits.add(Wait(promise, owner, answer.ticket, self._clock() + wait_s, enough, opens))

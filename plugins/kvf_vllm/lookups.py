@@ -13,10 +13,6 @@ from kvf_vllm.step_messages import Served
 from kvframework.client import KVClient, LookupResult, RequestHashes, SchedulerAdapter
 from kvframework.errors import KVFrameworkError
 
-# How long a lookup waits for L2 to say whether it has more than L1, which a quick tier does in a millisecond: a new
-# prompt is then computed in this step of the scheduler. A slower tier answers to later steps.
-DECIDED_S = 0.002
-
 
 class LookupService(Protocol):
     """The scheduler side's access to the server."""
@@ -32,7 +28,8 @@ class LookupService(Protocol):
     def tells(self, salt: str) -> bool:
         """True if the server tells routers of prompts with this salt, and so wants their content."""
 
-    def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult: ...
+    def lookup(self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0) -> LookupResult:
+        """Looks up tokens `[start, end)`, and waits `wait_s` at most for L2 to say whether it has more than L1."""
 
     def too_short(self, request: RequestHashes) -> None:
         """Reports a request that is not looked up, as it has no whole chunk."""
@@ -87,10 +84,10 @@ class ServerLookups:
     def tells(self, salt: str) -> bool:
         return self._client.wants_tokens(salt)
 
-    def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult:
+    def lookup(self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0) -> LookupResult:
         serving = self._serving()
         # All stages together hold up the scheduler for no longer than one.
-        wait_s = DECIDED_S / len(serving)
+        wait_s /= len(serving)
         return self._agreed(request, start, [each.lookup(request, start, end, wait_s=wait_s) for each in serving])
 
     def too_short(self, request: RequestHashes) -> None:

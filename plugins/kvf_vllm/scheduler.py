@@ -30,6 +30,10 @@ from kvframework.client import RequestHashes
 
 log = logging.getLogger(__name__)
 
+# How long an idle engine waits for L2 to say whether it has more than L1, which a quick tier does in a millisecond: a
+# new prompt is then computed in this step of the scheduler. A slower tier answers to later steps.
+DECIDED_S = 0.002
+
 
 @dataclass
 class _Tracked:
@@ -101,6 +105,9 @@ class SchedulerSide:
         self._differ = False
         self._first_asked: float | None = None
         self._tracked: dict[str, _Tracked] = {}
+        # The requests that have blocks. A step that computes any is held up by no lookup, others by one at most.
+        self._running: set[str] = set()
+        self._has_waited = False
         self._planned_loads: list[LoadOp] = []
         # Blocks that another connector may load into, which begins before vLLM schedules them.
         self._foreign: set[int] = set()
@@ -138,8 +145,10 @@ class SchedulerSide:
         if end <= computed:
             tracked.search.release()
             return self._no_hit(tracked, "too_short" if not computed else "held_locally")
-        hit_end = tracked.search.hit_end(hashes, start, end)
+        wait_s = 0.0 if self._running or self._has_waited else DECIDED_S
+        hit_end = tracked.search.hit_end(hashes, start, end, wait_s)
         if hit_end is None:
+            self._has_waited = True
             return None, False
         self.events.looked_up(request, tracked.wish, hit_end, end)
         external = hit_end - computed
@@ -150,6 +159,7 @@ class SchedulerSide:
 
     def allocated(self, request: EngineRequest, table: GroupBlocks, external: int) -> None:
         """vLLM's `update_state_after_alloc`: the request has its blocks, all of them in `table`."""
+        self._running.add(request.request_id)
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.loading:
             return
@@ -214,6 +224,7 @@ class SchedulerSide:
         """The plan of the workers for this step, vLLM's `build_connector_meta`. `scheduled` gives the number of
         tokens to compute for each request; `tables` gives a request's blocks; `new_blocks` were given out since the
         last step; `states` are complete after it."""
+        self._has_waited = False
         written = self._foreign.union(new_blocks)
         self._foreign = set()
         for load in self._planned_loads:
@@ -233,6 +244,7 @@ class SchedulerSide:
         the step, since any of their blocks may be written in it."""
         loads, self._planned_loads = self._planned_loads, []
         self._foreign = set()
+        self._has_waited = False
         return StepPlan(loads, [], list(self._unfinished))
 
     def heard(self, report: StepReport) -> None:
@@ -273,6 +285,7 @@ class SchedulerSide:
         blocks until the workers have reported its end."""
         tracked = self._tracked.pop(request.request_id, None)
         self._adapters.forget(request.request_id)
+        self._running.discard(request.request_id)
         if tracked is not None:
             tracked.search.release()
 

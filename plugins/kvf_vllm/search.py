@@ -30,14 +30,14 @@ class PrefixSearch:
         self._asked_at = 0.0
         self._polled_at = 0.0
 
-    def hit_end(self, hashes: RequestHashes, start: int, end: int) -> int | None:
+    def hit_end(self, hashes: RequestHashes, start: int, end: int, wait_s: float = 0.0) -> int | None:
         """The token up to which the server has all chunks from `start` (a multiple of the chunk), None while L2 loads:
-        call again. The hit stays pinned until `release` or another `start`."""
+        call again. The hit stays pinned until `release` or another `start`. A lookup waits for L2 for `wait_s`."""
         now = self._clock()
         if self._result is None or self._start != start or self._is_stale(now):
             self.release()
             self._start, self._asked_at, self._polled_at = start, now, now
-            self._result = self._service.lookup(hashes, start, end)
+            self._result = self._service.lookup(hashes, start, end, wait_s)
             self.found_after_s = self._clock() - now
         if self._result.pending:
             if now - self._asked_at < self._deadline_s:

@@ -35,6 +35,7 @@ def test_what_is_not_named_has_its_default() -> None:
         ([IPC, "events.salted=perhaps"], ConfigFieldError, "withhold"),
         ([IPC, "events.format=json"], ConfigFieldError, "array"),
         ([IPC, 'events.engines=["a@b"]'], ConfigFieldError, "engines"),
+        ([IPC, 'events.engines=["a", "b", "a"]'], ConfigFieldError, "named twice"),
         ([IPC, "events.blocksize=16"], ConfigFieldError, "block_size"),
         (["events.endpoint=here"], EndpointError, "no endpoint"),
     ],

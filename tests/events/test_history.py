@@ -97,3 +97,12 @@ def test_a_long_removal_is_told_in_parts() -> None:
     sent = list(history.publish(1.0, [Removed("m", Medium.CPU, list(range(1, 100_000)))]))
     assert len(sent) > 1
     assert max(len(each.payload) for each in sent) < module.MESSAGE_BYTES * 1.1
+
+
+def test_of_a_removal_of_everything_the_last_blocks_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_GONE", 1000)
+    monkeypatch.setattr(module, "_HASHES_AT_ONCE", 100)
+    history = History(Encoder("map", BLOCK), ["e"], 0)
+    history.gone(Removed("m", Medium.CPU, list(range(5000))), 7)
+    kept = [each for number, removed in history.removals() for each in removed.hashes if number == 7]
+    assert kept == list(range(4000, 5000))

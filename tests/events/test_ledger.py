@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import struct
 from pathlib import Path
 
+import msgspec
 import pytest
+import xxhash
 
 from kvframework.events.known import Medium, Removed, Stored
 from kvframework.events.ledger import EventLedgerError, Found, Ledger
@@ -114,3 +118,53 @@ def test_two_servers_do_not_share_a_ledger(tmp_path: Path, monkeypatch: pytest.M
         Ledger(tmp_path / "l", keeps=False).open()
     ledger.close()
     read(tmp_path / "l")
+
+
+def test_a_removal_of_everything_is_found_with_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ten million blocks that leave at once: a record is smaller than the largest that is read."""
+    monkeypatch.setattr("kvframework.events.ledger._MAX_RECORD", 1 << 10)
+    monkeypatch.setattr("kvframework.events.ledger._HASHES_AT_ONCE", 100)
+    ledger, _ = opened(tmp_path / "l", keeps=False)
+    everything = Removed("m", Medium.CPU, list(range(1000)))
+    ledger.write(2000, 7, [everything, NEWS[0]])
+    ledger.close()
+    found = read(tmp_path / "l")
+    assert sorted(each for _, removed in found.gone for each in removed.hashes) == everything.hashes
+    assert found.announced == {("m", Medium.CPU): set(CHUNKS[0].hashes)}
+    ledger, found = opened(tmp_path / "l", keeps=False)
+    ledger.rewrite(2000, {}, [(9, everything)], ())
+    ledger.close()
+    assert len(read(tmp_path / "l").gone) == 10
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        [1, "m", 7, b"x" * 8],
+        [1, "m", 0, b"x" * 7],
+        [2, 1, "m", -1, b""],
+        [3, b"n", b"d", b"p", b"t", b"h" * 9, [], ""],
+        [9, 1],
+        [0, "1"],
+        {},
+    ],
+)
+def test_a_record_of_another_release_ends_what_is_read(record: object, tmp_path: Path) -> None:
+    ledger, _ = opened(tmp_path / "l")
+    ledger.write(2000, 7, NEWS[:1])
+    ledger.close()
+    data = msgspec.msgpack.encode(record)
+    with (tmp_path / "l").open("ab") as file:
+        file.write(struct.pack("<II", len(data), xxhash.xxh32_intdigest(data)) + data)
+    found = read(tmp_path / "l")
+    assert (found.next, found.announced) == (2000, {("m", Medium.CPU): set(CHUNKS[0].hashes)})
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "l")
+    with pytest.raises(EventLedgerError, match="no file"):
+        Ledger(tmp_path / "l", keeps=False).open()
+    (tmp_path / "l").unlink()
+    (tmp_path / "l").symlink_to(tmp_path / "other")
+    with pytest.raises(EventLedgerError, match="cannot be opened"):
+        Ledger(tmp_path / "l", keeps=False).open()

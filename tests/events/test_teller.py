@@ -129,6 +129,28 @@ def test_images_and_adapters_stand_in_the_extra_keys() -> None:
     assert not {*events[0]["block_hashes"]} & {*first["block_hashes"]}
 
 
+@pytest.mark.parametrize(
+    "images",
+    [
+        (Image("far", -(2**63), 2**63 + CHUNK),),
+        tuple(Image(f"upon the others {number}", 0, 2 * CHUNK) for number in range(100)),
+        tuple(Image(f"tiny {number % CHUNK}", number % CHUNK, 1) for number in range(1000)),
+    ],
+    ids=["far", "stacked", "tiny"],
+)
+def test_images_that_no_prompt_has_are_withheld(images: tuple[Image, ...]) -> None:
+    """A client may say what it likes: what it says is bounded, and encoded."""
+    node = Node()
+    node.store(node.key(), ChunkContent(packed(TOKENS), images=images))
+    assert node.turn() == []
+    assert node.teller.withheld == 2
+    nowhere = Image("behind", 2**64 - 1, 1), Image("none", 0, 0), Image("less", 5, -(2**63))
+    real = Image("video", -5, 2**64 - 1), Image("audio", 0, CHUNK)
+    node.store(node.key(), ChunkContent(packed(TOKENS), images=nowhere + real))
+    named = [{key[0] for keys in event["extra_keys"] for key in keys} for event in node.turn()]
+    assert named == [{"video", "audio"}, {"video"}]
+
+
 def test_what_no_field_describes_is_withheld_with_all_that_follows() -> None:
     node = Node()
     extras = {0: b"something"}
@@ -184,7 +206,7 @@ def test_lost_entries_are_counted_and_what_is_told_is_right_again(monkeypatch: p
     node.feed.seen(1, node.objects(node.key())[:2], True)
     node.turn()
     assert node.reader.held["STORAGE"]
-    monkeypatch.setattr(feeds, "MOST_ENTRIES", 0)
+    monkeypatch.setattr(feeds, "MOST_OBJECTS", 0)
     gone = node.objects(node.key())[2]
     node.here.discard(gone)
     node.feed.went(gone)

@@ -51,8 +51,8 @@ def _of(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.booleans()
         case inspect.IntType(ge=least, le=most):
             return st.integers(_INT64 if least is None else least, _UINT64 if most is None else most)
-        case inspect.FloatType():
-            return st.floats()
+        case inspect.FloatType(ge=least, le=most):
+            return st.floats(min_value=least, max_value=most)
         case inspect.StrType(min_length=least, max_length=most):
             return st.text(min_size=least or 0, max_size=min(most or 20, 20))
         case inspect.BytesType():

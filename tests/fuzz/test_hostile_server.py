@@ -24,6 +24,7 @@ from kvframework.client import KVClient, SchedulerAdapter
 from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
+from kvframework.wire.client_deadlines import ClientDeadlines
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, join, split
 from kvframework.wire.table import REQUESTS
 from tests.fuzz.bounds import check_words
@@ -179,6 +180,7 @@ def test_no_hello_and_no_pong_does_harm(short_path: Path, caplog: pytest.LogCapt
 def test_a_hit_of_more_than_was_asked_for_is_a_miss(hit: int) -> None:
     class Liar:
         usable = True
+        deadlines = ClientDeadlines()
 
         def request(self, name: str, payload: Message, response: object, **_: object) -> m.LookupReply:
             return m.LookupReply(hit, "ticket", pending=name == "LOOKUP")

@@ -233,8 +233,8 @@ class TestReload:
         assert reply == {"done": True, "text": f"process {new['pid']} has taken over"}
         assert new["takeover"]
         assert len(new["found"]) == 2
+        wait_until(lambda: has_ended(old), TIMEOUT, "the end of the old server")
         assert held.servers() == {new["pid"]}
-        assert has_ended(old)
 
     def test_an_upgraded_server_is_restarted_as_any_other(self, held: Held) -> None:
         held.ready(1)

@@ -25,7 +25,7 @@ for _name, _module in re.findall(r'^"([\w.]+)" = "(\w+)"$', (ROOT / "pyproject.t
 # What the pyproject of each would depend on, beside kvframework and what comes with it.
 DEPENDENCIES = {
     "kvf_blend": {"torch", "transformers", "kvf_transformers"},
-    "kvf_codecs": {"zstandard"},
+    "kvf_codecs": {"numpy", "xxhash", "zstandard"},
     "kvf_cpu_gather": {"torch"},
     "kvf_cuda_ipc": {"cuda"},
     "kvf_layouts": {"torch"},

@@ -47,7 +47,7 @@ def test_an_entry_point_may_name_an_object_in_a_module(site: Path) -> None:
 
 def test_first_party_plugins_are_offered_like_anybodys() -> None:
     registry = PluginRegistry()
-    assert registry.names("tier") == ["filesystem", "redis"]
+    assert {"filesystem", "redis"} <= set(registry.names("tier"))
     assert registry.names("memory") == ["pinned"]
     assert registry.resolve("eviction", "lru").kind == "eviction"
     assert registry.resolve("hasher", "sha256").kind == "hasher"
@@ -58,7 +58,7 @@ def test_an_absent_plugin_says_what_is_there_and_what_was_probably_meant() -> No
     with pytest.raises(PluginNotFound) as caught:
         registry.resolve("tier", "rediss", where="kvf.toml: [[l2]] #1")
     assert caught.value.where == "kvf.toml: [[l2]] #1"
-    assert caught.value.available == "filesystem, redis"
+    assert caught.value.available == ", ".join(registry.names("tier"))
     assert caught.value.hint == "did you mean 'redis'?"
     with pytest.raises(PluginNotFound, match=r"entry point codec\.lz4"):
         registry.resolve("codec", "lz4")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvframework.route import contents as module
-from kvframework.route import prefix_hashes, scoring
+from kvframework.route import events, prefix_hashes, scoring
+from kvframework.route import index as index_module
 from kvframework.route.contents import Contents
 from kvframework.route.index import Index
 from tests.route.publisher import CLEARED, TOPIC, as_array, batch, removed, stored
@@ -201,3 +202,46 @@ def test_a_bug_costs_a_batch(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Log
     assert "a batch is not taken in" in caplog.text
     contents.apply(TOPIC, batch(stored([2], None, range(4))))
     assert (contents.counts["malformed"], contents.blocks) == (1, 1)
+
+
+def test_a_batch_is_taken_in_by_steps() -> None:
+    """However its blocks are told."""
+    contents, blocks = Contents(Index(20_000), 20_000), 5000
+    names = range(blocks)
+    long = stored(names, None, names, size=1)
+    short = [stored([blocks + name], name, [name], size=1) for name in names]
+    others = [CLEARED | {"type": "NotYetKnown"}] * blocks
+    taken = 0
+    for _ in contents.steps(TOPIC, batch(long, *short, removed(names), *others, 7)):
+        now = contents.counts.total()
+        assert now - taken <= events.AT_ONCE
+        taken = now
+    expected = {"stored": 2 * blocks, "removed": blocks, "skipped": blocks, "malformed": 1}
+    assert {kind: count for kind, count in contents.counts.items() if count} == expected
+    assert contents.blocks == blocks
+
+
+def test_places_that_are_empty_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that has served a hundred models in its life, one after another."""
+    monkeypatch.setattr(module, "MOST_PLACES", 3)
+    contents = made()
+    for number in range(10):
+        topic = b"kv@n@model %d" % number
+        contents.apply(topic, batch(stored([1], None, range(4))))
+        assert contents.blocks == 1
+        contents.apply(topic, batch(CLEARED if number % 2 else removed([1])))
+    assert contents.counts["refused"] == 0
+    assert max(len(contents.places), len(contents._groups)) <= 3
+
+
+def test_a_publisher_that_clears_all_the_time_takes_no_place_of_others() -> None:
+    index = Index(1000)
+    restless, other = Contents(index, 100), Contents(index, 100)
+    restless.apply(TOPIC, batch(*[event for n in range(300) for event in (stored([n], None, range(4)), CLEARED)] * 4))
+    assert restless.counts["refused"] == 1200 - index_module.MOST_OF_ONE
+    other.apply(TOPIC, batch(stored([1], None, range(4))))
+    assert other.blocks == 1
+    while index.sweep():
+        pass
+    restless.apply(TOPIC, batch(stored([1], None, range(4))))
+    assert restless.blocks == 1

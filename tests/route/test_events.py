@@ -10,7 +10,22 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvframework.route import prefix_hashes
-from kvframework.route.events import Cleared, Event, Malformed, Removed, Skipped, Stored, decoded
+from kvframework.route.events import (
+    AT_ONCE,
+    LONGEST_KEY,
+    MOST_BLOCKS,
+    MOST_EVENTS,
+    MOST_KEYS,
+    MOST_REMOVED,
+    MOST_TOKENS,
+    Cleared,
+    Event,
+    Malformed,
+    Removed,
+    Skipped,
+    Stored,
+    decoded,
+)
 from tests.route.publisher import as_array, batch, removed, stored
 
 EVENT = stored([1, 2], None, range(8))
@@ -53,7 +68,7 @@ class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 def read(*events: Any) -> list[Event]:
-    return decoded(batch(*events)).events
+    return list(decoded(batch(*events)).events)
 
 
 def test_the_structs_of_vllm() -> None:
@@ -184,6 +199,40 @@ def test_a_malformed_event_costs_no_other(event: Any) -> None:
 def test_no_bytes_are_fatal(payload: bytes) -> None:
     found = decoded(payload)
     assert all(isinstance(each, (Stored, Removed, Cleared, Skipped, Malformed)) for each in found.events)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored(range(MOST_BLOCKS + 1), None, range(MOST_BLOCKS + 1), size=1),
+        stored([1], None, [0] * (MOST_TOKENS + 1)),
+        stored([1], None, range(4), extra_keys=[["key"] * (MOST_KEYS + 1)]),
+        stored([1], None, range(4), extra_keys=[[[[]] * LONGEST_KEY]]),
+        removed([1] * (MOST_REMOVED + 1)),
+    ],
+    ids=["blocks", "tokens", "keys", "key", "removed"],
+)
+def test_what_is_too_long_is_a_mistake(event: dict[str, Any]) -> None:
+    odd, after = read(event, EVENT)
+    assert isinstance(odd, Malformed)
+    assert "length" in odd.why
+    assert isinstance(after, Stored)
+
+
+def test_a_batch_of_too_many_events_is_one_mistake() -> None:
+    (odd,) = read(*[0] * (MOST_EVENTS + 1))
+    assert isinstance(odd, Malformed)
+
+
+def test_a_long_event_is_several_that_continue_each_other() -> None:
+    count = 2 * AT_ONCE + 5
+    parts = read(stored(range(count), 77, range(2 * count), size=2, extra_keys=[None] * (AT_ONCE + 1) + [[["x", 1]]]))
+    assert all(isinstance(each, Stored) and len(each.externals) <= AT_ONCE for each in parts)
+    stores = [each for each in parts if isinstance(each, Stored)]
+    assert [name for each in stores for name in each.externals] == list(range(count))
+    assert b"".join(each.tokens for each in stores) == prefix_hashes.packed(range(2 * count))
+    assert [each.parent for each in stores] == [77, AT_ONCE - 1, 2 * AT_ONCE - 1]
+    assert [list(each.extras) for each in stores] == [[], [1], []]
 
 
 def test_depth_is_no_danger() -> None:

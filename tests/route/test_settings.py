@@ -45,6 +45,7 @@ def test_options_of_the_command_line_come_before_those_of_the_file(tmp_path: Pat
         (("a",), "'a' is no node"),
         (("=tcp://a:1",), "is no node"),
         (("a=a:1",), "'a:1' is no endpoint"),
+        (("a=tcp://*:1",), "'tcp://\\*:1' is no address to connect to"),
         (("a=tcp://a:1,inproc://x",), "'inproc://x' is no endpoint"),
     ],
 )
@@ -74,7 +75,7 @@ def test_what_is_no_file_of_nodes(text: str, said: str, tmp_path: Path) -> None:
 def test_the_command_refuses_what_cannot_work(tmp_path: Path) -> None:
     assert "there is no node" in run("route").stderr
     done = run("route", "--nodes", str(tmp_path / "none.toml"))
-    assert (done.returncode, "cannot be read" in done.stderr) == (2, True)
+    assert (done.returncode, "cannot be read" in done.stderr, "check --nodes" in done.stderr) == (2, True, True)
     assert run("route", "--node", "a=tcp://a:1", "--tls-cert", "c.pem").returncode == 2
     done = run("route", "--node", "a=tcp://a:1", "--token-file", str(tmp_path / "none"))
     assert (done.returncode, "the token cannot be read" in done.stderr) == (2, True)

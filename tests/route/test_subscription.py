@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import zmq.asyncio
 
 from kvframework.route.follower import Follower
+from kvframework.route.intake import Intake
 from kvframework.route.settings import Publisher
 from kvframework.route.subscription import SILENT_S, Subscription
 from tests.route.publisher import ZmqPublisher, removed
 
 
 class Batches:
-    """A sink."""
+    """Stands for `Contents`."""
 
     def __init__(self) -> None:
         self.taken: list[bytes] = []
 
-    def apply(self, topic: bytes, payload: bytes) -> None:
+    def steps(self, topic: bytes, payload: bytes) -> Iterator[None]:
         self.taken.append(payload)
+        yield
 
     def clear(self) -> None:
         self.taken.clear()
@@ -33,11 +37,14 @@ def test_a_silent_publisher_is_asked_for_what_was_lost_last(tmp_path: Path) -> N
     async def follow() -> None:
         nonlocal later
         sink = Batches()
+        contents: Any = sink
+        intake = Intake(contents)
         context = zmq.asyncio.Context()
         subscription = Subscription(
             context,
             Publisher(publisher.events, publisher.replay),
-            Follower(sink, has_replay=True),
+            Follower(intake, has_replay=True),
+            intake,
             clock=lambda: time.monotonic() + later,
         )
         task = asyncio.create_task(subscription.run())

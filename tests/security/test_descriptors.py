@@ -22,7 +22,11 @@ from kvframework.messaging.server.newcomers import gate as gates
 from kvframework.messaging.server.newcomers.gate import Doors, Gate
 from kvframework.messaging.server.newcomers.syn_filter import MAX_NETWORKS, drop_newcomers, network_of, shown
 from kvframework.wire import messages as m
+from tests.events.node import Router
+from tests.events.node import settings as telling
+from tests.support.ports import free_port
 from tests.support.processes import descriptors
+from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.wire_path.remote import RemoteServer, remote_server
 
@@ -157,6 +161,31 @@ def test_a_crowd_at_the_liveness_socket_takes_a_few_descriptors_only(server: Rem
     wait_until(lambda: len(descriptors(server.process.pid)) < 64, what="their descriptors")
 
 
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_crowd_at_the_sockets_of_events_keeps_out_readers_alone(kind: str) -> None:
+    """libzmq ends a process that has no descriptor left for a connection over ipc://."""
+    port = free_port()
+    with ServerProcess() as server:
+        server.stop()
+        folder = server.endpoint.removeprefix("ipc://").removesuffix("/s.sock")
+        at_tcp = {"replay": f"tcp://127.0.0.1:{port}", "insecure": "true"} if kind == "tcp" else {}
+        server.set(*telling(folder, **at_tcp))
+        server.start()
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+        where = ["ipc", f"{folder}/again.sock"] if kind == "ipc" else ["tcp", "127.0.0.1", str(port)]
+        with crowd(*where) as strangers:
+            assert strangers.stdout is not None
+            assert int(strangers.stdout.readline()) > LIMIT / 3
+            seen = server.status()  # a new client
+            found = seen["messaging"]["descriptors"]
+            assert (found["readers"], found["sessions"], found["local"]) == (False, True, True)
+            assert any("new readers of events are not accepted" in each["fact"] for each in seen["problems"])
+        wait_until(lambda: server.status()["messaging"]["descriptors"]["readers"], what="the open door")
+        replay = f"ipc://{folder}/again.sock" if kind == "ipc" else f"tcp://127.0.0.1:{port}"
+        with contextlib.closing(Router(f"ipc://{folder}/told.sock", replay)) as reader:
+            assert reader.read(20)
+
+
 def test_a_client_learns_why_the_socket_is_not_there(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     (tmp_path / "s.full").touch()
@@ -251,6 +280,7 @@ def test_doors_shut_at_their_share_and_open_a_little_below(looks: list[tuple[int
     for in_use, peers in looks:
         before, now = now, now.after(in_use, limit, peers)
         for is_open, share in (
+            (now.readers, gates.READERS_SHARE),
             (now.tcp, gates.TCP_SHARE),
             (now.sessions, gates.SESSIONS_SHARE),
             (now.local, gates.LOCAL_SHARE),

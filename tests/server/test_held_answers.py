@@ -10,7 +10,9 @@ import pytest
 from kvframework.api.requests import CacheKey
 from kvframework.api.tier import TierProvider, hookimpl
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
+from kvframework.client.scheduler import POLL_S
 from kvframework.server import Server
+from kvframework.service.lookup_waits import MOST_OF_TICKET, LookupWaits
 from kvframework.storage.l2 import loading
 from kvframework.wire import messages as m
 from kvframework.wire.handshake import LOOKUP_WAIT
@@ -49,6 +51,13 @@ class Node:
     @property
     def waits(self) -> int:
         return len(self.server.service._lookups.waits)
+
+    def waits_for_ever(self) -> None:
+        """Await a wait, whose time never comes from now on."""
+        wait_until(lambda: self.waits == 1, what="the wait")
+        waits = self.server.service._lookups.waits
+        for number in list(waits._waits):
+            waits._times.discard(number)
 
     def begin(self, key: CacheKey, wait_s: float = 1.0) -> int:
         return self.client.send("LOOKUP", m.Lookup(key, wait_s))
@@ -133,12 +142,51 @@ def test_others_are_served_while_an_answer_is_held_back(node: Node) -> None:
     assert node.client.answer(held, "LOOKUP").ticket
 
 
+def test_few_wait_for_one_ticket(node: Node) -> None:
+    """Each of them is work whenever the ticket changes; one client could ask thousands of times."""
+    node.tier.stall("contains")
+    ticket = node.client.answer(node.begin(node.key, 0.05), "LOOKUP").ticket
+    query = m.PrefetchQuery(ticket, 1.0)
+    held = [node.client.send("QUERY_PREFETCH_STATUS", query) for _ in range(MOST_OF_TICKET)]
+    assert node.client.call("QUERY_PREFETCH_STATUS", query).pending, "answered at once"
+    assert node.waits <= MOST_OF_TICKET
+    node.tier.resume()
+    assert {node.client.answer(number, "QUERY_PREFETCH_STATUS").hit_tokens for number in held} <= {0, len(TOKENS)}
+
+
+def test_a_server_that_stops_holds_no_answer_back(node: Node) -> None:
+    node.tier.stall("contains")
+    held = node.begin(node.key)
+    node.waits_for_ever()
+    node.server.stop()
+    assert node.client.answer(held, "LOOKUP").pending
+
+
+def test_two_clients_wait_for_the_same_load(node: Node) -> None:
+    node.tier.stall("get")
+    with WireClient(node.server.endpoint) as other:
+        clients = (node.client, other)
+        tickets = [each.answer(each.send("LOOKUP", m.Lookup(node.key, 1.0)), "LOOKUP").ticket for each in clients]
+        queries = [
+            each.send("QUERY_PREFETCH_STATUS", m.PrefetchQuery(ticket, 1.0))
+            for each, ticket in zip(clients, tickets, strict=True)
+        ]
+        wait_until(lambda: node.waits == 2, what="both waits")
+        assert node.client.call("FREE_LOOKUP_LOCKS", m.TicketRef(tickets[0]))
+        assert not node.client.answer(queries[0], "QUERY_PREFETCH_STATUS").ticket
+        node.tier.resume()
+        while (last := other.answer(queries[1], "QUERY_PREFETCH_STATUS")).pending:
+            queries[1] = other.send("QUERY_PREFETCH_STATUS", m.PrefetchQuery(tickets[1], 1.0))
+        assert last.hit_tokens == len(TOKENS)
+        assert other.status()["l1"]["pins"] == 8
+
+
 @pytest.mark.parametrize("end", ["death", "END_SESSION", "CANCEL"])
 def test_a_wait_ends_with_its_client_or_request(node: Node, end: str) -> None:
     node.tier.stall("contains")
     with WireClient(node.server.endpoint) as watcher:
         held = node.begin(node.key)
-        wait_until(lambda: node.waits == 1, what="the wait")
+        node.waits_for_ever()
         if end == "death":
             node.client.close()
         elif end == "END_SESSION":
@@ -161,7 +209,7 @@ def test_a_client_takes_what_arrives(node: Node) -> None:
         assert results[-1].hit_tokens == len(TOKENS)
         assert not results[-1].pending
         hits = [each.hit_tokens for each in results]
-        assert hits == sorted(set(hits))
+        assert hits == sorted(hits)
         scheduler.free(results[-1])
         wait_until(lambda: node.client.status()["l1"]["pins"] == 0, what="no pin")
 
@@ -182,6 +230,24 @@ def test_a_client_asks_an_older_server_again_and_again(node: Node) -> None:
         assert (found.hit_tokens, found.pending) == (len(TOKENS), False)
         assert list(scheduler.arrivals(found, 1.0)) == [found]
         scheduler.free(found)
+
+
+def test_a_client_does_not_spin_if_its_answers_are_not_held_back(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    with KVClient(node.server.endpoint) as client:
+        assert client.wait_up(20.0)
+        scheduler = SchedulerAdapter(client, model_name=node.key.model_name, namespace=node.registered.namespace)
+        node.tier.stall("get")
+        asked = scheduler.lookup(hashes(client), wait_s=1.0)
+        questions: list[str] = []
+
+        def none(_waits: LookupWaits, ticket: str) -> bool:
+            questions.append(ticket)
+            return False
+
+        monkeypatch.setattr(LookupWaits, "has_room", none)
+        assert scheduler.wait(asked, 0.1).pending
+        assert 0 < len(questions) <= 0.1 / POLL_S + 1
+        scheduler.free(asked)
 
 
 def test_a_dead_server_ends_a_wait() -> None:

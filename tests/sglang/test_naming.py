@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from kvf_sglang.attach import Place
 from kvf_sglang.cache import Worker
 from kvf_sglang.facts import CHANGING, model_facts
 from kvf_sglang.identity import identify
@@ -276,6 +275,9 @@ def test_releases_are_known_by_number_or_interface(caplog: pytest.LogCaptureFixt
 
 def test_places_of_workers() -> None:
     split = Worker(tp_rank=1, tp_size=4, pp_rank=1, pp_size=2, cp_rank=0, cp_size=2)
-    assert split.place(per_head=True, first_layer=3) == Place(1, 4, "pp1of2@3+cp0of2")
-    assert split.place(per_head=False) == Place(0, 1, "pp1of2@0+cp0of2")
-    assert Worker().place(per_head=True) == Place(0, 1, "")
+    placed = split.place(per_head=True, first_layer=3)
+    assert (placed.rank, placed.world_size, placed.stage) == (1, 4, "pp1of2@3+cp0of2")
+    placed = split.place(per_head=False)
+    assert (placed.rank, placed.world_size, placed.stage) == (0, 1, "pp1of2@0+cp0of2")
+    placed = Worker().place(per_head=True)
+    assert (placed.rank, placed.world_size, placed.stage) == (0, 1, "")

@@ -14,6 +14,7 @@ from tests.simulation.clients import (
     end_session,
     finish_read,
     free,
+    give_up_waiting,
     lookup,
     query,
     retrieve,
@@ -96,6 +97,14 @@ def spoil(world: World) -> str | None:
     return f"{tier.name} spoils a value"
 
 
+def regain(world: World) -> str | None:
+    tier = world.dice.of(world.tiers)
+    if not tier.elsewhere:
+        return None
+    tier.regain(world.dice.of(list(tier.elsewhere)))
+    return f"another node writes to {tier.name}"
+
+
 def grow(world: World) -> str | None:
     units = world.dice.pick(UNITS + 1)
     world.memory.grow(units * 4096)
@@ -152,6 +161,7 @@ WEIGHTS: dict[Action, float] = {
     lookup: 6,
     query: 5,
     free: 3,
+    give_up_waiting: 0.5,
     retrieve: 6,
     finish_read: 9,
     end_session: 0.4,
@@ -166,6 +176,7 @@ WEIGHTS: dict[Action, float] = {
     drive: 120,
     fault: 1.2,
     spoil: 1.5,
+    regain: 1.0,
     grow: 0.3,
     kill: 0.03,
     shut_down: 0.03,

@@ -94,7 +94,7 @@ def lookup(world: World) -> str | None:
     told = partial(_answered, world, client, (key.request_id, world.now + TICKET_S, prompt))
     if isinstance(reply, Future):
         world.held.append((reply, world.now + wait_s))
-        reply.add_done_callback(lambda later: told(later.result(0)))
+        reply.add_done_callback(lambda later: None if later.exception() else told(later.result(0)))
         return f"client {client.owner} looks up {end} chunks of prompt {prompt}, and waits {wait_s} s"
     told(reply)
     return f"client {client.owner} looks up {end} chunks of prompt {prompt}: {reply.hit_tokens} tokens, {reply.pending}"
@@ -136,7 +136,8 @@ def query(world: World) -> str | None:
         return f"client {client.owner} asks for a ticket that is over"
     if isinstance(reply, Future):
         world.held.append((reply, world.now + wait_s))
-        reply.add_done_callback(lambda later: _answered_again(world, client, ticket, later.result(0)))
+        again = partial(_answered_again, world, client, ticket)
+        reply.add_done_callback(lambda later: None if later.exception() else again(later.result(0)))
         return f"client {client.owner} waits {wait_s} s for more than {more_than} tokens of a ticket"
     _answered_again(world, client, ticket, reply)
     return f"client {client.owner} asks for a ticket: {reply.hit_tokens} tokens, pending {reply.pending}"
@@ -157,6 +158,15 @@ def free(world: World) -> str | None:
     except LeaseUnknown:
         return f"client {client.owner} frees a ticket that is over"
     return f"client {client.owner} frees a ticket"
+
+
+def give_up_waiting(world: World) -> str | None:
+    """CANCEL of a request whose answer is held back. The ticket of a LOOKUP goes with it: nobody knows it."""
+    open_ones = [held for held, _ in world.held if not held.query()]
+    if not open_ones:
+        return None
+    world.dice.of(open_ones).cancel()
+    return "a request that waits is cancelled"
 
 
 def retrieve(world: World) -> str | None:

@@ -93,6 +93,7 @@ class Model:
             self.guarded.setdefault(key, []).append(guard)
 
     def unpinned(self, lease_id: str) -> Guard:
+        must(lease_id in self.guards, "a pin went on after its end")
         guard = self.guards.pop(lease_id)
         for key in guard.keys:
             self.guarded[key].remove(guard)

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+from kvframework.api.futures import Promise
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.service.lookup_waits import LookupWaits
+from kvframework.service.lookups import Lookups
 from kvframework.storage import envelope
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
@@ -204,6 +206,35 @@ def what_is_written_stays_absent(_original: Any, _absences: Absences, _keys: Seq
 def an_answer_from_before_a_write_is_believed(original: Any, absences: Absences, question: Any, *rest: Any) -> None:
     question.written.clear()
     original(absences, question, *rest)
+
+
+@plant(Absences, "answered")
+def what_another_node_writes_stays_absent(original: Any, absences: Absences, *rest: Any) -> None:
+    absences._hold_s = math.inf
+    original(absences, *rest)
+
+
+@plant(Lookups, "_ticket_ended")
+def a_wait_outlives_its_ticket(original: Any, lookups: Lookups, ticket: str) -> None:
+    with mock.patch.object(lookups.waits, "changed"):
+        original(lookups, ticket)
+
+
+@plant(Promise, "set_result")
+def a_lookup_that_nobody_waits_for_keeps_its_ticket(original: Any, promise: Promise[Any], value: Any) -> bool:
+    original(promise, value)
+    return True
+
+
+@plant(LookupTickets, "_pin")
+def a_hit_that_grows_is_not_pinned(
+    original: Any, tickets: LookupTickets, ticket: Ticket, wanted: Any, *, use: bool = True
+) -> int:
+    if use:
+        return int(original(tickets, ticket, wanted))
+    chunks, _ = wanted.find(tickets._storage.row)
+    ticket.hit_tokens = chunks * wanted.chunk_tokens
+    return int(chunks)
 
 
 @plant(Prefetcher, "_hand_over")

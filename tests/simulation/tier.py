@@ -35,6 +35,10 @@ class SimTier(Tier):
         # How often each was told to be damaged, or listed: nothing else may be deleted.
         self.may_delete: Counter[PackedKey] = Counter()
         self.spoilt: set[PackedKey] = set()
+        # What it has lost, as other nodes may have it; and what one of them wrote, with the first time after that at
+        # which no call was under way.
+        self.elsewhere: dict[PackedKey, bytes] = {}
+        self.from_others: dict[PackedKey, float | None] = {}
         self.told: Counter[str] = Counter()
         self.clearing = False
         self.closed = False
@@ -90,6 +94,7 @@ class SimTier(Tier):
             self.values[key] = value
             self.used_at[key] = self._clock()
             self.spoilt.discard(key)
+            self.from_others.pop(key, None)
             self.told["records"] += key not in CONTENT
             outcomes.append(Outcome.STORED)
         return self._end(outcomes)
@@ -125,7 +130,16 @@ class SimTier(Tier):
 
     def lose(self, key: PackedKey) -> None:
         """It is forgotten there, or another node deleted it."""
+        if key in CONTENT and key not in self.spoilt:
+            self.elsewhere[key] = self.values[key]
         self._dropped(key)
+
+    def regain(self, key: PackedKey) -> None:
+        """Another node writes it."""
+        self.values[key] = self.elsewhere.pop(key)
+        self.used_at[key] = self._clock()
+        self.spoilt.discard(key)
+        self.from_others[key] = None
 
     def spoil(self, key: PackedKey, at: int) -> None:
         value = self.values[key]
@@ -146,6 +160,7 @@ class SimTier(Tier):
 
     def _dropped(self, key: PackedKey) -> Outcome:
         self.used_at.pop(key, None)
+        self.from_others.pop(key, None)
         return Outcome.MISSING if self.values.pop(key, None) is None else Outcome.DELETED
 
     def _begin(self, deadline: float) -> None:

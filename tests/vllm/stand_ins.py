@@ -70,6 +70,8 @@ class FakeServer:
         self.pending = 0
         self.tickets: set[str] = set()
         self.asked: list[tuple[int, int]] = []
+        # How long each lookup would have waited for L2.
+        self.waits: list[float] = []
         self.short: list[str] = []
         self.polls = 0
         self.reachable = True
@@ -90,8 +92,9 @@ class FakeServer:
     def too_short(self, request: RequestHashes) -> None:
         self.short.append(request.request_id)
 
-    def lookup(self, request: RequestHashes, start: int, end: int) -> LookupResult:
+    def lookup(self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0) -> LookupResult:
         self.asked.append((start, end))
+        self.waits.append(wait_s)
         hit = 0
         while start + hit < end and (request.cache_salt, digest(request.digests(end), start + hit)) in self.known:
             hit += CHUNK

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from kvf_vllm.scheduler import DECIDED_S
 from kvf_vllm.search import MISS_HOLDS_S, TICKET_HOLDS_S
 from kvf_vllm.step_messages import StepReport
 from tests.vllm.stand_ins import (
@@ -78,6 +79,31 @@ def test_a_prefetch_that_ends_in_time_is_a_hit() -> None:
         answers.append(side.matched_tokens(request, 0))
         clock.now += 0.01
     assert answers == [(None, False), (None, False), (16, True)]
+
+
+def test_only_an_idle_engine_waits_for_l2_and_once_a_step() -> None:
+    server = FakeServer()
+    side = scheduler(server)
+    first, second, third = (FakeRequest(name, [number] * 17) for number, name in enumerate("abc", 1))
+    server.pending = 1 << 30
+    assert side.matched_tokens(first, 0) == (None, False)
+    assert side.matched_tokens(second, 0) == (None, False)
+    assert server.waits == [DECIDED_S, 0.0], "a slow tier holds up a step once"
+    side.plan_step({}, lambda _request_id: None)
+    side.matched_tokens(third, 0)
+    assert server.waits[2:] == [DECIDED_S]
+    server.pending = 0
+    running, later, last = (FakeRequest(name, [number] * 17) for number, name in enumerate("xyz", 5))
+    side.plan_step({}, lambda _request_id: None)
+    side.matched_tokens(running, 0)
+    side.allocated(running, table(17), 0)
+    side.matched_tokens(later, 0)
+    computed(side, running, 17)
+    side.matched_tokens(last, 0)
+    assert server.waits[3:] == [DECIDED_S, 0.0, 0.0], "what is computed is held up by nobody's lookup"
+    side.finished(running)
+    side.matched_tokens(FakeRequest("next", [9] * 17), 0)
+    assert server.waits[6:] == [DECIDED_S]
 
 
 def test_a_request_without_room_keeps_its_hit_and_does_not_ask_at_every_step() -> None:

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import zmq
@@ -82,7 +82,7 @@ class MessageServer:
     `bind()`, then `serve_forever()`, until `stop()`.
 
     Over TCP only the clients that `curve` admits are served; None: any client, unencrypted. `on_tick()` is called every
-    `tick_s`. `counters`, `refusals` and `durations` may be read from any thread.
+    `tick_s`. `admit_readers` is the gate's. `counters`, `refusals` and `durations` may be read from any thread.
     """
 
     def __init__(
@@ -96,11 +96,13 @@ class MessageServer:
         tcp: str = "",
         curve: ServerKeys | None = None,
         admit_uids: Collection[int] = (),
+        admit_readers: Callable[[bool], None] | None = None,
     ) -> None:
         self.counters: dict[str, int] = Counter(dict.fromkeys(COUNTERS, 0))
         self._endpoints = [endpoint, tcp] if tcp else [endpoint]
         self._files = None if endpoint.startswith("tcp://") else EndpointFiles(endpoint, shared=bool(admit_uids))
         self._admit_uids = admit_uids
+        self._admit_readers = admit_readers
         self._curve = curve
         self._served = served
         self._tick_s = tick_s
@@ -196,7 +198,7 @@ class MessageServer:
             )
             resources.callback(liveness.close)
         listeners, zap = self._listen(resources)
-        gate = Gate(listeners.tcp, self._files.show if self._files else None, self.counters)
+        gate = Gate(listeners.tcp, self._files.show if self._files else None, self.counters, self._admit_readers)
         resources.callback(gate.close)
         replies = ReplySender(listeners, self.counters)
         calls = InFlight(

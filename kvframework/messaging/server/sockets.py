@@ -59,12 +59,11 @@ class Listeners:
             frames_io.over_tcp(router, parse_endpoint(endpoint).host)
             if keys is not None:
                 keys.apply(router)
-            router.setsockopt(zmq.BACKLOG, BACKLOG)
         with socket_umask(shared=local and bool(self._admit_uids)):
             if local:
                 router.bind(endpoint)
             else:
-                self.tcp.append(_bound_tcp(router, endpoint))
+                self.tcp.append(bound_tcp(router, endpoint))
 
     def is_local(self, identity: bytes) -> bool:
         return self._local[identity[0]]
@@ -85,10 +84,11 @@ class Listeners:
             router.close(FLUSH_MS)
 
 
-def _bound_tcp(router: frames_io.Socket, endpoint: str) -> socket.socket:
-    """Bind, and return another descriptor of the socket on which ZMQ listens. ZMQ names its own in one event only."""
+def bound_tcp(router: frames_io.Socket, endpoint: str) -> socket.socket:
+    """Bind to a tcp:// endpoint, and return another descriptor of the socket on which ZMQ listens. ZMQ names its own in one event only."""
     from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which only this needs
 
+    router.setsockopt(zmq.BACKLOG, BACKLOG)
     monitor = router.get_monitor_socket(zmq.EVENT_LISTENING)
     try:
         router.bind(endpoint)

@@ -3,8 +3,8 @@ lack one.
 
 libzmq ends the process if its `ipc://` listener gets no descriptor, and accepts as fast as connections come. So the
 gate's thread counts the descriptors in use, at shorter intervals the fewer are left, and shuts one door after the
-other: for single TCP peers, for all of TCP (both in the kernel, see syn_filter.py), for new sessions, for local
-connections. Unbinding the sockets would also end their accepted connections.
+other: for single TCP peers, for readers of events, for all of TCP (all in the kernel, see syn_filter.py), for new
+sessions, for local connections. Unbinding the sockets would also end their accepted connections.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Shares of the limit from which on a door is shut. The rest is not wasted: tiers and copiers use it, and so do
 # connections accepted before the next look.
-ADDRESS_SHARE, TCP_SHARE, LOCAL_SHARE = 0.125, 0.5, 0.7
+ADDRESS_SHARE, READERS_SHARE, TCP_SHARE, LOCAL_SHARE = 0.125, 0.4, 0.5, 0.7
 REOPEN_SHARE = 0.9  # of the threshold at which a door was shut
 # Connections do not come faster; the necessary room above a door follows from it.
 FASTEST_PER_S = 100_000
@@ -47,6 +47,7 @@ class Doors:
     tcp: bool = True
     sessions: bool = True
     local: bool = True
+    readers: bool = True
     shut_out: tuple[tuple[bytes, int], ...] = ()
 
     def after(self, in_use: int, limit: int, peers: Mapping[bytes, int] | None) -> Doors:
@@ -56,6 +57,7 @@ class Doors:
             _stays_open(self.tcp, in_use, TCP_SHARE * limit),
             _stays_open(self.sessions, in_use, SESSIONS_SHARE * limit),
             _stays_open(self.local, in_use, LOCAL_SHARE * limit),
+            _stays_open(self.readers, in_use, READERS_SHARE * limit),
             self.shut_out if peers is None else self._shut_out(peers, ADDRESS_SHARE * limit),
         )
 
@@ -66,7 +68,7 @@ class Doors:
 
     def look_again_in(self, in_use: int, limit: int) -> float:
         """Return the seconds within which even the fastest flood cannot take all that is left below the next door."""
-        doors = ((self.tcp, TCP_SHARE), (self.local, LOCAL_SHARE))
+        doors = ((self.readers, READERS_SHARE), (self.tcp, TCP_SHARE), (self.local, LOCAL_SHARE))
         left = [share * limit - in_use for is_open, share in doors if is_open]
         return min(max(min(left, default=math.inf) / FASTEST_PER_S, SOONEST_S), LATEST_S)
 
@@ -77,16 +79,21 @@ def _stays_open(is_open: bool, count: int, most: float) -> bool:
 
 class Gate:
     """Counts in its own thread between `start` and `close`. `tcp` are the listening sockets, owned by the gate.
-    `show_local(True or False)` shows or hides the local socket; None: there is none. Other methods may be called from
-    any thread."""
+    `show_local(True or False)` shows or hides the local socket, `admit_readers` opens or shuts the sockets of events;
+    None: there are none. Other methods may be called from any thread."""
 
     def __init__(
-        self, tcp: Sequence[socket.socket], show_local: Callable[[bool], None] | None, counters: dict[str, int]
+        self,
+        tcp: Sequence[socket.socket],
+        show_local: Callable[[bool], None] | None,
+        counters: dict[str, int],
+        admit_readers: Callable[[bool], None] | None = None,
     ) -> None:
         self.doors = Doors()
         self._tcp = tcp
         self._ports = {listener.getsockname()[1] for listener in tcp}
         self._show_local = show_local
+        self._admit_readers = admit_readers
         self._counters = counters
         self._ended = threading.Event()
         self._count_peers_at = 0.0
@@ -120,6 +127,7 @@ class Gate:
             "tcp": doors.tcp,
             "sessions": doors.sessions,
             "local": doors.local,
+            "readers": doors.readers,
             "shut_out": {shown(network): count for network, count in doors.shut_out},
         }
 
@@ -151,7 +159,12 @@ class Gate:
         return limit, in_use
 
     def _move(self, doors: Doors, in_use: int, limit: int) -> None:
-        doors = replace(doors, tcp=doors.tcp or not self._tcp, local=doors.local or self._show_local is None)
+        doors = replace(
+            doors,
+            tcp=doors.tcp or not self._tcp,
+            local=doors.local or self._show_local is None,
+            readers=doors.readers or self._admit_readers is None,
+        )
         before, self.doors = self.doors, doors
         if doors == before:
             return
@@ -160,6 +173,8 @@ class Gate:
             self._filter(everybody=not doors.tcp, networks=networks)
         if doors.local != before.local:
             self._show(doors.local)
+        if doors.readers != before.readers:
+            self._admit(doors.readers)
         self._counters["tcp_shut"] += before.tcp and not doors.tcp
         self._counters["local_shut"] += before.local and not doors.local
         self._counters["peers_shut_out"] += len(networks - known)
@@ -179,11 +194,20 @@ class Gate:
         except OSError as error:  # another process has removed the socket
             logger.error("the local socket cannot be %s: %s", "shown" if shown else "hidden", error)
 
+    def _admit(self, readers: bool) -> None:
+        try:
+            if self._admit_readers is not None:
+                self._admit_readers(readers)
+        except OSError as error:
+            logger.error("readers of events cannot be %s: %s", "let in" if readers else "kept out", error)
+
     def _tell(self, before: Doors, in_use: int, limit: int, fresh: Collection[bytes]) -> None:
         now = self.doors
         for network, count in now.shut_out:
             if network in fresh:
                 logger.warning("%s holds %d TCP connections: further ones from it wait", shown(network), count)
+        if before.readers and not now.readers:
+            logger.warning("%d of %d descriptors are in use: new readers of events wait", in_use, limit)
         if before.tcp and not now.tcp:
             logger.warning("%d of %d descriptors are in use: new TCP connections wait", in_use, limit)
         if before.sessions and not now.sessions:

@@ -1,0 +1,120 @@
+"""The publisher's thread against a ledger that cannot be written for a while; its sockets are a list."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvframework.api.content import ChunkContent
+from kvframework.events import ledger as ledgers
+from kvframework.events import publisher as publishers
+from kvframework.events.encoding import Encoder
+from kvframework.events.history import History, Numbered
+from kvframework.events.known import Medium
+from kvframework.events.ledger import Ledger
+from kvframework.events.publisher import Publisher
+from tests.events.node import BLOCK, packed
+from tests.events.test_ledger import read
+from tests.events.test_teller import TOKENS, Node
+from tests.support.waiting import wait_until
+
+
+class Sockets:
+    """Keeps what is published."""
+
+    def __init__(self) -> None:
+        self.published: list[Numbered] = []
+
+    def wait(self, timeout_s: float) -> tuple[int, list[Any]]:
+        time.sleep(min(timeout_s, 0.01))
+        return 0, []
+
+    def publish(self, message: Numbered) -> None:
+        self.published.append(message)
+
+    def answer(self, client: bytes, message: Numbered) -> bool | None:
+        raise AssertionError("nobody asks")
+
+    def close(self) -> None:
+        pass
+
+
+class Disk:
+    """Stands for `os.write` of the ledger: with `room`, that many bytes are left."""
+
+    def __init__(self) -> None:
+        self.room: int | None = None
+
+    def write(self, fd: int, data: memoryview) -> int:
+        if self.room is None:
+            return os.write(fd, data)
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = os.write(fd, data[: self.room])
+        self.room -= written
+        return written
+
+
+@contextmanager
+def publishing(node: Node, path: Path) -> Iterator[Publisher]:
+    ledger = Ledger(path, keeps=False)
+    encoder = Encoder("map", BLOCK)
+    sockets: Any = Sockets()
+    publisher = Publisher(
+        node.teller, ledger, ledger.open(), lambda first: History(encoder, ("a",), first), sockets, batch_s=0.01
+    )
+    publisher.start()
+    try:
+        yield publisher
+    finally:
+        # As a server that is killed: it tells no removal.
+        ledger.keeps = True
+        publisher.stop()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk()
+    monkeypatch.setattr(ledgers, "os", type("os", (), {**vars(os), "write": staticmethod(made.write)}))
+    monkeypatch.setattr(publishers, "_WRITE_AGAIN_S", 0.0)
+    return made
+
+
+def store(node: Node, publisher: Publisher, tokens: list[int]) -> set[int]:
+    """Store a prompt; return all that is announced once it is."""
+    before = sum(publisher._teller.known.blocks.values())
+    node.store(node.key(tokens), ChunkContent(packed(tokens)))
+    wait_until(lambda: sum(publisher._teller.known.blocks.values()) > before, what="the announcement")
+    (of,) = publisher._teller.known.announced().values()
+    return of
+
+
+@pytest.mark.parametrize("room", [0, 5, 40])
+def test_a_disk_that_was_full_leaves_a_ledger_that_is_whole(
+    room: int, disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    node, path = Node(), tmp_path / "l"
+    with publishing(node, path) as publisher:
+        store(node, publisher, TOKENS)
+        wait_until(lambda: not publisher.problem and publisher.ledger_bytes, what="the ledger")
+        disk.room = room
+        store(node, publisher, [each + 1000 for each in TOKENS])
+        wait_until(lambda: "No space" in publisher.problem, what="the problem")
+        disk.room = None
+        announced = store(node, publisher, [each + 2000 for each in TOKENS])
+        wait_until(lambda: not publisher.problem, what="its end")
+        number = publisher.next_number
+    found = read(path)
+    assert found.announced == {("m", Medium.CPU): announced}
+    assert found.next >= number
+    assert list(tmp_path.glob("*.new")) == []
+    assert [each.levelno for each in caplog.records if "ledger" in each.getMessage()] == [logging.ERROR, logging.INFO]

@@ -1,0 +1,94 @@
+"""The sockets of events: one server has them at a time, and no other file is taken for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvframework.config import EventsConfig
+from kvframework.errors import EndpointError
+from kvframework.events import sockets as module
+from kvframework.events.history import Numbered
+from kvframework.events.sockets import EventSockets
+from tests.support.ports import free_port
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BIND_S", 0.1)
+
+
+def config(folder: Path) -> EventsConfig:
+    folder.chmod(0o700)
+    return EventsConfig(f"ipc://{folder}/told.sock", f"ipc://{folder}/again.sock")
+
+
+def is_heard(sockets: EventSockets, endpoint: str) -> bool:
+    with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.linger = 0
+        reader.subscribe(b"")
+        reader.connect(endpoint)
+        while not sockets.wait(0.05)[0]:
+            pass
+        sockets.publish(Numbered(b"t", 1, b"p"))
+        return bool(reader.recv_multipart()[2] == b"p")
+
+
+@pytest.mark.parametrize("key", ["endpoint", "replay"])
+def test_a_second_server_does_not_take_the_sockets_of_the_first(key: str, tmp_path: Path) -> None:
+    """libzmq would: it removes whatever lies at the path, and at its end what lies there then."""
+    named = config(tmp_path)
+    first = EventSockets(named, keys=None)
+    other = f"ipc://{tmp_path}/other.sock"
+    second = EventsConfig(named.endpoint, other) if key == "endpoint" else EventsConfig(other, named.replay)
+    try:
+        with pytest.raises(EndpointError, match="another server"):
+            EventSockets(second, keys=None)
+        assert is_heard(first, named.endpoint)
+    finally:
+        first.close()
+    after = EventSockets(named, keys=None)
+    try:
+        assert is_heard(after, named.endpoint)
+    finally:
+        after.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_a_socket_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "again.sock").write_text("a letter")
+    with pytest.raises(EndpointError, match="no socket"):
+        EventSockets(config(tmp_path), keys=None)
+    assert (tmp_path / "again.sock").read_text() == "a letter"
+    assert [each.name for each in tmp_path.iterdir()] == ["again.sock"]
+
+
+def test_a_port_in_use_is_named() -> None:
+    port = free_port()
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        other.bind(f"tcp://127.0.0.1:{port}")
+        with pytest.raises(EndpointError, match="in use") as caught:
+            EventSockets(EventsConfig(f"tcp://127.0.0.1:{port}", insecure=True), keys=None)
+    assert str(port) in caught.value.where
+
+
+def test_a_reader_that_asks_without_an_end_has_its_turn_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST_AT_ONCE", 10)
+    named = config(tmp_path)
+    sockets = EventSockets(named, keys=None)
+    try:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+            reader.linger = 0
+            reader.connect(named.replay)
+            for number in range(95):
+                reader.send_multipart([b"", number.to_bytes(8, "big")])
+            answers = []
+            while not answers or answers[-1] != 94:
+                answers += [asked for _, asked in sockets.wait(10.0)[1]]
+            assert len(answers) >= 10
+    finally:
+        sockets.close()

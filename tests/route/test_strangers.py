@@ -1,0 +1,185 @@
+"""A subscription whose peer is not what it should be, or says too much, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from kvframework.messaging.curve import read_secret, write_pair
+from kvframework.route import subscription
+from kvframework.route.router import Router
+from kvframework.route.settings import Node
+from tests.route.publisher import batch, removed, stored
+from tests.support.ports import free_port
+
+SLOW_S = 60.0
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscription, "ANEW_S", 0.2)
+    monkeypatch.setattr(subscription, "_POLL_MS", 50)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async def held() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(held(), SLOW_S)
+
+
+def told(router: Router) -> dict[str, Any]:
+    (each,) = router.document()["publishers"]
+    return dict(each)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("stranger", ["another kind of socket", "CURVE"])
+def test_a_stranger_at_the_address_of_a_publisher_is_named_and_outlived(
+    stranger: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """libzmq never tries again after some refusals: an address that another service had for a moment, keys that were
+    admitted later."""
+    caplog.set_level(logging.INFO)
+    port = free_port()
+
+    async def follow() -> None:
+        router = Router(1000)
+        router.follow([Node("a", f"tcp://127.0.0.1:{port}")])
+        try:
+            with zmq.Context() as context, context.socket(zmq.PUB if stranger == "CURVE" else zmq.REP) as other:
+                if stranger == "CURVE":
+                    other.curve_server = 1
+                    _, other.curve_secretkey = zmq.curve_keypair()
+                other.bind(f"tcp://127.0.0.1:{port}")
+                await until(lambda: told(router)["trouble"])
+            with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+                publisher.bind(f"tcp://127.0.0.1:{port}")
+                await until(lambda: told(router)["connected"])
+                assert told(router)["trouble"] == ""
+        finally:
+            await router.stop()
+
+    asyncio.run(follow())
+    assert len([each for each in caplog.records if each.levelno == logging.WARNING]) == 1
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_key_that_is_admitted_later(tmp_path: Path) -> None:
+    for name in ("server", "router"):
+        write_pair(tmp_path / f"{name}.secret", tmp_path / f"{name}.public")
+
+    class Admitted:
+        anyone = False
+
+        def callback(self, _domain: str, _key: bytes) -> bool:
+            return self.anyone
+
+    async def follow() -> None:
+        with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+            guard, admitted = ThreadAuthenticator(context), Admitted()
+            guard.start()
+            guard.configure_curve_callback("*", admitted)
+            publisher.curve_server = 1
+            publisher.curve_secretkey = read_secret(tmp_path / "server.secret")
+            port = publisher.bind_to_random_port("tcp://127.0.0.1")
+            router = Router(1000, str(tmp_path / "router.secret"))
+            router.follow([Node("a", f"tcp://127.0.0.1:{port}", server_key=str(tmp_path / "server.public"))])
+            try:
+                await until(lambda: "admit" in told(router)["trouble"])
+                admitted.anyone = True
+                await until(lambda: told(router)["connected"])
+            finally:
+                await router.stop()
+                guard.stop()
+
+    asyncio.run(follow())
+
+
+def test_a_long_batch_leaves_the_loop_to_others() -> None:
+    """Neither an answer to a caller nor another publisher waits for its end."""
+    pairs = 3000
+
+    async def follow() -> None:
+        router = Router(1000)
+        with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+            port = publisher.bind_to_random_port("tcp://127.0.0.1")
+            router.follow([Node("a", f"tcp://127.0.0.1:{port}")])
+            try:
+                await until(lambda: publisher.poll(0))
+                both = ((stored([name], None, range(4)), removed([name])) for name in range(pairs))
+                publisher.send_multipart([b"", bytes(8), batch(*(each for pair in both for each in pair))])
+                seen = set()
+
+                def is_over() -> bool:
+                    seen.add(told(router)["blocks_by_fate"]["removed"])
+                    return pairs in seen
+
+                await until(is_over)
+                assert len(seen) > 10
+            finally:
+                await router.stop()
+
+    asyncio.run(follow())
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("step", [0, 1], ids=["the same number", "rising numbers"])
+def test_a_replay_without_an_end_keeps_neither_news_nor_readiness(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscription, "LONGEST_REPLAY_S", 0.3)
+
+    async def follow() -> None:
+        with zmq.Context() as context, context.socket(zmq.XPUB) as news, context.socket(zmq.ROUTER) as replay:
+            replay.sndhwm = 10
+            events, again = (
+                f"tcp://127.0.0.1:{each.bind_to_random_port('tcp://127.0.0.1')}" for each in (news, replay)
+            )
+            router = Router(1000)
+            router.follow([Node("a", events, again)])
+            number, asked_by = 0, b""
+
+            def answered() -> bool:
+                nonlocal number, asked_by
+                if replay.poll(0):
+                    asked_by = replay.recv_multipart()[0]
+                for _ in range(20 if asked_by else 0):
+                    number += step
+                    replay.send_multipart([asked_by, b"", b"", number.to_bytes(8, "big"), batch()])
+                return bool(told(router)["failed_replays"])
+
+            try:
+                await until(answered)
+                assert router.waiting_for == []
+                live = stored([1], None, range(4))
+                news.send_multipart([b"", (number + 1).to_bytes(8, "big"), batch(live)])
+                await until(lambda: answered() and told(router)["blocks"] == 1)
+            finally:
+                await router.stop()
+                replay.linger = 0
+
+    asyncio.run(follow())
+
+
+@pytest.mark.usefixtures("hasty")
+def test_an_address_that_no_socket_takes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def follow() -> None:
+        router = Router(1000)
+        router.follow([Node("a", "tcp://...:1")])
+        try:
+            await until(lambda: told(router)["trouble"])
+            await asyncio.sleep(3 * subscription.ANEW_S)
+        finally:
+            await router.stop()
+
+    asyncio.run(follow())
+    (said,) = caplog.records
+    assert said.exc_info is None
+    assert "cannot be connected to" in said.getMessage()
