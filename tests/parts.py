@@ -118,6 +118,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "registry/test_transport_example.py",
         "scaffold",
     ),
+    # The S3 tier on real servers, from their wheels.
+    "s3": ("plugins/test_kvf_s3_servers.py", "tiers/test_s3_faults.py"),
     # Engines that the other parts do without: their examples and models.
     "engines": ("engines",),
     # Indexers of cache-aware routers, from their wheels.

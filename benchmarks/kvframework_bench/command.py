@@ -64,6 +64,7 @@ class Blocks(str, enum.Enum):
 
 class L2Part(str, enum.Enum):
     redis = "redis"
+    s3 = "s3"
     engine = "engine"
     disk = "disk"
     stalled = "stalled"

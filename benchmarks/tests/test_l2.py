@@ -32,6 +32,7 @@ TINY = Sizes(
     value_bytes=(MIB, 2 * MIB),
     call_bytes=4 * MIB,
     redis_rounds=2,
+    s3_rounds=2,
     tool_bytes=2 * MIB,
     tool_runs=1,
     shapes=(Shape("tiny", layers=2, heads=1, head_dim=8, tokens=512, target_ratio=0.1, rounds=2),),

@@ -1,5 +1,5 @@
-"""The `s3` L2 tier: an object of a bucket per value, in any S3-compatible store, Google's or Azure's. Runs in the server
-process, in its storage threads and one thread of its own.
+"""The `s3` L2 tier: an object of a bucket per value, in any S3-compatible store, Google's or Azure's. Runs in the
+server process, in its storage threads and one thread of its own.
 
 Importing this module does not import obstore, so that a list of plugins stays cheap.
 """

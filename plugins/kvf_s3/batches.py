@@ -51,7 +51,7 @@ async def end_by(tasks: Sequence[asyncio.Future[None]], deadline: float) -> None
         await asyncio.wait(tasks, timeout=max(deadline - asyncio.get_running_loop().time(), 0.0))
 
 
-def settled(answers: Sequence[R | Failure], where: str) -> list[R | Outcome]:
+def settled(answers: Sequence[R | Outcome | Failure], where: str) -> list[R | Outcome]:
     """The answers, with FAILED for failures. Raises the `TierError` of the first failure if there is no answer at all,
     unless the store is just full."""
     failures = [each for each in answers if isinstance(each, Failure)]

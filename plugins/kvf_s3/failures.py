@@ -14,7 +14,9 @@ from kvframework.errors import TierError
 _CODE = re.compile(r"<Code>([A-Za-z]{1,48})</Code>|\"reason\": ?\"([A-Za-z]{1,48})\"")
 _STATUS = re.compile(r"status code: (\d{3})\b")
 
-_KEYS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, credentials_file or a role; the README of kvf_s3 has all places"
+_KEYS = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, credentials_file or a role; the README of kvf_s3 has all places"
+)
 _RIGHTS = "it needs s3:GetObject, PutObject, DeleteObject and ListBucket, see the README of kvf_s3"
 _BUCKET = "make the bucket, or correct url, endpoint and region"
 
@@ -33,7 +35,10 @@ _CODES = {
     "NoSuchBucket": ("there is no such bucket", _BUCKET),
     "NotImplemented": ("the store cannot do what was asked", ""),
     "PermanentRedirect": ("the bucket is at another endpoint", "set region, or endpoint"),
-    "RequestTimeTooSkewed": ("the clocks of the store and of this machine differ", "set them by NTP (chronyc tracking)"),
+    "RequestTimeTooSkewed": (
+        "the clocks of the store and of this machine differ",
+        "set them by NTP (chronyc tracking)",
+    ),
     "SignatureDoesNotMatch": ("the store refuses the secret key", _KEYS),
     "SlowDown": ("the store asks for fewer requests", "lower concurrency, or spread the load over more time"),
     "TemporaryRedirect": ("the bucket is at another endpoint", "set region, or endpoint"),
@@ -75,10 +80,12 @@ _WORDS = (
     ("ConnectionRefused", "nothing listens there", "start the store, or correct endpoint"),
     ("NetworkUnreachable", "the store cannot be reached", ""),
     ("HostUnreachable", "the store cannot be reached", ""),
+    ("redirect without LOCATION", *_CODES["PermanentRedirect"]),
     ("kind: Connect", "cannot connect", "is endpoint the address of the store?"),
     ("kind: Timeout", "the store does not answer", ""),
     ("error sending request", "the connection broke", ""),
     ("error decoding response body", "the connection broke in the middle of a value", ""),
+    ("partial response", "the connection broke in the middle of a value", ""),
     ("HTTP error", "the connection broke", ""),
 )
 
@@ -106,11 +113,13 @@ def understood(error: BaseException) -> Failure:
     text = str(error)
     found = _CODE.search(text)
     code = (found[1] or found[2]) if found else ""
-    status = (found := _STATUS.search(text)) and found[1] or ""
+    status = ((found := _STATUS.search(text)) and found[1]) or ""
     if "169.254." in text or "metadata.google.internal" in text:
         return Failure("there are no credentials, and the machine has no role", _KEYS)
     if code in _FULL or status in ("413", "507"):
-        return Failure(f"the store takes no more ({code or status})", "raise its quota, or delete what is old", full=True)
+        return Failure(
+            f"the store takes no more ({code or status})", "raise its quota, or delete what is old", full=True
+        )
     if code in _CODES:
         fact, hint = _CODES[code]
         return Failure(f"{fact} ({code})", hint)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from kvf_s3.failures import CLOSED
-from kvframework.errors import TierError
 
 T = TypeVar("T")
 
@@ -45,12 +45,10 @@ class LoopThread:
             self.closed = True
             loop, thread = self._loop, self._thread
         if loop is not None and thread is not None and thread.is_alive():
-            try:
+            with contextlib.suppress(RuntimeError):  # another thread closes it as well, and the loop is closed by now
                 asyncio.run_coroutine_threadsafe(_cancel_others(), loop).add_done_callback(
                     lambda _: loop.call_soon_threadsafe(loop.stop)
                 )
-            except RuntimeError:  # another thread closes it as well, and the loop is closed by now
-                pass
             thread.join(_END_S)
 
     def _started(self) -> asyncio.AbstractEventLoop:
@@ -72,7 +70,7 @@ class LoopThread:
 
 
 async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[operator]
+    others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)

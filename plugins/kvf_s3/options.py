@@ -42,9 +42,7 @@ class S3Options(Options, frozen=True):
         str, Meta(description="section of the AWS credentials file; empty: that of AWS_PROFILE, else default")
     ] = ""
     anonymous: Annotated[bool, Meta(description="requests without credentials, for a store that wants none")] = False
-    tls_ca: Annotated[
-        str, Meta(description="certificates to trust besides those of the system, a PEM file")
-    ] = ""
+    tls_ca: Annotated[str, Meta(description="certificates to trust besides those of the system, a PEM file")] = ""
     sign_payload: Annotated[
         bool,
         Meta(
@@ -52,9 +50,7 @@ class S3Options(Options, frozen=True):
             "time of a put, and the framework has a checksum of its own"
         ),
     ] = False
-    concurrency: Annotated[
-        int, Meta(ge=1, le=256, description="requests of one call that are under way at once")
-    ] = 16
+    concurrency: Annotated[int, Meta(ge=1, le=256, description="requests of one call that are under way at once")] = 16
     ask: Annotated[
         Literal["every", "until_missing"],
         Meta(
@@ -86,10 +82,14 @@ class S3Options(Options, frozen=True):
     def __post_init__(self) -> None:
         address = Address.parse(self.url)
         if self.credentials_file and address.scheme == "az":
-            raise ValueError("credentials_file is for s3 and gs; Azure's credentials are in AZURE_STORAGE_... variables")
+            raise ValueError(
+                "credentials_file is for s3 and gs; Azure's credentials are in AZURE_STORAGE_... variables"
+            )
         for name in ("profile", "region"):
             if getattr(self, name) and address.scheme != "s3":
                 raise ValueError(f"{name} is for s3://, and url begins with {address.scheme}://")
+        if self.anonymous and address.scheme == "gs":
+            raise ValueError('anonymous is for s3 and az; an emulator of gs wants {"disable_oauth": true} in its file')
         if self.anonymous and (self.credentials_file or self.profile):
             raise ValueError("anonymous excludes credentials_file and profile")
         check_endpoint(self.endpoint)

@@ -83,11 +83,11 @@ def _s3(options: S3Options, address: Address, config: dict[str, Any], where: str
 def _gs(options: S3Options, address: Address, config: dict[str, Any], where: str) -> Any:
     if options.credentials_file:
         _read(options.credentials_file, f"{where}.credentials_file")
-        config["application_credentials"] = options.credentials_file
+        config["service_account"] = options.credentials_file
     return GCSStore(address.bucket, **config)
 
 
-def _az(options: S3Options, address: Address, config: dict[str, Any], where: str) -> Any:
+def _az(_options: S3Options, address: Address, config: dict[str, Any], _where: str) -> Any:
     return AzureStore(address.bucket, account_name=address.account, **config)
 
 

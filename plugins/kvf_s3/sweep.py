@@ -8,9 +8,11 @@ long stop of one of them, delete the same oldest values, which does no harm.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import obstore
@@ -42,9 +44,9 @@ class Sweeper:
         self._where = where
         self._lease = f"{address.prefix}{LEASE}"
         self._me = secrets.token_hex(8).encode()
-        self._mine: dict[str, str | None] | None = None
-        self._last: str | None = None
-        self._unchanged = 0
+        self._mine: dict[str, str] | None = None
+        self._last: dict[str, str] | None = None
+        self._turns = 0
         self._said = ""
 
     async def run(self) -> None:
@@ -72,22 +74,22 @@ class Sweeper:
         if self._mine is not None:
             return await self._put(self._mine)
         try:
-            seen = (await obstore.head_async(self._store, self._lease))["e_tag"]
+            seen = _unchanged(await obstore.head_async(self._store, self._lease))
         except FileNotFoundError:
             return await self._put("create")
-        self._unchanged = self._unchanged + 1 if seen == self._last else 0
+        self._turns = self._turns + 1 if seen == self._last else 0
         self._last = seen
-        return self._unchanged >= TURNS_TO_TAKE and await self._put({"e_tag": seen, "version": None})
+        return self._turns >= TURNS_TO_TAKE and await self._put(seen)
 
     async def _put(self, mode: Any) -> bool:
         """Write the lease, if nobody else has meanwhile. Its bytes differ each time, and so does its tag."""
         text = self._me + secrets.token_hex(8).encode()
-        self._mine, self._unchanged = None, 0
+        self._mine, self._turns = None, 0
         try:
             written = await obstore.put_async(self._store, self._lease, text, mode=mode, use_multipart=False)
         except (AlreadyExistsError, PreconditionError):
             return False
-        self._mine = {"e_tag": written["e_tag"], "version": written["version"]}
+        self._mine = _unchanged(written)
         return True
 
     async def _sweep(self) -> None:
@@ -108,9 +110,15 @@ class Sweeper:
                     of_newest -= each.nbytes if step == newest else 0
                     old.append(each)
             if old:
-                await obstore.delete_async(self._store, [self._address.name_of(each.key) for each in old])
+                with contextlib.suppress(FileNotFoundError):  # somebody else has deleted one of them
+                    await obstore.delete_async(self._store, [self._address.name_of(each.key) for each in old])
             count, nbytes = count + len(old), nbytes + sum(each.nbytes for each in old)
         log.info("%s: the sweep deleted %d values of %d bytes, the oldest", self._where, count, nbytes)
+
+
+def _unchanged(described: Mapping[str, Any]) -> dict[str, str]:
+    """The condition of a put that nobody else has written since."""
+    return {name: described[name] for name in ("e_tag", "version") if described.get(name) is not None}
 
 
 def cut(used: Counter[int], excess: int) -> tuple[int, int]:

@@ -116,7 +116,9 @@ class S3Tier(Tier):
         """Ends calls in flight, and the tier's thread; blocks for two seconds at most."""
         self._thread.close()
 
-    def _batch(self, work: Callable[[], Coroutine[Any, Any, list[R | Failure]]], deadline: float) -> list[R | Outcome]:
+    def _batch(
+        self, work: Callable[[], Coroutine[Any, Any, Sequence[R | Outcome | Failure]]], deadline: float
+    ) -> list[R | Outcome]:
         answers = self._run(work, deadline)
         if any(isinstance(each, Failure) and each.full for each in answers):
             self._say_full(next(each for each in answers if isinstance(each, Failure) and each.full))
@@ -193,7 +195,7 @@ class S3Tier(Tier):
     def _scan(self, deadline: float) -> Iterator[TierEntry]:
         listing = pages(self._store, self._address)
 
-        async def page() -> list[list[TierEntry] | None | Failure]:
+        async def page() -> list[list[TierEntry] | Failure | None]:
             return await ask_each([b""], lambda _: anext_or_none(listing), at_once=1, deadline=deadline)
 
         while True:

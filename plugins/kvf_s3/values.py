@@ -33,8 +33,8 @@ async def find(store: Any, name: str) -> Outcome | Failure:
 
 
 async def receive(store: Any, name: str, parts: Sequence[memoryview], deadline: float) -> int | Outcome | Failure:
-    """Bytes received into `parts`, MISSING, or DAMAGED for a value that is longer. A body that breaks off, as of a value
-    that is replaced meanwhile, is asked for again."""
+    """Bytes received into `parts`, MISSING, or DAMAGED for a value that is longer. A body that breaks off, as that of a
+    value that is replaced meanwhile, is asked for again."""
     room = sum(part.nbytes for part in parts)
     for turn in range(_TRIES):
         try:

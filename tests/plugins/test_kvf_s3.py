@@ -139,6 +139,7 @@ def test_each_cloud_has_its_address() -> None:
         ({"url": "gs://bucket", "region": "x"}, "region is for s3"),
         ({"url": "gs://bucket", "profile": "x"}, "profile is for s3"),
         ({"url": "az://account/container", "credentials_file": "x"}, "AZURE_STORAGE"),
+        ({"url": "gs://bucket", "anonymous": True}, "disable_oauth"),
         ({"anonymous": True, "profile": "x"}, "anonymous excludes"),
         ({"endpoint": "127.0.0.1:9000"}, "endpoint is"),
         ({"endpoint": "http://user:hunter2@host"}, "endpoint is"),
@@ -503,8 +504,11 @@ def test_a_sweep_that_fails_is_said_once_and_tried_again(
 # Other clouds
 
 
-def test_google_s_store_is_spoken_to(peer: S3Peer) -> None:
-    tier = open_s3_tier(peer.endpoint, "gs://bucket/tier", anonymous=True)
+def test_google_s_store_is_spoken_to(peer: S3Peer, tmp_path: Path) -> None:
+    file = tmp_path / "account.json"
+    # As emulators want it: no token is fetched.
+    file.write_text('{"disable_oauth": true, "client_email": "", "private_key": "", "private_key_id": ""}')
+    tier = open_s3_tier(peer.endpoint, "gs://bucket/tier", credentials_file=str(file))
     assert put(tier, KEYS[:3]) == [STORED] * 3
     assert tier.contains(KEYS[:4], deadline=soon()) == [FOUND] * 3 + [MISSING]
     assert get(tier, KEYS[:4], 5) == [5, 5, 5, MISSING]

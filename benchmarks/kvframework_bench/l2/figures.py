@@ -36,6 +36,27 @@ class RedisFigures(msgspec.Struct, frozen=True):
     rows: list[RedisRow]
 
 
+class S3Row(msgspec.Struct, frozen=True):
+    """One operation of the tier on `value_bytes` each, `nbytes` a call. `reference` is the faster way of obstore
+    itself. Processor seconds are those of the client's process, a GB."""
+
+    operation: str
+    value_bytes: int
+    nbytes: int
+    reference: str
+    reference_gb_s: Spread
+    tier_gb_s: Spread
+    ratio_to_reference: Spread
+    reference_processor_s: Spread
+    tier_processor_s: Spread
+    target_ratio: float
+    target_processor_s: float
+
+
+class S3Figures(msgspec.Struct, frozen=True):
+    rows: list[S3Row]
+
+
 class EngineRow(msgspec.Struct, frozen=True):
     """A prompt that only a tier has: `to_l1` from LOOKUP until it is pinned, `to_engine` until it is in the engine's
     memory, `arriving` if what has arrived is taken while the rest arrives. `verified` says that every byte was compared
@@ -116,6 +137,7 @@ class L2Figures(msgspec.Struct, frozen=True):
     """The figures of all parts. A part that was left out or not asked for is None or empty."""
 
     redis: RedisFigures | None
+    s3: S3Figures | None
     engine: list[EngineRow]
     disk: DiskFigures | None
     stalled: list[StalledRow]
@@ -129,6 +151,8 @@ def l2_tables(figures: L2Figures) -> list[Table]:
     made = []
     if figures.redis is not None:
         made.append(_redis(figures.redis))
+    if figures.s3 is not None:
+        made.append(_s3(figures.s3))
     if figures.engine:
         made.append(_engine(figures.engine))
     if figures.disk is not None:
@@ -157,6 +181,24 @@ def _redis(figures: RedisFigures) -> Table:
             *format_rate(row.tier_gb_s),
             *format_ratio(row.ratio_to_reference),
             f"{short_number(row.target_ratio)} x",
+        )
+    return table
+
+
+def _s3(figures: S3Figures) -> Table:
+    headers = ("GB/s", "min to max", "ratio to obstore", "min to max", "target", "processor s a GB", "target")
+    table = new_table("tier s3, SeaweedFS, TCP", *headers)
+    for row in figures.rows:
+        name = f"{ByteSize(row.value_bytes)} {row.operation}"
+        spent = f"{row.reference_processor_s.median:.2f}"
+        table.add_row(f"{name}, {row.reference}", *format_rate(row.reference_gb_s), "", "", "", spent)
+        table.add_row(
+            f"{name}, tier",
+            *format_rate(row.tier_gb_s),
+            *format_ratio(row.ratio_to_reference),
+            f"{short_number(row.target_ratio)} x",
+            f"{row.tier_processor_s.median:.2f}",
+            short_number(row.target_processor_s),
         )
     return table
 

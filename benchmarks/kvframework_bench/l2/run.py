@@ -16,11 +16,12 @@ from kvframework_bench.l2.engine import bench_engine
 from kvframework_bench.l2.figures import CodecRow, DiskFigures, L2Figures, MemoryRow
 from kvframework_bench.l2.memory import bench_memory
 from kvframework_bench.l2.redis import bench_redis
+from kvframework_bench.l2.s3 import bench_s3
 from kvframework_bench.l2.sizes import FULL, Sizes
 from kvframework_bench.l2.stalled import bench_stalled
 from kvframework_bench.process import scratch
 
-PARTS = ("redis", "engine", "disk", "stalled", "memory", "codec")
+PARTS = ("redis", "s3", "engine", "disk", "stalled", "memory", "codec")
 CODECS = ("none", "zstd", "planes")
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ def bench_l2(
 
     return L2Figures(
         redis=part("redis", lambda at: bench_redis(sizes, at, registry, skipped, stage)),
+        s3=part("s3", lambda at: bench_s3(sizes, at, registry, stage)),
         engine=part("engine", lambda at: bench_engine(sizes, at, registry, skipped, stage)) or [],
         disk=part("disk", disk),
         stalled=part("stalled", lambda at: bench_stalled(sizes, at, registry, stage)) or [],
