@@ -195,7 +195,8 @@ def ms(*asked: Asked) -> str:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the parts end with this process
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # the parts end with this process
     began = time.monotonic()
     with ExitStack() as stack:
         fleet = Fleet(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvf-"))), stack)

@@ -17,6 +17,7 @@ WEED = os.environ.get("KVFRAMEWORK_WEED") or os.path.join(sysconfig.get_path("sc
 
 pytestmark = [
     pytest.mark.torch,
+    pytest.mark.timeout(920),
     pytest.mark.skipif(find_spec("obstore") is None, reason="obstore is not installed: the extra s3"),
     pytest.mark.skipif(
         (shutil.which(WEED) or shutil.which("weed")) is None,
@@ -41,7 +42,6 @@ def table(printed: str, title: str) -> dict[str, list[str]]:
     return {first: others for first, *others in cells}
 
 
-@pytest.mark.timeout(920)
 def test_hits_come_from_l1_from_the_peer_and_from_s3(printed: str) -> None:
     found = [(source, recomputed) for source, _, recomputed in table(printed, "2048 tokens of a prompt").values()]
     assert found == [("computed", "2048"), ("own L1", "0"), ("peers", "0"), ("s3", "0")]
