@@ -33,6 +33,7 @@ app = typer.Typer(
         "kvframework bench observe --seconds 5",
         "kvframework bench events",
         "kvframework bench route --blocks 1000000",
+        "kvframework bench shards --tp 2           an engine of two ranks",
         "kvframework bench cuda --sweep            fragments and copy engines",
     ),
     no_args_is_help=True,
@@ -304,6 +305,36 @@ def restart(
 
     many, often = objects or (1000 if quick else 100_000), kills or (2 if quick else 100)
     _run("restart", lambda stage: bench_restart(many, often, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("shards")
+def shards(
+    tp: Annotated[list[int] | None, typer.Option(min=1, help="Ranks of the engine; repeatable.")] = None,
+    tp_lcm: Annotated[int, typer.Option("--tp-lcm", min=1, max=64, help="The setting of the server.")] = 8,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Of each row.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """What objects that are shards cost an engine, next to the same engine at a server without `tp_lcm`.
+
+    Processor time of a store and of a load of 1k tokens of Llama-3-8B over shared memory, by an engine of 1, 2, 4 and 8
+    ranks. Contents are verified.
+    """
+    import msgspec
+
+    from kvframework_bench.errors import require_torch
+
+    require_torch()
+    from kvframework_bench.shards.run import FULL, QUICK, bench_shards
+
+    sizes = msgspec.structs.replace(QUICK if quick else FULL, tp_lcm=tp_lcm)
+    if tp:
+        sizes = msgspec.structs.replace(sizes, sizes=tuple(tp))
+    if rounds is not None:
+        sizes = msgspec.structs.replace(sizes, rounds=rounds)
+    _run("shards", lambda stage: bench_shards(sizes, stage=stage), quick, as_json, markdown, plot)
 
 
 @app.command("cuda")

@@ -14,6 +14,7 @@ from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.route.figures import RouteFigures
 from kvframework_bench.scale.figures import ScaleFigures
 from kvframework_bench.server import Resident
+from kvframework_bench.shards.figures import ShardsFigures
 
 
 class Throughput(msgspec.Struct, frozen=True):
@@ -148,6 +149,7 @@ Figures = (
     | RouteFigures
     | CudaFigures
     | RestartFigures
+    | ShardsFigures
 )
 
 

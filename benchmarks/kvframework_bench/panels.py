@@ -15,6 +15,7 @@ from kvframework_bench.observe.figures import NONE, ObservedLookup, ObserveFigur
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.route.figures import RouteFigures
 from kvframework_bench.scale.figures import ScaleFigures, ScaleRow
+from kvframework_bench.shards.figures import ShardsFigures
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,18 @@ def panels(figures: Figures) -> list[Panel]:
     if isinstance(figures, RestartFigures):
         rows = [("kill -9 to the first hit", figures.first_hit_s), ("of it, the journal", figures.read_s)]
         return [Bars("restart", "s", [spread_bar(name, seconds) for name, seconds in rows])]
+    if isinstance(figures, ShardsFigures):
+        return _shards(figures)
     return _l2(figures)
+
+
+def _shards(figures: ShardsFigures) -> list[Panel]:
+    made: list[Panel] = []
+    for word, spreads in (("store", [row.store for row in figures.rows]), ("load", [row.load for row in figures.rows])):
+        names = [f"TP {row.tp}, {row.layout}" for row in figures.rows]
+        shares = [spread_bar(*each, figures.target_ratio) for each in zip(names, spreads, strict=True)]
+        made.append(Bars(f"{word} with shards, to without", "x", shares))
+    return made
 
 
 def _scale(rows: Sequence[ScaleRow], *, clients: bool) -> list[Panel]:

@@ -28,6 +28,7 @@ from kvframework_bench.machine import Machine
 from kvframework_bench.observe.figures import ObserveFigures, observe_tables
 from kvframework_bench.route.figures import RouteFigures, route_tables
 from kvframework_bench.scale.figures import ScaleFigures, scale_tables
+from kvframework_bench.shards.figures import ShardsFigures, shards_tables
 
 
 def headline(document: Document) -> str:
@@ -81,6 +82,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = cuda_tables(figures)
     elif isinstance(figures, RestartFigures):
         made = [_restart(figures)]
+    elif isinstance(figures, ShardsFigures):
+        made = shards_tables(figures)
     else:
         made = [_store(figures)]
     for table in made:

@@ -10,11 +10,14 @@ from kvframework_bench.peers.fleet import Fleet
 
 def test_the_figures_of_peers() -> None:
     command = [sys.executable, "-m", "kvframework_bench.peers", "--nodes", "8", "--turns", "20", "--mib", "1"]
-    done = subprocess.run([*command, "--rounds", "1"], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [*command, "--rounds", "1", "--lookups", "1"], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[2].startswith("| 1 MiB | ")
-    assert lines[6].startswith("| 8 | ")
+    assert lines[6].startswith("| 1k tokens | ")
+    assert lines[11].startswith("| 8 | ")
 
 
 def test_what_a_fleet_finds_it_has() -> None:

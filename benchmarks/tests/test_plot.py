@@ -52,6 +52,7 @@ from kvframework_bench.plot import check_plot, write_plot
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.scale.figures import RatioToEcho, ScaleFigures, ScaleRow
 from kvframework_bench.server import Resident
+from kvframework_bench.shards.figures import TARGET, ShardsFigures, ShardsRow
 
 ONE = Spread(0.5, 1.0, 2.0)
 TIMES = Latency(100.0, 400.0, 500.0, 10)
@@ -111,6 +112,11 @@ def observe() -> ObserveFigures:
     return ObserveFigures(1, 1, 0.2, 1, 1, lookups, memory)
 
 
+def shards() -> ShardsFigures:
+    rows = [ShardsRow(tp, 8 // tp, "tokens first (NHD)", ONE, ONE) for tp in (1, 2, 4, 8)]
+    return ShardsFigures(8, 1024, 3, TARGET, rows)
+
+
 FIGURES = {
     "scale": scale(),
     "host": host(),
@@ -119,6 +125,7 @@ FIGURES = {
     "l2": l2(),
     "contention": contention(),
     "observe": observe(),
+    "shards": shards(),
 }
 
 

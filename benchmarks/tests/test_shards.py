@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-
+import msgspec
 import pytest
+
+from benchmarks.tests.test_commands import SPREAD, document
+from kvframework_bench.errors import BenchFailed
 
 pytest.importorskip("torch")
 
 
 def test_the_figures_of_shards() -> None:
-    command = [sys.executable, "-m", "kvframework_bench.shards", "--tp", "4", "--tokens", "256", "--rounds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^\| 4, 2 \| .* \| \d+\.\d\d x \| \d+\.\d\d x \|$", done.stdout, re.MULTILINE)) == 2
+    figures = document("shards")
+    assert [(row["tp"], row["shards"]) for row in figures["rows"]] == [(4, 2), (4, 2)]
+    assert all(set(row[way]) == SPREAD for row in figures["rows"] for way in ("store", "load"))
+
+
+def test_an_engine_that_holds_no_whole_shards_is_refused() -> None:
+    from kvframework_bench.shards.run import QUICK, bench_shards
+
+    with pytest.raises(BenchFailed, match="an engine of 3 ranks holds no whole shards"):
+        bench_shards(msgspec.structs.replace(QUICK, sizes=(3,)))

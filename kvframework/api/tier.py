@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvframework.api.keys import PackedKey
@@ -143,6 +143,20 @@ class Tier(ABC):
         """Returns what keeps the tier from working as configured now, a line each and without a secret, for the
         server's status. Asked every few seconds, also while calls fail; must not block. Optional."""
         return ()
+
+    def status(self) -> Mapping[str, object]:
+        """Returns what an operator wants to see of the tier besides, as JSON-like values without a secret, 64 KiB at
+        most: `l2[].details` in the server's status. Asked like `problems`. Optional.
+
+        What several nodes have in common is shown, and told as metrics: rows `nodes` with `node` (its name), `state`
+        (`up` if it answers) and the counters `values`, `nbytes` and `failed` of what came from it; and a table
+        `lending` with the counters `values` and `nbytes` of what went to others, and those in `refused`."""
+        return {}
+
+    def rejected(self, key: PackedKey) -> None:
+        """Is told that the value which `get_into` gave last for `key` was none: torn, of another name or another
+        format. Only tiers that are `read_only`: of others the core deletes it. Must not block. Optional."""
+        return
 
     def ping(self, *, deadline: float) -> None:
         """Raises `TierError` if the store cannot be used now. The default looks up a key that does not exist."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -35,6 +35,7 @@ def view_status(encoded: bytes, round_trip_s: float | None = None) -> Renderable
         *(_text(line, style="yellow") for line in _refused(document)),
         *([Text(f"counted: {', '.join(counted)}", style="yellow")] if counted else []),
         *([_tiers(tiers)] if tiers else []),
+        *_others(tiers),
         *([_devices(devices)] if devices else []),
         _instances(instances) if instances else Text("no instance is registered"),
     )
@@ -150,6 +151,29 @@ def _tiers(tiers: list[Document]) -> _Rows:
         )
         table.add(*cells)
     return table
+
+
+def _others(tiers: list[Document]) -> Iterator[RenderableType]:
+    """What tiers tell of other nodes: what came from each, what went to them, and who was refused. A plugin makes these
+    rows, so any field may be missing."""
+    for tier in tiers:
+        details = tier.get("details", {})
+        nodes = [node for node in details.get("nodes") or () if "node" in node]
+        if nodes:
+            table = _table(f"{tier.get('name', '?')} from", "state", "values", "bytes", "failed")
+            for node in nodes:
+                counters = (node.get("values", 0), ByteSize(node.get("nbytes", 0)), node.get("failed", 0))
+                table.add_row(*(_text(cell) for cell in (node["node"], node.get("state", "?"), *counters)))
+            yield table
+        lent = details.get("lending") or {}
+        if lent:
+            refused = ", ".join(f"{why} {number}" for why, number in (lent.get("refused") or {}).items() if number)
+            size = ByteSize(lent.get("nbytes", 0))
+            line = f"lent at {lent.get('at', '?')}: {counted(lent.get('values', 0), 'values')}, {size}"
+            yield _text(f"{line}; refused: {refused}" if refused else line)
+        for each in lent.get("strangers") or ():
+            fact = f"{each.get('reason')}, {each.get('count')} times, last {each.get('ago_s')} s ago"
+            yield _text(f"refused: {each.get('node')}: {fact}", style="yellow")
 
 
 def _usage(tier: Document) -> str:

@@ -209,15 +209,16 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         self._arena = None
 
     def _check(self, reply: m.HelloReply) -> None:
-        """Raise unless another server at the same place cuts and hashes as the first did: the engine's own state
-        depends on it."""
-        before = self._reply
-        if before and (before.chunk_size, before.hasher_fingerprint) != (reply.chunk_size, reply.hasher_fingerprint):
-            raise VersionMismatch(
-                f"the new server has chunk size {reply.chunk_size} and hasher {reply.hasher_fingerprint}",
-                available=f"{before.chunk_size} and {before.hasher_fingerprint} as before",
-                hint="restart the engine, or the server with its former configuration",
-            )
+        """Raise unless another server at the same place cuts, hashes and names as the first did: the engine's own state
+        depends on it, and its scheduler, perhaps another process, asks for the names that its workers had at first."""
+        if self._reply is None or _naming(self._reply) == _naming(reply):
+            return
+        now, before = _naming(reply), _naming(self._reply)
+        raise VersionMismatch(
+            f"the new server has {', '.join(each for each in now if each not in before)}",
+            available=f"{', '.join(each for each in before if each not in now)} as before",
+            hint="restart the engine, or the server with its former configuration",
+        )
 
     def _load_hasher(self, reply: m.HelloReply) -> KeyHasher:
         provider = self.plugins.resolve("hasher", reply.hasher, where="the server's hasher")
@@ -231,3 +232,13 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
                 hint="install the same hasher beside the engine and the server",
             )
         return hasher
+
+
+def _naming(reply: m.HelloReply) -> tuple[str, ...]:
+    """Return the settings on which all names of a server's objects depend."""
+    return (
+        f"chunk size {reply.chunk_size}",
+        f"hasher {reply.hasher_fingerprint}",
+        f"tp_lcm {reply.tp_lcm}",
+        f"pp_lcm {reply.pp_lcm}",
+    )

@@ -2,11 +2,13 @@
 
 A reader that takes nothing costs what its queue holds, and one of `MOST_ANSWERS` places until it has left: the rest of
 its answer is given up. The end of the answer, without which some readers wait for ever, is sent once there is room.
+However many ask, answers take a share of a core, since the serving thread has the same interpreter.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from kvframework.events.history import Numbered
@@ -21,6 +23,8 @@ STALLED_S = 10.0
 # Of messages in one turn; a message counts for some more than its own.
 _TURN_BYTES = 1 << 18
 _MESSAGE_BYTES = 1 << 10
+# Of a core.
+_SHARE = 0.25
 _SOON_S, _LATER_S = 0.001, 0.02
 
 
@@ -38,12 +42,19 @@ class _Answer:
 
 class Answers:
     """See the module. `send` sends a message to a client: False if there is no room for it yet, None if the client has
-    left. `messages` returns those from a number on, and changes no more with the state."""
+    left. `messages` returns those from a number on, and changes no more with the state. `spent` is the clock of the
+    processor time of this thread."""
 
     def __init__(
-        self, send: Callable[[bytes, Numbered], bool | None], messages: Callable[[int], Iterable[Numbered]]
+        self,
+        send: Callable[[bytes, Numbered], bool | None],
+        messages: Callable[[int], Iterable[Numbered]],
+        spent: Callable[[], float] = time.thread_time,
     ) -> None:
         self.given_up = 0
+        self._spent = spent
+        self._share = _SHARE
+        self._rest_until = -math.inf
         self._send = send
         self._messages = messages
         self._waiting: dict[bytes, int] = {}
@@ -57,7 +68,8 @@ class Answers:
         self._waiting[client] = number
 
     def end(self) -> None:
-        """Send nothing any more but the ends."""
+        """Send nothing any more but the ends, and those at once."""
+        self._share, self._rest_until = math.inf, -math.inf
         for client in self._waiting:
             self._open.setdefault(client, _Answer(iter(()), 0.0))
         self._waiting.clear()
@@ -65,32 +77,44 @@ class Answers:
             answer.end()
 
     def turn(self, now: float) -> float:
-        """Send what readers take, for a few milliseconds at most; return the seconds until the next turn, infinity if
-        all is sent."""
-        for client in list(self._waiting):
+        """Begin an answer and send what readers take, for a few milliseconds at most; return the seconds until the next
+        turn, infinity if all is sent. Does nothing before that turn."""
+        if not self._open and not self._waiting:
+            return math.inf
+        if now < self._rest_until:
+            return self._rest_until - now
+        began = self._spent()
+        self._begin(now)
+        nbytes = _TURN_BYTES
+        for client in list(self._open):
+            if nbytes > 0:
+                nbytes -= self._go_on(client, now, nbytes)
+        pause = _SOON_S if self._waiting or nbytes < _TURN_BYTES else _LATER_S
+        lasts = (self._spent() - began) / self._share
+        self._rest_until = now + lasts
+        return max(pause, lasts) if self._open or self._waiting else math.inf
+
+    def _begin(self, now: float) -> None:
+        """Begin one answer: the messages of some take long to find."""
+        for client in self._waiting:
             if client in self._open or len(self._open) < MOST_ANSWERS:
                 self._open[client] = _Answer(iter(self._messages(self._waiting.pop(client))), now)
-        moved = False
-        for client, answer in list(self._open.items()):
-            moved |= self._go_on(client, answer, now, _TURN_BYTES // len(self._open) + 1)
-        if not self._open:
-            return _SOON_S if self._waiting else math.inf
-        return _SOON_S if moved else _LATER_S
+                return
 
-    def _go_on(self, client: bytes, answer: _Answer, now: float, nbytes: int) -> bool:
-        """Send so many bytes of an answer. True if any was sent."""
-        moved = False
-        while nbytes > 0:
+    def _go_on(self, client: bytes, now: float, most: int) -> int:
+        """Send about so many bytes of an answer, and return how many; after that it is the turn of all others."""
+        answer, nbytes = self._open.pop(client), 0
+        while nbytes < most:
             sent = self._send(client, answer.message)
             if sent is None or (sent and answer.message is END):
-                del self._open[client]
-                return True
+                return nbytes + _MESSAGE_BYTES
             if not sent:
                 if answer.message is not END and now - answer.moved_at > STALLED_S:
                     self.given_up += 1
                     answer.end()
-                return moved
-            moved, answer.moved_at = True, now
-            nbytes -= _MESSAGE_BYTES + len(answer.message.payload)
+                break
+            answer.moved_at = now
+            nbytes += _MESSAGE_BYTES + len(answer.message.payload)
             answer.message = next(answer.left, END)
-        return moved
+        self._open[client] = answer
+        return nbytes

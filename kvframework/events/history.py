@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from kvframework.events.encoding import Encoder
@@ -25,6 +26,8 @@ MOST_GONE = 1 << 20
 _HASHES_AT_ONCE = 1 << 14
 _EVENT_BYTES = 256
 _HASH_BYTES = 9
+# Events after which other threads get their turn.
+_AT_ONCE = 128
 
 
 class Numbered(NamedTuple):
@@ -35,10 +38,13 @@ class Numbered(NamedTuple):
 
 class History:
     """See the module. `next` is the number of the next message; `engines` are the names under which routers know this
-    node: each message is there once for each, with a number of its own."""
+    node: each message is there once for each, with a number of its own. `pause` gives way to other threads."""
 
-    def __init__(self, encoder: Encoder, engines: Sequence[str], first: int) -> None:
+    def __init__(
+        self, encoder: Encoder, engines: Sequence[str], first: int, pause: Callable[[], None] = lambda: None
+    ) -> None:
         self.next = first
+        self._pause = pause
         self._encoder = encoder
         self._engines = tuple(engines)
         self._sent: deque[Numbered] = deque()
@@ -77,12 +83,13 @@ class History:
         room = self.next - asked
         if room <= 0:
             return iter(())
-        events: list[News] = [*self._removals(asked, known), *known.snapshot()]
+        state = chain[News](self._removals(asked, known), known.snapshot())
+        events = list(self._with_pauses(state))
         size: float = MESSAGE_BYTES
-        packs = list(_packs(events, size))
+        packs = list(_packs(self._with_pauses(events), size))
         while len(packs) * len(self._engines) > room and size < math.inf:
             size = size * 2 if size < sum(map(_weight, events)) else math.inf
-            packs = list(_packs(events, size))
+            packs = list(_packs(self._with_pauses(events), size))
         return self._state(range(asked, self.next), at, packs)
 
     def _state(self, numbers: range, at: float, packs: Sequence[tuple[str, list[News]]]) -> Iterator[Numbered]:
@@ -100,13 +107,19 @@ class History:
         """Yield the removals before the state; a reader that asks from 0 has heard nothing."""
         if not asked:
             return
-        announced = known.announced()
         for number, removed in self._gone:
             if number >= asked:
-                now = announced.get((removed.model, removed.medium), set())
+                now = known.counts.get((removed.model, removed.medium), {})
                 yield removed._replace(hashes=[each for each in removed.hashes if each not in now])
-        for (model, medium), hashes in announced.items():
-            yield Removed(model, medium, list(hashes))
+                self._pause()
+        for (model, medium), now in known.counts.items():
+            yield Removed(model, medium, list(now))
+
+    def _with_pauses(self, events: Iterable[News]) -> Iterator[News]:
+        for number, each in enumerate(events):
+            if not number % _AT_ONCE:
+                self._pause()
+            yield each
 
     def _add(self, topic: bytes, payload: bytes) -> Numbered:
         message = Numbered(topic, self.next, payload)

@@ -89,12 +89,13 @@ class Known:
 
     def __init__(self) -> None:
         self._rows: dict[bytes, tuple[Line, int]] = {}
-        self._counts: Counts = {}
         self._unnamed: dict[PackedKey, set[int]] = {}
         # Chunks that are in tiers alone, with their lines, the oldest first.
         self._aside: dict[_Held, Line] = {}
         self._news: list[News] = []
         self.lines: dict[tuple[bytes, str], Line] = {}
+        # What is announced, none of it 0.
+        self.counts: Counts = {}
 
     def line(self, namespace: bytes, salt: str) -> Line | None:
         """Return the line of a namespace and salt, None if no chunk of it is named."""
@@ -175,7 +176,7 @@ class Known:
 
     def announced(self) -> dict[tuple[str, Medium], set[int]]:
         """Return the hashes of all announced blocks."""
-        return {of: set(counts) for of, counts in self._counts.items() if counts}
+        return {of: set(counts) for of, counts in self.counts.items() if counts}
 
     def kept(self) -> Iterator[tuple[Line, Chunk]]:
         """Yield the unsalted chunks that L1 has objects of."""
@@ -186,7 +187,7 @@ class Known:
     @property
     def blocks(self) -> dict[str, int]:
         """The number of announced blocks by medium. From any thread."""
-        counted = list(self._counts.items())
+        counted = list(self.counts.items())
         return {medium.name: sum(len(counts) for (_, each), counts in counted if each is medium) for medium in Medium}
 
     def snapshot(self) -> Iterator[Stored]:
@@ -288,7 +289,7 @@ class Known:
                 waiting.extend(line.children.get(each.chunk.digest, {}).values())
 
     def _announce(self, line: Line, chunk: Chunk, medium: Medium) -> None:
-        counts = self._counts.setdefault((line.model, medium), {})
+        counts = self.counts.setdefault((line.model, medium), {})
         first = -1
         for at, each in enumerate(chunk.hashes):
             count = counts.get(each, 0)
@@ -299,7 +300,7 @@ class Known:
             self._news.append(self._stored(line, chunk, medium, first))
 
     def _take_back(self, line: Line, chunk: Chunk, medium: Medium) -> None:
-        counts = self._counts[line.model, medium]
+        counts = self.counts[line.model, medium]
         gone = []
         for each in chunk.hashes:
             counts[each] -= 1

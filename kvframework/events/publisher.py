@@ -35,7 +35,9 @@ _MESSAGE_BYTES = 1 << 10
 _PAUSE_S = 0.0005
 # After a ledger that could not be written.
 _WRITE_AGAIN_S = 10.0
-_STOP_S = 5.0
+# A turn that takes longer is a problem: of the disk of the ledger, most likely.
+HANGS_S = 30.0
+_STOP_S = 2.0
 # Who is told at the end that something is missing asks at once; answers under way end then, read or not.
 _LAST_QUESTIONS_S = 0.1
 _LAST_ENDS_S = 0.5
@@ -66,6 +68,7 @@ class Publisher:
         self._silence_s = BEAT_S
         self._beat_at = 0.0
         self._write_at = 0.0
+        self._turn_at = math.inf
         self._sockets = sockets
         self._answers = Answers(sockets.answer, self._from)
         self._batch_s = batch_s
@@ -87,6 +90,12 @@ class Publisher:
             self._thread.join(_STOP_S)
 
     @property
+    def hangs(self) -> str:
+        """What is wrong with a turn that does not end, "" for nothing. From any thread."""
+        seconds = time.monotonic() - self._turn_at
+        return f"the publisher hangs: one turn takes {seconds:.0f} s" if seconds > HANGS_S else ""
+
+    @property
     def next_number(self) -> int:
         return self._history.next
 
@@ -100,8 +109,10 @@ class Publisher:
 
     def _run(self) -> None:
         try:
+            self._turn_at = time.monotonic()
             self._begin()
             while not self._stopping.is_set():
+                self._turn_at = time.monotonic()
                 self._turn()
             self._announce(self._teller.turn())
             if self._handed_over and not self._ledger.keeps:
@@ -119,6 +130,7 @@ class Publisher:
             self.problem = f"nothing is announced: {error!r}"
             log.exception("nothing is announced to routers any more")
         finally:
+            self._turn_at = math.inf
             self._sockets.close()
             self._ledger.close()
 

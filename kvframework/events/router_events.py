@@ -75,7 +75,7 @@ class RouterEvents:
             pause=pause,
         )
         self._publisher = Publisher(
-            self._teller, ledger, found, lambda first: History(encoder, engines, first), self._sockets
+            self._teller, ledger, found, lambda first: History(encoder, engines, first, pause), self._sockets
         )
         self._publisher.start()
 
@@ -102,7 +102,7 @@ class RouterEvents:
             "next_number": publisher.next_number,
             "waiting": self.feed.waiting,
             "ledger_bytes": publisher.ledger_bytes,
-            "problem": publisher.problem,
+            "problem": publisher.problem or publisher.hangs,
             "counters": {
                 **publisher.counters,
                 "unread_replays": publisher.unread_replays,

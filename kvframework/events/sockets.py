@@ -4,6 +4,7 @@ thread that makes them, then used by one other."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import socket
@@ -23,13 +24,19 @@ from kvframework.messaging.server.newcomers.syn_filter import drop_newcomers
 from kvframework.messaging.server.newcomers.zap import ZapHandler
 from kvframework.messaging.server.sockets import bound_tcp
 
+log = logging.getLogger(__name__)
+
 # Topics and questions are short.
 _MAX_ASKED_BYTES = 1024
+# Of topics that readers have subscribed to, together: libzmq keeps them, in forty times the memory. Not less what they
+# have given up, since who lies about that would not be noticed.
+MOST_SUBSCRIBED_BYTES = 1 << 20
 # An earlier server, which ends, may still listen.
 _BIND_S = 5.0
 _BIND_STEP_S = 0.05
 _LINGER_MS = 1000
 _MOST_UNREAD = 64
+_MOST_UNTAKEN = 16
 _NUMBER_BYTES = 8
 # Messages that are read before others are sent: a reader that writes without an end has its turn, and no more.
 _MOST_AT_ONCE = 1000
@@ -42,7 +49,15 @@ class EventSockets:
 
     def __init__(self, config: EventsConfig, *, keys: ServerKeys | None, admit_uids: Collection[int] = ()) -> None:
         self.counters = {"curve_refused": 0}
+        self._config = config
+        self._keys = keys
         self._admit_uids = admit_uids
+        self._admitting = True
+        self._open()
+
+    def _open(self) -> None:
+        config, keys = self._config, self._keys
+        self._subscribed_bytes = 0
         with contextlib.ExitStack() as undo:
             # Released last: a socket that ends removes whatever lies at its path.
             self._files = undo.enter_context(contextlib.ExitStack())
@@ -58,6 +73,8 @@ class EventSockets:
             undo.callback(self._news.close)
             undo.callback(self._questions.close)
             self._news.setsockopt(zmq.XPUB_VERBOSER, 1)
+            # libzmq takes in all that is there whenever the socket is used, and would not come to an end.
+            self._news.setsockopt(zmq.RCVHWM, _MOST_UNTAKEN)
             self._bind(self._news, config.endpoint, keys, "endpoint")
             # Who takes nothing makes this process hold so many messages; a full queue is an error, not silence.
             self._questions.setsockopt(zmq.SNDHWM, _MOST_UNREAD)
@@ -66,9 +83,9 @@ class EventSockets:
                 self._bind(self._questions, config.replay, keys, "replay")
             self._undo = undo.pop_all()
         self._poller = zmq.Poller()
-        for socket in (self._news, self._questions, self._zap and self._zap.socket):
-            if socket is not None:
-                self._poller.register(socket, zmq.POLLIN)
+        for each in (self._news, self._questions, self._zap and self._zap.socket):
+            if each is not None:
+                self._poller.register(each, zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> tuple[int, list[tuple[bytes, int | None]]]:
         """Return the number of new subscribers, and who asks from which number on (None: a question of another form),
@@ -79,9 +96,12 @@ class EventSockets:
         subscribers = 0
         for _ in range(_MOST_AT_ONCE if self._news in ready else 0):
             try:
-                subscribers += self._news.recv(zmq.NOBLOCK)[:1] == b"\1"
+                change = self._news.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            if change[:1] == b"\1":
+                subscribers += 1
+                self._subscribed_bytes += len(change)
         asked: dict[bytes, int | None] = {}
         for _ in range(_MOST_AT_ONCE if self._questions in ready else 0):
             try:
@@ -91,6 +111,8 @@ class EventSockets:
             good = len(question) == 2 and not question[0] and len(question[1]) == _NUMBER_BYTES
             # Of a client that asks often, the last question is answered.
             asked[client] = int.from_bytes(question[1], "big") if good else None
+        if self._subscribed_bytes > MOST_SUBSCRIBED_BYTES:
+            self._begin_anew()
         return subscribers, list(asked.items())
 
     def publish(self, message: Numbered) -> None:
@@ -114,6 +136,7 @@ class EventSockets:
     def admit(self, readers: bool) -> None:
         """Let further readers in, or keep them out: each connection is a descriptor, and libzmq ends a process that has
         none left. From any thread. Raises `OSError`."""
+        self._admitting = readers
         with contextlib.ExitStack() as each:  # a door that fails leaves no other as it was
             for door in self._doors:
                 each.callback(door, readers)
@@ -121,6 +144,14 @@ class EventSockets:
     def close(self) -> None:
         """Close both; blocks for a moment, in which what was sent leaves."""
         self._undo.close()
+
+    def _begin_anew(self) -> None:
+        """Disconnect all readers, since none can be by itself: those that read come back and ask for what they lack."""
+        log.warning("readers have subscribed to %d bytes of topics: all are disconnected", self._subscribed_bytes)
+        self._undo.close()
+        self._open()
+        if not self._admitting:
+            self.admit(False)
 
     def _bind(self, socket: frames_io.Socket, endpoint: str, keys: ServerKeys | None, key: str) -> None:
         parsed = parse_endpoint(endpoint)

@@ -7,6 +7,7 @@ bounds; never a salt, a prompt, a digest, a key or the id of a request. Each ser
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import methodcaller
 from typing import Any
 
 from kvframework.http.exposition import Labels, Metric, Reader, Type
@@ -22,8 +23,10 @@ from kvframework.observe.readings import (
     number,
     rows,
     tier,
+    tier_counts,
     tier_each,
     tier_histograms,
+    tier_rows,
 )
 from kvframework.wire.messages import COLD_REASONS, REASONS
 
@@ -346,6 +349,51 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         _tier_gauge("overdue_seconds", "how far a call is beyond its deadline", "overdue_s", "tier-slow"),
         _tier_gauge("used_bytes", "bytes in the tier, where it knows them", "usage.used_bytes"),
         _tier_gauge("capacity_bytes", "capacity of the tier, where it knows it", "usage.capacity_bytes"),
+        _gauge(
+            "tier_node_up",
+            "whether a node whose values a tier loads answers",
+            "l2[].details.nodes[].state",
+            tier_rows("details.nodes", "node", lambda row: int(row.get("state") == "up")),
+            ("tier", "node"),
+            "peers-apart",
+        ),
+        *(
+            _counter(
+                f"tier_node_{name}_total",
+                help_,
+                f"l2[].details.nodes[].{field}",
+                tier_rows("details.nodes", "node", methodcaller("get", field, 0)),
+                ("tier", "node"),
+            )
+            for name, field, help_ in (
+                ("values", "values", "values that came from another node"),
+                ("bytes", "nbytes", "their bytes"),
+                ("failures", "failed", "questions and loads that another node did not answer"),
+            )
+        ),
+        _counter(
+            "tier_lent_values_total",
+            "values of L1 that went to other nodes",
+            "l2[].details.lending.values",
+            tier("details.lending.values"),
+            ("tier",),
+        ),
+        _counter(
+            "tier_lent_bytes_total",
+            "their bytes",
+            "l2[].details.lending.nbytes",
+            tier("details.lending.nbytes"),
+            ("tier",),
+        ),
+        _counter(
+            "tier_lending_refused_total",
+            "what was not lent: values for want of room, connections beyond the bounds, strangers",
+            "l2[].details.lending.refused.busy, l2[].details.lending.refused.full, "
+            "l2[].details.lending.refused.strangers",
+            tier_counts("details.lending.refused"),
+            ("tier", "why"),
+            "peers-apart",
+        ),
         _gauge("prefetch_in_flight", "loads from tiers under way", "prefetch.in_flight"),
         _counter(
             "prefetch_refused_total",

@@ -5,7 +5,7 @@ What a server of another release does not have reads as 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvframework.http.exposition import Document, Labels, Reader, Value
@@ -81,7 +81,7 @@ def tier(path: str) -> Reader:
     def read(document: Document) -> Iterator[tuple[Labels, Value]]:
         for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
             value = found(status, path)
-            if value is not None:
+            if isinstance(value, int | float):
                 yield (name,), value
 
     return read
@@ -99,10 +99,31 @@ def tier_each(paths: Mapping[str, str]) -> Reader:
 
 def tier_histograms(path: str) -> Reader:
     """Histograms of each tier, by a second label."""
+    return tier_counts(path)
+
+
+def tier_counts(path: str) -> Reader:
+    """What a map of each tier has, by its keys; a tier without it has no series."""
 
     def read(document: Document) -> Iterator[tuple[Labels, Value]]:
         for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
-            yield from (((name, label), value) for label, value in _map(status, path).items())
+            for label, value in _map(status, path).items():
+                if isinstance(value, int | float | Mapping):
+                    yield (name, label), value
+
+    return read
+
+
+def tier_rows(path: str, name: str, value: Callable[[Mapping[str, Any]], Value]) -> Reader:
+    """A number of each row of a list of each tier, by the row's name. Plugins make these rows: what is none is passed
+    over."""
+
+    def read(document: Document) -> Iterator[tuple[Labels, Value]]:
+        for of_tier, status in zip(tier_names(document), document.get("l2", ()), strict=True):
+            rows = found(status, path)
+            for row in rows if isinstance(rows, list) else ():
+                if isinstance(row, Mapping) and name in row and isinstance(number := value(row), int | float):
+                    yield (of_tier, str(row[name])), number
 
     return read
 

@@ -24,7 +24,7 @@ def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> l
     `ConfigFieldError`."""
     settings = read_settings(options, where=context.where)
     own = settings.listen
-    asked = list(dict.fromkeys((*((own,) if own else ()), *settings.peers)))
+    asked = list(dict.fromkeys(each for each in (own, settings.advertise, *settings.peers) if each is not None))
     until = min(deadline, time.monotonic() + _MOST_S)
     with ThreadPoolExecutor(max(len(asked), 1)) as pool:
         answers = list(pool.map(lambda each: _hello(each, settings, until), asked))
@@ -34,11 +34,41 @@ def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> l
         for address, why in zip(asked, answers, strict=True)
         if isinstance(why, str) and address != own
     ]
-    return [_network(settings), *_reachable(known, silent), *_agreement(known)]
+    findings = [_network(settings), *_reachable(known, silent), *_agreement(known), *_advertised(settings, known)]
+    return [*findings, _hints(settings, until)] if options.hints else findings
+
+
+def _advertised(settings: Settings, known: dict[Address, Welcome]) -> Iterator[Finding]:
+    """Whether the address that others are told leads here; said only if this node runs."""
+    here, told = settings.listen, settings.advertise
+    if here not in known or told not in known or here == told:
+        return
+    if known[here].boot_id == known[told].boot_id:
+        yield Finding("peers.advertise", "ok", f"{told} leads to this node")
+    else:
+        fact = f"another node answers at {told}: hints of this one are passed over"
+        yield Finding("peers.advertise", "fail", fact, "name the address at which other nodes reach this one")
+
+
+def _hints(settings: Settings, until: float) -> Finding:
+    from redis import Redis
+    from redis.exceptions import RedisError
+
+    left_s = max(until - time.monotonic(), 0.1)
+    try:
+        with Redis.from_url(settings.options.hints, socket_timeout=left_s, socket_connect_timeout=left_s) as redis:
+            policy = redis.info("memory").get("maxmemory_policy", "?")
+    except (RedisError, OSError, ValueError) as error:
+        fact = f"the Redis with the hints cannot be asked: {type(error).__name__}"
+        return Finding("peers.hints", "fail", fact, "until it answers, nothing of other nodes is found")
+    if policy == "noeviction":
+        fact = "the Redis with the hints evicts nothing (maxmemory-policy noeviction)"
+        return Finding("peers.hints", "warn", fact, "allkeys-lru: a full one would take no hint")
+    return Finding("peers.hints", "ok", "the Redis with the hints answers")
 
 
 def _network(settings: Settings) -> Finding:
-    if settings.reader is not None:
+    if settings.tls is not None:
         return Finding("peers.network", "ok", "TLS in both directions, and the token")
     if settings.options.trusted_network:
         fact = "trusted_network: the KV of prompts is sent in plain text"

@@ -25,9 +25,17 @@ class Directory(ABC):
         """Tells others from now on what this node has, where that is the directory's work."""
         return
 
+    def ping(self, until: float) -> None:
+        """Raises `TierError` if what it asks besides the nodes does not answer."""
+        return
+
     def problems(self) -> Sequence[str]:
         """Returns what keeps it from working, see `Tier.problems`."""
         return ()
+
+    def status(self) -> Mapping[str, object]:
+        """What `attach` has told, for the server's status."""
+        return {}
 
     @abstractmethod
     def close(self) -> None:

@@ -31,8 +31,8 @@ class NotTrusted(ProtocolError):
 
 def introduce(wire: Wire, settings: Settings, host: str, deadline: float) -> Welcome:
     """The reader's side: returns who the holder is. Raises `OSError`, `EOFError`, `ProtocolError`."""
-    if settings.reader is not None:
-        wire.start_tls(settings.reader, deadline, host=host)
+    if settings.tls is not None:
+        wire.start_tls(settings.tls.contexts()[0], deadline, host=host)
     token = settings.token()
     greeting = wire.read(Greeting, deadline, STRANGER_BYTES)
     if greeting.version != VERSION:
@@ -42,7 +42,8 @@ def introduce(wire: Wire, settings: Settings, host: str, deadline: float) -> Wel
     wire.write(Hello(VERSION, nonce, said), deadline)
     answer: Welcome | Refused = wire.read(FromHolder, deadline)  # type: ignore[arg-type]
     if isinstance(answer, Refused):
-        raise NotTrusted(f"it refuses this node: {answer.reason[:128]}")
+        reason = "".join(each if each.isprintable() else "?" for each in answer.reason[:128])
+        raise NotTrusted(f"it refuses this node: {reason}")
     if not hmac.compare_digest(answer.proof, proof(token, b"holder", greeting.nonce, nonce)):
         raise NotTrusted("it does not know the token")
     return answer
@@ -51,8 +52,8 @@ def introduce(wire: Wire, settings: Settings, host: str, deadline: float) -> Wel
 def admit(wire: Wire, settings: Settings, node: Node, deadline: float) -> None:
     """The holder's side. Raises `OSError`, `EOFError`, `ProtocolError`, the latter to one that does not know the token,
     which has got the reason."""
-    if settings.holder is not None:
-        wire.start_tls(settings.holder, deadline)
+    if settings.tls is not None:
+        wire.start_tls(settings.tls.contexts()[1], deadline)
     nonce = os.urandom(NONCE_BYTES)
     wire.write(Greeting(VERSION, nonce), deadline)
     hello = wire.read(FromStranger, deadline, STRANGER_BYTES)

@@ -15,9 +15,9 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as TooLate
-from typing import Any
+from typing import TypeVar
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -31,14 +31,17 @@ from kvframework.errors import TierError
 
 log = logging.getLogger(__name__)
 
+R = TypeVar("R")
 PREFIX = b"kvfp:"
 _DIGEST_BYTES = 16
 _MOST_HINT_BYTES = 300
 # Nodes that this one is connected to at once, and asks about one prompt.
 MOST_PEERS = 256
 MOST_ASKED = 8
+# A node that does not answer is forgotten once no hint has named it for so long.
+_FORGET_S = 60.0
 # Objects that wait to be told, and that are told at once.
-_MOST_WAITING = 1 << 18
+_MOST_WAITING = 1 << 20
 _AT_ONCE = 1024
 _READERS = 4
 _REDIS_S = 2.0
@@ -51,7 +54,8 @@ class Hints(Directory):
     def __init__(self, settings: Settings, make_peer: Callable[[Address], Peer]) -> None:
         self._settings = settings
         self._make_peer = make_peer
-        self._peers: OrderedDict[Address, Peer] = OrderedDict()
+        # With the time at which a hint named each last, in that order.
+        self._peers: OrderedDict[Address, tuple[Peer, float]] = OrderedDict()
         self._lock = threading.Lock()
         self._redis: Redis = Redis.from_url(
             settings.options.hints, socket_timeout=_REDIS_S, socket_connect_timeout=_REDIS_S
@@ -67,7 +71,7 @@ class Hints(Directory):
 
     def peers(self) -> Sequence[Peer]:
         with self._lock:
-            return tuple(self._peers.values())
+            return tuple(peer for peer, _ in self._peers.values())
 
     def candidates(self, keys: Sequence[PackedKey], until: float) -> Mapping[Peer, Sequence[int]]:
         of_node: dict[tuple[bytes, Address], list[int]] = {}
@@ -75,7 +79,9 @@ class Hints(Directory):
             told = parse_hint(hint) if hint else None
             if told is not None and told[1] != self._settings.advertise:
                 of_node.setdefault(told, []).append(index)
-        most = sorted(of_node, key=lambda each: len(of_node[each]), reverse=True)[:MOST_ASKED]
+        # Nodes that are known as what the hint says come first: forged hints do not keep them from being asked.
+        alive = {(peer.who.boot_id, peer.address) for peer in self.peers() if peer.who is not None}
+        most = sorted(of_node, key=lambda each: (each in alive, len(of_node[each])), reverse=True)[:MOST_ASKED]
         peers = {told: self._peer(told[1]) for told in most}
         for peer in peers.values():
             peer.start()
@@ -85,9 +91,16 @@ class Hints(Directory):
             if peer.settle(until) and peer.who is not None and peer.who.boot_id == told[0]
         }
 
+    def ping(self, until: float) -> None:
+        self._result(self._redis.ping, until)
+
     def problems(self) -> Sequence[str]:
+        self._forget()
         told = self._teller.problem if self._teller is not None else ""
         return [each for each in dict.fromkeys((self._problem, told)) if each]
+
+    def status(self) -> Mapping[str, object]:
+        return self._teller.status() if self._teller is not None else {}
 
     def close(self) -> None:
         if self._teller is not None:
@@ -98,38 +111,57 @@ class Hints(Directory):
             peer.close()
 
     def _hints(self, keys: Sequence[PackedKey], until: float) -> Sequence[bytes | None]:
+        return self._result(lambda: self._looked_up([hint_name(key) for key in keys]), until)
+
+    def _looked_up(self, names: Sequence[bytes]) -> Sequence[bytes | None]:
+        """Cut off by Redis, so that a value that is no hint is never received whole."""
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.getrange(name, 0, _MOST_HINT_BYTES)
+            found = pipeline.execute(raise_on_error=False)
+        return [each if isinstance(each, bytes) and each else None for each in found]
+
+    def _result(self, ask: Callable[[], R], until: float) -> R:
+        """What Redis answers, asked in another thread. Raises `TierError`."""
         # More than there are threads would wait for each other, behind a Redis that hangs.
         if not self._asked.acquire(blocking=False):
             raise TierError("the hints are asked too often at once", where=self._settings.where)
         try:
-            asked: Future[Any] = self._readers.submit(self._redis.mget, [hint_name(key) for key in keys])
+            asked = self._readers.submit(ask)
         except RuntimeError:
             self._asked.release()
             raise TierError("the tier is closed", where=self._settings.where) from None
         asked.add_done_callback(lambda _asked: self._asked.release())
         try:
-            hints: Sequence[bytes | None] = asked.result(max(until - time.monotonic(), 0.0))
+            result = asked.result(max(until - time.monotonic(), 0.0))
         except TooLate:
             self._problem = "the Redis with the hints does not answer in time"
-        except RedisError as error:
+        except (RedisError, OSError, ValueError) as error:  # the last from one that does not speak Redis's protocol
             self._problem = f"the Redis with the hints cannot be asked: {type(error).__name__}"
         else:
             self._problem = ""
-            return hints
+            return result
         raise TierError(self._problem, where=self._settings.where)
 
     def _peer(self, address: Address) -> Peer:
-        left = None
+        self._forget()
         with self._lock:
-            peer = self._peers.get(address)
-            if peer is None:
-                peer = self._peers[address] = self._make_peer(address)
-                if len(self._peers) > MOST_PEERS:
-                    _, left = self._peers.popitem(last=False)
+            peer = self._peers[address][0] if address in self._peers else self._make_peer(address)
+            self._peers[address] = peer, time.monotonic()
             self._peers.move_to_end(address)
-        if left is not None:
-            left.close()
         return peer
+
+    def _forget(self) -> None:
+        """Leaves nodes that are gone, and those beyond `MOST_PEERS`. Never blocks."""
+        left = []
+        with self._lock:
+            old = time.monotonic() - _FORGET_S
+            for address, (peer, named_at) in list(self._peers.items()):
+                if (named_at < old and peer.state != "up") or len(self._peers) >= MOST_PEERS:
+                    del self._peers[address]
+                    left.append(peer)
+        for peer in left:
+            peer.leave()
 
 
 class Teller:
@@ -137,7 +169,7 @@ class Teller:
 
     def __init__(self, redis: Redis, node: Node, address: Address, ttl_s: int) -> None:
         self.problem = ""
-        self.dropped = 0
+        self._told = self._dropped = 0
         self._redis = redis
         self._node = node
         self._hint = make_hint(node.identity.boot_id, address)
@@ -150,6 +182,9 @@ class Teller:
         node.watch(self._came)
         self._thread.start()
 
+    def status(self) -> Mapping[str, object]:
+        return {"told": self._told, "waiting": len(self._waiting), "dropped": self._dropped}
+
     def close(self) -> None:
         """Blocks for half a second at most."""
         self._closing.set()
@@ -159,7 +194,7 @@ class Teller:
         if len(self._waiting) + len(keys) <= _MOST_WAITING:
             self._waiting.extend(keys)
         else:
-            self.dropped += len(keys)
+            self._dropped += len(keys)
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -172,7 +207,7 @@ class Teller:
                     for key in keys:
                         pipeline.set(hint_name(key), self._hint, ex=self._ttl_s)
                     pipeline.execute()
-            except (RedisError, OSError) as error:
+            except (RedisError, OSError, ValueError) as error:
                 if not self.problem and not self._closing.is_set():
                     log.warning("hints for other nodes cannot be told: %s", type(error).__name__)
                 self.problem = f"hints cannot be told: {type(error).__name__}"
@@ -180,6 +215,7 @@ class Teller:
                 self._closing.wait(_PAUSE_S)
                 continue
             self.problem = ""
+            self._told += len(keys)
             at = time.monotonic() + self._ttl_s / 2
             for key in keys:
                 self._again[key] = at

@@ -1,8 +1,9 @@
 """The holder: lends what L1 has to other nodes that ask, and to no one else.
 
-One thread accepts, one serves each connection, and none is the serving thread. Bounded: connections, connections of
-those who have not proved themselves, bytes on their way. What is beyond a bound is refused at once: the reader then
-asks another node, or computes. An object is pinned while its bytes go out, and never longer than the reader waits.
+One thread accepts, one serves each connection, and none is the serving thread. Bounded: connections, those of strangers
+who have not proved themselves yet, how fast they come, bytes on their way. What is beyond a bound is refused at once:
+the reader then asks another node, or computes; but first a connection ends that has asked for nothing for longest. An
+object is pinned while its bytes go out, and never longer than the reader waits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 
+from kvf_peers.bounds import Connections, Room, Served
 from kvf_peers.handshake import NotTrusted, admit
 from kvf_peers.messages import (
     ASK_KEYS,
@@ -32,6 +35,7 @@ from kvf_peers.messages import (
 from kvf_peers.settings import Address, Settings
 from kvf_peers.wire import Wire, explain
 from kvframework.api.node import Node, PackedKey
+from kvframework.errors import ConfigFieldError
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +43,15 @@ log = logging.getLogger(__name__)
 _HELLO_S, _IDLE_S, _ANSWER_S = 2.0, 120.0, 5.0
 # Longest time that an object is pinned for one reader, whatever that says.
 _MOST_S = 30.0
-_STRANGERS = 16
+# For what is on its way to other readers.
+_WAIT_S = 0.25
 _AGAIN_S = 1.0
 _JOIN_S = 0.5
 _BACKLOG = 64
+# From one connection to the next: a crowd of strangers waits in the system's queue, not in this process.
+_BETWEEN_S = 0.002
+# Of L1, which the bytes on their way keep from eviction.
+_SHARE_OF_L1 = 4
 
 
 class Holder:
@@ -53,10 +62,11 @@ class Holder:
         self._settings = settings
         self._listen = listen
         self._node = node
-        self._room = Room(settings.options.lent_bytes)
-        self._strangers = threading.Semaphore(_STRANGERS)
+        most = int(settings.options.lent_bytes)
+        self._room = Room(min(most, node.arena_bytes // _SHARE_OF_L1) if node.arena_bytes else most)
+        self._connections = Connections(settings.options.connections, str(listen))
+        self._lent = Counter(values=0, nbytes=0, busy=0)
         self._lock = threading.Lock()
-        self._wires: dict[Wire, threading.Thread] = {}
         self._closing = threading.Event()
         self._listener: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="peers-holder", daemon=True)
@@ -71,15 +81,27 @@ class Holder:
         self._closing.set()
         until = time.monotonic() + _JOIN_S
         with self._lock:
-            serving = dict(self._wires)
             if self._listener is not None:
                 with contextlib.suppress(OSError):
                     self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
+        serving = self._connections.all()
         for wire in serving:
             wire.cut()
-        for thread in (self._thread, *serving.values()):
-            if thread.is_alive():
+        for thread in (self._thread, *(each.thread for each in serving.values())):
+            if thread is not None and thread.is_alive():
                 thread.join(max(until - time.monotonic(), 0.0))
+
+    def status(self) -> dict[str, object]:
+        """For the server's status. Never blocks."""
+        return {
+            "at": str(self._listen),
+            "connections": len(self._connections),
+            "bytes_under_way": self._room.taken,
+            "values": self._lent["values"],
+            "nbytes": self._lent["nbytes"],
+            "refused": {"busy": self._lent["busy"], **self._connections.counts},
+            "strangers": self._connections.refused(),
+        }
 
     def _run(self) -> None:
         listener = self._listener
@@ -117,7 +139,7 @@ class Holder:
     def _accept(self, listener: socket.socket) -> None:
         while not self._closing.is_set():
             try:
-                sock, _ = listener.accept()
+                sock, place = listener.accept()
             except ConnectionError:
                 continue
             except OSError:
@@ -125,45 +147,34 @@ class Holder:
                     return
                 continue
             wire = Wire(sock)
-            thread = threading.Thread(target=self._serve, args=(wire,), name="peers-loan", daemon=True)
-            with self._lock:
-                full = len(self._wires) >= self._settings.options.connections or self._closing.is_set()
-                if not full:
-                    self._wires[wire] = thread
-            if full:
+            served = Served(str(place[0]))
+            served.thread = threading.Thread(target=self._serve, args=(wire, served), name="peers-loan", daemon=True)
+            if self._closing.is_set() or not self._connections.add(wire, served):
                 wire.close()
-                continue
-            try:
-                thread.start()
-            except RuntimeError:  # the machine has no more threads
-                self._forget(wire)
+            else:
+                try:
+                    served.thread.start()
+                except RuntimeError:  # the machine has no more threads
+                    self._connections.end(wire)
+            self._closing.wait(_BETWEEN_S)
 
-    def _forget(self, wire: Wire) -> None:
-        with self._lock:
-            self._wires.pop(wire, None)
-        wire.close()
-
-    def _serve(self, wire: Wire) -> None:
+    def _serve(self, wire: Wire, served: Served) -> None:
         try:
-            self._admit(wire)
+            admit(wire, self._settings, self._node, time.monotonic() + _HELLO_S)
+            self._connections.welcome(wire)
             while not self._closing.is_set():
-                self._answer(wire, wire.read(FromReader, time.monotonic() + _IDLE_S))  # type: ignore[arg-type]
-        except NotTrusted as error:
-            log.warning("a node was refused at %s: %s", self._listen, error)
+                served.idle_since = time.monotonic()
+                request: Ask | Get = wire.read(FromReader, time.monotonic() + _IDLE_S)  # type: ignore[arg-type]
+                served.idle_since = None
+                self._answer(wire, request)
+        except (NotTrusted, ConfigFieldError) as error:
+            self._connections.refuse(served.host, error.fact if isinstance(error, ConfigFieldError) else str(error))
         except (OSError, EOFError, ProtocolError) as error:
             log.debug("a connection to %s ended: %s", self._listen, explain(error))
         except Exception:
             log.exception("a loan failed")
         finally:
-            self._forget(wire)
-
-    def _admit(self, wire: Wire) -> None:
-        if not self._strangers.acquire(blocking=False):
-            raise ProtocolError("too many have not proved themselves")
-        try:
-            admit(wire, self._settings, self._node, time.monotonic() + _HELLO_S)
-        finally:
-            self._strangers.release()
+            self._connections.end(wire)
 
     def _answer(self, wire: Wire, request: Ask | Get) -> None:
         if isinstance(request, Ask):
@@ -178,40 +189,26 @@ class Holder:
             self._push(wire, key, room, deadline)
 
     def _push(self, wire: Wire, key: PackedKey, room: int, deadline: float) -> None:
-        loan = self._node.lend(key)
-        if loan is None:
-            wire.send([memoryview(VALUE_HEAD.pack(MISSING, 0))], deadline)
-            return
-        with loan:
-            if loan.nbytes > room:
-                wire.send([memoryview(VALUE_HEAD.pack(TOO_LONG, 0))], deadline)
-            elif not self._room.take(loan.nbytes):
-                wire.send([memoryview(VALUE_HEAD.pack(BUSY, 0))], deadline)
+        # Room first: what is pinned is on its way.
+        now = time.monotonic()
+        with self._room.held(room, now + min((deadline - now) / 4, _WAIT_S)) as there:
+            status, loan = BUSY, None
+            if there:
+                status, loan = MISSING, self._node.lend(key)
             else:
-                try:
-                    header, *rest = loan.parts()
-                    head = VALUE_HEAD.pack(VALUE, loan.nbytes) + header
-                    wire.send([memoryview(head), *rest], deadline)
-                finally:
-                    self._room.give_back(loan.nbytes)
+                self._count(busy=1)
+            if loan is None:
+                wire.send([memoryview(VALUE_HEAD.pack(status, 0))], deadline)
+                return
+            with loan:
+                if loan.nbytes > room:
+                    wire.send([memoryview(VALUE_HEAD.pack(TOO_LONG, 0))], deadline)
+                    return
+                header, *rest = loan.parts()
+                head = VALUE_HEAD.pack(VALUE, loan.nbytes) + header
+                wire.send([memoryview(head), *rest], deadline)
+                self._count(values=1, nbytes=loan.nbytes)
 
-
-class Room:
-    """Bytes on their way, at most `most` of them; one value alone may be larger. Thread-safe."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._taken = 0
-        self._lock = threading.Lock()
-
-    def take(self, nbytes: int) -> bool:
-        """Returns False, and takes nothing, where there is no room now."""
+    def _count(self, **amounts: int) -> None:
         with self._lock:
-            if self._taken and self._taken + nbytes > self._most:
-                return False
-            self._taken += nbytes
-            return True
-
-    def give_back(self, nbytes: int) -> None:
-        with self._lock:
-            self._taken -= nbytes
+            self._lent.update(amounts)

@@ -28,6 +28,8 @@ MOST_BYTES = 1 << 19
 # Keys of one `Ask`, and of one `Get`.
 ASK_KEYS = 4096
 GET_KEYS = 256
+# Longest answer to an `Ask`.
+ANSWER_BYTES = ASK_KEYS + 64
 # Models, and namespaces of each, that a node tells.
 MOST_MODELS = 64
 MOST_NAMESPACES = 32

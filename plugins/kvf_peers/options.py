@@ -54,16 +54,22 @@ class PeersOptions(Options, frozen=True):
     advertise: Annotated[
         str, Meta(description="with hints: HOST:PORT at which other nodes reach this one; empty: what listen says")
     ] = ""
-    hint_ttl_s: Annotated[
-        int, Meta(ge=2, le=30 * 24 * 3600, description="seconds that a hint lives unless it is renewed")
-    ] = 900
+    hint_ttl_s: Annotated[int, Meta(ge=2, le=3600, description="seconds that a hint lives unless it is renewed")] = 900
     ask_s: Annotated[
         float, Meta(gt=0, le=10, description="longest wait, in seconds, for the answers who has a prompt")
     ] = 0.25
     connections: Annotated[
-        int, Meta(ge=1, le=256, description="connections that this node serves at once; further ones are refused")
-    ] = 32
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="connections that this node serves at once; a further one ends that which is idle for longest",
+        ),
+    ] = 64
     lent_bytes: Annotated[
         ByteSize,
-        Meta(description="bytes that may be on their way to other nodes at once; what is asked beyond is refused"),
+        Meta(
+            description="bytes that may be on their way to other nodes at once, and a quarter of L1 at most; what is "
+            "asked beyond waits for a moment, and is refused then"
+        ),
     ] = ByteSize(256 << 20)

@@ -11,13 +11,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
 from kvf_peers.handshake import introduce
 from kvf_peers.messages import (
+    ANSWER_BYTES,
     ASK_KEYS,
     BUSY,
     GET_KEYS,
+    LENGTH,
     MISSING,
     TOO_LONG,
     VALUE,
@@ -27,6 +30,7 @@ from kvf_peers.messages import (
     Get,
     ProtocolError,
     Welcome,
+    decoded,
     joined_keys,
 )
 from kvf_peers.settings import Address, Settings
@@ -39,6 +43,8 @@ log = logging.getLogger(__name__)
 _CONNECT_S = 1.0
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 _USELESS_S = 30.0
+# For one that sent a value that was none: bad memory, or another release.
+_DISTRUSTED_S = 60.0
 # A connection is used for so long, then another one: who the node is gets known again by that.
 _OLD_S = 60.0
 _MOST_IDLE = 8
@@ -60,6 +66,20 @@ class Verdict(NamedTuple):
 Judge = Callable[[Welcome], Verdict]
 
 
+@dataclass
+class Counts:
+    """What came from a node, and how often it gave nothing: values it had no longer, would not lend now, or that did
+    not come."""
+
+    values: int = 0
+    nbytes: int = 0
+    questions: int = 0
+    gone: int = 0
+    busy: int = 0
+    failed: int = 0
+    damaged: int = 0
+
+
 class Peer:
     """Thread-safe. `start` comes first. The state `useless` is that of a node that shares nothing with this one, or is
     this one."""
@@ -70,6 +90,7 @@ class Peer:
         self.problem = ""
         self.state: State = "connecting"
         self.changed = threading.Condition()
+        self.counts = Counts()
         self._settings = settings
         self._judge = judge
         self._closed = False
@@ -78,6 +99,9 @@ class Peer:
         self._place: Place | None = None
         self._thread: threading.Thread | None = None
         self._told_down = False
+        # Questions in a row that it did not answer.
+        self._unanswered_in_a_row = 0
+        self._not_before = 0.0
 
     def start(self) -> None:
         """Begins to connect, in a thread, unless it answers."""
@@ -128,24 +152,34 @@ class Peer:
                 left_ms = min(max(int((deadline - time.monotonic()) * 1e3), 1), _MOST_MS)
                 wire.write(Get(joined_keys([keys[index] for index in some]), rooms, left_ms), deadline)
                 for index, room in zip(some, rooms, strict=True):
-                    outcomes[index] = _receive(wire, parts[index], room, deadline)
+                    outcomes[index] = outcome = _receive(wire, parts[index], room, deadline)
+                    self._count(outcome)
         except (OSError, EOFError, ProtocolError) as error:
             raise self._failed(wire, error) from None
         self._give_back(wire)
 
+    def status(self) -> dict[str, object]:
+        """For the server's status. Never blocks for the node."""
+        with self.changed:
+            return {"node": str(self.address), "state": self.state, **asdict(self.counts)}
+
     def close(self) -> None:
         """Ends its calls in flight. Blocks for a connection that is being made, half a second at most."""
+        self.leave()
+        thread = self._thread
+        if thread is not None:
+            thread.join(0.5)
+
+    def leave(self) -> None:
+        """Ends its calls in flight. Never blocks: a connection that is being made ends later."""
         with self.changed:
             self._closed = True
             idle, self._idle = self._idle, []
             for wire in self._used:
                 wire.cut()
-            thread = self._thread
             self.changed.notify_all()
         for wire in idle:
             wire.close()
-        if thread is not None:
-            thread.join(0.5)
 
     # the connections
 
@@ -191,12 +225,50 @@ class Peer:
     def _failed(self, wire: Wire, error: BaseException) -> TierError:
         """Closes a connection that failed, and has the node connected again before it is asked."""
         self._drop(wire)
+        with self.changed:
+            self.counts.failed += 1
         return self._lost(explain(error))
+
+    def _answered(self, wire: Wire) -> None:
+        with self.changed:
+            self.counts.questions += 1
+            self._unanswered_in_a_row = 0
+        self._give_back(wire)
+
+    def _unanswered(self, wire: Wire, waited_s: float) -> None:
+        """A node that takes connections and does not answer, once more, is passed over for a pause: each question would
+        wait for it. A caller that had no time says nothing of the node."""
+        with self.changed:
+            if self.state == "up" and waited_s >= self._settings.options.ask_s / 2:
+                self._unanswered_in_a_row += 1
+                if self._unanswered_in_a_row > 1:
+                    pause_s = _PAUSES_S[min(self._unanswered_in_a_row, len(_PAUSES_S) + 1) - 2]
+                    self._not_before = time.monotonic() + pause_s
+        self._failed(wire, TimeoutError())
+
+    def distrust(self) -> None:
+        """It sent a value that was none: it is passed over for a minute."""
+        with self.changed:
+            self.counts.damaged += 1
+            self._not_before = time.monotonic() + _DISTRUSTED_S
+        self._lost("it sent a damaged value")
+
+    def _count(self, outcome: int | Outcome) -> None:
+        with self.changed:
+            if isinstance(outcome, int):
+                self.counts.values += 1
+                self.counts.nbytes += outcome
+            elif outcome is Outcome.MISSING:
+                self.counts.gone += 1
+            elif outcome is Outcome.FAILED:
+                self.counts.busy += 1
 
     def _lost(self, why: str) -> TierError:
         with self.changed:
             if self.state == "up":
                 self.state = "connecting"
+                if self._not_before > time.monotonic():
+                    self._is_down(why)
             idle, self._idle = self._idle, []
         for each in idle:
             each.close()
@@ -230,7 +302,9 @@ class Peer:
 
     def _connect_until_up(self) -> None:
         attempts = 0
-        while True:
+        with self.changed:
+            self.changed.wait_for(lambda: self._closed, max(self._not_before - time.monotonic(), 0.0))
+        while not self._closed:
             wire = None
             try:
                 wire, who = self._opened(time.monotonic() + _CONNECT_S, None)
@@ -251,11 +325,14 @@ class Peer:
                     return
                 if wire is not None:
                     wire.close()
-                pause_s = _PAUSES_S[min(attempts, len(_PAUSES_S) - 1)]
-                self.changed.wait(_USELESS_S if self.state == "useless" else pause_s)
-                if self._closed:
-                    return
+            self._pause(attempts)
             attempts += 1
+
+    def _pause(self, attempts: int) -> None:
+        """Waits before the next attempt; not for one that was judged again, nor after `leave`."""
+        with self.changed:
+            pause_s = _USELESS_S if self.state == "useless" else _PAUSES_S[min(attempts, len(_PAUSES_S) - 1)]
+            self.changed.wait_for(lambda: self._closed or self.state in ("up", "connecting"), pause_s)
 
     def _settle_as(self, who: Welcome) -> None:
         useless, problem = self._judge(who)
@@ -273,7 +350,7 @@ class Peer:
     def _is_down(self, why: str) -> None:
         with self.changed:
             if not self._told_down and not self._closed:
-                log.warning("node %s: %s", self.address, why)
+                log.warning("node %s cannot be asked: %s", self.address, why)
             self._told_down, self.problem, self.state = True, why, "down"
             self.changed.notify_all()
 
@@ -285,28 +362,47 @@ class Question:
         self.peer = peer
         self._wire = wire
         self._keys = keys
+        self._asked_at = time.monotonic()
+        self._came = bytearray()
+        self._here = b""
 
     def fileno(self) -> int:
         return self._wire.fileno()
 
-    def answer(self, until: float) -> bytes:
-        """A byte for each key, 1 or 0. Raises `TierError`."""
-        here = b""
+    def answer(self) -> bytes | None:
+        """A byte for each key, 1 or 0; None while not all of it has come. Never blocks. Raises `TierError`."""
         try:
-            while len(here) < self._keys:
-                expected = min(self._keys - len(here), ASK_KEYS)
-                found = self._wire.read(Found, until).here
-                if len(found) != expected:
-                    raise ProtocolError(f"{len(found)} answers to {expected} keys")
-                here += found
+            while len(self._here) < self._keys:
+                found = self._message()
+                if found is None:
+                    return None
+                if len(found.here) != min(self._keys - len(self._here), ASK_KEYS):
+                    raise ProtocolError(f"{len(found.here)} answers to {self._keys} keys")
+                self._here += found.here
         except (OSError, EOFError, ProtocolError) as error:
             raise self.peer._failed(self._wire, error) from None
-        self.peer._give_back(self._wire)
-        return here
+        self.peer._answered(self._wire)
+        return self._here
 
     def give_up(self) -> None:
         """The answer would come too late."""
-        self.peer._failed(self._wire, TimeoutError())
+        self.peer._unanswered(self._wire, time.monotonic() - self._asked_at)
+
+    def _message(self) -> Found | None:
+        while True:
+            whole = LENGTH.size
+            if len(self._came) >= LENGTH.size:
+                (size,) = LENGTH.unpack_from(self._came)
+                if size > ANSWER_BYTES:
+                    raise ProtocolError(f"an answer of {size} bytes, expected at most {ANSWER_BYTES}")
+                whole += size
+                if len(self._came) == whole:
+                    body, self._came = bytes(self._came[LENGTH.size :]), bytearray()
+                    return decoded(body, Found)
+            piece = self._wire.available(whole - len(self._came))
+            if piece is None:
+                return None
+            self._came += piece
 
 
 def _places(address: Address) -> list[Place]:

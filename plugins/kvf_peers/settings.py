@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 import ssl
@@ -15,6 +16,8 @@ from typing import NamedTuple
 from kvf_peers.options import PeersOptions
 from kvframework.api.installing import install_command
 from kvframework.errors import ConfigFieldError
+
+log = logging.getLogger(__name__)
 
 _LEAST_TOKEN_BYTES, _MOST_TOKEN_BYTES = 16, 4096
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%]+)\]|(?P<host>[A-Za-z0-9_.-]+)):(?P<port>[0-9]{1,5})")
@@ -39,15 +42,14 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked options. `reader` and `holder` are the TLS contexts of the two directions, None without TLS."""
+    """Checked options. `tls` is None without TLS."""
 
     options: PeersOptions
     where: str
     peers: tuple[Address, ...]
     listen: Address | None
     advertise: Address | None
-    reader: ssl.SSLContext | None
-    holder: ssl.SSLContext | None
+    tls: Tls | None
 
     def token(self) -> bytes:
         """The token of now. Raises `ConfigFieldError`."""
@@ -69,9 +71,9 @@ def read_settings(options: PeersOptions, *, where: str) -> Settings:
             raise ConfigFieldError(
                 f"other nodes cannot reach {advertise}", where=f"{where} advertise", hint="name this node's own address"
             )
-    reader, holder = _contexts(options, where)
-    _check_network(options, where, (*peers, *((listen,) if listen else ())), has_tls=reader is not None)
-    settings = Settings(options, where, peers, listen, advertise, reader, holder)
+    tls = _tls(options, where)
+    _check_network(options, where, (*peers, *((listen,) if listen else ())), has_tls=tls is not None)
+    settings = Settings(options, where, peers, listen, advertise, tls)
     settings.token()
     return settings
 
@@ -117,27 +119,65 @@ def _check_network(options: PeersOptions, where: str, used: tuple[Address, ...],
         )
 
 
-def _contexts(options: PeersOptions, where: str) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+class Tls:
+    """The TLS contexts of both directions, `reader` and `holder`. Made anew for connections that begin after the files
+    have changed; as long as these cannot be used, the former ones are."""
+
+    def __init__(self, options: PeersOptions, where: str) -> None:
+        """Raises `ConfigFieldError`."""
+        self._options = options
+        self._where = where
+        self._files = self._stamps()
+        self._made = self._contexts()
+
+    def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        """Those of the reader and of the holder."""
+        files = self._stamps()
+        if files != self._files:
+            self._files = files
+            try:
+                self._made = self._contexts()
+                log.info("%s: the TLS files have changed, and are used", self._where)
+            except ConfigFieldError as error:
+                log.error("%s; the former ones are used on", error)
+        return self._made
+
+    def _stamps(self) -> list[tuple[int, ...]]:
+        stamps: list[tuple[int, ...]] = []
+        for file in (self._options.tls_ca, self._options.tls_cert, self._options.tls_key):
+            try:
+                found = os.stat(file)
+                stamps.append((found.st_ino, found.st_mtime_ns, found.st_size))
+            except OSError:
+                stamps.append(())
+        return stamps
+
+    def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        contexts = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        for context in contexts:
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(self._options.tls_ca)
+                context.load_cert_chain(self._options.tls_cert, self._options.tls_key, password="")  # never asked for
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigFieldError(
+                    f"the TLS files cannot be used: {error.strerror or error}",
+                    where=f"{self._where} tls_ca, tls_cert, tls_key",
+                ) from None
+        return contexts
+
+
+def _tls(options: PeersOptions, where: str) -> Tls | None:
     files = {name: getattr(options, name) for name in ("tls_ca", "tls_cert", "tls_key")}
     lacking = [name for name, file in files.items() if not file]
     if len(lacking) == len(files):
-        return None, None
+        return None
     if lacking:
         raise ConfigFieldError(
             f"{lacking[0]} is missing: TLS needs all three", where=f"{where} {lacking[0]}", available=", ".join(files)
         )
-    contexts = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-    for context in contexts:
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.verify_mode = ssl.CERT_REQUIRED
-        try:
-            context.load_verify_locations(options.tls_ca)
-            context.load_cert_chain(options.tls_cert, options.tls_key)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigFieldError(
-                f"the TLS files cannot be used: {error.strerror or error}", where=f"{where} tls_ca, tls_cert, tls_key"
-            ) from None
-    return contexts
+    return Tls(options, where)
 
 
 def _token(file: str, where: str) -> bytes:

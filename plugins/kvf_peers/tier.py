@@ -45,7 +45,7 @@ class PeersTier(Tier):
         self._directory = self._made_directory()
         self._sources: OrderedDict[PackedKey, Peer] = OrderedDict()
         self._lock = threading.Lock()
-        self._told: set[tuple[bytes, str]] = set()
+        self._told: set[tuple[str, str]] = set()
         self._used = False
         self._closed = False
 
@@ -65,12 +65,7 @@ class PeersTier(Tier):
         if not keys:
             return []
         found, unsure = self._find(keys, range(len(keys)), deadline, {})
-        with self._lock:
-            for index, peer in found.items():
-                self._sources[keys[index]] = peer
-                self._sources.move_to_end(keys[index])
-            while len(self._sources) > _MOST_REMEMBERED:
-                self._sources.popitem(last=False)
+        self._remember({keys[index]: peer for index, peer in found.items()})
         absent = Outcome.FAILED if unsure else Outcome.MISSING
         return [Outcome.FOUND if index in found else absent for index in range(len(keys))]
 
@@ -107,13 +102,21 @@ class PeersTier(Tier):
         self._check(deadline)
         return [Outcome.MISSING] * len(keys)
 
+    def rejected(self, key: PackedKey) -> None:
+        """The node that gave it is passed over for a minute."""
+        with self._lock:
+            peer = self._sources.pop(key, None)
+        if peer is not None:
+            peer.distrust()
+
     def ping(self, *, deadline: float) -> None:
         """Raises `TierError` unless a node answers; a tier without other nodes works."""
         self._check(deadline)
         if self._node is None and not self._used:
             return  # a server pings before it attaches: then this node does not listen yet, and knows no other
-        peers = self._directory.peers()
         until = min(deadline, time.monotonic() + self._ask_s)
+        self._directory.ping(until)
+        peers = self._directory.peers()
         for peer in peers:
             peer.start()
         if peers and not any(peer.settle(until) or peer.state == "useless" for peer in peers):
@@ -121,10 +124,19 @@ class PeersTier(Tier):
 
     def problems(self) -> Sequence[str]:
         """Nodes that do not answer or cannot share, and why nothing is lent."""
+        of_directory = self._directory.problems()
         found = [f"{peer.address}: {peer.problem}" for peer in self._directory.peers() if peer.problem]
         if self._holder is not None and self._holder.problem:
             found.insert(0, self._holder.problem)
-        return [*self._directory.problems(), *found, *self._other_names()]
+        return [*of_directory, *found, *self._other_names()]
+
+    def status(self) -> Mapping[str, object]:
+        """`nodes`: what came from each, `lending`: what went to them, `hints`: what is told of this one."""
+        return {
+            "nodes": [peer.status() for peer in self._directory.peers()],
+            "lending": self._holder.status() if self._holder is not None else {},
+            "hints": self._directory.status(),
+        }
 
     def close(self) -> None:
         self._closed = True
@@ -170,12 +182,15 @@ class PeersTier(Tier):
         candidates = self._directory.candidates(wanted, settled)
         questions: dict[Question, Sequence[int]] = {}
         unsure = 0
-        for peer, all_its in candidates.items():
+        for number, (peer, all_its) in enumerate(candidates.items()):
             its = [at for at in all_its if tried.get(indices[at]) is not peer]
             if not its:
                 continue
+            # One that takes no question leaves their share of the time to the others.
+            now = time.monotonic()
+            share_s = (until - now) / (len(candidates) - number + 1)
             try:
-                questions[peer.ask([wanted[at] for at in its], until)] = its
+                questions[peer.ask([wanted[at] for at in its], now + share_s)] = its
             except TierError:
                 unsure += 1
         answers: dict[Peer, set[int]] = {}
@@ -213,7 +228,16 @@ class PeersTier(Tier):
                 failures.append(error)
             for index, outcome in zip(indices, got, strict=True):
                 outcomes[index] = outcome
+            self._remember({keys[index]: peer for index in indices})
         return failures
+
+    def _remember(self, sources: Mapping[PackedKey, Peer]) -> None:
+        with self._lock:
+            for key, peer in sources.items():
+                self._sources[key] = peer
+                self._sources.move_to_end(key)
+            while len(self._sources) > _MOST_REMEMBERED:
+                self._sources.popitem(last=False)
 
     # who others are
 
@@ -247,39 +271,35 @@ class PeersTier(Tier):
                         "sizes, weights or chunk: nothing of that model is shared"
                     )
                     found.append(fact)
-                    if (who.boot_id, model) not in self._told:
-                        self._told.add((who.boot_id, model))
+                    if (str(peer.address), model) not in self._told:
+                        self._told.add((str(peer.address), model))
                         log.error("node %s", fact)
         return found
 
 
 def _answers(questions: list[Question], until: float) -> list[tuple[Question, bytes | None]]:
-    """The answers as they come, None of those that do not."""
-    answers: list[tuple[Question, bytes | None]] = []
-    waiting = {question.fileno(): question for question in questions if question.fileno() >= 0}
-    for question in questions:
-        if question.fileno() < 0:  # closed meanwhile
-            question.give_up()
-            answers.append((question, None))
+    """The answers as they come, None of those that do not. One that comes in pieces holds up no other."""
+    answers: dict[Question, bytes | None] = dict.fromkeys(questions)
+    waiting = {question.fileno(): question for question in questions}
     poller = select.poll()
     for fd in waiting:
         poller.register(fd, select.POLLIN)
+    left_s = until - time.monotonic()
     while waiting:
-        left_s = until - time.monotonic()
-        ready = poller.poll(max(left_s, 0.0) * 1e3)
-        if not ready:
-            break
-        for fd, _ in ready:
-            poller.unregister(fd)
-            question = waiting.pop(fd)
+        for fd, _ in poller.poll(max(left_s, 0.0) * 1e3):
             try:
-                answers.append((question, question.answer(until)))
+                here = waiting[fd].answer()
             except TierError:
-                answers.append((question, None))
+                here = b""
+            if here is not None:
+                poller.unregister(fd)
+                answers[waiting.pop(fd)] = here or None
+        if left_s <= 0:  # what had come by then was taken
+            break
+        left_s = until - time.monotonic()
     for question in waiting.values():
         question.give_up()
-        answers.append((question, None))
-    return answers
+    return list(answers.items())
 
 
 def _chosen(indices: Sequence[int], answers: Mapping[Peer, Collection[int]]) -> dict[int, Peer]:

@@ -69,9 +69,10 @@ class Wire:
         """Sends all of `parts`, borrowed until it returns."""
         if self._is_tls:
             for part in parts:
-                for at in range(0, part.nbytes, _TLS_PIECE_BYTES):
-                    self._arm(deadline)
-                    self._sock.sendall(part[at : at + _TLS_PIECE_BYTES])
+                at = 0
+                while at < part.nbytes:
+                    self._arm(deadline)  # before each record: `sendall` would wait that long for each of them
+                    at += self._sock.send(part[at : at + _TLS_PIECE_BYTES])
             return
         waiting = [part[at : at + PIECE_BYTES] for part in parts for at in range(0, part.nbytes, PIECE_BYTES)]
         first = 0
@@ -98,6 +99,17 @@ class Wire:
                     raise EOFError
                 raise ConnectionResetError(errno.ECONNRESET, "the other node closed the connection")
             at += count
+
+    def available(self, most: int) -> bytes | None:
+        """Receives up to `most` bytes that have come, None if there are none now. Never blocks. Raises `OSError`."""
+        self._sock.settimeout(0.0)
+        try:
+            piece = self._sock.recv(most)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return None
+        if not piece:
+            raise ConnectionResetError(errno.ECONNRESET, "the other node closed the connection")
+        return piece
 
     def is_quiet(self) -> bool:
         """False if an idle connection has bytes in it or was closed. Never blocks."""

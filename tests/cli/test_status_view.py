@@ -92,6 +92,20 @@ def test_a_tier_that_tells_little() -> None:
     assert row == ["old", "closed", "-", "-", "-", "-", "0", "0", "0", "0", "0", "1"]
 
 
+def test_other_nodes_are_shown_with_what_came_and_went() -> None:
+    nodes = [{"node": "10.0.0.8:9310", "state": "up", "values": 12, "nbytes": 3 << 20, "failed": 1}, {"node": "b"}, {}]
+    lent = {"at": "10.0.0.7:9310", "values": 7, "nbytes": 2 << 20, "refused": {"busy": 3, "full": 0}}
+    strangers = [{"node": "10.0.0.66", "reason": "another [red]token", "count": 4, "ago_s": 2.5}]
+    details = {"nodes": nodes, "lending": lent | {"strangers": strangers}}
+    lines = [line.strip() for line in shown(TIER | {"details": details})]
+    found = [re.split(" {2,}", line) for line in lines]
+    assert ["10.0.0.8:9310", "up", "12", "3.0 MiB", "1"] in found
+    assert ["b", "?", "0", "0 B", "0"] in found
+    assert "lent at 10.0.0.7:9310: 7 values, 2.0 MiB; refused: busy 3" in lines
+    assert "refused: 10.0.0.66: another [red]token, 4 times, last 2.5 s ago" in lines
+    assert not any("lent" in line for line in shown(TIER | {"details": {}}))
+
+
 def test_without_l2_there_is_no_table() -> None:
     assert cells() == []
     assert not any("circuit" in line for line in shown())

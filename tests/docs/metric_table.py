@@ -9,9 +9,10 @@ HEAD = """# Metrics
 
 What `/metrics` of [`kvframework observe`](observe.md) says, and where each value stands in the
 [status document](status.md). Names are stable, as those of the document. All series exist from the
-start of the server, at 0; while it is away there are only those of the first table. A histogram's
-bounds are doublings. `model` has at most 64 names and `other`, `tenant` the names of the
-configuration; two tiers of one plugin are called `redis.0` and `redis.1`.
+start of the server, at 0, but those of other nodes, which only [peers](peers.md) have; while it is
+away there are only those of the first table. A histogram's bounds are doublings. `model` has at
+most 64 names and `other`, `tenant` the names of the configuration; two tiers of one plugin are
+called `redis.0` and `redis.1`.
 """
 
 

@@ -27,6 +27,7 @@ from kvframework.wire import messages as m
 from kvframework.wire.messages import REASONS
 from tests.cli.command import run
 from tests.support import doc_tables
+from tests.support.peer_nodes import Lender, peers_tier, token_file
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import key_for
@@ -206,6 +207,7 @@ NOT_HERE = (
     "transports.*.devices",
     "messaging.counters.errors.CODE",
     "l2[].usage",
+    "l2[].details.",
     "l2[].latency_ms",
     "observe.",
     "events.",
@@ -225,6 +227,20 @@ def test_every_field_of_a_device_is_documented() -> None:
 def test_every_field_of_the_observing_process_is_documented() -> None:
     found = {f"observe.{name}" for name in ObserveSupervisor("ipc:///none", ObserveConfig()).status()}
     assert found == {name for name in documented() if name.startswith("observe.")}
+
+
+def test_every_field_of_other_nodes_is_documented(tmp_path: Path) -> None:
+    with Lender(token_file(tmp_path)) as other:
+        tier = peers_tier(token_file(tmp_path), peers=[other.address])
+        assert other.tier._holder is not None
+        other.tier._holder._refuse("10.0.0.9", "another token")
+        details = {
+            "nodes": tier.status()["nodes"],
+            "lending": other.tier.status()["lending"],
+            "hints": dict.fromkeys(("told", "waiting", "dropped"), 0),  # of `Teller.status`
+        }
+        told = {name for name in documented() if name.startswith("l2[].details.")}
+    assert set(fields({"details": details}, "l2[]")) == told
 
 
 def test_all_trouble_is_documented() -> None:

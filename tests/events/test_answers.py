@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
@@ -40,6 +41,10 @@ class Readers:
         del queue[:most]
 
 
+def at_no_cost() -> float:
+    return 0.0
+
+
 def numbered(first: int) -> Iterator[Numbered]:
     return (Numbered(b"t", number, b"x" * 2000) for number in range(first, LIVE))
 
@@ -59,7 +64,7 @@ def test_who_reads_gets_all_in_order_and_who_does_not_gets_the_end(
     asked: list[int], speeds: list[int], leaving: set[int], left_at: int
 ) -> None:
     readers = Readers()
-    answers = Answers(readers.send, numbered)
+    answers = Answers(readers.send, numbered, at_no_cost)
     speed = {b"%d" % each: speeds[each % len(speeds)] for each in range(len(asked))}
     for number, first in enumerate(asked):
         answers.ask(b"%d" % number, first)
@@ -88,7 +93,7 @@ def test_who_reads_gets_all_in_order_and_who_does_not_gets_the_end(
 
 def test_who_does_not_read_holds_one_place_until_it_has_left() -> None:
     readers = Readers()
-    answers = Answers(readers.send, numbered)
+    answers = Answers(readers.send, numbered, at_no_cost)
     for number in range(module.MOST_ANSWERS):
         answers.ask(b"stuck %d" % number, 0)
     answers.ask(b"good", LIVE - 3)
@@ -109,7 +114,7 @@ def test_who_does_not_read_holds_one_place_until_it_has_left() -> None:
 
 
 def test_questions_are_bounded() -> None:
-    answers = Answers(lambda _client, _message: False, numbered)
+    answers = Answers(lambda _client, _message: False, numbered, at_no_cost)
     for number in range(2 * module.MOST_WAITING):
         answers.ask(b"%d" % number, 0)
     assert answers.given_up == module.MOST_WAITING
@@ -117,7 +122,7 @@ def test_questions_are_bounded() -> None:
 
 def test_the_last_question_of_a_client_is_answered_from_its_beginning() -> None:
     readers = Readers()
-    answers = Answers(readers.send, numbered)
+    answers = Answers(readers.send, numbered, at_no_cost)
     answers.ask(b"a", LIVE - 30)
     answers.turn(0.0)
     readers.take(b"a", ROOM)
@@ -130,7 +135,7 @@ def test_the_last_question_of_a_client_is_answered_from_its_beginning() -> None:
 
 def test_at_the_end_each_gets_its_end() -> None:
     readers = Readers()
-    answers = Answers(readers.send, numbered)
+    answers = Answers(readers.send, numbered, at_no_cost)
     for number in range(module.MOST_ANSWERS + 5):
         answers.ask(b"%d" % number, LIVE - 40)
     answers.turn(0.0)
@@ -141,3 +146,51 @@ def test_at_the_end_each_gets_its_end() -> None:
     for number in range(module.MOST_ANSWERS + 5):
         readers.take(b"%d" % number, ROOM)
         assert readers.read[b"%d" % number][-1] == END.number
+
+
+def test_answers_take_a_share_of_the_time_whoever_asks() -> None:
+    """The serving thread has the same interpreter: without a rest a reader that asks all the time takes most of it."""
+    spent, asked = 0.0, 0
+
+    def costly(_first: int) -> Iterator[Numbered]:
+        nonlocal spent, asked
+        spent, asked = spent + 0.25, asked + 1
+        return numbered(LIVE - 1)
+
+    answers = Answers(lambda _client, _message: True, costly, lambda: spent)
+    now = 0.0
+    while now < 100.0:
+        for number in range(5):
+            answers.ask(b"%d" % number, 0)
+        before = asked
+        assert answers.turn(now) >= 0.001
+        assert asked <= before + 1
+        now += 0.125
+    assert 99.0 / 4 <= spent <= 101.0 / 4
+
+
+def test_a_turn_sends_so_much_to_all_together_and_each_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TURN_BYTES", 9000)
+    sent: list[bytes] = []
+    answers = Answers(lambda client, _message: not sent.append(client), numbered, at_no_cost)
+    for number in range(20):
+        answers.ask(b"%d" % number, LIVE - 60)
+        answers.turn(0.0)
+    sent.clear()
+    for turn in range(1, 41):
+        answers.turn(0.0)
+        assert len(sent) <= 3 * turn
+    assert len(set(sent)) == 20
+
+
+def test_the_ends_do_not_wait_for_a_rest() -> None:
+    spent = iter(range(100))
+    sent: list[Numbered] = []
+    answers = Answers(lambda _client, message: not sent.append(message), numbered, lambda: float(next(spent)))
+    answers.ask(b"a", 0)
+    answers.turn(0.0)
+    assert sent[-1] is not END
+    answers.end()
+    while answers.turn(0.0) < math.inf:
+        pass
+    assert sent[-1] is END

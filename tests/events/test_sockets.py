@@ -92,3 +92,32 @@ def test_a_reader_that_asks_without_an_end_has_its_turn_and_no_more(
             assert len(answers) >= 10
     finally:
         sockets.close()
+
+
+def test_a_reader_that_subscribes_without_an_end_is_disconnected_and_others_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq keeps all that is subscribed to: one reader filled 400 MB a second."""
+    monkeypatch.setattr(module, "MOST_SUBSCRIBED_BYTES", 10_000)
+    named = config(tmp_path)
+    sockets = EventSockets(named, keys=None)
+    try:
+        with zmq.Context() as context, context.socket(zmq.SUB) as good, context.socket(zmq.XSUB) as bad:
+            for each in (good, bad):
+                each.linger = 0
+                each.connect(named.endpoint)
+            good.subscribe(b"t")
+            before = sockets._news
+            for number in range(200):
+                bad.send(b"\1" + number.to_bytes(100, "big"))
+            while sockets._news is before:
+                sockets.wait(1.0)
+            bad.close()
+            while not good.poll(10):
+                sockets.wait(0.05)
+                sockets.publish(Numbered(b"t", 1, b"p"))
+            assert good.recv_multipart()[2] == b"p"
+            assert is_heard(sockets, named.endpoint)
+    finally:
+        sockets.close()
+    assert list(tmp_path.iterdir()) == []

@@ -123,6 +123,26 @@ def test_values_come_from_their_places() -> None:
     assert value(observed, "problem", where="l2.0") == 0
 
 
+def test_other_nodes_are_series_and_what_a_plugin_says_amiss_is_none() -> None:
+    found = samples()
+    assert value(answered(), "tier_node_up", tier="redis", node="10.0.0.8:9310") == 1
+    assert value(answered(), "tier_node_up", tier="redis", node="10.0.0.9:9310") == 0
+    assert value(answered(), "tier_node_bytes_total", tier="redis", node="10.0.0.8:9310") == 402653184
+    assert value(answered(), "tier_lent_values_total", tier="redis") == 7
+    assert value(answered(), "tier_lending_refused_total", tier="redis", why="strangers") == 4
+    assert ("tier_node_values_total", frozenset({("tier", "redis"), ("node", "odd")})) not in found
+    wrong = document(l2__1__details={"nodes": {"node": 1}, "lending": {"values": "many", "refused": {"why": "not"}}})
+    assert {name for name, _ in found} - {name for name, _ in samples(answered(wrong))} == {
+        "tier_node_up",
+        "tier_node_values_total",
+        "tier_node_bytes_total",
+        "tier_node_failures_total",
+        "tier_lent_values_total",
+        "tier_lent_bytes_total",
+        "tier_lending_refused_total",
+    }
+
+
 def test_a_histogram_is_cumulative_and_its_bounds_are_doublings() -> None:
     counts = [1, 2, 0, 4] + [0] * 15 + [5]
     status = document(requests={"LOOKUP": {"first": 1e-5, "counts": counts, "sum": 0.5}})

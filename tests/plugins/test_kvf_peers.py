@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvf_peers.bounds import Room
 from kvf_peers.handshake import admit
 from kvf_peers.messages import (
     ASK_KEYS,
@@ -38,7 +39,7 @@ from kvf_peers.messages import (
     split_keys,
 )
 from kvf_peers.peer import Peer, _receive
-from kvf_peers.settings import Address
+from kvf_peers.settings import Address, Settings
 from kvf_peers.tier import PeersTier
 from kvf_peers.wire import Wire
 from kvframework.api.keys import PACKED_KEY_BYTES
@@ -250,6 +251,158 @@ def test_a_pin_ends_with_the_readers_time_though_the_reader_lives(token: Path) -
             wait_until(lambda: lender.node.loans == 0, what="the end of a loan that nobody takes")
 
 
+def test_what_is_lent_leaves_l1_room_to_evict(token: Path) -> None:
+    """A quarter of a small L1, whatever `lent_bytes` says."""
+    node = ValuesNode()
+    node.arena_bytes = 64 << 20
+    with Lender(token, node) as lender, reading(token, lender) as tier:
+        one, other = new_keys(2)
+        node.set(one, b"1" * (16 << 20))
+        node.set(other, b"2" * 100)
+        with _stuck_reader(lender, one, 16 << 20):
+            wait_until(lambda: node.loans == 1, what="a loan under way")
+            with pytest.raises(TierError):
+                load_or_raise(tier, other)
+            assert refused_by(lender)["busy"] == 1
+
+
+def test_a_value_waits_for_the_room_of_another() -> None:
+    room, got = Room(100), []
+    with room.held(60, soon()) as first:
+        waiting = threading.Thread(target=lambda: got.append(_waits(room)))
+        waiting.start()
+        with room.held(60, time.monotonic()) as refused:
+            assert (first, refused) == (True, False)
+        with room.held(40, soon()) as beside:
+            assert beside
+    waiting.join(PATIENCE_S)
+    assert got == [True]
+    with room.held(1 << 60, soon()) as large:
+        assert large
+    assert room.taken == 0
+
+
+def _waits(room: Room) -> bool:
+    with room.held(60, soon()) as there:
+        return there
+
+
+def test_a_node_that_answers_in_pieces_holds_up_no_other(token: Path) -> None:
+    """The first has sent one byte of its answer, and sends no more, before the other has begun to answer."""
+    begun, ended = threading.Event(), threading.Event()
+
+    class Later(ValuesNode):
+        def holds(self, keys: Sequence[bytes]) -> Sequence[bool]:
+            assert begun.wait(PATIENCE_S)
+            return super().holds(keys)
+
+    def piecewise(listener: socket.socket, settings: Settings) -> None:
+        wire = Wire(listener.accept()[0])
+        admit(wire, settings, ValuesNode(), soon())
+        wire.read(FromReader, soon())  # type: ignore[arg-type]
+        wire.send([memoryview(encoded(Found(b"\1"))[:1])], soon())
+        begun.set()
+        ended.wait(PATIENCE_S)
+        wire.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, Lender(token, Later()) as other:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        settings = peers_tier(token, peers=[address])._settings
+        thread = threading.Thread(target=piecewise, args=(listener, settings))
+        thread.start()
+        key = new_keys(1)[0]
+        other.node.set(key, b"v")
+        tier = peers_tier(token, peers=[address, other.address], ask_s=2.0)
+        assert tier.contains([key], deadline=soon()) == [FOUND]
+        ended.set()
+        thread.join(PATIENCE_S)
+        tier.close()
+
+
+def test_a_node_that_takes_questions_and_answers_none_is_passed_over_for_a_while(token: Path) -> None:
+    gate = threading.Event()
+
+    class Stuck(ValuesNode):
+        def holds(self, keys: Sequence[bytes]) -> Sequence[bool]:
+            gate.wait(PATIENCE_S)
+            return super().holds(keys)
+
+    key = new_keys(1)[0]
+    with Lender(token, Stuck()) as lender, reading(token, lender, ask_s=0.1) as tier:
+        lender.node.set(key, b"v")
+
+        def is_passed_over() -> bool:
+            assert tier_has(tier, key) is None
+            return state(tier).state == "down"
+
+        wait_until(is_passed_over, what="its pause")
+        gate.set()
+        wait_until(lambda: tier_has(tier, key) is FOUND, what="its answer")
+        assert state(tier).counts.questions > 0
+
+
+def test_a_node_that_sent_a_damaged_value_is_passed_over(token: Path) -> None:
+    with Lender(token) as bad, Lender(token) as good, reading(token, bad, good) as tier:
+        key = new_keys(1)[0]
+        bad.node.set(key, b"bad")
+        assert load(tier, key, 4) == (3, b"bad\0")
+        good.node.set(key, b"good")
+        tier.rejected(key)
+        tier.rejected(key)
+        assert load(tier, key, 4) == (4, b"good")
+        assert list(tier.problems()) == [f"{bad.address}: it sent a damaged value"]
+        assert state(tier).counts.damaged == 1
+        tier.rejected(new_keys(1)[0])
+
+
+def test_bytes_over_tls_are_sent_until_the_deadline_and_no_longer() -> None:
+    """A reader that takes one record after the other, each just in time, keeps no object pinned."""
+
+    class Dripping:
+        def settimeout(self, seconds: float) -> None:
+            assert seconds <= 0.1
+
+        def setsockopt(self, *_args: object) -> None: ...
+
+        def send(self, piece: memoryview) -> int:
+            time.sleep(0.02)
+            return 1
+
+        def sendall(self, piece: memoryview) -> None:
+            raise AssertionError("it would wait for each record")
+
+    wire = Wire(Dripping())  # type: ignore[arg-type]
+    wire._is_tls = True
+    with pytest.raises(TimeoutError):
+        wire.send([memoryview(bytes(1 << 20))], time.monotonic() + 0.1)
+
+
+def test_the_status_tells_what_came_from_whom_and_what_went(token: Path) -> None:
+    with Lender(token) as lender, reading(token, lender) as tier:
+        keys = new_keys(2)
+        lender.node.set(keys[0], b"v" * 100)
+        assert tier.contains(keys, deadline=soon()) == [FOUND, MISSING]
+        assert load(tier, keys[0], 100)[0] == 100
+        del lender.node.values[keys[0]]
+        assert load(tier, keys[0], 100)[0] is MISSING
+        (node,) = tier.status()["nodes"]  # type: ignore[misc]
+        # The load that found it gone has asked once more.
+        assert node == {
+            "node": lender.address,
+            "state": "up",
+            "values": 1,
+            "nbytes": 100,
+            "questions": 1,
+            "gone": 1,
+            "busy": 0,
+            "failed": 0,
+            "damaged": 0,
+        }
+        lent = lender.tier.status()["lending"]
+        assert (lent["values"], lent["nbytes"], lent["bytes_under_way"]) == (1, 100, 0)  # type: ignore[index]
+        assert tier.status()["lending"] == {}
+
+
 def test_a_holder_that_stops_in_mid_value_writes_nothing_later(token: Path) -> None:
     """It goes on once the reader has given up: what it still sends goes nowhere."""
     key, nbytes = new_keys(1)[0], 8 << 20
@@ -369,6 +522,10 @@ def test_one_with_another_token_gets_nothing(tmp_path: Path, token: Path, caplog
         with pytest.raises(TierError, match="no other node answers"):
             tier.contains([key], deadline=soon())
         assert "it refuses this node: it has another token" in tier.problems()[0]
+        wait_until(lambda: refused_by(lender)["strangers"] > 1, what="another attempt")
+        (refused,) = lender.tier.status()["lending"]["strangers"]  # type: ignore[index]
+        assert (refused["node"], refused["reason"]) == ("127.0.0.1", "another token")
+    assert caplog.text.count("127.0.0.1 was refused at") == 1
     assert "another token!!!" not in caplog.text
 
 
@@ -444,15 +601,70 @@ def test_a_bad_request_ends_its_connection_only(token: Path, request_: bytes) ->
 
 
 def test_connections_are_bounded(token: Path) -> None:
-    with Lender(token, connections=2) as lender, ExitStack() as stack:
+    """By those that are used: one that is idle makes place."""
+    with Lender(token, connections=1) as lender, ExitStack() as stack:
+        key = new_keys(1)[0]
+        lender.node.set(key, b"1" * (64 << 20))
+        with _stuck_reader(lender, key, 64 << 20):
+            wait_until(lambda: lender.node.loans == 1, what="a loan under way")
+            with peers_tier_wire(lender) as late, pytest.raises((EOFError, OSError)):
+                late.read(Found, soon())
+        first, second = [stack.enter_context(reading(token, lender)) for _ in range(2)]
+        for tier in (first, second, first):
+            wait_until(lambda: tier_has(tier, key) is FOUND, what="the place of one that is idle")  # noqa: B023
+
+
+def test_strangers_take_no_place_of_a_node(token: Path) -> None:
+    with Lender(token, connections=1) as lender, ExitStack() as stack:
         host, port = lender.address.split(":")
         wait_until(lambda: _connects(host, int(port)), what="the listener")
-        wires = [stack.enter_context(peers_tier_wire(lender)) for _ in range(1)]
+        for _ in range(4):
+            Wire(stack.enter_context(socket.create_connection((host, int(port))))).read(Greeting, soon())
         with reading(token, lender) as tier:
             assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]
-            with socket.create_connection((host, int(port)), PATIENCE_S) as late, pytest.raises((EOFError, OSError)):
-                Wire(late).read(Greeting, soon())
-        assert len(wires) == 1
+
+
+def test_a_crowd_of_strangers_is_bounded_by_host_and_goes(token: Path) -> None:
+    with Lender(token) as lender, ExitStack() as stack:
+        host, port = lender.address.split(":")
+        wait_until(lambda: _connects(host, int(port)), what="the listener")
+        crowd = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(60)]
+        wait_until(lambda: refused_by(lender)["full"] >= 52, what="the bound")
+        with reading(token, lender) as tier:
+            wait_until(lambda: tier_has(tier, new_keys(1)[0]) is MISSING, what="the end of the strangers' time")
+        assert len(crowd) == 60
+
+
+def refused_by(lender: Lender) -> dict[str, int]:
+    return lender.tier.status()["lending"]["refused"]  # type: ignore[index,no-any-return]
+
+
+def test_a_token_that_cannot_be_read_is_a_refusal(
+    tmp_path: Path, token: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "lender"
+    folder.mkdir()
+    own = token_file(folder)
+    with Lender(own) as lender, reading(token, lender) as tier:
+        own.unlink()
+        with pytest.raises(TierError):
+            tier.contains(new_keys(1), deadline=soon())
+        wait_until(lambda: refused_by(lender)["strangers"] > 0, what="the refusal")
+    assert "cannot be read" in caplog.text
+    assert "a loan failed" not in caplog.text
+
+
+def test_words_of_a_stranger_are_shown_without_control_characters(token: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as liar:
+        tier = peers_tier(token, peers=[f"127.0.0.1:{liar.getsockname()[1]}"], ask_s=10)
+        state(tier).start()
+        wire = Wire(liar.accept()[0])
+        wire.write(Greeting(1, bytes(32)), soon())
+        wire.read(Hello, soon())
+        wire.write(Refused("it has\n\x1b[31m another token"), soon())
+        wait_until(lambda: "it has??[31m another token" in "".join(tier.problems()), what="the refusal")
+        wire.close()
+        tier.close()
 
 
 @given(st.binary(max_size=400))
@@ -517,6 +729,20 @@ def test_a_trusted_network_and_tls_are_for_other_machines(token: Path, tmp_path:
     tls = {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
     for more in ({"trusted_network": True}, tls):
         peers_tier(token, peers=["10.0.0.7:9310"], **more).close()  # type: ignore[arg-type]
+
+
+def test_certificates_that_are_renewed_are_used_from_the_next_connection_on(token: Path, tmp_path: Path) -> None:
+    made = make_certificate(tmp_path)
+    tls = {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
+    with Lender(token, **tls) as lender:
+        with reading(token, lender, **tls) as tier:
+            assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]
+        make_certificate(tmp_path)  # in the place of the first, which a new reader does not accept
+        with reading(token, lender, **tls) as tier:
+            assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]
+            made.key.write_text("half of a key")
+            used = tier._settings.tls.contexts()  # type: ignore[union-attr]
+            assert used == tier._settings.tls.contexts()  # type: ignore[union-attr]
 
 
 def test_the_token_is_private_and_long(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@ miss."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +14,16 @@ import pytest
 
 pytest.importorskip("redis")
 
-from kvf_peers.hints import hint_name, make_hint, parse_hint
+from kvf_peers import hints
+from kvf_peers.hints import MOST_ASKED, hint_name, make_hint, parse_hint
+from kvf_peers.peer import Peer
 from kvf_peers.settings import Address
 from kvf_peers.tier import PeersTier
 from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError, TierError
 from tests.plugins.test_kvf_peers import load, new_keys, soon
 from tests.support.peer_nodes import Lender, ValuesNode, peers_tier, token_file
+from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 
@@ -113,6 +119,75 @@ def test_a_redis_that_hangs_or_is_gone_is_an_error_in_time(token: Path, redis: R
     with pytest.raises(TierError):
         tier.contains([key], deadline=soon())
     tier.close()
+
+
+def test_a_redis_that_is_gone_is_no_tier_that_works(token: Path) -> None:
+    """Else each check would close its circuit, and each lookup wait for it again."""
+    tier = peers_tier(token, hints=f"redis://127.0.0.1:{free_port()}/0", ask_s=10)
+    tier.attach(ValuesNode())
+    with pytest.raises(TierError, match="hints cannot be asked"):
+        tier.ping(deadline=soon())
+    tier.close()
+
+
+def test_a_redis_that_speaks_nonsense_is_an_error(token: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as liar:
+        tier = peers_tier(token, hints=f"redis://127.0.0.1:{liar.getsockname()[1]}/0", ask_s=10)
+
+        def lie() -> None:
+            sock = liar.accept()[0]
+            sock.recv(1)
+            sock.sendall(b":x\r\n" * 64)
+            sock.close()
+
+        thread = threading.Thread(target=lie)
+        thread.start()
+        with pytest.raises(TierError, match="hints cannot be asked"):
+            tier.contains(new_keys(1), deadline=soon())
+        thread.join()
+        tier.close()
+
+
+def test_a_large_value_in_the_place_of_a_hint_is_not_received(redis: RedisServer, reader: PeersTier) -> None:
+    (key, other) = new_keys(2)
+    with redis.client() as client:
+        client.set(hint_name(key), bytes(8 << 20))
+        client.rpush(hint_name(other), b"a list")
+        before = client.info("stats")["total_net_output_bytes"]
+        assert reader.contains([key, other], deadline=soon()) == [MISSING, MISSING]
+        assert client.info("stats")["total_net_output_bytes"] - before < 1 << 20
+
+
+def test_forged_hints_keep_no_node_that_is_known_from_being_asked(
+    token: Path, redis: RedisServer, reader: PeersTier
+) -> None:
+    true, *forged = new_keys(1 + 2 * (MOST_ASKED + 2))
+    with Lender(token, hints=redis.url) as lender, redis.client() as client:
+        lender.node.set(true, b"v")
+        await_hint(redis, true)
+        assert reader.contains([true], deadline=soon()) == [FOUND]
+        for number in range(MOST_ASKED + 2):
+            hint = make_hint(bytes(16), Address("127.0.0.1", free_port()))
+            for key in forged[2 * number : 2 * number + 2]:
+                client.set(hint_name(key), hint)
+        assert reader.contains([true, *forged], deadline=soon())[0] is FOUND
+
+
+def test_nodes_that_are_gone_are_forgotten_and_nobody_waits_for_them(
+    token: Path, redis: RedisServer, reader: PeersTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, other = new_keys(2)
+    with redis.client() as client:
+        for each in (key, other):
+            client.set(hint_name(each), make_hint(bytes(16), Address("127.0.0.1", free_port())))
+    with contextlib.suppress(TierError):
+        reader.contains([key, other], deadline=soon())
+    wait_until(lambda: len(reader.problems()) == 2, what="their problems")
+    monkeypatch.setattr(hints, "_FORGET_S", 0.0)
+    monkeypatch.setattr(Peer, "close", lambda _peer: pytest.fail("it waits for a connection"))
+    assert list(reader.problems()) == []
+    assert list(reader._directory.peers()) == []
+    monkeypatch.undo()
 
 
 def _asks(tier: PeersTier, key: bytes) -> bool:

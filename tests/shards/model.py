@@ -141,6 +141,12 @@ class Rank:
         return as_bytes(whole[self.layers, :, :, :, self.heads])
 
 
+def hashed(client: KVClient, tokens: Sequence[int]) -> RequestHashes:
+    request = RequestHashes(client.hasher, CHUNK, request_id="r")
+    request.extend(tokens)
+    return request
+
+
 class SplitEngine:
     """An engine of `tp` ranks in each of `pp` stages, with a scheduler."""
 
@@ -184,9 +190,7 @@ class SplitEngine:
             rank.worker.close()
 
     def request(self, tokens: Sequence[int]) -> RequestHashes:
-        request = RequestHashes(self.client.hasher, CHUNK, request_id="r")
-        request.extend(tokens)
-        return request
+        return hashed(self.client, tokens)
 
     def store(self, tokens: Sequence[int]) -> list[int]:
         """Store by every rank; return how many objects each has stored."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -23,6 +23,16 @@ IDENTITY = NodeIdentity(bytes(16), 16, "sha256/0")
 
 class OthersTier(MemoryTier):
     read_only = True
+
+    told: object = {"nodes": []}
+    was_told: PackedKey | None = None
+
+    def rejected(self, key: PackedKey) -> None:
+        self.was_told = key
+        raise RuntimeError("a bug")
+
+    def status(self) -> Mapping[str, object]:
+        return self.told  # type: ignore[return-value]
 
     def problems(self) -> Sequence[str]:
         if self.down:
@@ -111,14 +121,31 @@ def test_a_tier_that_is_read_only_is_written_nothing(make_node: Callable[..., No
     assert {name for name, _ in node.tier.calls} <= {"contains", "get", "ping"}
     assert node.tier.contains(keys[:1], deadline=float("inf")) == [Outcome.FOUND]
     assert store.counters["corrupt"] == 1
+    assert node.tier.was_told == keys[0]  # type: ignore[attr-defined]
 
 
 def test_the_problems_of_a_tier_are_in_its_status(make_node: Callable[..., Node]) -> None:
     node = make_node(tiers=[OthersTier()])
     (store,) = node.stores
-    store._collect_problems()
+    store._ask_for_facts()
     assert store.status()["problems"] == ["nobody is there"]
     node.tier.down = True
-    store._collect_problems()
+    store._ask_for_facts()
     assert store.status()["problems"] == ["its `problems` raised RuntimeError"]
     node.tier.down = False
+
+
+@pytest.mark.parametrize("told", [{"a": object()}, {1: {2: "x" * (64 << 10)}}, ["no table"], None])
+def test_what_a_tier_tells_is_in_its_status_and_a_bug_of_it_spoils_nothing(
+    make_node: Callable[..., Node], told: object
+) -> None:
+    tier = OthersTier()
+    (store,) = make_node(tiers=[tier]).stores
+    store._ask_for_facts()
+    assert store.status()["details"] == {"nodes": []}
+    tier.told = told
+    store._ask_for_facts()
+    assert store.status()["details"] == {}
+    problems = store.status()["problems"]
+    assert problems[0] == "nobody is there"  # type: ignore[index]
+    assert problems[1].startswith("its `status` raised")  # type: ignore[index]

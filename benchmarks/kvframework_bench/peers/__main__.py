@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from kvframework_bench.peers.fleet import fleet_rows
+from kvframework_bench.peers.lending import lending_rows
 from kvframework_bench.peers.transfer import transfer_rows
 
 
@@ -15,12 +16,28 @@ def main(
     turns: Annotated[int, typer.Option(help="Requests of each node in the simulation.")] = 60,
     mib: Annotated[str, typer.Option(help="Sizes of the values in MiB; empty: no transfers.")] = "4,32",
     rounds: Annotated[int, typer.Option(help="Rounds of the transfers.")] = 9,
+    lookups: Annotated[int, typer.Option(help="Rounds of LOOKUPs beside lending; 0: none.")] = 20,
+    gb_s: Annotated[float, typer.Option(help="GB a second that are lent meanwhile.")] = 1.0,
 ) -> None:
-    """Print both tables. Blocks for minutes."""
+    """Print the tables. Blocks for minutes."""
     sizes = [int(each) << 20 for each in mib.split(",") if each]
     if sizes:
         _table(("value", "bare TCP, GB/s", "the tier", "and its check", "of bare", "with the check"))
         for row in transfer_rows(sizes, rounds):
+            _line(row)
+        typer.echo()
+    if lookups:
+        _table(
+            (
+                "LOOKUP of",
+                "alone: p50, p99 in us",
+                "beside bare TCP",
+                "beside lending",
+                "p99 of that alone",
+                "of that beside bare TCP",
+            )
+        )
+        for row in lending_rows(gb_s, lookups):
             _line(row)
         typer.echo()
     fleets = [int(each) for each in nodes.split(",") if each]

@@ -138,6 +138,35 @@ def _other_process(folder: Path, nbytes: int, count: int) -> Iterator[tuple[sock
     token = folder / "token"
     token.write_text(os.urandom(16).hex())
     token.chmod(0o600)
+    with _child(token, nbytes, count) as ports:
+        tier = open_tier(_options(token, peers=[f"127.0.0.1:{ports[1]}"]), where="bench")
+        try:
+            with socket.create_connection(("127.0.0.1", int(ports[0])), _PATIENCE_S) as bare:
+                yield bare, tier
+        finally:
+            tier.close()
+
+
+@contextmanager
+def sending_process(folder: Path, nbytes: int, count: int) -> Iterator[str]:
+    """Yield the address of a process that sends `count` values of `nbytes` for each byte that it receives, to one
+    connection."""
+    token = folder / "sender"
+    token.write_text(os.urandom(16).hex())
+    token.chmod(0o600)
+    with _child(token, nbytes, count) as ports:
+        yield f"127.0.0.1:{ports[0]}"
+
+
+def free_address() -> str:
+    """Return an address of this machine that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@contextmanager
+def _child(token: Path, nbytes: int, count: int) -> Iterator[list[str]]:
+    """The other process: yields its two ports."""
     command = [sys.executable, "-m", __spec__.name, str(token), str(nbytes), str(count)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         try:
@@ -145,12 +174,7 @@ def _other_process(folder: Path, nbytes: int, count: int) -> Iterator[tuple[sock
             ports = child.stdout.readline().split()
             if len(ports) != 2:
                 raise BenchFailed("the other process did not start")
-            tier = open_tier(_options(token, peers=[f"127.0.0.1:{ports[1]}"]), where="bench")
-            try:
-                with socket.create_connection(("127.0.0.1", int(ports[0])), _PATIENCE_S) as bare:
-                    yield bare, tier
-            finally:
-                tier.close()
+            yield ports
         finally:
             child.kill()
 
@@ -162,13 +186,12 @@ def _options(token: Path, *, listen: str = "", peers: Sequence[str] = ()) -> Pee
 def _hold(token: Path, nbytes: int, count: int) -> None:
     """The other process. Ends with its standard input."""
     node = HeldObjects(nbytes, count)
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-        probe.close()
-        tier = open_tier(_options(token, listen=f"127.0.0.1:{port}"), where="bench")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = free_address()
+        tier = open_tier(_options(token, listen=address), where="bench")
         tier.attach(node)
         threading.Thread(target=_send, args=(listener, node), daemon=True).start()
-        sys.stdout.write(f"{listener.getsockname()[1]} {port}\n")
+        sys.stdout.write(f"{listener.getsockname()[1]} {address.rpartition(':')[2]}\n")
         sys.stdout.flush()
         sys.stdin.read()
 

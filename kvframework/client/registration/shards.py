@@ -1,10 +1,11 @@
-"""Shards: objects whose names and bytes do not depend on the sizes to which an engine splits its model. Engine side, pure.
+"""Shards: objects whose names and bytes do not depend on the sizes to which an engine splits its model. Engine side,
+pure.
 
 The operator's `tp_lcm` and `pp_lcm` are common multiples of the tensor- and pipeline-parallel sizes of the fleet. A
 model of H KV heads and N layers has S = gcd(tp_lcm, H) shards of heads times Q = gcd(pp_lcm, N) of layers: what one
-rank would hold if the model were split that far. Shard (s, q) has the heads from s * H / S and the layers from q * N / Q on,
-is named as rank q * S + s of S * Q, and holds the canonical objects of such a rank. An engine's rank holds whole
-shards, several or one, which other ranks may hold, too (MLA, and more ranks than KV heads).
+rank would hold if the model were split that far. Shard (s, q) has the heads from s * H / S and the layers from
+q * N / Q on, is named as rank q * S + s of S * Q, and holds the canonical objects of such a rank. An engine's rank
+holds whole shards, several or one, which other ranks may hold, too (MLA, and more ranks than KV heads).
 """
 
 from __future__ import annotations

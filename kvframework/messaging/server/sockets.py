@@ -85,7 +85,8 @@ class Listeners:
 
 
 def bound_tcp(router: frames_io.Socket, endpoint: str) -> socket.socket:
-    """Bind to a tcp:// endpoint, and return another descriptor of the socket on which ZMQ listens. ZMQ names its own in one event only."""
+    """Bind to a tcp:// endpoint, and return another descriptor of the socket on which ZMQ listens. ZMQ names its own in
+    one event only."""
     from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which only this needs
 
     router.setsockopt(zmq.BACKLOG, BACKLOG)

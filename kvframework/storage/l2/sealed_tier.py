@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from kvframework.api.codec import NO_CODEC
 from kvframework.api.copying import joined
@@ -37,6 +39,7 @@ DELETE_AT_ONCE = 256
 # Unknown codecs that are logged by name: any client of the store may have written these names.
 MAX_FOREIGN = 64
 MAX_PROBLEMS = 16
+MAX_DETAILS_BYTES = 64 << 10
 
 
 class L2Store:
@@ -85,6 +88,7 @@ class L2Store:
         self._foreign: set[str] = set()
         self._usage: TierUsage | None = None
         self._problems: list[str] = []
+        self._details: Mapping[str, object] = {}
         # Bytes that are being written.
         self._taken = 0
         self._room = threading.Lock()
@@ -268,7 +272,7 @@ class L2Store:
     def check_steps(self) -> Steps[None]:
         """Check that the tier works, unless it has just shown it, and how full it is. Raises nothing. The caller
         ensures that no write waits."""
-        self._collect_problems()
+        self._ask_for_facts()
         try:
             stale = self._clock() - self._calls.answered_at >= CHECK_EVERY_S
             if stale and not (yield from self.answers_steps()):
@@ -295,6 +299,7 @@ class L2Store:
             "codec": self._codec,
             "read_only": self.read_only,
             "problems": self._problems,
+            "details": self._details,
             "capabilities": sorted(self.capabilities),
             "usage": usage and {"used_bytes": int(usage.used_bytes), "capacity_bytes": int(usage.capacity_bytes)},
             **self._calls.status(),
@@ -336,6 +341,10 @@ class L2Store:
         self.on_damaged(key)
         if self.read_only:
             log.warning("tier %s: a value is unusable: %s (key %s)", self.name, problem, key.hex())
+            try:
+                self._tier.rejected(key)
+            except Exception:
+                log.exception("tier %s: its `rejected` failed", self.name)
             return
         log.warning("tier %s: a value is unusable and is deleted: %s (key %s)", self.name, problem, key.hex())
         try:
@@ -343,11 +352,20 @@ class L2Store:
         except TierError:
             log.debug("tier %s: could not delete it", self.name)
 
-    def _collect_problems(self) -> None:
+    def _ask_for_facts(self) -> None:
+        """For the status: what the tier says of itself, which a bug of it keeps from nobody."""
         try:
             self._problems = [str(each) for each in list(self._tier.problems())[:MAX_PROBLEMS]]
         except Exception as error:  # noqa: BLE001  a bug of the plugin
             self._problems = [f"its `problems` raised {type(error).__name__}"]
+        try:
+            told = msgspec.json.encode(self._tier.status())
+            if len(told) > MAX_DETAILS_BYTES:
+                raise ValueError(f"{len(told)} bytes")
+            self._details = msgspec.json.decode(told, type=dict[str, Any])
+        except Exception as error:  # noqa: BLE001  a bug of the plugin
+            self._problems.append(f"its `status` raised {type(error).__name__}")
+            self._details = {}
 
     @property
     def _keeps_room(self) -> bool:
