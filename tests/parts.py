@@ -44,6 +44,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "doctor/test_peers.py",
         "doctor/test_plugins.py",
         "doctor/test_redis.py",
+        "doctor/test_s3.py",
         "doctor/test_storage.py",
         "events/test_paths.py",
         "events/test_restart.py",
@@ -119,7 +120,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "scaffold",
     ),
     # The S3 tier on real servers, from their wheels.
-    "s3": ("plugins/test_kvf_s3_servers.py", "tiers/test_s3_faults.py"),
+    "s3": ("cli/test_demo_s3.py", "plugins/test_kvf_s3_servers.py", "tiers/test_s3_faults.py"),
     # Engines that the other parts do without: their examples and models.
     "engines": ("engines",),
     # Indexers of cache-aware routers, from their wheels.

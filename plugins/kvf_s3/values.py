@@ -13,6 +13,7 @@ from typing import Any
 import obstore
 
 from kvf_s3.failures import LATE, Failure, no_bucket, understood
+from kvframework.api.copying import copy_bytes
 from kvframework.api.tier import Outcome
 
 # Of a body, as it is received: below 1 MiB each piece costs more than its copy.
@@ -23,39 +24,48 @@ _TRIES = 3
 _RELEASE_EVERY_S = 0.0005
 
 
+async def asked(request: Any) -> Any:
+    """What an awaitable of obstore gives; its exception is returned, without frames: obstore's threads keep one for a
+    moment, and the caller's memory would stay lent as long as it has the frames that it passed."""
+    try:
+        return await request
+    except Exception as error:  # noqa: BLE001  whatever obstore raises
+        return error.with_traceback(None)
+
+
 async def find(store: Any, name: str) -> Outcome | Failure:
     """FOUND or MISSING."""
-    try:
-        await obstore.head_async(store, name)
-    except FileNotFoundError:
+    answer = await asked(obstore.head_async(store, name))
+    if isinstance(answer, FileNotFoundError):
         return Outcome.MISSING
-    return Outcome.FOUND
+    return understood(answer) if isinstance(answer, Exception) else Outcome.FOUND
 
 
 async def receive(store: Any, name: str, parts: Sequence[memoryview], deadline: float) -> int | Outcome | Failure:
     """Bytes received into `parts`, MISSING, or DAMAGED for a value that is longer. A body that breaks off, as that of a
     value that is replaced meanwhile, is asked for again."""
     room = sum(part.nbytes for part in parts)
-    for turn in range(_TRIES):
-        try:
-            answer = await obstore.get_async(store, name)
-        except FileNotFoundError as error:
-            return understood(error) if no_bucket(error) else Outcome.MISSING
+    received: int | Outcome | Failure = LATE
+    for _ in range(_TRIES):
+        answer = await asked(obstore.get_async(store, name))
+        if isinstance(answer, FileNotFoundError) and not no_bucket(answer):
+            return Outcome.MISSING
+        if isinstance(answer, Exception):
+            return understood(answer)
         if answer.meta["size"] > room:
             return Outcome.DAMAGED
-        try:
-            return await _fill(answer, parts, deadline)
-        except Exception:
-            if turn == _TRIES - 1:
-                raise
-    raise AssertionError("the loop returns or raises")
+        received = await _fill(answer, parts, deadline)
+        if received is LATE or not isinstance(received, Failure):
+            break
+    return received
 
 
 async def _fill(answer: Any, parts: Sequence[memoryview], deadline: float) -> int | Outcome | Failure:
     places = [part.cast("B") for part in parts if part.nbytes]
+    stream = aiter(answer.stream(min_chunk_size=PIECE_BYTES))
     now, received = asyncio.get_running_loop().time, 0
     try:
-        async for piece in answer.stream(min_chunk_size=PIECE_BYTES):
+        while not isinstance(piece := await asked(anext(stream)), Exception):
             with memoryview(piece) as source:
                 at = 0
                 while at < len(source):
@@ -64,7 +74,7 @@ async def _fill(answer: Any, parts: Sequence[memoryview], deadline: float) -> in
                     if not places:
                         return Outcome.DAMAGED
                     step = min(len(source) - at, len(places[0]), PIECE_BYTES)
-                    places[0][:step] = source[at : at + step]
+                    copy_bytes(places[0][:step], source[at : at + step])
                     rest = places[0][step:]
                     places.pop(0).release()
                     if rest:
@@ -74,7 +84,7 @@ async def _fill(answer: Any, parts: Sequence[memoryview], deadline: float) -> in
     finally:
         for place in places:
             place.release()
-    return received
+    return received if isinstance(piece, StopAsyncIteration) else understood(piece)
 
 
 async def send(store: Any, name: str, parts: Sequence[memoryview]) -> Outcome | Failure:
@@ -83,12 +93,10 @@ async def send(store: Any, name: str, parts: Sequence[memoryview]) -> Outcome | 
         return Failure("a value is larger than a request may be", full=True)
     lent = [memoryview(part).cast("B") for part in parts if part.nbytes]
     try:
-        await obstore.put_async(store, name, lent or b"", use_multipart=False)
-    except FileNotFoundError as error:
-        return understood(error)
+        answer = await asked(obstore.put_async(store, name, lent or b"", use_multipart=False))
     finally:
         await _returned(lent)
-    return Outcome.STORED
+    return understood(answer) if isinstance(answer, Exception) else Outcome.STORED
 
 
 async def remove(store: Any, name: str) -> Outcome | Failure:
@@ -96,11 +104,10 @@ async def remove(store: Any, name: str) -> Outcome | Failure:
     found = await find(store, name)
     if found is not Outcome.FOUND:
         return found
-    try:
-        await obstore.delete_async(store, name)
-    except FileNotFoundError:
+    answer = await asked(obstore.delete_async(store, name))
+    if isinstance(answer, FileNotFoundError):
         return Outcome.MISSING
-    return Outcome.DELETED
+    return understood(answer) if isinstance(answer, Exception) else Outcome.DELETED
 
 
 async def _returned(lent: Sequence[memoryview]) -> None:

