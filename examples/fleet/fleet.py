@@ -13,10 +13,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from parts import Engine, Node, Part, Store, free_ports
 
@@ -28,12 +29,17 @@ BACK_S = 60.0
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request cost: seconds until its first token, tokens computed that had been computed before, and where the
-    others came from."""
+    """What requests cost: the seconds until each one's first token, the tokens computed that had been computed before,
+    where the others came from, and when the last answer came."""
 
-    ttft_s: float
+    ttfts_s: list[float]
     recomputed: int
-    source: str
+    sources: str
+    ended: float
+
+    @property
+    def mean(self) -> str:
+        return ms(sum(self.ttfts_s) / len(self.ttfts_s))
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Cost:
     the part answers again to a request that is served as `before`."""
 
     before: Asked
-    after: list[Asked]
+    after: Asked
     back_s: float
 
 
@@ -68,31 +74,42 @@ class Fleet:
             stack.callback(part.kill)
             print(f"{part.name} answers after {part.start():.1f} s", flush=True)
 
-    def ask(self, engine: Engine, prompt: list[int]) -> Asked:
+    def ask(self, engine: Engine, prompts: list[list[int]]) -> Asked:
+        """Ask one after the other."""
         before = engine.node.hits()
-        answer = engine.ask(prompt)
+        answers = [self.answer(engine, prompt) for prompt in prompts]
+        ended = time.monotonic()
         after = engine.node.hits()
+        hits = sum(answer["hit_tokens"] for answer in answers)
+        tiers = ", ".join(name for name in after if after[name] > before.get(name, 0))
+        sources = tiers or "own L1" if hits else "computed"
+        recomputed = sum(len(prompt) - 1 for prompt in prompts) - hits
+        return Asked([answer["ttft_s"] for answer in answers], recomputed, sources, ended)
+
+    def answer(self, engine: Engine, prompt: list[int]) -> dict[str, Any]:
+        answer = engine.ask(prompt)
         self.requests += 1
         if "error" in answer:
             self.errors += 1
             print(f"{engine.name}: {answer['error']}", flush=True)
-            return Asked(0.0, 0, "error")
+            return {"ttft_s": 0.0, "hit_tokens": 0}
         self.wrong += answer["wrong"]
-        tiers = [name for name in after if after[name] > before.get(name, 0)]
-        source = " + ".join(tiers) or "own L1" if answer["hit_tokens"] else "computed"
-        return Asked(answer["ttft_s"], len(prompt) - 1 - answer["hit_tokens"], source)
+        return answer
 
-    def computed(self, engine: Engine, count: int = AFTER + 1, chunks: int = CHUNKS) -> Iterator[list[int]]:
+    def computed(self, engine: Engine, count: int = AFTER + 1, chunks: int = CHUNKS) -> list[list[int]]:
         """New prompts that this engine has computed: in L1 of its node, and in S3."""
         prompts = [random.choices(range(32000), k=chunks * CHUNK + 1) for _ in range(count)]
         for prompt in prompts:
-            self.ask(engine, prompt)
-        wait_until(engine.node.written, f"the writes of {engine.node.name}")
-        return iter(prompts)
+            self.answer(engine, prompt)
+        deadline = time.monotonic() + BACK_S
+        while not engine.node.written():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{engine.node.name} has not written within {BACK_S:.0f} s")
+        return prompts
 
-    def only_in_s3(self) -> Iterator[list[int]]:
+    def only_in_s3(self) -> list[list[int]]:
         prompts = self.computed(self.a1)
-        self.old = next(self.computed(self.a1, 1, chunks=1))
+        (self.old,) = self.computed(self.a1, 1, chunks=1)
         self.a.empty()
         self.b.empty()
         return prompts
@@ -104,20 +121,20 @@ class Fleet:
 
     def new_of_a(self) -> list[int]:
         """A new prompt that an engine of node A has computed."""
-        return next(self.computed(self.a1, 1, chunks=1))
+        return self.computed(self.a1, 1, chunks=1)[0]
 
     # where hits come from
 
     def sources(self) -> dict[str, Asked]:
-        (prompt,) = self.computed(self.a1, 1)
+        prompts = self.computed(self.a1, 1)
         found = {
-            "no node has it": self.ask(self.a1, random.choices(range(32000), k=len(prompt))),
-            "an engine of this node has computed it": self.ask(self.a2, prompt),
-            "an engine of another node has": self.ask(self.b1, prompt),
+            "no node has it": self.ask(self.a1, [random.choices(range(32000), k=len(prompts[0]))]),
+            "an engine of this node has computed it": self.ask(self.a2, prompts),
+            "an engine of another node has": self.ask(self.b1, prompts),
         }
         self.a.empty()
         self.b.empty()
-        return found | {"the nodes that had it were emptied": self.ask(self.b2, prompt)}
+        return found | {"the nodes that had it were emptied": self.ask(self.b2, prompts)}
 
     # failures
 
@@ -153,21 +170,20 @@ class Fleet:
     def cost(
         self,
         engine: Engine,
-        prompts: Iterator[list[int]],
+        prompts: list[list[int]],
         fail: Callable[[], object],
         mend: Callable[[], object],
         probe: Callable[[], list[int]],
     ) -> Cost:
-        before = self.ask(engine, next(prompts))
+        before = self.ask(engine, prompts[:1])
         fail()
-        after = [self.ask(engine, next(prompts)) for _ in range(AFTER)]
+        after = self.ask(engine, prompts[1:])
         mend()
         began = time.monotonic()
-        while self.ask(engine, probe()).source != before.source:
+        while (asked := self.ask(engine, [probe()])).sources != before.sources:
             if time.monotonic() > began + BACK_S:
-                raise SystemExit(f"{engine.name} has no hit from {before.source} for {BACK_S:.0f} s")
-            time.sleep(0.1)
-        return Cost(before, after, time.monotonic() - began)
+                raise SystemExit(f"{engine.name} has no hit from {before.sources} for {BACK_S:.0f} s")
+        return Cost(before, after, asked.ended - began)
 
 
 FAILURES: dict[str, Callable[[Fleet], Cost]] = {
@@ -182,16 +198,8 @@ FAILURES: dict[str, Callable[[Fleet], Cost]] = {
 }
 
 
-def wait_until(done: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + BACK_S
-    while not done():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{what} took longer than {BACK_S:.0f} s")
-        time.sleep(0.02)
-
-
-def ms(*asked: Asked) -> str:
-    return f"{sum(each.ttft_s for each in asked) / len(asked) * 1000:.0f} ms"
+def ms(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms"
 
 
 def main() -> None:
@@ -202,15 +210,15 @@ def main() -> None:
         fleet = Fleet(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvf-"))), stack)
         print(f"\n| {CHUNKS * CHUNK} tokens of a prompt | come from | first token | recomputed |\n|---|---|---|---|")
         for what, asked in fleet.sources().items():
-            print(f"| {what} | {asked.source} | {ms(asked)} | {asked.recomputed} |", flush=True)
+            print(f"| {what} | {asked.sources} | {asked.mean} | {asked.recomputed} |", flush=True)
         print(f"\n| what fails | before | first request | mean of {AFTER} | they come from | recomputed | back after |")
         print("|---|---|---|---|---|---|---|")
         for what, fail in FAILURES.items():
             cost = fail(fleet)
-            sources = ", ".join(sorted({each.source for each in cost.after}))
-            recomputed = f"{sum(each.recomputed for each in cost.after)} of {AFTER * CHUNKS * CHUNK}"
-            before = f"{ms(cost.before)}, {cost.before.source}"
-            cells = (what, before, ms(cost.after[0]), ms(*cost.after), sources, recomputed, f"{cost.back_s:.1f} s")
+            before, after = f"{cost.before.mean}, {cost.before.sources}", cost.after
+            recomputed = f"{after.recomputed} of {AFTER * CHUNKS * CHUNK}"
+            back = f"{cost.back_s:.1f} s"
+            cells = (what, before, ms(after.ttfts_s[0]), after.mean, after.sources, recomputed, back)
             print(f"| {' | '.join(cells)} |", flush=True)
         corrupt = sum(tier.get("corrupt", 0) for node in (fleet.a, fleet.b) for tier in node.status()["l2"])
     counted = f"{fleet.errors} errors, {fleet.wrong} wrong elements, {corrupt} corrupt values"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import select
@@ -18,21 +17,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvframework.client.status_source import StatusSource
-from kvframework.errors import KVFrameworkError
-
 HERE = Path(__file__).resolve().parent
 START_S = 90.0
 ANSWER_S = 60.0
+CLI = (sys.executable, "-m", "kvframework.cli.main")
 # The nodes find them where a container or a unit would have them.
 KEY = {"AWS_ACCESS_KEY_ID": "fleet", "AWS_SECRET_ACCESS_KEY": secrets.token_hex(16)}
 
-# A server that is killed is no news here.
-logging.getLogger("kvframework").addHandler(logging.NullHandler())
-
 
 class Part:
-    """One process; its log lies in `folder`."""
+    """One process; its log lies in `folder`, and what it prints, too, unless it is `piped`."""
+
+    piped = False
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name = name
@@ -51,8 +47,9 @@ class Part:
         """Start it, wait until it answers, and return the seconds that this took."""
         began = time.monotonic()
         with open(self.folder / f"{self.name}.log", "ab") as log:
+            output = subprocess.PIPE if self.piped else log
             self.process = subprocess.Popen(
-                self.command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=os.environ | KEY
+                self.command(), stdin=subprocess.PIPE, stdout=output, stderr=log, env=os.environ | KEY
             )
         self._wait()
         return time.monotonic() - began
@@ -151,21 +148,21 @@ class Node(Part):
             "l2.0.peers": json.dumps(peers),
             "l2.1.endpoint": f"http://127.0.0.1:{store.port}",
         }
-        self.source = StatusSource(self.endpoint, 30.0, name="fleet")  # a busy machine may be slow
 
     def command(self) -> list[str]:
-        program = [sys.executable, "-m", "kvframework.cli.main"]
         sets = [word for key, value in self.settings.items() for word in ("--set", f"{key}={value}")]
-        return [*program, "serve", "--config", str(HERE / f"{self.name}.toml"), *sets]
+        return [*CLI, "serve", "--config", str(HERE / f"{self.name}.toml"), *sets]
 
     def up(self) -> bool:
-        with contextlib.suppress(KVFrameworkError):
+        with contextlib.suppress(subprocess.CalledProcessError):
             return bool(self.status())
         return False
 
     def status(self) -> dict[str, Any]:
-        """The status document. Raises `KVFrameworkError`."""
-        document: dict[str, Any] = json.loads(self.source.ask())
+        """The status document. Raises `CalledProcessError` if the server does not answer within 10 seconds."""
+        command = [*CLI, "status", "--json", "--endpoint", self.endpoint, "--timeout", "10"]
+        done = subprocess.run(command, check=True, capture_output=True)
+        document: dict[str, Any] = json.loads(done.stdout)
         return document
 
     def hits(self) -> dict[str, int]:
@@ -178,16 +175,13 @@ class Node(Part):
 
     def empty(self) -> None:
         """Drop L1; what is in S3 stays."""
-        program = [sys.executable, "-m", "kvframework.cli.main"]
-        subprocess.run([*program, "clear", "--yes", "--endpoint", self.endpoint], check=True, stdout=subprocess.DEVNULL)
-
-    def kill(self) -> None:
-        super().kill()
-        self.source.close()
+        subprocess.run([*CLI, "clear", "--yes", "--endpoint", self.endpoint], check=True, stdout=subprocess.DEVNULL)
 
 
 class Engine(Part):
     """An engine of a node, asked by its standard input."""
+
+    piped = True
 
     def __init__(self, name: str, folder: Path, node: Node) -> None:
         super().__init__(name, folder)

@@ -31,6 +31,7 @@ def printed() -> str:
     command = [sys.executable, str(FOLDER / "fleet.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)  # `-s` shows the figures for docs/fleet.md
     return done.stdout
 
 
