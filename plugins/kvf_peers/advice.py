@@ -39,7 +39,7 @@ def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> l
 
 
 def _advertised(settings: Settings, known: dict[Address, Welcome]) -> Iterator[Finding]:
-    """Whether the address that others are told leads here; said only if this node runs."""
+    """Whether the address in the hints leads here; without a finding if this node does not run."""
     here, told = settings.listen, settings.advertise
     if here not in known or told not in known or here == told:
         return

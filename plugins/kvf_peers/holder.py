@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from kvf_peers.messages import (
     FromReader,
     Get,
     ProtocolError,
+    printable,
     split_keys,
 )
 from kvf_peers.settings import Address, Settings
@@ -160,21 +162,35 @@ class Holder:
 
     def _serve(self, wire: Wire, served: Served) -> None:
         try:
-            admit(wire, self._settings, self._node, time.monotonic() + _HELLO_S)
+            if not self._admits(wire, served.host):
+                return
             self._connections.welcome(wire)
             while not self._closing.is_set():
                 served.idle_since = time.monotonic()
                 request: Ask | Get = wire.read(FromReader, time.monotonic() + _IDLE_S)  # type: ignore[arg-type]
                 served.idle_since = None
                 self._answer(wire, request)
-        except (NotTrusted, ConfigFieldError) as error:
-            self._connections.refuse(served.host, error.fact if isinstance(error, ConfigFieldError) else str(error))
         except (OSError, EOFError, ProtocolError) as error:
             log.debug("a connection to %s ended: %s", self._listen, explain(error))
         except Exception:
             log.exception("a loan failed")
         finally:
             self._connections.end(wire)
+
+    def _admits(self, wire: Wire, host: str) -> bool:
+        """False for a stranger, whose words are remembered; not for one that says nothing, as probes do."""
+        try:
+            admit(wire, self._settings, self._node, time.monotonic() + _HELLO_S)
+        except ConfigFieldError as error:
+            self._connections.refuse(host, error.fact)
+        except ssl.SSLEOFError:
+            raise
+        except (ProtocolError, ssl.SSLError) as error:
+            reason = explain(error) if isinstance(error, NotTrusted) else f"it is no node: {explain(error)}"
+            self._connections.refuse(host, printable(reason))
+        else:
+            return True
+        return False
 
     def _answer(self, wire: Wire, request: Ask | Get) -> None:
         if isinstance(request, Ask):

@@ -120,8 +120,8 @@ def _check_network(options: PeersOptions, where: str, used: tuple[Address, ...],
 
 
 class Tls:
-    """The TLS contexts of both directions, `reader` and `holder`. Made anew for connections that begin after the files
-    have changed; as long as these cannot be used, the former ones are."""
+    """The TLS contexts of both directions, `reader` and `holder`. Connections that begin after the files
+    have changed get new ones; as long as the files cannot be used, the former ones."""
 
     def __init__(self, options: PeersOptions, where: str) -> None:
         """Raises `ConfigFieldError`."""

@@ -1,4 +1,4 @@
-"""The options, checked and turned into a store of obstore. Asks nobody, connects to nothing.
+"""The options, checked and turned into a store of obstore. Connects to nothing.
 
 No error text of this module holds a credential.
 """

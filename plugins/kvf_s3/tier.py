@@ -196,7 +196,7 @@ class S3Tier(Tier):
         listing = pages(self._store, self._address)
 
         async def page() -> list[list[TierEntry] | Failure | None]:
-            return await ask_each([b""], lambda _: anext_or_none(listing), at_once=1, deadline=deadline)
+            return await ask_each([b""], lambda _: anext(listing, None), at_once=1, deadline=deadline)
 
         while True:
             (entries,) = self._run(page, deadline)
@@ -205,13 +205,6 @@ class S3Tier(Tier):
             if entries is None:
                 return
             yield from entries
-
-
-async def anext_or_none(listing: Any) -> Any:
-    """The next item of an asynchronous iterator; None: there is none."""
-    async for each in listing:
-        return each
-    return None
 
 
 def _check_lengths(keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]]) -> None:

@@ -1,5 +1,5 @@
 """The S3 tier without a real server: names, options, what failures are, and how calls end. Real servers are in
-`test_kvf_s3_servers.py`."""
+tests/s3."""
 
 from __future__ import annotations
 

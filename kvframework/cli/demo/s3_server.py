@@ -57,7 +57,7 @@ class S3Site:
         return self.ask("PUT", f"/{BUCKET}") in (200, 409) and self.ask("PUT", f"/{BUCKET}/ready", b"1") == 200
 
     def ask(self, method: str, path: str, body: bytes = b"") -> int:
-        """The status of a request without credentials; 0: nobody answers."""
+        """The status of a request without credentials; 0: no answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         with closing(connection), suppress(OSError, http.client.HTTPException):
             connection.request(method, path, body)

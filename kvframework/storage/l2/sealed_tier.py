@@ -353,7 +353,7 @@ class L2Store:
             log.debug("tier %s: could not delete it", self.name)
 
     def _ask_for_facts(self) -> None:
-        """For the status: what the tier says of itself, which a bug of it keeps from nobody."""
+        """For the status: what the tier says of itself. A bug of it is a problem there, and raises nothing."""
         try:
             self._problems = [str(each) for each in list(self._tier.problems())[:MAX_PROBLEMS]]
         except Exception as error:  # noqa: BLE001  a bug of the plugin
