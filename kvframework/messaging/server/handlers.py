@@ -41,8 +41,8 @@ MAX_BYTES_IN_FLIGHT = 2 * MAX_BUFFER_BYTES
 
 
 class InFlight:
-    """Runs handlers and answers for them. `wake`, called from other threads than the serving one, makes the serving loop
-    call `collect()`."""
+    """Runs handlers and answers for them. `wake`, called from other threads than the serving one, makes the serving
+    loop call `collect()`."""
 
     def __init__(
         self,
