@@ -119,20 +119,14 @@ class Holder:
 
     def _bound(self) -> socket.socket | None:
         """The listening socket; None, with a `problem`, if there is none now."""
-        listener = None
         try:
-            found = socket.getaddrinfo(*self._listen, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            listener = socket.socket(found[0][0], socket.SOCK_STREAM)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(found[0][4])
+            listener = bound(self._listen)
             listener.listen(_BACKLOG)
         except OSError as error:
             fact = f"nothing is lent: {self._listen}: {explain(error)}"
             if not self.problem:
                 log.error("%s", fact)
             self.problem = fact
-            if listener is not None:
-                listener.close()
             return None
         self.problem = ""
         log.info("lends L1 to other nodes at %s", self._listen)
