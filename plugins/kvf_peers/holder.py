@@ -119,6 +119,7 @@ class Holder:
 
     def _bound(self) -> socket.socket | None:
         """The listening socket; None, with a `problem`, if there is none now."""
+        listener = None
         try:
             listener = bound(self._listen)
             listener.listen(_BACKLOG)
@@ -127,6 +128,8 @@ class Holder:
             if not self.problem:
                 log.error("%s", fact)
             self.problem = fact
+            if listener is not None:
+                listener.close()
             return None
         self.problem = ""
         log.info("lends L1 to other nodes at %s", self._listen)
@@ -222,3 +225,16 @@ class Holder:
     def _count(self, **amounts: int) -> None:
         with self._lock:
             self._lent.update(amounts)
+
+
+def bound(address: Address) -> socket.socket:
+    """A socket bound to the `listen` of a node; the caller closes it. Raises `OSError`."""
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(found[0][4])
+    except OSError:
+        sock.close()
+        raise
+    return sock
