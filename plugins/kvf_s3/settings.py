@@ -28,6 +28,14 @@ _RETRIES = {
     "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
 }
 
+# What obstore says of settings, and what it means; the first that fits.
+_SETTINGS = {
+    "MissingAccessKeyId": "AWS_SECRET_ACCESS_KEY is set, and AWS_ACCESS_KEY_ID is not",
+    "MissingSecretAccessKey": "AWS_ACCESS_KEY_ID is set, and AWS_SECRET_ACCESS_KEY is not",
+    "certificate": "the certificates cannot be used",
+    "Missing": "something is missing in the environment",
+}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -102,7 +110,7 @@ def _read(path: str, where: str) -> bytes:
 
 
 def _hint(error: Exception) -> str:
-    for words in ("MissingAccessKeyId", "MissingSecretAccessKey", "certificate", "Missing"):
+    for words, meaning in _SETTINGS.items():
         if words in str(error):
-            return {"certificate": "the certificates cannot be used"}.get(words, f"{words} in the environment")
+            return meaning
     return understood(error).fact
