@@ -90,7 +90,7 @@ def _address(text: str, where: str) -> Address:
     try:
         return parse_address(text)
     except ValueError as error:
-        raise ConfigFieldError(str(error), where=where, hint='write "10.0.0.7:9310"') from None
+        raise ConfigFieldError(str(error), where=where, hint='write "10.0.0.7:9311"') from None
 
 
 def _check_hints(options: PeersOptions, where: str) -> None:
