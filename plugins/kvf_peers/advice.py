@@ -36,7 +36,8 @@ def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> l
     failed = {address: why for address, why in zip(asked, answers, strict=True) if isinstance(why, Exception)}
     apart = {address: failed.pop(address) for address, why in [*failed.items()] if isinstance(why, _NO_TRUST)}
     findings = [_network(settings)]
-    if own is not None and failed.pop(own, None):
+    if own is not None and own in failed:
+        del failed[own]
         findings += _listens(own)
     findings += [*_reachable(known, failed), *_trusted(apart), *_agreement(known), *_advertised(settings, known)]
     return [*findings, _hints(settings, until)] if options.hints else findings

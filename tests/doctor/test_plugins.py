@@ -51,8 +51,8 @@ def kvf_tiers():
         return TierProvider(name=name, summary=name, create=print, diagnose=diagnose, **fields)
     return [
         tier("seen", seen), tier("raises", raises), tier("breaks", breaks), tier("dies", dies), tier("hangs", hangs),
-        tier("lingers", lingers), tier("nonsense", nonsense), tier("text", text), tier("nothing", nothing), tier("single", single),
-        tier("quiet", None), tier("absent", seen, probe=lambda: "no such device"),
+        tier("lingers", lingers), tier("nonsense", nonsense), tier("text", text), tier("nothing", nothing),
+        tier("single", single), tier("quiet", None), tier("absent", seen, probe=lambda: "no such device"),
     ]
 @hookimpl
 def kvf_memories():
