@@ -83,7 +83,9 @@ def _s3(options: S3Options, address: Address, config: dict[str, Any], where: str
         problem = file.problem()
         if problem:
             place = "credentials_file" if options.credentials_file else "profile"
-            raise ConfigFieldError(problem, where=f"{where}.{place}", hint="the server's user must be able to read it")
+            unread = "cannot be read" in problem
+            hint = "the server's user must be able to read it" if unread else "correct profile, or the file"
+            raise ConfigFieldError(problem, where=f"{where}.{place}", hint=hint)
         config["credential_provider"] = file
     return S3Store(address.bucket, **config)
 
