@@ -22,6 +22,7 @@ from kvframework.errors import KVFrameworkError
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 4, 256, 16, 4, 64  # 8 KiB a token
 PREFILL_TOKENS_S = 8000
 LOAD_S = 2.0  # for L2; a tier's own timeout_s is shorter
+torch.set_num_threads(1)  # several wait for each other, for seconds where the machine is busy
 
 
 class Engine:

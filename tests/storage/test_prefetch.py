@@ -61,6 +61,24 @@ def test_a_tier_that_is_down_is_passed_over(make_node: Callable[..., Node]) -> N
     assert node.read(K[:6])
 
 
+def test_no_load_tries_a_tier_that_failed_but_a_thread_of_its_own(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:4])])
+    node.tier.down = True
+    while node.stores[0].state == "closed":
+        node.load(K[:4])
+    questions = len(node.tier.asked("contains"))
+
+    def tried(times: int) -> bool:
+        assert node.load(K[:4]).loaded == 0
+        return [name for name, _ in node.tier.calls].count("ping") >= times
+
+    wait_until(lambda: tried(4), what="the tier to be tried several times")
+    assert len(node.tier.asked("contains")) == questions, "a load waited for a tier that had failed"
+    node.tier.down = False
+    wait_until(lambda: node.stores[0].state == "closed", what="the circuit to close")
+    assert node.load(K[:4]).loaded == 4
+
+
 def test_selects_what_is_worth_having(make_node: Callable[..., Node]) -> None:
     node = make_node(tiers=[filled(K[:3] + K[4:8])])
     asked: list[list[bool]] = []

@@ -218,6 +218,7 @@ class Loader:
                 break
             yield AskNext(store)
             try:
+                store.spare_the_request("contains")
                 asking = store.contains_steps([task.keys[index] for index in ask])
                 found = yield from self._noted(task, store, "contains", len(ask), asking)
             except TierError:
@@ -268,6 +269,7 @@ class Loader:
         good: list[bool] = []
         elsewhere: list[int] = []
         try:
+            store.spare_the_request("get_into")
             for index in batch:
                 place = yield from do(self._l1.reserve_load, task.keys[index], task.sizes[index])
                 if place is None:
@@ -311,6 +313,7 @@ class Loader:
             value = bytearray(RECORD_BYTES)
             yield AskNext(store)
             try:
+                store.spare_the_request("get_into")
                 found = yield from store.get_steps([record_key(namespace)], [memoryview(value)])
             except TierError:
                 continue
