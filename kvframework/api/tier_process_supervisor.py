@@ -204,11 +204,12 @@ class TierProcessSupervisor:
 
     def _ended(self, reason: str) -> None:
         with self._state:
+            again = reason == self.last_error  # which is empty once a process has made its tier
             self._backoff.ended(time.monotonic())
             self.last_error = reason
             self._ends += 1
             self._state.notify_all()
-        log.error("tier %s: %s", self._name, reason)
+        log.log(logging.DEBUG if again else logging.ERROR, "tier %s: %s", self._name, reason)
 
     def _forget(self) -> None:
         """Close the connections of a process that has ended; those in use are closed by their callers."""

@@ -1,8 +1,9 @@
-"""The checks of `kvframework doctor` for a Mooncake Store: whether its master listens. Changes nothing."""
+"""The checks of `kvframework doctor` for a Mooncake Store: whether its client can be imported, and its master listens.
+Runs in a process of its own; changes nothing."""
 
 from __future__ import annotations
 
-from kvf_mooncake.client import reach_master
+from kvf_mooncake.client import library, reach_master
 from kvf_mooncake.options import MooncakeOptions
 from kvframework.api.findings import Finding
 from kvframework.api.plugin import TableContext
@@ -11,6 +12,10 @@ from kvframework.errors import TierError
 
 def diagnose(options: MooncakeOptions, context: TableContext, deadline: float) -> list[Finding]:
     """Asks nothing of the master: a client that joins would be one of the store's."""
+    try:
+        library(context.where)
+    except TierError as error:
+        return [Finding("mooncake.client", "fail", error.fact, error.hint)]
     try:
         own_address = reach_master(options, context.where, deadline)
     except TierError as error:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import time
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 from kvf_mooncake.options import MooncakeOptions, place
 from kvf_mooncake.results import in_words
@@ -15,6 +18,7 @@ from kvframework.errors import TierError
 # Bytes in which the client keeps what it copies itself. The tier reads and writes where the values lie.
 _LOCAL_BYTES = 16 << 20
 _CONNECT_S = 1.0
+_SYSTEM = "libibverbs1 librdmacm1 libnuma1 liburing2 (Debian's names)"
 _MODESTY = 15
 # Unless the operator has said otherwise: errors alone to standard error; and over TCP fewer system calls than one for
 # 64 KiB, and one connection to a peer, which stays, instead of four at a time, for each value another: a fifth faster.
@@ -33,11 +37,8 @@ def make_tier(options: MooncakeOptions, where: str) -> MooncakeTier:
     own_address = reach_master(options, where, time.monotonic() + _CONNECT_S)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    try:
-        from mooncake.store import MooncakeDistributedStore, ReplicateConfig
-    except ImportError as error:
-        raise TierError(f"Mooncake's client cannot be imported: {error}", where=where, hint=missing()) from error
-    client = MooncakeDistributedStore()
+    store = library(where)
+    client = store.MooncakeDistributedStore()
     code = client.setup(
         options.host or own_address,
         options.metadata_server,
@@ -56,7 +57,7 @@ def make_tier(options: MooncakeOptions, where: str) -> MooncakeTier:
     # Of this thread, and of those that it starts from now on, which make the calls. They wait by asking without a
     # pause: that takes a processor, which Mooncake's own threads, that move the bytes, may need.
     os.nice(_MODESTY)
-    replication = ReplicateConfig()
+    replication = store.ReplicateConfig()
     replication.replica_num = options.replicas
     return MooncakeTier(client, replication, prefix=options.prefix, where=where)
 
@@ -75,6 +76,15 @@ def reach_master(options: MooncakeOptions, where: str, deadline: float) -> str:
         ) from error
 
 
+def library(where: str) -> ModuleType:
+    """Mooncake's client, imported. Raises `TierError` where it, or a library of the system, is missing."""
+    try:
+        return import_module("mooncake.store")
+    except ImportError as error:
+        hint = f"install {_SYSTEM}" if find_spec("mooncake") else missing()
+        raise TierError(f"Mooncake's client cannot be imported: {error}", where=where, hint=hint) from error
+
+
 def missing() -> str:
     """What to install."""
-    return f"{install_command('mooncake')}, and libibverbs1 librdmacm1 libnuma1 liburing2 (Debian's names)"
+    return f"{install_command('mooncake')}, and install {_SYSTEM}"

@@ -121,10 +121,7 @@ class Holder:
         """The listening socket; None, with a `problem`, if there is none now."""
         listener = None
         try:
-            found = socket.getaddrinfo(*self._listen, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            listener = socket.socket(found[0][0], socket.SOCK_STREAM)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(found[0][4])
+            listener = bound(self._listen)
             listener.listen(_BACKLOG)
         except OSError as error:
             fact = f"nothing is lent: {self._listen}: {explain(error)}"
@@ -228,3 +225,16 @@ class Holder:
     def _count(self, **amounts: int) -> None:
         with self._lock:
             self._lent.update(amounts)
+
+
+def bound(address: Address) -> socket.socket:
+    """A socket bound to the `listen` of a node; the caller closes it. Raises `OSError`."""
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(found[0][4])
+    except OSError:
+        sock.close()
+        raise
+    return sock

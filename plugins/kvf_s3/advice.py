@@ -29,7 +29,8 @@ def diagnose(options: S3Options, context: TableContext, deadline: float) -> list
         advice = answer.hint or "until it works, the server works without this tier"
         return [Finding("s3.reachable", "fail", f"{settings.shown}: {answer.fact}", advice)]
     took = (time.monotonic() - began) * 1000
-    reached = Finding("s3.reachable", "ok", f"{settings.shown} answers a listing in {took:.0f} ms, connection included")
+    fact = f"{settings.shown} answers a listing in {took:.0f} ms, connection included; writing is not tried"
+    reached = Finding("s3.reachable", "ok", fact)
     return [reached, _strangers(answer, settings.address), _bound(options), _transport(options)]
 
 

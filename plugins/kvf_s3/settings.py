@@ -28,6 +28,14 @@ _RETRIES = {
     "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
 }
 
+# What obstore says of settings, and what it means; the first that fits.
+_SETTINGS = {
+    "MissingAccessKeyId": "AWS_SECRET_ACCESS_KEY is set, and AWS_ACCESS_KEY_ID is not",
+    "MissingSecretAccessKey": "AWS_ACCESS_KEY_ID is set, and AWS_SECRET_ACCESS_KEY is not",
+    "certificate": "the certificates cannot be used",
+    "Missing": "something is missing in the environment",
+}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -75,7 +83,9 @@ def _s3(options: S3Options, address: Address, config: dict[str, Any], where: str
         problem = file.problem()
         if problem:
             place = "credentials_file" if options.credentials_file else "profile"
-            raise ConfigFieldError(problem, where=f"{where}.{place}", hint="the server's user must be able to read it")
+            unread = "cannot be read" in problem
+            hint = "the server's user must be able to read it" if unread else "correct profile, or the file"
+            raise ConfigFieldError(problem, where=f"{where}.{place}", hint=hint)
         config["credential_provider"] = file
     return S3Store(address.bucket, **config)
 
@@ -102,7 +112,7 @@ def _read(path: str, where: str) -> bytes:
 
 
 def _hint(error: Exception) -> str:
-    for words in ("MissingAccessKeyId", "MissingSecretAccessKey", "certificate", "Missing"):
+    for words, meaning in _SETTINGS.items():
         if words in str(error):
-            return {"certificate": "the certificates cannot be used"}.get(words, f"{words} in the environment")
+            return meaning
     return understood(error).fact

@@ -161,12 +161,14 @@ def test_a_tier_that_cannot_be_made_is_a_tier_error_at_once() -> None:
     tier.close()
 
 
-def test_a_store_that_refuses_to_be_opened_says_why() -> None:
+def test_a_store_that_refuses_to_be_opened_says_why_and_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
     tier = HelperTier(refused, NoOptions(), name="refused", where="[[l2]] #1")
-    for _ in range(2):
+    for _ in range(3):
         with pytest.raises(TierError, match="the helper process made no tier: no store here; start it"):
             tier.contains([key("k")], deadline=soon())
     tier.close()
+    said = [each.message for each in caplog.records if each.levelname == "ERROR"]
+    assert said == ["tier refused: the helper process made no tier: no store here; start it"]
 
 
 def test_nothing_arrives_after_the_end_of_a_call() -> None:

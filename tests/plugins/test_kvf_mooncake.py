@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from kvframework.api.plugin import TableContext
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
 from kvframework.registry import PluginRegistry
+from tests.doctor.tables import ask, levels
 from tests.plugins.fake_mooncake import (
     DEAD_PEER,
     FULL,
@@ -294,7 +296,8 @@ def test_a_client_that_holds_the_interpreter_holds_the_helpers(monkeypatch: pyte
     assert beats > 10
 
 
-def test_no_master_is_refused_before_mooncake_is_asked() -> None:
+def test_no_master_is_refused_before_mooncake_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvf_mooncake.advice.library", lambda _where: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         listening = MooncakeOptions(master=f"127.0.0.1:{port}")
@@ -327,6 +330,19 @@ def test_without_mooncake_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     assert provider.shared
     assert provider.probe is not None
     assert "Mooncake is not installed: pip install" in str(provider.probe())
+
+
+def test_the_doctor_finds_that_a_library_of_the_system_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "store.py").write_text("raise ImportError('libibverbs.so.1: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = ask("mooncake", master="127.0.0.1:1")
+    assert levels(found) == {"plugin.usable": "ok", "mooncake.client": "fail"}
+    assert found["mooncake.client"].fact == "Mooncake's client cannot be imported: libibverbs.so.1: cannot open"
+    assert found["mooncake.client"].advice.startswith("install libibverbs1")
 
 
 def test_the_registry_has_it() -> None:

@@ -788,5 +788,9 @@ def test_the_token_is_private_and_long(tmp_path: Path) -> None:
     short.chmod(0o644)
     with pytest.raises(ConfigFieldError, match="other users may read"):
         peers_tier(short, peers=["127.0.0.1:1"])
-    with pytest.raises(ConfigFieldError, match="cannot be read"):
+    with pytest.raises(ConfigFieldError, match="cannot be read") as missing:
         peers_tier(tmp_path / "missing", peers=["127.0.0.1:1"])
+    assert "copy it to all: (umask 077; openssl rand -hex 32 >" in missing.value.hint
+    with pytest.raises(ConfigFieldError, match="cannot be read") as unread:
+        peers_tier(tmp_path, peers=["127.0.0.1:1"])
+    assert "openssl" not in unread.value.hint, "it would overwrite a token that all nodes share"

@@ -173,6 +173,7 @@ def test_a_credentials_file_without_credentials_is_refused(tmp_path: Path, text:
         open_s3_tier("http://127.0.0.1:1", URL, credentials_file=str(file))
     assert said in str(refused.value)
     assert refused.value.where.endswith("credentials_file")
+    assert ("be able to read it" in refused.value.hint) == (text is None)
     assert "hunter2" not in _all_text(refused.value)
 
 
