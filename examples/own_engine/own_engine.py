@@ -72,18 +72,23 @@ class Cache:
         """Fill the first blocks; return how many tokens of the prompt they hold. The last token is always computed."""
         self.request = RequestHashes(self.client.hasher, self.chunk, request_id=secrets.token_hex(8))
         self.request.extend(prompt)
-        found = self.scheduler.lookup(self.request, 0, len(prompt) - 1)
+        found = asked = self.scheduler.lookup(self.request, 0, len(prompt) - 1)
+        hit = 0
         try:
-            found = self.scheduler.wait(found, 2.0)  # seconds for L2; afterwards the hits are those in L1
-            hit = found.hit_tokens
-            if not hit:
-                return 0
-            future = self.worker.submit_retrieve(self.request, 0, hit, [blocks[: hit // BLOCK]])
-            while self.request.request_id not in self.worker.get_finished()[1]:
-                time.sleep(0.001)  # an engine runs a step of other requests here
-            return hit if future.exception() is None and future.result().ok else 0
+            for found in self.scheduler.arrivals(asked, 2.0):  # seconds for L2, which loads the rest meanwhile
+                if found.hit_tokens > hit:
+                    if not self.retrieve(hit, found.hit_tokens, blocks):
+                        break
+                    hit = found.hit_tokens
+            return hit
         finally:
             self.scheduler.free(found)
+
+    def retrieve(self, start: int, end: int, blocks: list[int]) -> bool:
+        future = self.worker.submit_retrieve(self.request, start, end, [blocks[start // BLOCK : end // BLOCK]])
+        while self.request.request_id not in self.worker.get_finished()[1]:
+            time.sleep(0.001)  # an engine runs a step of other requests here
+        return future.exception() is None and future.result().ok
 
     def store(self, blocks: list[int], hit: int) -> None:
         """Store the whole chunks behind the hit. The blocks must not change until `get_finished` names them."""

@@ -1,31 +1,38 @@
 """A tier whose client library runs in a helper process: one that freezes, or keeps the interpreter, is killed.
 
 `HelperTier` is the half in the server. The helper, see `tier_process.py`, makes an ordinary `Tier` and serves it: one
-thread for each connection, a Unix socket, over which one call at a time is answered. Values pass from the caller's
-buffers to the socket and back; none is copied with the interpreter lock held.
+thread for each connection, a Unix socket, over which one call at a time is answered. Values pass in memory that both
+have mapped: one copy between it and the caller's buffers, without the interpreter lock.
 
 A call ends by its deadline, whatever the helper does. One that the helper has not ended `FROZEN_S` later counts as
-frozen: the process is killed, and started again with a backoff.
+frozen: the process is killed, and started again with a backoff. Whatever it still does by then, it does in memory that
+no other call gets: nothing comes late into the caller's buffers.
 """
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+from kvframework.api.copying import copy_bytes
 from kvframework.api.plugin import O
+from kvframework.api.registered_memory import RegistersMemory
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
-from kvframework.api.tier_process_calls import Answer, Call, Start, read_answer, receive_into, write_call
+from kvframework.api.tier_process_calls import Answer, Call, Start, read_answer, write_call
+from kvframework.api.tier_process_memory import Connection, ValueMemory
 from kvframework.api.tier_process_supervisor import FROZEN_S, START_S, TierProcessSupervisor
 from kvframework.by_name import NamedCall
 from kvframework.errors import TierError
 
-__all__ = ["FROZEN_S", "START_S", "HelperTier"]
+__all__ = ["FROZEN_S", "START_S", "HelperTier", "RegistersMemory"]
 
 # The helper's own deadline is so much earlier, so that a store that keeps to it is heard in time.
 _ANSWER_S = 0.05
+
+
+class _NoMemory(TierError):
+    """The machine has no memory for the values of a call."""
 
 
 class HelperTier(Tier):
@@ -34,8 +41,11 @@ class HelperTier(Tier):
     `capabilities` are the optional methods of that tier. Raises `PluginBroken` for what another process cannot find, or
     options that are no struct.
 
-    Thread-safe. The process is started at the first call, and killed where `make` takes longer than `START_S`; `close`
-    ends it within a second. It also ends with the server, however that ends. Values in its own memory end with it.
+    Thread-safe. The process is started at the first call, and killed where `make` takes longer than `start_s`; a
+    `KVFrameworkError` of `make` is that of the calls that wait for it. `close` ends the process within a second. It
+    also ends with the server, however that ends. Values in its own memory end with it.
+
+    Each call at a time has memory of its own for its values, as large as its largest batch was.
     """
 
     def __init__(
@@ -46,11 +56,12 @@ class HelperTier(Tier):
         name: str,
         where: str,
         capabilities: Collection[str] = (),
+        start_s: float = START_S,
     ) -> None:
         self.name = name
         self._where = where
         self._capabilities = frozenset(capabilities)
-        self._supervisor = TierProcessSupervisor(name, Start(NamedCall.of(make, options, where=where), where))
+        self._supervisor = TierProcessSupervisor(name, Start(NamedCall.of(make, options, where=where), where), start_s)
 
     def capabilities(self) -> frozenset[str]:
         return self._capabilities
@@ -61,16 +72,29 @@ class HelperTier(Tier):
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
-        call = Call("get_into", list(keys), [sum(part.nbytes for part in each) for each in parts])
-        answer = self._call(call, deadline, into=parts)
+        sizes = [sum(part.nbytes for part in each) for each in parts]
+        try:
+            answer = self._call(Call("get_into", list(keys), sizes), deadline, into=parts)
+        except _NoMemory:
+            if len(keys) == 1:
+                return [Outcome.FAILED]
+            # One by one, and not by what a subclass does before.
+            each_alone = zip(keys, parts, strict=True)
+            return [HelperTier.get_into(self, [key], [each], deadline=deadline)[0] for key, each in each_alone]
         return [each if isinstance(each, int) else Outcome(each) for each in answer.outcomes]
 
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        held = [list(each) for each in parts]
-        call = Call("put", list(keys), [sum(part.nbytes for part in each) for each in held])
-        return [Outcome(each) for each in self._call(call, deadline, values=held).outcomes]
+        sizes = [sum(part.nbytes for part in each) for each in parts]
+        try:
+            answer = self._call(Call("put", list(keys), sizes), deadline, values=parts)
+        except _NoMemory:
+            if len(keys) == 1:
+                return [Outcome.FAILED]
+            each_alone = zip(keys, parts, strict=True)
+            return [HelperTier.put(self, [key], [each], deadline=deadline)[0] for key, each in each_alone]
+        return [Outcome(each) for each in answer.outcomes]
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         return [Outcome(each) for each in self._call(Call("delete", list(keys)), deadline).outcomes]
@@ -110,35 +134,72 @@ class HelperTier(Tier):
         call.deadline = deadline - _ANSWER_S
         if call.deadline - time.monotonic() < _ANSWER_S:
             raise TierError("the deadline has passed", where=self._where)
-        with self._connection(deadline) as sock:
-            write_call(sock, call, values, deadline)
-            answer = read_answer(sock, deadline)
-            for parts, outcome in zip(into, answer.outcomes, strict=False):
+        with self._connection(deadline) as connection:
+            places = self._places(connection.memory, call.sizes)
+            for place, value in zip(places, values, strict=False):
+                _gather(place, value, deadline)
+            write_call(connection.sock, call, deadline)
+            answer = read_answer(connection.sock, deadline)
+            for place, parts, outcome in zip(places, into, answer.outcomes, strict=False):
                 if isinstance(outcome, int):
-                    receive_into(sock, parts, outcome, deadline)
-        if answer.bug:
-            raise RuntimeError(answer.bug)
-        if answer.refusal:
-            fact, available, hint = answer.refusal
-            raise TierError(fact, where=self._where, available=available, hint=hint)
+                    if not 0 <= outcome <= place.nbytes:
+                        raise ConnectionError(f"a value of {outcome} bytes in a place of {place.nbytes}")
+                    _scatter(place[:outcome], parts, deadline)
+            # In here: a call that failed leaves memory behind that a client library may still be at.
+            if answer.bug:
+                raise RuntimeError(answer.bug)
+            if answer.refusal:
+                fact, available, hint = answer.refusal
+                raise TierError(fact, where=self._where, available=available, hint=hint)
         return answer
 
-    @contextmanager
-    def _connection(self, deadline: float) -> Iterator[socket.socket]:
-        """A connection for one call. After an error the supervisor drains it until the helper has ended the call."""
-        sock = None
+    def _places(self, memory: ValueMemory, sizes: list[int]) -> list[memoryview]:
         try:
-            sock = self._supervisor.connect(deadline)
-            yield sock
+            memory.extend(sizes)
+        except OSError as error:
+            raise _NoMemory(f"no memory for {sum(sizes)} bytes: {error.strerror}", where=self._where) from error
+        return memory.values(sizes)
+
+    @contextmanager
+    def _connection(self, deadline: float) -> Iterator[Connection]:
+        """A connection for one call. After an error the supervisor keeps it until the helper has ended the call."""
+        connection = None
+        try:
+            connection = self._supervisor.connect(deadline)
+            yield connection
         except BaseException as error:
-            if sock is not None:
-                self._supervisor.give_up(sock, deadline)
-            if not isinstance(error, OSError | EOFError):
+            if connection is not None:
+                self._supervisor.give_up(connection, deadline)
+            if isinstance(error, TierError) or not isinstance(error, OSError | EOFError):
                 raise
             self._supervisor.check_open(self._where)
-            ended = "there is no helper process yet" if sock is None else "the helper process has ended"
+            ended = "there is no helper process yet" if connection is None else "the helper process has ended"
             fact = (
                 "the deadline has passed" if isinstance(error, TimeoutError) else self._supervisor.last_error or ended
             )
             raise TierError(fact, where=self._where) from error
-        self._supervisor.give_back(sock)
+        self._supervisor.give_back(connection)
+
+
+def _gather(place: memoryview, parts: Sequence[memoryview], deadline: float) -> None:
+    """Copy the parts of a value to its place."""
+    _must_be_before(deadline)
+    at = 0
+    for part in parts:
+        copy_bytes(place[at : at + part.nbytes], part)
+        at += part.nbytes
+
+
+def _scatter(value: memoryview, parts: Sequence[memoryview], deadline: float) -> None:
+    """Copy a value into the beginning of its parts, which have room for it."""
+    _must_be_before(deadline)
+    at = 0
+    for part in parts:
+        piece = value[at : at + part.nbytes]
+        copy_bytes(part[: piece.nbytes], piece)
+        at += piece.nbytes
+
+
+def _must_be_before(deadline: float) -> None:
+    if time.monotonic() >= deadline:
+        raise TimeoutError

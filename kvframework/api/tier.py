@@ -148,14 +148,14 @@ class Tier(ABC):
         """Returns what an operator wants to see of the tier besides, as JSON-like values without a secret, 64 KiB at
         most: `l2[].details` in the server's status. Asked like `problems`. Optional.
 
-        What several nodes have in common is shown, and told as metrics: rows `nodes` with `node` (its name), `state`
+        What several nodes have in common is shown, and has metrics: rows `nodes` with `node` (its name), `state`
         (`up` if it answers) and the counters `values`, `nbytes` and `failed` of what came from it; and a table
         `lending` with the counters `values` and `nbytes` of what went to others, and those in `refused`."""
         return {}
 
     def rejected(self, key: PackedKey) -> None:
-        """Is told that the value which `get_into` gave last for `key` was none: torn, of another name or another
-        format. Only tiers that are `read_only`: of others the core deletes it. Must not block. Optional."""
+        """Receives the key of a value that `get_into` gave last and that was none: torn, of another name or
+        another format. Only tiers that are `read_only`: of others the core deletes it. Must not block. Optional."""
         return
 
     def ping(self, *, deadline: float) -> None:

@@ -1,5 +1,7 @@
 """The helper process of a tier: makes the tier, and serves one call at a time on each connection that the server sends.
 
+Values are in memory that it shares with the server (`tier_process_memory.py`).
+
 Started by `tier_process_supervisor.py`. The end of the thread that started it ends it, and so does the end of the
 control socket: then the tier is closed first.
 """
@@ -7,32 +9,37 @@ control socket: then the tier is closed first.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import socket
 import threading
 import traceback
 
+from kvframework.api.registered_memory import RegistersMemory
 from kvframework.api.tier import Outcome, Tier
-from kvframework.api.tier_process_calls import Answer, Call, read_call, read_start, receive_into, write_answer
-from kvframework.errors import TierError
+from kvframework.api.tier_process_calls import Answer, Call, read_call, read_start, write_answer
+from kvframework.api.tier_process_memory import Connection, ValueMemory
+from kvframework.errors import KVFrameworkError, TierError
 from kvframework.parent_death import end_with_parent
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the helper. The only argument is the number of the control socket's descriptor."""
+    """Runs the helper, which says first whether it has made the tier. The only argument is the number of the control
+    socket's descriptor."""
     end_with_parent()
     with socket.socket(fileno=int(arguments[0])) as control:
         start = read_start(control)
         make, options = start.make.resolve()
-        tier: Tier = make(options, start.where)
-        with contextlib.suppress(BrokenPipeError):  # the server may have closed it by now
-            control.sendall(b"r")
+        try:
+            tier: Tier = make(options, start.where)
+        except KVFrameworkError as error:
+            _say(control, Answer(refusal=(error.fact, error.available, error.hint)))
+            return
+        _say(control, Answer())
         while True:
-            word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            word, descriptors, _, _ = socket.recv_fds(control, 1, 2)
             if not word:
                 break
-            connection = socket.socket(fileno=descriptors[0])
+            connection = Connection(socket.socket(fileno=descriptors[0]), ValueMemory(descriptors[1]))
             threading.Thread(target=_serve, args=(connection, tier), daemon=True).start()
     try:
         tier.close()
@@ -41,36 +48,49 @@ def main(arguments: list[str]) -> None:
         os._exit(0)
 
 
-def _serve(sock: socket.socket, tier: Tier) -> None:
-    memory = memoryview(bytearray())
-    with sock:
+def _say(control: socket.socket, answer: Answer) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the server may have closed it by now
+        write_answer(control, answer)
+
+
+def _serve(connection: Connection, tier: Tier) -> None:
+    memory = connection.memory
+    try:
+        while True:
+            call = read_call(connection.sock)
+            write_answer(connection.sock, _answer(tier, call, memory))
+    except (OSError, EOFError):
+        return  # the server gave the call up, or has ended
+    finally:
         try:
-            while True:
-                call = read_call(sock)
-                if sum(call.sizes) > memory.nbytes:
-                    memory = memoryview(mmap.mmap(-1, sum(call.sizes)))
-                values = _cut(memory, call.sizes)
-                if call.name == "put":
-                    for value in values:
-                        receive_into(sock, [value], value.nbytes)
-                answer = _answer(tier, call, values)
-                received = zip(values, answer.outcomes, strict=False) if call.name == "get_into" else ()
-                write_answer(sock, answer, [value[:n] for value, n in received if isinstance(n, int)])
-        except (OSError, EOFError):
-            return  # the server gave the call up, or has ended
+            _forget(tier, memory)
+        finally:
+            connection.close()
 
 
-def _cut(memory: memoryview, sizes: list[int]) -> list[memoryview]:
-    values, at = [], 0
-    for size in sizes:
-        values.append(memory[at : at + size])
-        at += size
-    return values
+def _places(tier: Tier, memory: ValueMemory, sizes: list[int]) -> list[memoryview]:
+    if not memory.has_room(sizes):
+        _forget(tier, memory)
+        memory.map()
+        if isinstance(tier, RegistersMemory):
+            try:
+                tier.register_memory(memory.all())
+            except BaseException:
+                memory.unmap()
+                raise
+    return memory.values(sizes)
 
 
-def _answer(tier: Tier, call: Call, values: list[memoryview]) -> Answer:
+def _forget(tier: Tier, memory: ValueMemory) -> None:
+    if isinstance(tier, RegistersMemory) and memory.nbytes:
+        tier.unregister_memory(memory.all())
+    memory.unmap()
+
+
+def _answer(tier: Tier, call: Call, memory: ValueMemory) -> Answer:
     at = call.deadline
     try:
+        values = _places(tier, memory, call.sizes)
         if call.name == "get_into":
             return Answer([_plain(each) for each in tier.get_into(call.keys, [[v] for v in values], deadline=at)])
         if call.name == "put":

@@ -1,6 +1,6 @@
-"""The calls between a tier and its helper process, as bytes on a Unix socket: a length, a message, and values.
+"""The calls between a tier and its helper process, as bytes on a Unix socket: a length, and a message.
 
-The values of a `put` follow its call, one behind the other; those of a `get_into` follow its answer. Deadlines are
+Values are in the memory that both share (`tier_process_memory.py`), in the order of the call's keys. Deadlines are
 absolute, on `time.monotonic()`; None is none. All functions raise `TimeoutError`, another `OSError`, or `EOFError`.
 """
 
@@ -9,15 +9,12 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from collections.abc import Sequence
 
 import msgspec
 
-from kvframework.api.types import Buffer
 from kvframework.by_name import NamedCall
 
 _LENGTH = struct.Struct("<I")
-_IOV_MAX = 1024
 
 
 class Start(msgspec.Struct, array_like=True):
@@ -55,7 +52,7 @@ _answers = msgspec.msgpack.Decoder(Answer)
 
 def write_start(sock: socket.socket, start: Start, deadline: float) -> None:
     """Sends the first message."""
-    _write(sock, start, (), deadline)
+    _write(sock, start, deadline)
 
 
 def read_start(sock: socket.socket) -> Start:
@@ -63,66 +60,49 @@ def read_start(sock: socket.socket) -> Start:
     return _starts.decode(_read(sock, None))
 
 
-def write_call(
-    sock: socket.socket, call: Call, values: Sequence[Sequence[memoryview]], deadline: float | None = None
-) -> None:
-    """Sends a call and the parts of its values, which are borrowed until it returns."""
-    _write(sock, call, [part for parts in values for part in parts], deadline)
+def write_call(sock: socket.socket, call: Call, deadline: float) -> None:
+    """Sends a call."""
+    _write(sock, call, deadline)
 
 
 def read_call(sock: socket.socket) -> Call:
-    """Returns the next call; its values are not read yet."""
+    """Returns the next call."""
     return _calls.decode(_read(sock, None))
 
 
-def write_answer(sock: socket.socket, answer: Answer, values: Sequence[memoryview]) -> None:
-    """Sends an answer and the received values."""
-    _write(sock, answer, values, None)
+def write_answer(sock: socket.socket, answer: Answer) -> None:
+    """Sends an answer."""
+    _write(sock, answer, None)
 
 
 def read_answer(sock: socket.socket, deadline: float) -> Answer:
-    """Returns the answer; its values are not read yet."""
+    """Returns the answer."""
     return _answers.decode(_read(sock, deadline))
 
 
-def receive_into(sock: socket.socket, parts: Sequence[memoryview], nbytes: int, deadline: float | None = None) -> None:
-    """Receives one value into the beginning of its parts. Raises `ConnectionError` for a value that does not fit."""
-    if nbytes > sum(part.nbytes for part in parts):
-        raise ConnectionError(f"a value of {nbytes} bytes does not fit")
-    for part in parts:
-        end = min(part.nbytes, nbytes)
-        nbytes -= end
-        at = 0
-        while at < end:
+def _read(sock: socket.socket, deadline: float | None) -> bytearray:
+    head = _receive(sock, _LENGTH.size, deadline)
+    return _receive(sock, _LENGTH.unpack(head)[0], deadline)
+
+
+def _receive(sock: socket.socket, nbytes: int, deadline: float | None) -> bytearray:
+    body, at = bytearray(nbytes), 0
+    with memoryview(body) as view:
+        while at < nbytes:
             _arm(sock, deadline)
-            received = sock.recv_into(part[at:end])
+            received = sock.recv_into(view[at:])
             if not received:
                 raise EOFError
             at += received
-
-
-def _read(sock: socket.socket, deadline: float | None) -> bytearray:
-    head = bytearray(_LENGTH.size)
-    receive_into(sock, [memoryview(head)], len(head), deadline)
-    body = bytearray(_LENGTH.unpack(head)[0])
-    receive_into(sock, [memoryview(body)], len(body), deadline)
     return body
 
 
-def _write(
-    sock: socket.socket, message: Start | Call | Answer, values: Sequence[Buffer], deadline: float | None
-) -> None:
+def _write(sock: socket.socket, message: Start | Call | Answer, deadline: float | None) -> None:
     body = _encoder.encode(message)
-    views = [memoryview(_LENGTH.pack(len(body)) + body), *(memoryview(each) for each in values if len(each))]
-    first = 0
-    while first < len(views):
+    left = memoryview(_LENGTH.pack(len(body)) + body)
+    while left:
         _arm(sock, deadline)
-        sent = sock.sendmsg(views[first : first + _IOV_MAX])
-        while first < len(views) and sent >= views[first].nbytes:
-            sent -= views[first].nbytes
-            first += 1
-        if sent:
-            views[first] = views[first][sent:]
+        left = left[sock.send(left) :]
 
 
 def _arm(sock: socket.socket, deadline: float | None) -> None:

@@ -15,7 +15,8 @@ import subprocess
 import threading
 import time
 
-from kvframework.api.tier_process_calls import Start, write_start
+from kvframework.api.tier_process_calls import Start, read_answer, write_start
+from kvframework.api.tier_process_memory import Connection
 from kvframework.child_process import reap, start_child, why_ended
 from kvframework.errors import TierError
 from kvframework.restart_backoff import Backoff
@@ -32,9 +33,10 @@ _DRAINED = 1 << 18
 class TierProcessSupervisor:
     """One helper process at a time. `start` is its first message. Thread-safe."""
 
-    def __init__(self, name: str, start: Start) -> None:
+    def __init__(self, name: str, start: Start, start_s: float) -> None:
         self._name = name
         self._start = start
+        self._start_s = start_s
         self._state = threading.Condition()
         self._thread: threading.Thread | None = None
         self._wake = -1
@@ -42,10 +44,10 @@ class TierProcessSupervisor:
         # The socket of a process that has made its tier, and how many have ended.
         self._control: socket.socket | None = None
         self._ends = 0
-        self._idle: list[socket.socket] = []
-        self._busy: set[socket.socket] = set()
-        # Connections of calls that ended without an answer, and when they count as frozen.
-        self._given_up: dict[socket.socket, float] = {}
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        # Connections of calls that ended without an answer, and when they count as frozen. Nothing uses one again.
+        self._given_up: dict[Connection, float] = {}
         self._backoff = Backoff()
         self.pid: int | None = None
         self.last_error = ""
@@ -55,7 +57,7 @@ class TierProcessSupervisor:
         if self._closed:
             raise TierError("the tier is closed", where=where)
 
-    def connect(self, deadline: float) -> socket.socket:
+    def connect(self, deadline: float) -> Connection:
         """Returns a connection for one call; starts the process if there is none. Blocks until it has made its tier.
         Raises `OSError`, at once where the process ends."""
         with self._state:
@@ -71,48 +73,39 @@ class TierProcessSupervisor:
                 self._notify()
                 if not self._state.wait(deadline - time.monotonic()):
                     raise ConnectionError("no helper process within the deadline")
-            if self._idle:
-                sock = self._idle.pop()
-            else:
-                sock, theirs = socket.socketpair()
-                with theirs:
-                    try:
-                        socket.send_fds(self._control, [b"c"], [theirs.fileno()])
-                    except BaseException:
-                        sock.close()
-                        raise
-            self._busy.add(sock)
-            return sock
+            connection = self._idle.pop() if self._idle else Connection.through(self._control)
+            self._busy.add(connection)
+            return connection
 
-    def give_back(self, sock: socket.socket) -> None:
+    def give_back(self, connection: Connection) -> None:
         """Takes back the connection of a call that was answered."""
         with self._state:
-            if sock in self._busy and not self._closed:
-                self._busy.discard(sock)
-                self._idle.append(sock)
+            if connection in self._busy and not self._closed:
+                self._busy.discard(connection)
+                self._idle.append(connection)
             else:
-                sock.close()
+                connection.close()
 
-    def give_up(self, sock: socket.socket, deadline: float) -> None:
+    def give_up(self, connection: Connection, deadline: float) -> None:
         """Takes back the connection of a call that was not answered."""
         with self._state:
-            if sock not in self._busy or self._closed:
-                sock.close()
+            if connection not in self._busy or self._closed:
+                connection.close()
                 return
-            self._busy.discard(sock)
+            self._busy.discard(connection)
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_WR)
-            sock.setblocking(False)
-            self._given_up[sock] = deadline + FROZEN_S
+                connection.sock.shutdown(socket.SHUT_WR)
+            connection.sock.setblocking(False)
+            self._given_up[connection] = deadline + FROZEN_S
             self._notify()
 
     def close(self) -> None:
         """Ends the process and the calls in flight. Idempotent."""
         with self._state:
             self._closed = True
-            for sock in self._busy:
+            for connection in self._busy:
                 with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                    connection.sock.shutdown(socket.SHUT_RDWR)
             self._state.notify_all()
             self._notify()
             thread = self._thread
@@ -150,7 +143,7 @@ class TierProcessSupervisor:
         self.pid = popen.pid
         reason = ""
         try:
-            write_start(control, self._start, time.monotonic() + START_S)
+            write_start(control, self._start, time.monotonic() + self._start_s)
             control.setblocking(False)
             reason = self._watch(popen, control)
         except OSError as error:
@@ -169,7 +162,7 @@ class TierProcessSupervisor:
     def _watch(self, popen: subprocess.Popen[bytes], control: socket.socket) -> str:
         """Watch the process until it must end; return the reason, "" after `close`."""
         pidfd = os.pidfd_open(popen.pid)
-        ready_by = time.monotonic() + START_S
+        ready_by = time.monotonic() + self._start_s
         try:
             while True:
                 poller = select.poll()
@@ -177,28 +170,33 @@ class TierProcessSupervisor:
                 poller.register(pidfd, select.POLLIN)
                 with self._state:
                     is_ready, given_up = self._control is not None, dict(self._given_up)
-                for sock in given_up if is_ready else [control]:
+                for sock in [each.sock for each in given_up] if is_ready else [control]:
                     poller.register(sock, select.POLLIN)
                 due = min(given_up.values(), default=None) if is_ready else ready_by
                 happened = dict(poller.poll(None if due is None else max(due - time.monotonic(), 0) * 1000 + 1))
                 self._drain_wake()
                 if self._closed:
                     return ""
-                if pidfd in happened:
-                    return f"the helper process ended{why_ended(popen)}"
                 if control.fileno() in happened:
-                    if not control.recv(1):
+                    try:
+                        refusal = read_answer(control, time.monotonic() + FROZEN_S).refusal
+                    except EOFError:
                         return f"the helper process ended{why_ended(popen)}"
+                    control.setblocking(False)
+                    if refusal is not None:
+                        return f"the helper process made no tier: {'; '.join(each for each in refusal if each)}"
                     with self._state:
                         self._control, self.last_error = control, ""
                         self._state.notify_all()
+                elif pidfd in happened:
+                    return f"the helper process ended{why_ended(popen)}"
                 elif not is_ready and time.monotonic() >= ready_by:
-                    return f"the helper process was killed: it made no tier within {START_S:g} s"
-                for sock, its_due in given_up.items():
-                    if sock.fileno() in happened and _is_over(sock):
+                    return f"the helper process was killed: it made no tier within {self._start_s:g} s"
+                for connection, its_due in given_up.items():
+                    if connection.sock.fileno() in happened and _is_over(connection.sock):
                         with self._state:
-                            del self._given_up[sock]
-                        sock.close()
+                            del self._given_up[connection]
+                        connection.close()
                     elif time.monotonic() >= its_due:
                         return f"the helper process was killed: a call went on for {FROZEN_S:g} s after its deadline"
         finally:
@@ -206,17 +204,18 @@ class TierProcessSupervisor:
 
     def _ended(self, reason: str) -> None:
         with self._state:
+            again = reason == self.last_error  # which is empty once a process has made its tier
             self._backoff.ended(time.monotonic())
             self.last_error = reason
             self._ends += 1
             self._state.notify_all()
-        log.error("tier %s: %s", self._name, reason)
+        log.log(logging.DEBUG if again else logging.ERROR, "tier %s: %s", self._name, reason)
 
     def _forget(self) -> None:
         """Close the connections of a process that has ended; those in use are closed by their callers."""
         with self._state:
-            for sock in (*self._idle, *self._given_up):
-                sock.close()
+            for connection in (*self._idle, *self._given_up):
+                connection.close()
             self._idle.clear()
             self._given_up.clear()
             self._busy.clear()

@@ -130,7 +130,7 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     @property
     def hello(self) -> m.HelloReply:
         """The server's reply at the last handshake; waits for the first one, at most the connect timeout."""
-        if self._reply is None and not self.wait_up(self._connect_timeout_s):
+        if not self._connection.was_up and not self.wait_up(self._connect_timeout_s):
             self.raise_down()
         if self._reply is None:
             raise ServerGone("not connected yet")

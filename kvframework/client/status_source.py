@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 class StatusSource:
     """Where the answers come from. A client is kept while it works: after an error the next server may be another one,
-    with another chunk size or hasher, and the next `ask` connects again. `round_trip_s` is that of the last `ask`, None
+    with other names of objects, and the next `ask` connects again. `round_trip_s` is that of the last `ask`, None
     if the serving loop did not answer it."""
 
     def __init__(self, endpoint: str, timeout: float, *, name: str = "status") -> None:

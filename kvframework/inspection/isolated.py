@@ -33,8 +33,12 @@ class Ran:
 def run_isolated(module: str, request: bytes, *, deadline_s: float, arguments: Sequence[str] = ()) -> Ran:
     """Calls `main()` of `module` with the arguments FD and `arguments` and `request` as standard input, and kills it,
     with all its child processes, after `deadline_s` seconds. FD is the descriptor of the report. The run has this
-    process's module search path."""
-    program = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main()"
+    process's module search path, and ends without the interpreter's own end: a native library's thread that asks for
+    the interpreter then aborts the process, and a plugin's thread that does not end would keep it alive."""
+    program = (
+        f"import os, sys; sys.path[:] = {sys.path!r}; from {module} import main; main(); "
+        "sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
+    )
     with (
         tempfile.TemporaryFile() as report,
         tempfile.TemporaryFile() as printed,

@@ -45,7 +45,9 @@ _POLL_MS = 1_000
 _END = -1
 _REFUSED = "it does not admit this router's key"
 _STRANGE = "what listens there has another server_key, has CURVE on one side alone, or is no publisher of events"
+_UNREACHED = "nothing listens there, or its host has no address"
 _TROUBLES: dict[int, str] = {
+    zmq.EVENT_CONNECT_RETRIED: _UNREACHED,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: _REFUSED,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: _STRANGE,
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: _STRANGE,
@@ -77,6 +79,8 @@ class Subscription:
         self._keys = keys
         self._clock = clock
         self._connected = False
+        # Whether the last change ended a connection: the pause before the next attempt is told as a failed one is.
+        self._ended = False
         self._changed_at = clock()
         self._ask_at = clock() + SILENT_S
         self._answered_at = 0.0
@@ -187,14 +191,18 @@ class Subscription:
 
     def _note(self, change: int) -> None:
         """Say once why there is no connection. After a failed handshake libzmq tells of the connection's end, too."""
-        trouble = "" if self._connected or change not in _TROUBLES else _TROUBLES[change]
-        if change == zmq.EVENT_DISCONNECTED and self.trouble:
+        trouble = "" if self._connected else _TROUBLES.get(change, "")
+        ended, self._ended = self._ended, self._connected or trouble not in ("", _UNREACHED)
+        if trouble == _UNREACHED and ended:
+            return
+        if change == zmq.EVENT_DISCONNECTED and self.trouble not in ("", _UNREACHED):
             return
         self._say(trouble)
 
     def _say(self, trouble: str) -> None:
         if trouble and trouble != self.trouble:
-            log.warning("%s: there is no connection: %s", self.publisher.events, trouble)
+            level = logging.INFO if trouble == _UNREACHED else logging.WARNING  # a node may start later, or again
+            log.log(level, "%s: there is no connection: %s", self.publisher.events, trouble)
         self.trouble = trouble
 
     async def _replay(self, changes: zmq.Socket[bytes]) -> None:

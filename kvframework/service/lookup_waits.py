@@ -35,7 +35,7 @@ class Wait(NamedTuple):
 
 class LookupWaits:
     """The waits by ticket. `wake`, which is called from any thread, makes the serving thread call `due` soon. With
-    `closing`, set from any thread, the server stops, and nobody waits any longer."""
+    `closing`, set from any thread, the server stops, and every wait ends."""
 
     def __init__(self) -> None:
         self.closing = False

@@ -6,6 +6,7 @@ The storage owns the tickets, their pins and their loads.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -81,15 +82,23 @@ class Lookups:
         """Answer the clients that wait, as far as there is more to say or their time has come. Serving thread."""
         now = self._clock()
         for number, wait in self.waits.due(now):
+            if wait.promise.query():
+                self._given_up(number, wait)
+                continue
             try:
                 answer = self._asked_again(wait.ticket, wait.owner)
             except LeaseUnknown:
                 answer = Answer(0, "", False)
-            if self.waits.closing or wait.until <= now or wait.promise.query() or wait.enough(answer):
+            if self.waits.closing or wait.until <= now or wait.enough(answer):
                 self.waits.end(number)
-                taken = wait.promise.set_result(_reply(answer))
-                if wait.opens and answer.ticket and not taken:
-                    self.tickets.free(answer.ticket, wait.owner)
+                wait.promise.set_result(_reply(answer))
+
+    def _given_up(self, number: int, wait: Wait) -> None:
+        """End the wait of a request that was cancelled. The client of a LOOKUP does not know its ticket."""
+        self.waits.end(number)
+        if wait.opens:
+            with contextlib.suppress(LeaseUnknown):
+                self.tickets.free(wait.ticket, wait.owner)
 
     def _lookup(self, client: ClientInfo, payload: m.Lookup, _buffers: object) -> m.LookupReply | Future[Message]:
         key = payload.key

@@ -152,6 +152,8 @@ class PlanesCodec(Codec):
         """Return a plane of a piece: a view of `held`, or at most `PIECE` new bytes. Raises `ValueError`."""
         if held.nbytes == piece.elements:
             return held
+        if held.nbytes > piece.elements:
+            raise ValueError(f"a plane held in {held.nbytes} bytes, expected at most {piece.elements}")
         try:
             size = zstandard.frame_content_size(held)
             if size != piece.elements:

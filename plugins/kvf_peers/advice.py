@@ -4,11 +4,13 @@ process of its own; changes nothing."""
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from kvf_peers.handshake import introduce
+from kvf_peers.handshake import NotTrusted, introduce
+from kvf_peers.holder import bound
 from kvf_peers.messages import ProtocolError, Welcome
 from kvf_peers.options import PeersOptions
 from kvf_peers.settings import Address, Settings, read_settings
@@ -17,6 +19,8 @@ from kvframework.api.findings import Finding
 from kvframework.api.plugin import TableContext
 
 _MOST_S = 2.0
+# What a node says that is there, and that this one cannot share with.
+_NO_TRUST = (NotTrusted, ssl.SSLError)
 
 
 def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> list[Finding]:
@@ -29,17 +33,27 @@ def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> l
     with ThreadPoolExecutor(max(len(asked), 1)) as pool:
         answers = list(pool.map(lambda each: _hello(each, settings, until), asked))
     known = {address: who for address, who in zip(asked, answers, strict=True) if isinstance(who, Welcome)}
-    silent = [
-        f"{address}: {why}"
-        for address, why in zip(asked, answers, strict=True)
-        if isinstance(why, str) and address != own
-    ]
-    findings = [_network(settings), *_reachable(known, silent), *_agreement(known), *_advertised(settings, known)]
+    failed = {address: why for address, why in zip(asked, answers, strict=True) if isinstance(why, Exception)}
+    apart = {address: failed.pop(address) for address, why in [*failed.items()] if isinstance(why, _NO_TRUST)}
+    findings = [_network(settings)]
+    if own is not None and own in failed:
+        del failed[own]
+        findings += _listens(own)
+    findings += [*_reachable(known, failed), *_trusted(apart), *_agreement(known), *_advertised(settings, known)]
     return [*findings, _hints(settings, until)] if options.hints else findings
 
 
+def _listens(own: Address) -> Iterator[Finding]:
+    """Whether this node, which does not answer, could listen; without a finding if it can."""
+    try:
+        bound(own).close()
+    except OSError as error:
+        advice = "name a free address of this machine in listen: until then it lends nothing"
+        yield Finding("peers.listen", "fail", f"{own}: {explain(error)}", advice)
+
+
 def _advertised(settings: Settings, known: dict[Address, Welcome]) -> Iterator[Finding]:
-    """Whether the address that others are told leads here; said only if this node runs."""
+    """Whether the address in the hints leads here; without a finding if this node does not run."""
     here, told = settings.listen, settings.advertise
     if here not in known or told not in known or here == told:
         return
@@ -76,24 +90,34 @@ def _network(settings: Settings) -> Finding:
     return Finding("peers.network", "ok", "only addresses of this machine")
 
 
-def _hello(address: Address, settings: Settings, until: float) -> Welcome | str:
+def _hello(address: Address, settings: Settings, until: float) -> Welcome | Exception:
     try:
         sock = socket.create_connection(address, max(until - time.monotonic(), 0.01))
     except OSError as error:
-        return explain(error)
+        return error
     wire = Wire(sock)
     try:
         return introduce(wire, settings, address.host, until)
     except (OSError, EOFError, ProtocolError) as error:
-        return explain(error)
+        return error
     finally:
         wire.close()
 
 
-def _reachable(known: dict[Address, Welcome], silent: list[str]) -> Iterator[Finding]:
+def _trusted(apart: dict[Address, Exception]) -> Iterator[Finding]:
+    if apart:
+        advice = "give all nodes the same token, certificates that the same tls_ca signs, and the same release"
+        yield Finding("peers.trust", "fail", "; ".join(_why(apart)), advice)
+
+
+def _why(failed: dict[Address, Exception]) -> list[str]:
+    return [f"{address}: {explain(error)}" for address, error in failed.items()]
+
+
+def _reachable(known: dict[Address, Welcome], silent: dict[Address, Exception]) -> Iterator[Finding]:
     answered = f"{', '.join(map(str, known))} answered" if known else ""
     if silent:
-        fact = "; ".join([*silent, *([answered] if answered else [])])
+        fact = "; ".join([*_why(silent), *([answered] if answered else [])])
         yield Finding("peers.reachable", "warn", fact, "start it, or correct peers: it is passed over until it answers")
     elif answered:
         yield Finding("peers.reachable", "ok", answered)

@@ -34,7 +34,7 @@ class Directory(ABC):
         return ()
 
     def status(self) -> Mapping[str, object]:
-        """What `attach` has told, for the server's status."""
+        """What other nodes learned of this one since `attach`, for the server's status."""
         return {}
 
     @abstractmethod

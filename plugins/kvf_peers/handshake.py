@@ -18,6 +18,7 @@ from kvf_peers.messages import (
     ProtocolError,
     Refused,
     Welcome,
+    printable,
     proof,
 )
 from kvf_peers.settings import Settings
@@ -42,8 +43,7 @@ def introduce(wire: Wire, settings: Settings, host: str, deadline: float) -> Wel
     wire.write(Hello(VERSION, nonce, said), deadline)
     answer: Welcome | Refused = wire.read(FromHolder, deadline)  # type: ignore[arg-type]
     if isinstance(answer, Refused):
-        reason = "".join(each if each.isprintable() else "?" for each in answer.reason[:128])
-        raise NotTrusted(f"it refuses this node: {reason}")
+        raise NotTrusted(f"it refuses this node: {printable(answer.reason)}")
     if not hmac.compare_digest(answer.proof, proof(token, b"holder", greeting.nonce, nonce)):
         raise NotTrusted("it does not know the token")
     return answer

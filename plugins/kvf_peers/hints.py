@@ -152,7 +152,7 @@ class Hints(Directory):
         return peer
 
     def _forget(self) -> None:
-        """Leaves nodes that are gone, and those beyond `MOST_PEERS`. Never blocks."""
+        """Leaves nodes that do not answer and that no hint names, and those beyond `MOST_PEERS`. Never blocks."""
         left = []
         with self._lock:
             old = time.monotonic() - _FORGET_S
@@ -183,7 +183,7 @@ class Teller:
         self._thread.start()
 
     def status(self) -> Mapping[str, object]:
-        return {"told": self._told, "waiting": len(self._waiting), "dropped": self._dropped}
+        return {"written": self._told, "waiting": len(self._waiting), "dropped": self._dropped}
 
     def close(self) -> None:
         """Blocks for half a second at most."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from kvf_peers.messages import (
     FromReader,
     Get,
     ProtocolError,
+    printable,
     split_keys,
 )
 from kvf_peers.settings import Address, Settings
@@ -119,10 +121,7 @@ class Holder:
         """The listening socket; None, with a `problem`, if there is none now."""
         listener = None
         try:
-            found = socket.getaddrinfo(*self._listen, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            listener = socket.socket(found[0][0], socket.SOCK_STREAM)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(found[0][4])
+            listener = bound(self._listen)
             listener.listen(_BACKLOG)
         except OSError as error:
             fact = f"nothing is lent: {self._listen}: {explain(error)}"
@@ -160,21 +159,35 @@ class Holder:
 
     def _serve(self, wire: Wire, served: Served) -> None:
         try:
-            admit(wire, self._settings, self._node, time.monotonic() + _HELLO_S)
+            if not self._admits(wire, served.host):
+                return
             self._connections.welcome(wire)
             while not self._closing.is_set():
                 served.idle_since = time.monotonic()
                 request: Ask | Get = wire.read(FromReader, time.monotonic() + _IDLE_S)  # type: ignore[arg-type]
                 served.idle_since = None
                 self._answer(wire, request)
-        except (NotTrusted, ConfigFieldError) as error:
-            self._connections.refuse(served.host, error.fact if isinstance(error, ConfigFieldError) else str(error))
         except (OSError, EOFError, ProtocolError) as error:
             log.debug("a connection to %s ended: %s", self._listen, explain(error))
         except Exception:
             log.exception("a loan failed")
         finally:
             self._connections.end(wire)
+
+    def _admits(self, wire: Wire, host: str) -> bool:
+        """False for a stranger, whose words are remembered; not for one that says nothing, as probes do."""
+        try:
+            admit(wire, self._settings, self._node, time.monotonic() + _HELLO_S)
+        except ConfigFieldError as error:
+            self._connections.refuse(host, error.fact)
+        except ssl.SSLEOFError:
+            raise
+        except (ProtocolError, ssl.SSLError) as error:
+            reason = explain(error) if isinstance(error, NotTrusted) else f"it is no node: {explain(error)}"
+            self._connections.refuse(host, printable(reason))
+        else:
+            return True
+        return False
 
     def _answer(self, wire: Wire, request: Ask | Get) -> None:
         if isinstance(request, Ask):
@@ -212,3 +225,16 @@ class Holder:
     def _count(self, **amounts: int) -> None:
         with self._lock:
             self._lent.update(amounts)
+
+
+def bound(address: Address) -> socket.socket:
+    """A socket bound to the `listen` of a node; the caller closes it. Raises `OSError`."""
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sock = socket.socket(found[0][0], socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(found[0][4])
+    except OSError:
+        sock.close()
+        raise
+    return sock

@@ -120,6 +120,11 @@ def decoded(body: bytes, kind: type[M]) -> M:
         raise ProtocolError(f"no message as expected: {error}") from None
 
 
+def printable(said: str) -> str:
+    """What a stranger said, as it may be shown: short, on one line, without control characters."""
+    return "".join(each if each.isprintable() else "?" for each in said[:128])
+
+
 def joined_keys(keys: Sequence[PackedKey]) -> bytes:
     return b"".join(keys)
 

@@ -90,7 +90,7 @@ def _address(text: str, where: str) -> Address:
     try:
         return parse_address(text)
     except ValueError as error:
-        raise ConfigFieldError(str(error), where=where, hint='write "10.0.0.7:9310"') from None
+        raise ConfigFieldError(str(error), where=where, hint='write "10.0.0.7:9311"') from None
 
 
 def _check_hints(options: PeersOptions, where: str) -> None:
@@ -120,8 +120,8 @@ def _check_network(options: PeersOptions, where: str, used: tuple[Address, ...],
 
 
 class Tls:
-    """The TLS contexts of both directions, `reader` and `holder`. Made anew for connections that begin after the files
-    have changed; as long as these cannot be used, the former ones are."""
+    """The TLS contexts of both directions, `reader` and `holder`. Connections that begin after the files
+    have changed get new ones; as long as the files cannot be used, the former ones."""
 
     def __init__(self, options: PeersOptions, where: str) -> None:
         """Raises `ConfigFieldError`."""
@@ -183,14 +183,14 @@ def _tls(options: PeersOptions, where: str) -> Tls | None:
 def _token(file: str, where: str) -> bytes:
     path = Path(os.path.expanduser(file))
     place = f"{where} token_file"
+    new = f"make it on one node, and copy it to all: (umask 077; openssl rand -hex 32 > {path})"
     try:
         with path.open("rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
             token = opened.read(_MOST_TOKEN_BYTES + 1).strip()
     except OSError as error:
-        raise ConfigFieldError(
-            f"{path} cannot be read: {error.strerror}", where=place, hint=f"openssl rand -hex 32 > {path}"
-        ) from None
+        hint = new if isinstance(error, FileNotFoundError) else "the server's user must be able to read it"
+        raise ConfigFieldError(f"{path} cannot be read: {error.strerror}", where=place, hint=hint) from None
     if mode & stat.S_IRWXO:
         raise ConfigFieldError(f"other users may read or write {path}", where=place, hint=f"chmod o-rwx {path}")
     if not _LEAST_TOKEN_BYTES <= len(token) <= _MOST_TOKEN_BYTES:
@@ -198,6 +198,6 @@ def _token(file: str, where: str) -> bytes:
             f"the token has {len(token)} bytes",
             where=place,
             available=f"{_LEAST_TOKEN_BYTES} to {_MOST_TOKEN_BYTES}",
-            hint=f"openssl rand -hex 32 > {path}",
+            hint=new,
         )
     return token

@@ -131,9 +131,9 @@ class PeersTier(Tier):
         return [*of_directory, *found, *self._other_names()]
 
     def status(self) -> Mapping[str, object]:
-        """`nodes`: what came from each, `lending`: what went to them, `hints`: what is told of this one."""
+        """`nodes`: what came from each, `lending`: what went to them, `hints`: what other nodes learn of this one."""
         return {
-            "nodes": [peer.status() for peer in self._directory.peers()],
+            "nodes": [peer.status() for peer in self._directory.peers() if not self._is_own(peer)],
             "lending": self._holder.status() if self._holder is not None else {},
             "hints": self._directory.status(),
         }
@@ -240,6 +240,9 @@ class PeersTier(Tier):
                 self._sources.popitem(last=False)
 
     # who others are
+
+    def _is_own(self, peer: Peer) -> bool:
+        return self._node is not None and peer.who is not None and peer.who.boot_id == self._node.identity.boot_id
 
     def _judged(self, who: Welcome) -> Verdict:
         if self._node is None:

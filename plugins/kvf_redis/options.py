@@ -78,7 +78,7 @@ class RedisOptions(Options, frozen=True):
     connections: Annotated[
         int,
         Meta(ge=1, le=64, description="connections to each server at most; a call uses one of each server it needs"),
-    ] = 2
+    ] = 8
 
     def __post_init__(self) -> None:
         if not LEAST_VALUE_BYTES <= self.max_value_bytes <= MOST_VALUE_BYTES:

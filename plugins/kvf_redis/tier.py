@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ from kvf_redis.node import Node, OneNode, Router, rebuilt
 from kvf_redis.options import LEAST_VALUE_BYTES, RedisOptions
 from kvf_redis.pieces import TRAILER_BYTES
 from kvf_redis.sentinel import Sentinels
-from kvf_redis.settings import read_settings
+from kvf_redis.settings import Settings, read_settings
 from kvf_redis.values import Reading, Writing, other_pieces, piece_ttl
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
@@ -26,16 +27,19 @@ _LEAST_PIECE_BYTES = LEAST_VALUE_BYTES - TRAILER_BYTES
 
 def open_tier(options: RedisOptions, *, where: str) -> RedisTier:
     """The tier; connects on first use. Raises `ConfigFieldError`."""
-    return RedisTier(_router(options, where), options)
+    settings = read_settings(options, where=where)
+    return RedisTier(_router(settings, options, where), options, local=bool(settings.path))
 
 
 class RedisTier(Tier):
-    """Values under `prefix` + packed key. Thread-safe; owns its connections until `close`."""
+    """Values under `prefix` + packed key. Thread-safe; owns its connections until `close`. A `local` server shares the
+    machine's cores and copies one value after the other: loads take turns, and check what they have meanwhile."""
 
     name = "redis"
 
-    def __init__(self, router: Router, options: RedisOptions) -> None:
+    def __init__(self, router: Router, options: RedisOptions, *, local: bool = False) -> None:
         self._router = router
+        self._turn = threading.Lock() if local else None
         self._prefix = options.prefix.encode()
         self._ttl_s = options.ttl_s
         self._max_bytes = int(options.max_value_bytes)
@@ -75,7 +79,8 @@ class RedisTier(Tier):
                 Reading(self._prefix + key, value, least=_LEAST_PIECE_BYTES)
                 for key, value in zip(keys, values, strict=True)
             ]
-            self._run([each.first for each in readings], deadline)
+            with self._own_turn(deadline):
+                self._run([each.first for each in readings], deadline)
             waiting = readings
             while waiting:
                 self._try([piece for each in waiting for piece in each.rest()], deadline)
@@ -123,6 +128,19 @@ class RedisTier(Tier):
         if time.monotonic() >= deadline:
             raise TierError("the deadline has passed")
 
+    @contextmanager
+    def _own_turn(self, deadline: float) -> Iterator[None]:
+        """Holds up other loads of a local server. Raises `TierError` if those before it take until the deadline."""
+        if self._turn is None:
+            yield
+            return
+        if not self._turn.acquire(timeout=min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
+            raise TierError("other loads took until the deadline")
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     def _run(self, commands: Sequence[Command], deadline: float) -> None:
         """Carries out the commands. Raises `TierError` if none of them could be."""
         if commands:
@@ -143,8 +161,7 @@ class RedisTier(Tier):
         return None
 
 
-def _router(options: RedisOptions, where: str) -> Router:
-    settings = read_settings(options, where=where)
+def _router(settings: Settings, options: RedisOptions, where: str) -> Router:
     connector, places = settings.connector, settings.places
     if options.topology == "cluster":
         return Cluster(connector, places, options.connections, where=where)

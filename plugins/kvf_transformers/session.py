@@ -13,7 +13,7 @@ import secrets
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
 from kvframework.client import KVClient, ModelPart, RequestHashes, SchedulerAdapter, WorkerAdapter, current_trace
-from kvframework.errors import DeadlineExceeded
+from kvframework.errors import DeadlineExceeded, KVFrameworkError
 
 # A DynamicCache has no pages; 16 keeps chunks at the configured size for every usual chunk size.
 BLOCK_TOKENS = 16
@@ -50,8 +50,8 @@ class Attached:
 
 @dataclass(frozen=True)
 class Moved:
-    """The result of a load or store: `pairs` (of a load) hold the first `tokens` tokens, `states` are those behind
-    them; `nbytes` were copied in `seconds`."""
+    """The result of a load or store: `pairs` (of a load) hold the first `tokens` tokens, perhaps as views of more,
+    `states` are those behind them; `nbytes` were copied in `seconds`."""
 
     tokens: int = 0
     nbytes: int = 0
@@ -137,14 +137,25 @@ class CacheSession:
         """Return new tensors with the server's part of `tokens`, always leaving at least one token to compute."""
         attached = self.attach(now)
         request = self._hashed(tokens, attached)
-        found = attached.scheduler.lookup(request, 0, len(tokens) - 1, wait_s=self._timeout_s)
+        scheduler = attached.scheduler
+        # The ticket of the last answer is the one to free: the server has ended that of a wait without a hit.
+        last = scheduler.lookup(request, 0, len(tokens) - 1, wait_s=self._timeout_s)
+
+        def arrived() -> Iterator[int]:
+            nonlocal last
+            for found in scheduler.arrivals(last, self._timeout_s):
+                last = found
+                yield found.hit_tokens
+
         try:
-            # Its ticket is the one to free: the server has ended that of a wait without a hit.
-            found = attached.scheduler.wait(found, self._timeout_s)
-            return self._retrieve(request, found.hit_tokens, attached)
+            if now.form.states:
+                # Only the states behind the last token are wanted.
+                last = scheduler.wait(last, self._timeout_s)
+            room = last.asked_tokens if last.pending else last.hit_tokens
+            return self._retrieve(request, arrived(), room, attached)
         finally:
-            attached.scheduler.free(found)
-            attached.scheduler.end_request(request.request_id)
+            scheduler.free(last)
+            scheduler.end_request(request.request_id)
 
     def store(
         self,
@@ -174,7 +185,7 @@ class CacheSession:
         pin them before."""
         attached = self.attach(now)
         request = self._request(attached, digests)
-        return self._retrieve(request, request.hashed_tokens, attached)
+        return self._retrieve(request, [request.hashed_tokens], request.hashed_tokens, attached)
 
     def store_named(self, now: ModelNow, digests: bytes, pairs: Sequence[LayerPair]) -> Moved:
         """Store one chunk for each of `digests`, which `pairs` hold in that order."""
@@ -187,24 +198,40 @@ class CacheSession:
             self._attached.popitem()[1].worker.close()
         self.client.close()
 
-    def _retrieve(self, request: RequestHashes, end: int, attached: Attached) -> Moved:
-        """Return the first `end` tokens, which are pinned; nothing if that fails."""
-        if not end:
-            return Moved()
+    def _retrieve(self, request: RequestHashes, ends: Iterable[int], room: int, attached: Attached) -> Moved:
+        """Return the tokens up to the last of `ends`, at most `room`; each end is pinned when it comes. A part that fails
+        is the last one: what came before it is there, and without that the error is raised."""
         desc, form = attached.registration.desc, attached.form
-        pairs, states = _new_pairs(form, end), _new_states(form)
-        tensors = _named(form, pairs, states)
-        started = time.perf_counter()
-        try:
-            future = attached.worker.submit_retrieve(request, 0, end, self._blocks(0, end, attached), tensors)
-            if not self._settle(future, tensors).ok:
-                return Moved()
-        finally:
-            attached.worker.get_finished()
+        done, seconds = 0, 0.0
+        pairs: tuple[LayerPair, ...] = ()
+        states: States = ()
+        tensors: dict[str, LayerTensors] = {}
+        for end in ends:
+            if end <= done:
+                continue
+            if not tensors:
+                pairs, states = _new_pairs(form, room), _new_states(form)
+                tensors = _named(form, pairs, states)
+            started = time.perf_counter()
+            try:
+                blocks = self._blocks(done, end, attached)
+                if not self._settle(attached.worker.submit_retrieve(request, done, end, blocks, tensors), tensors).ok:
+                    break
+            except KVFrameworkError:
+                if not done:
+                    raise
+                break
+            finally:
+                attached.worker.get_finished()
+            done, seconds = end, seconds + time.perf_counter() - started
+        if not done:
+            return Moved()
         shaped = tuple(state.view(place.shape) for place, state in zip(form.states, states, strict=True))
         # Of a state there is one, however long the prompt.
-        nbytes = sum(group.nbytes * (1 if group.window else end // desc.chunk_tokens) for group in desc.groups)
-        return Moved(end, nbytes, time.perf_counter() - started, pairs, shaped)
+        nbytes = sum(group.nbytes * (1 if group.window else done // desc.chunk_tokens) for group in desc.groups)
+        # A part that failed may still be written, behind the tokens that are there.
+        there = tuple((keys[:, :, :done], values[:, :, :done]) for keys, values in pairs)
+        return Moved(done, nbytes, seconds, there, shaped)
 
     def _store(
         self,

@@ -19,7 +19,7 @@ from kvframework.api.options import ByteSize, NoOptions, Options
 from kvframework.api.tier import Outcome, Tier, TierError
 from kvframework.errors import PluginBroken
 from kvframework.testing import TierConformance
-from tests.api.tiers_in_processes import SlowOptions, Wrong, filesystem, slow, unmakeable
+from tests.api.tiers_in_processes import Late, Registering, SlowOptions, Wrong, filesystem, refused, slow, unmakeable
 from tests.support.processes import has_ended, send
 from tests.support.waiting import wait_until
 
@@ -128,9 +128,8 @@ def test_a_helper_that_starts_slowly_is_not_frozen(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_tier_that_is_never_made_ends_its_helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.api.tier_process_supervisor.START_S", 2.0)
-    tier = HelperTier(slow, SlowOptions(str(tmp_path / "go")), name="slow", where="[[l2]] #1")
+def test_a_tier_that_is_never_made_ends_its_helper(tmp_path: Path) -> None:
+    tier = HelperTier(slow, SlowOptions(str(tmp_path / "go")), name="slow", where="[[l2]] #1", start_s=2.0)
     with pytest.raises(TierError, match="the helper process was killed: it made no tier within 2 s"):
         tier.contains([key("k")], deadline=soon())
     tier.close()
@@ -159,6 +158,44 @@ def test_a_tier_that_cannot_be_made_is_a_tier_error_at_once() -> None:
     for _ in range(3):
         with pytest.raises(TierError, match="the helper process ended with status 1"):
             tier.contains([key("k")], deadline=soon())
+    tier.close()
+
+
+def test_a_store_that_refuses_to_be_opened_says_why_and_the_log_says_it_once(caplog: pytest.LogCaptureFixture) -> None:
+    tier = HelperTier(refused, NoOptions(), name="refused", where="[[l2]] #1")
+    for _ in range(3):
+        with pytest.raises(TierError, match="the helper process made no tier: no store here; start it"):
+            tier.contains([key("k")], deadline=soon())
+    tier.close()
+    said = [each.message for each in caplog.records if each.levelname == "ERROR"]
+    assert said == ["tier refused: the helper process made no tier: no store here; start it"]
+
+
+def test_nothing_arrives_after_the_end_of_a_call() -> None:
+    """The helper goes on to write, until it is killed and while the next call has buffers, too."""
+    tier = HelperTier(Late, NoOptions(), name="late", where="[[l2]] #1")
+    tier.contains([key("k")], deadline=soon())
+    first, rooms = tier.pid, [bytearray(1 << 20), bytearray(1 << 20)]
+    assert first
+    for room in rooms:
+        with pytest.raises(TierError, match="the deadline has passed"):
+            tier.get_into([key("k")], [[memoryview(room)]], deadline=time.monotonic() + 0.5)
+    wait_until(lambda: has_ended(first))
+    assert [bytes(room) for room in rooms] == [bytes(1 << 20)] * 2
+    tier.close()
+
+
+def test_a_tier_that_registers_memory_knows_that_of_every_value() -> None:
+    tier = HelperTier(Registering, NoOptions(), name="registering", where="[[l2]] #1")
+    for nbytes in (1, 1 << 20, 3 << 20, 80):  # the memory grows
+        value = memoryview(bytes(nbytes))
+        assert (
+            tier.put([key("a"), key("b")], [[value], [value[:1], value[1:]]], deadline=soon()) == [Outcome.STORED] * 2
+        )
+    for _ in range(2):  # what failed is tried again
+        with pytest.raises(TierError, match="too much to register"):
+            tier.put([key("a")], [[memoryview(bytes(9 << 20))]], deadline=soon())
+    assert tier.put([key("a")], [[memoryview(b"value")]], deadline=soon()) == [Outcome.STORED]
     tier.close()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from kvf_filesystem import FilesystemOptions
 from kvf_filesystem.tier import open_tier
+from kvframework.api.helper_tier import RegistersMemory
 from kvframework.api.options import NoOptions, Options
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
@@ -16,6 +17,10 @@ from kvframework.errors import TierError
 
 def filesystem(options: FilesystemOptions, where: str) -> Tier:
     return open_tier(options, where=where)
+
+
+def refused(options: NoOptions, where: str) -> Tier:
+    raise TierError("no store here", where=where, hint="start it")
 
 
 def unmakeable(options: NoOptions, where: str) -> Tier:
@@ -68,3 +73,42 @@ class Wrong(Tier):
 
     def close(self) -> None:
         return
+
+
+class Registering(Wrong, RegistersMemory):
+    """Says of each value how many bytes of registered memory it is in, and answers what the last registration was."""
+
+    def __init__(self, options: NoOptions, where: str) -> None:
+        self._memories: dict[int, int] = {}
+
+    def register_memory(self, memory: memoryview) -> None:
+        if memory.nbytes > 8 << 20:
+            raise TierError("too much to register", where="there")
+        self._memories[_address(memory)] = memory.nbytes
+
+    def unregister_memory(self, memory: memoryview) -> None:
+        del self._memories[_address(memory)]
+
+    def put(self, keys: Sequence[bytes], parts: Sequence[Sequence[memoryview]], *, deadline: float) -> list[Outcome]:
+        return [Outcome.STORED if self._has(part) else Outcome.FAILED for (part,) in parts]
+
+    def _has(self, part: memoryview) -> bool:
+        at = _address(part)
+        return any(start <= at and at + part.nbytes <= start + nbytes for start, nbytes in self._memories.items())
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class Late(Wrong):
+    """Fills the parts of a `get_into` at once, and again and again for seconds, whatever the deadline."""
+
+    def get_into(
+        self, keys: Sequence[bytes], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[int | Outcome]:
+        for _ in range(600):
+            for (part,) in parts:
+                part[:] = b"!" * part.nbytes
+            time.sleep(0.01)
+        return [0] * len(keys)

@@ -144,6 +144,22 @@ def test_documents_are_found_in_another_order_by_another_session(server, model):
         assert list(kv.decode(whole.logits, whole.cache, 4)) == same(whole, model, SHUFFLED)
 
 
+def test_segments_are_held_as_shards(model):
+    with ServerProcess(*SETTINGS, "server.tp_lcm=2", "server.pp_lcm=3") as sharding:
+        with attach(model, sharding, "shards") as kv:
+            assert (store(kv).held, sharding.status()["l1"]["objects"]) == (3, 6 * 2 * 3)
+        with attach(model, sharding, "shards") as kv:
+            layers = kv.prefill(SHUFFLED, ranges=RANGES, share=0.0).cache.layers
+            whole = kv.prefill(SHUFFLED, ranges=RANGES, share=1.0)
+            assert whole.blended.hit_tokens == LOADED
+            assert list(kv.decode(whole.logits, whole.cache, 4)) == same(whole, model, SHUFFLED)
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([SHUFFLED]), past_key_values=cache)
+    assert torch.allclose(layers[0].keys, cache.layers[0].keys, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(layers[0].values, cache.layers[0].values, rtol=1e-4, atol=1e-5)
+
+
 def test_loaded_keys_are_exact_in_layer_0_at_their_new_places(server, model):
     cache = transformers.DynamicCache()
     with torch.no_grad():

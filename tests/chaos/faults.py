@@ -20,7 +20,7 @@ from tests.tiers.damage import KINDS, damage_in_folder, damage_in_redis
 
 REDIS, DISK = 0, 1
 DAMAGED = 20
-# Bound until status shows that a tier is down, or up again: its breaker retries after 10 s at most.
+# Bound until status shows that a tier is down, or up again: its breaker retries after 2 s at most.
 TOLD_S = 60.0
 # Wire faults under which no request succeeds.
 OUTAGES = {"wire_refuse", "wire_stall", "wire_reset"}

@@ -233,11 +233,11 @@ def test_every_field_of_other_nodes_is_documented(tmp_path: Path) -> None:
     with Lender(token_file(tmp_path)) as other:
         tier = peers_tier(token_file(tmp_path), peers=[other.address])
         assert other.tier._holder is not None
-        other.tier._holder._refuse("10.0.0.9", "another token")
+        other.tier._holder._connections.refuse("10.0.0.9", "another token")
         details = {
             "nodes": tier.status()["nodes"],
             "lending": other.tier.status()["lending"],
-            "hints": dict.fromkeys(("told", "waiting", "dropped"), 0),  # of `Teller.status`
+            "hints": dict.fromkeys(("written", "waiting", "dropped"), 0),  # of `Teller.status`
         }
         told = {name for name in documented() if name.startswith("l2[].details.")}
     assert set(fields({"details": details}, "l2[]")) == told
@@ -279,5 +279,5 @@ def test_exit_statuses_are_as_told(tmp_path: Path) -> None:
 
 
 def test_the_page_is_short_and_linked() -> None:
-    assert len(PAGE.splitlines()) < 370
+    assert len(PAGE.splitlines()) < 380
     assert "docs/operations.md" in (ROOT / "README.md").read_text()

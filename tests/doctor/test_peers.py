@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,30 @@ def test_one_that_is_silent_and_one_that_differs_are_named(tmp_path: Path) -> No
     }
     assert found["peers.reachable"].fact.startswith(f"{silent}: Connection refused; ")
     assert found["peers.names"].fact.startswith(f"{other.address} and {one.address} differ in the hasher")
+
+
+def test_a_node_with_another_token_is_told_from_one_that_is_away(tmp_path: Path) -> None:
+    silent = f"127.0.0.1:{free_port()}"
+    with Lender(token_file(tmp_path)) as other:
+        own = token_file(tmp_path / "own", "another token for tests")
+        found = ask("peers", token_file=str(own), peers=[other.address, silent])
+    assert found["peers.reachable"].fact == f"{silent}: Connection refused"
+    assert found["peers.trust"].level == "fail"
+    assert found["peers.trust"].fact == f"{other.address}: it refuses this node: it has another token"
+    assert "the same token" in found["peers.trust"].advice
+
+
+def test_an_address_at_which_this_node_cannot_listen_is_found(tmp_path: Path) -> None:
+    token = str(token_file(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        taken = f"127.0.0.1:{foreign.getsockname()[1]}"
+        found = ask("peers", token_file=token, listen=taken)["peers.listen"]
+    assert (found.level, found.fact) == ("fail", f"{taken}: Address already in use")
+    elsewhere = "192.0.2.1:9311"  # reserved for documentation
+    found = ask("peers", token_file=token, listen=elsewhere, trusted_network=True)["peers.listen"]
+    assert (found.level, found.fact) == ("fail", f"{elsewhere}: Cannot assign requested address")
+    free = ask("peers", token_file=token, listen=f"127.0.0.1:{free_port()}")
+    assert levels(free) == {"plugin.usable": "ok", "peers.network": "ok"}
 
 
 def test_plain_text_beyond_this_machine_is_warned_of_or_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.doctor.tables import ask, ask_a_silent_one, levels
 from tests.registry.fake_distributions import install
 
 SOURCE = """
-import os, time
+import atexit, os, threading, time
 from kvframework.api.driver import DeviceTransportProvider, hookimpl
 from kvframework.api.findings import Finding
 from kvframework.api.memory import MemoryProvider
@@ -33,6 +33,10 @@ def dies(options, context, deadline):
     os.abort()
 def hangs(options, context, deadline):
     time.sleep(600)
+def lingers(options, context, deadline):
+    atexit.register(os.abort)
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return [Finding("acme.disk", "ok", "all is well")]
 def nonsense(options, context, deadline):
     return [Finding("acme", "awful", 7)]
 def text(options, context, deadline):
@@ -47,8 +51,8 @@ def kvf_tiers():
         return TierProvider(name=name, summary=name, create=print, diagnose=diagnose, **fields)
     return [
         tier("seen", seen), tier("raises", raises), tier("breaks", breaks), tier("dies", dies), tier("hangs", hangs),
-        tier("nonsense", nonsense), tier("text", text), tier("nothing", nothing), tier("single", single),
-        tier("quiet", None), tier("absent", seen, probe=lambda: "no such device"),
+        tier("lingers", lingers), tier("nonsense", nonsense), tier("text", text), tier("nothing", nothing),
+        tier("single", single), tier("quiet", None), tier("absent", seen, probe=lambda: "no such device"),
     ]
 @hookimpl
 def kvf_memories():
@@ -60,6 +64,7 @@ NAMES = (
     "breaks",
     "dies",
     "hangs",
+    "lingers",
     "nonsense",
     "quiet",
     "absent",
@@ -109,6 +114,10 @@ def test_a_diagnosis_that_hangs_is_ended() -> None:
     found = ask_a_silent_one("hangs")
     assert levels(found) == {"plugin.usable": "ok", "plugin.diagnose": "fail"}
     assert "did not end within" in found["plugin.diagnose"].fact
+
+
+def test_what_a_library_does_at_the_end_of_its_process_is_no_finding() -> None:
+    assert levels(ask("lingers")) == {"plugin.usable": "ok", "acme.disk": "ok"}
 
 
 def test_what_cannot_be_used_says_why() -> None:

@@ -18,8 +18,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Each with how many of its tests must have passed at least.
 PROVEN = {"kvf-llamacpp": 150, "kvf-s3fifo": 10, "kvf-sqlite": 120, "kvf-tensorrt-llm": 9}
 TORCH = {"kvf-llamacpp", "kvf-tensorrt-llm"}
-# By other tests: docs/, beside the guide that is made of it, and engines/, where its engine is there.
-ELSEWHERE = {"kvf-simdev", "kvf-mlx"}
+# By other tests: docs/, beside the guide that is made of it, engines/, where its engine is there, and the environment
+# `nixl` of tox.ini, where NIXL is.
+ELSEWHERE = {"kvf-simdev", "kvf-mlx", "kvf-nixl"}
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,7 @@ ROWS: dict[str, tuple[Observed, ...]] = {
     "tier-slow": _doc(l2__1__overdue_s=31.0, l2__1__overdue_call="put", l2__1__write_dropped=7),
     "tier-bug": (*_down("read", "get_into raised RuntimeError: boom"),),
     "tier-values-unusable": _doc(l2__1__corrupt=2),
+    "peers-apart": _doc(l2__1__problems=["10.0.0.8:9310: it did not answer in time"]),
     "codec-not-allowed": _doc(l2__1__foreign_codec=2),
     "loads-refused": _doc(prefetch__refused=4),
     "copier-ended": _doc(instances__0__lost="the copier of 0000:01:00.0 ended by signal SIGKILL"),

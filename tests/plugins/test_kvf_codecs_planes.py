@@ -189,7 +189,7 @@ def test_a_header_that_claims_what_is_not_there_is_refused() -> None:
         (forged(packed, 8, "<Q", 1 << 62), "an object of 4611686018427387904 bytes, expected 40000"),
         (forged(packed, 16, "<Q", 0), "another checksum"),
         (forged(packed, HEADER_BYTES, "<II", 0xFFFF_FFFF, 0xFFFF_FFFF), "packed bytes, expected"),
-        (forged(packed, HEADER_BYTES, "<II", 20_001, frame - 1), "no whole Zstandard frame|a plane of"),
+        (forged(packed, HEADER_BYTES, "<II", 20_001, frame - 1), "a plane held in 20001 bytes, expected at most 20000"),
         (forged(packed, HEADER_BYTES, "<II", 19_999, frame + 1), "no whole Zstandard frame|a plane of"),
         (packed[:HEADER_BYTES], "expected a table up to byte 32"),
         (packed[:-1], f"{len(packed) - 1} packed bytes, expected {len(packed)}"),
@@ -215,6 +215,18 @@ def test_frames_of_another_size_are_refused() -> None:
         changed = forged(packed[:start] + frame, HEADER_BYTES + 4, "<I", len(frame))
         with pytest.raises(ValueError, match=r"Zstandard frame|a plane of"):
             unpack(PlanesCodec(), changed, len(data))
+
+
+def test_a_frame_that_is_longer_than_its_plane_is_refused() -> None:
+    """As one with a flood of empty blocks: packing makes none, and unpacking takes as long as the frame is."""
+    data, packed = in_planes()
+    start = HEADER_BYTES + 8 + 20_000
+    header = zstandard.frame_header_size(packed[start:])
+    flood = packed[start : start + header] + bytes(3) * 7000 + packed[start + header :]
+    assert zstandard.ZstdDecompressor().decompress(flood, allow_extra_data=False) == data[1::2]
+    changed = forged(packed[:start] + flood, HEADER_BYTES + 4, "<I", len(flood))
+    with pytest.raises(ValueError, match=f"a plane held in {len(flood)} bytes, expected at most 20000"):
+        unpack(PlanesCodec(), changed, len(data))
 
 
 def bomb(claimed: int) -> bytes:

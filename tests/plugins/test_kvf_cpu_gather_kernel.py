@@ -96,6 +96,16 @@ def test_large_copies_by_threads_past_the_caches(run: int, to_arena: bool, align
     check(KERNEL, (order, 3, [], run), to_arena=to_arena, aligned=aligned)
 
 
+@pytest.mark.parametrize("run", [128, 192, 1984])
+@pytest.mark.parametrize("apart", [0, 32], ids=["lines", "half_lines"])
+@pytest.mark.parametrize("to_arena", [True, False])
+def test_short_runs_of_whole_lines_past_the_caches(run: int, apart: int, to_arena: bool) -> None:
+    assert KERNEL is not None
+    inner = [Step(3, 64, apart), Step(4, apart, 64)]
+    places = STREAMING_BYTES // (run * 12 * 2) + 1
+    check(KERNEL, (list(range(places)), 2, inner, run), to_arena=to_arena, aligned=True)
+
+
 def test_more_threads_than_fragments_and_nothing_to_copy() -> None:
     kernel = load_kernel(64)
     assert kernel is not None

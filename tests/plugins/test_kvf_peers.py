@@ -159,6 +159,7 @@ def test_this_node_among_its_peers_is_passed_over(token: Path) -> None:
             wait_until(lambda: state(tier).state == "useless", what="the greeting of this node")
             assert tier.contains([own, key], deadline=soon()) == [MISSING, FOUND]
             assert list(tier.problems()) == []
+            assert [each["node"] for each in tier.status()["nodes"]] == [lender.address]  # type: ignore[attr-defined]
             tier.ping(deadline=soon())
 
 
@@ -398,8 +399,12 @@ def test_the_status_tells_what_came_from_whom_and_what_went(token: Path) -> None
             "failed": 0,
             "damaged": 0,
         }
-        lent = lender.tier.status()["lending"]
-        assert (lent["values"], lent["nbytes"], lent["bytes_under_way"]) == (1, 100, 0)  # type: ignore[index]
+
+        def lent() -> tuple[int, ...]:
+            told = lender.tier.status()["lending"]
+            return tuple(told[name] for name in ("values", "nbytes", "bytes_under_way"))  # type: ignore[index]
+
+        wait_until(lambda: lent() == (1, 100, 0), what="the end of the loan")
         assert tier.status()["lending"] == {}
 
 
@@ -569,7 +574,26 @@ def test_a_stranger_is_shut_out(token: Path, said: bytes) -> None:
             except ConnectionResetError:
                 pass
             assert not answers or isinstance(decoded(answers[4:], Refused), Refused)
+        wait_until(lambda: refused_by(lender)["strangers"] == 1, what="the count")
+        (refused,) = lender.tier.status()["lending"]["strangers"]  # type: ignore[index]
+        assert refused["reason"].startswith(("it is no node: ", "another token", "version 2 of the protocol"))
         assert lender.node.loans == 0
+
+
+def test_a_probe_that_says_nothing_is_no_stranger_and_a_wrong_certificate_is_one(token: Path, tmp_path: Path) -> None:
+    made = make_certificate(tmp_path)
+    (tmp_path / "other").mkdir()
+    other = make_certificate(tmp_path / "other")
+    tls = {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
+    with Lender(token, **tls) as lender:
+        host, port = lender.address.split(":")
+        wait_until(lambda: _connects(host, int(port)), what="the listener")
+        foreign = {**tls, "tls_cert": str(other.certificate), "tls_key": str(other.key)}
+        with reading(token, lender, node=ValuesNode(), **foreign) as tier:
+            wait_until(lambda: refused_by(lender)["strangers"] > 0, what="the refusal")
+            wait_until(lambda: "TLS failed" in "".join(tier.problems()), what="its problem")
+        (refused,) = lender.tier.status()["lending"]["strangers"]  # type: ignore[index]
+        assert "certificate" in refused["reason"]
 
 
 def _connects(host: str, port: int) -> bool:
@@ -652,6 +676,17 @@ def test_a_token_that_cannot_be_read_is_a_refusal(
         wait_until(lambda: refused_by(lender)["strangers"] > 0, what="the refusal")
     assert "cannot be read" in caplog.text
     assert "a loan failed" not in caplog.text
+
+
+def test_a_holder_of_another_release_is_named(token: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as later:
+        tier = peers_tier(token, peers=[f"127.0.0.1:{later.getsockname()[1]}"], ask_s=10)
+        state(tier).start()
+        wire = Wire(later.accept()[0])
+        wire.write(Greeting(2, bytes(32)), soon())
+        wait_until(lambda: "it speaks version 2 of the protocol, this node 1" in "".join(tier.problems()), what="it")
+        wire.close()
+        tier.close()
 
 
 def test_words_of_a_stranger_are_shown_without_control_characters(token: Path) -> None:
@@ -753,5 +788,9 @@ def test_the_token_is_private_and_long(tmp_path: Path) -> None:
     short.chmod(0o644)
     with pytest.raises(ConfigFieldError, match="other users may read"):
         peers_tier(short, peers=["127.0.0.1:1"])
-    with pytest.raises(ConfigFieldError, match="cannot be read"):
+    with pytest.raises(ConfigFieldError, match="cannot be read") as missing:
         peers_tier(tmp_path / "missing", peers=["127.0.0.1:1"])
+    assert "copy it to all: (umask 077; openssl rand -hex 32 >" in missing.value.hint
+    with pytest.raises(ConfigFieldError, match="cannot be read") as unread:
+        peers_tier(tmp_path, peers=["127.0.0.1:1"])
+    assert "openssl" not in unread.value.hint, "it would overwrite a token that all nodes share"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from kvf_redis.commands import DRAIN_BYTES
+from kvf_redis.commands import DRAIN_BYTES, Command
+from kvf_redis.tier import RedisTier
 from kvframework.api.tier import Outcome, Tier, TierEntry
 from kvframework.errors import TierError
 from kvframework.testing import FaultProxy
@@ -289,6 +291,33 @@ def test_a_busy_pool_waits_no_longer_than_the_deadline(server: RedisServer) -> N
 
 
 # What others do to the keys
+
+
+@pytest.mark.parametrize(("local", "at_once"), [(True, 1), (False, 3)])
+def test_loads_of_a_local_server_take_turns(
+    shared: RedisServer, unix: RedisServer, opened: Opened, local: bool, at_once: int
+) -> None:
+    tier = opened(unix.url if local else shared.url)
+    assert isinstance(tier, RedisTier)
+    assert put(tier, b"key", b"value") == STORED
+    honest, begun, go_on = tier._router.run, threading.Semaphore(0), threading.Semaphore(0)
+
+    def in_steps(commands: Sequence[Command], deadline: float) -> None:
+        begun.release()
+        assert go_on.acquire(timeout=60)
+        honest(commands, deadline)
+
+    tier._router.run = in_steps  # type: ignore[method-assign]
+    rooms = [bytearray(5) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        loads = [pool.submit(tier.get_into, [b"key"], [[memoryview(room)]], deadline=soon(60)) for room in rooms]
+        assert all(begun.acquire(timeout=60) for _ in range(at_once))
+        if local:
+            with pytest.raises(TierError, match="other loads"):
+                tier.get_into([b"key"], [[memoryview(bytearray(5))]], deadline=soon(0.05))
+        go_on.release(3)
+        assert [load.result(60) for load in loads] == [[5]] * 3
+    assert rooms == [b"value"] * 3
 
 
 def test_foreign_values_are_that_keys_matter_only(shared: RedisServer, opened: Opened) -> None:

@@ -29,8 +29,10 @@ DEPENDENCIES = {
     "kvf_cpu_gather": {"torch"},
     "kvf_cuda_ipc": {"cuda"},
     "kvf_layouts": {"torch"},
+    "kvf_mooncake": {"mooncake", "xxhash"},
     "kvf_peers": {"redis"},
     "kvf_redis": {"redis"},
+    "kvf_s3": {"obstore", "xxhash"},
 }
 # Those with a half in the engine, which is a client.
 CLIENTS = {"kvf_blend"}

@@ -73,6 +73,28 @@ def test_a_stranger_at_the_address_of_a_publisher_is_named_and_outlived(
 
 
 @pytest.mark.usefixtures("hasty")
+def test_that_nothing_listens_is_told_until_something_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    port = free_port()
+
+    async def follow() -> None:
+        router = Router(1000)
+        router.follow([Node("a", f"tcp://127.0.0.1:{port}")])
+        try:
+            await until(lambda: "nothing listens there" in told(router)["trouble"])
+            with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+                publisher.bind(f"tcp://127.0.0.1:{port}")
+                await until(lambda: told(router)["connected"])
+                assert told(router)["trouble"] == ""
+            await until(lambda: "nothing listens there" in told(router)["trouble"])
+        finally:
+            await router.stop()
+
+    asyncio.run(follow())
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.usefixtures("hasty")
 def test_a_key_that_is_admitted_later(tmp_path: Path) -> None:
     for name in ("server", "router"):
         write_pair(tmp_path / f"{name}.secret", tmp_path / f"{name}.public")

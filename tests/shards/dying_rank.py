@@ -1,5 +1,5 @@
-"""One rank of an engine as a process, `python -m tests.shards.dying_rank ENDPOINT RANK`, which stores the first chunk of
-the prompt, and is killed in the copy of the second one."""
+"""One rank of an engine as a process: `python -m tests.shards.dying_rank ENDPOINT RANK` stores the first chunk of the
+prompt, and is killed in the copy of the second one."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
 
-HEADS, LAYERS, DIM, BLOCK, CHUNK = 4, 2, 8, 16, 32
+HEADS, LAYERS, DIM, BLOCK, CHUNK = 8, 2, 8, 16, 32
 TOKENS = 2 * CHUNK
 PROMPT = list(range(TOKENS))
 # vLLM's own words for the model.
@@ -36,7 +36,7 @@ def imports() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess(f"server.chunk_size={CHUNK}", "server.tp_lcm=4", "server.pp_lcm=2") as process:
+    with ServerProcess(f"server.chunk_size={CHUNK}", "server.tp_lcm=8", "server.pp_lcm=2") as process:
         yield process
 
 
@@ -49,6 +49,10 @@ def client(server: ServerProcess) -> Iterator[KVClient]:
 @pytest.fixture
 def whole() -> torch.Tensor:
     """`[plane, layer, token, head, dim]`."""
+    return content()
+
+
+def content() -> torch.Tensor:
     return torch.randn(2, LAYERS, TOKENS, HEADS, DIM)
 
 
@@ -56,6 +60,11 @@ def hashed(client: KVClient) -> RequestHashes:
     request = RequestHashes(client.hasher, CHUNK, request_id="r")
     request.extend(PROMPT)
     return request
+
+
+def held_heads(rank: int, size: int) -> tuple[int, int]:
+    """The first head of a rank, and how many it has: one that others have, too, if there are fewer heads than ranks."""
+    return rank * HEADS // size, max(HEADS // size, 1)
 
 
 def vllm_blocks(backend: str, part: torch.Tensor) -> torch.Tensor:
@@ -81,7 +90,7 @@ class Vllm:
         stages: int = 1,
     ) -> None:
         self.client, self.isa, self.backend, self.size, self.held = client, isa, backend, size, LAYERS // stages
-        self.memory, self.ranks, own = [], [], HEADS // size
+        self.memory, self.ranks, own = [], [], held_heads(0, size)[1]
         for number in range(size * stages):
             parallel = SimpleNamespace(rank=number, world_size=size * stages, pipeline_parallel_size=stages)
             place = place_of(parallel, None)
@@ -112,9 +121,9 @@ class Vllm:
 
     def wanted(self, whole: torch.Tensor, number: int) -> torch.Tensor:
         stage, rank = divmod(number, self.size)
-        own = HEADS // self.size
+        first, own = held_heads(rank, self.size)
         layers = whole[:, stage * self.held : (stage + 1) * self.held]
-        return vllm_blocks(self.backend, layers[:, :, :, rank * own : (rank + 1) * own])
+        return vllm_blocks(self.backend, layers[:, :, :, first : first + own])
 
     def store(self) -> None:
         op = StoreOp(0, "r", 0, TOKENS, hashed(self.client).digests(TOKENS), "", [[1, 2, 3, 4]])
@@ -158,7 +167,7 @@ class Sglang:
     """SGLang's pools of `size` ranks."""
 
     def __init__(self, client: KVClient, size: int, layout: str, first_id: int, whole: torch.Tensor | None) -> None:
-        self.client, self.own, self.pools, self.ranks = client, HEADS // size, [], []
+        self.client, self.size, self.own, self.pools, self.ranks = client, size, held_heads(0, size)[1], [], []
         for rank in range(size):
             pool = MHATokenToKVPoolHost(layout, self.own)
             if whole is not None:
@@ -180,7 +189,8 @@ class Sglang:
             self.ranks.append(worker)
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        return whole[:, :, :, rank * self.own : (rank + 1) * self.own].contiguous()
+        first, own = held_heads(rank, self.size)
+        return whole[:, :, :, first : first + own].contiguous()
 
     def store(self) -> None:
         for worker in self.ranks:
@@ -239,20 +249,40 @@ def test_each_engine_loads_what_another_kind_of_another_size_stored(
     engines = [
         Vllm(client, 1, "vec", "CPU_ATTN"),
         Vllm(client, 4, "", "FLASH_ATTN"),
+        Vllm(client, 8, "vec16", "CPU_ATTN"),
         Vllm(client, 2, "", "FLASH_ATTN", stages=2),
         Sglang(client, 1, "page_first", 10, None),
         Sglang(client, 4, "page_head", 20, None),
+        Sglang(client, 8, "page_first", 40, None),
         Sglang(client, 2, "layer_first", 30, None),
         there,
     ]
     source = {
         "vllm": lambda: Vllm(client, 2, "vec16", "CPU_ATTN", whole),
         "stages": lambda: Vllm(client, 1, "vec", "CPU_ATTN", whole, stages=2),
-        "sglang": lambda: Sglang(client, 2, "page_head", 40, whole),
+        "sglang": lambda: Sglang(client, 2, "page_head", 50, whole),
         "transformers": lambda: there,
     }[stored]()
     try:
         source.store(*([whole] if source is there else []))
+        with server.client() as watcher:
+            assert watcher.status()["l1"]["objects"] == HEADS * LAYERS * TOKENS // CHUNK
+        for engine in engines:
+            engine.load(whole)
+    finally:
+        for engine in [*engines, source]:
+            engine.close()
+
+
+def test_ranks_of_one_head_have_the_same_shard(
+    server: ServerProcess, client: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "HEADS", 4)
+    whole = content()
+    engines = [Vllm(client, 8, "", "FLASH_ATTN"), Sglang(client, 8, "layer_first", 10, None)]
+    source = Vllm(client, 2, "vec", "CPU_ATTN", whole)
+    try:
+        source.store()
         with server.client() as watcher:
             assert watcher.status()["l1"]["objects"] == 4 * LAYERS * TOKENS // CHUNK
         for engine in engines:

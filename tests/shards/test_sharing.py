@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvframework.client import KVClient
-from tests.shards.model import CHUNK, FORMS, TOKENS, Model, SplitEngine
+from kvframework.client import KVClient, ModelPart, WorkerAdapter
+from tests.shards.model import BLOCK, CHUNK, FORMS, TOKENS, Model, SplitEngine, hashed
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
@@ -161,3 +161,50 @@ def test_a_server_without_the_setting_has_the_names_of_before() -> None:
     ):
         mine, theirs = known.ranks[1].registration, unknown.ranks[1].registration
         assert mine == msgspec.structs.replace(theirs, instance_id=mine.instance_id)
+
+
+def test_layers_with_and_without_a_window_are_split_alike(client: KVClient) -> None:
+    """Two layer groups, of which each shard has its part, and blocks of their own."""
+    heads, dim, window = 4, 8, 20
+    whole = torch.randn(2, 2, TOKENS, heads, dim)  # layer, plane, token, head, dim
+
+    def ranks(tp: int, first_id: int, content: torch.Tensor) -> list[tuple[WorkerAdapter, torch.Tensor]]:
+        held = []
+        for rank in range(tp):
+            part = content[:, :, :, rank * heads // tp : (rank + 1) * heads // tp].unflatten(2, (-1, BLOCK)).clone()
+            worker = WorkerAdapter(
+                client,
+                instance_id=first_id + rank,
+                model_name="hybrid",
+                world_size=tp,
+                rank=rank,
+                layout_options={
+                    "groups": [
+                        {"layers": ["full"], "block_size": BLOCK, "axes": FORMS["NHD"]},
+                        {"layers": ["near"], "block_size": BLOCK, "axes": FORMS["NHD"], "window": window},
+                    ]
+                },
+                part=ModelPart(heads, rank, tp),
+            )
+            worker.register_kv_caches({"full": part[0], "near": part[1]}, block_size=BLOCK)
+            held.append((worker, part))
+        return held
+
+    blocks = list(range(TOKENS // BLOCK))
+    tokens = prompt(next(IDS))
+    first = ranks(2, 10**6, whole)
+    stored = [
+        worker.submit_store(hashed(client, tokens), 0, TOKENS, [blocks, blocks]).result(60) for worker, _ in first
+    ]
+    assert [each.stored for each in stored] == [8, 8], "two chunks of two groups of two shards"
+    second = [*ranks(1, 10**6 + 10, torch.zeros_like(whole)), *ranks(4, 10**6 + 20, torch.zeros_like(whole))]
+    for worker, part in second:
+        assert worker.submit_retrieve(hashed(client, tokens), 0, TOKENS, [blocks, blocks]).result(60).ok
+        own = worker.identity.part
+        assert own is not None
+        at = own.tp_rank * heads // own.tp_size
+        wanted = whole[:, :, :, at : at + heads // own.tp_size].unflatten(2, (-1, BLOCK))
+        assert torch.equal(part[0], wanted[0])
+        assert torch.equal(part[1, :, TOKENS // BLOCK // 2 :], wanted[1, :, TOKENS // BLOCK // 2 :])
+    for worker, _ in [*first, *second]:
+        worker.close()

@@ -113,6 +113,13 @@ def _waits(world: World) -> None:
 
     known = {ticket for client in world.clients for ticket in client.tickets} | waited_for
     must({ticket.id for ticket in tickets} <= known, "there is a ticket that no client knows")
+    lasting = {
+        ticket
+        for client in world.clients
+        for ticket, (_, lasts_until, _) in client.tickets.items()
+        if world.now < lasts_until
+    }
+    must(lasting <= {ticket.id for ticket in tickets}, "a ticket ended before its time")
     pins = world.manager._table._leases.pins
     for ticket in tickets:
         pinned = pins.get(ticket.pins)

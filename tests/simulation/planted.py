@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-from kvframework.api.futures import Promise
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.service.lookup_waits import LookupWaits
 from kvframework.service.lookups import Lookups
@@ -220,10 +219,9 @@ def a_wait_outlives_its_ticket(original: Any, lookups: Lookups, ticket: str) -> 
         original(lookups, ticket)
 
 
-@plant(Promise, "set_result")
-def a_lookup_that_nobody_waits_for_keeps_its_ticket(original: Any, promise: Promise[Any], value: Any) -> bool:
-    original(promise, value)
-    return True
+@plant(Lookups, "_given_up")
+def a_lookup_that_nobody_waits_for_keeps_its_ticket(_original: Any, lookups: Lookups, number: int, _wait: Any) -> None:
+    lookups.waits.end(number)
 
 
 @plant(LookupTickets, "_pin")

@@ -9,7 +9,8 @@ import pytest
 
 from kvframework.api.keys import PackedKey
 from kvframework.storage.envelope import HEADER_BYTES
-from kvframework.storage.l2 import prefetch
+from kvframework.storage.l2 import loading, prefetch
+from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.namespaces import NamespaceRecord, record_key
 from tests.storage.memory import NAMESPACE, content, packed_key
 from tests.storage.node import DESC, OWNER, SIZE, Node, prefix
@@ -58,6 +59,24 @@ def test_a_tier_that_is_down_is_passed_over(make_node: Callable[..., Node]) -> N
     node.tiers[0].down = True
     assert node.load(K[:6]).loaded == 6
     assert node.read(K[:6])
+
+
+def test_no_load_tries_a_tier_that_failed_but_a_thread_of_its_own(make_node: Callable[..., Node]) -> None:
+    node = make_node(tiers=[filled(K[:4])])
+    node.tier.down = True
+    while node.stores[0].state == "closed":
+        node.load(K[:4])
+    questions = len(node.tier.asked("contains"))
+
+    def tried(times: int) -> bool:
+        assert node.load(K[:4]).loaded == 0
+        return [name for name, _ in node.tier.calls].count("ping") >= times
+
+    wait_until(lambda: tried(4), what="the tier to be tried several times")
+    assert len(node.tier.asked("contains")) == questions, "a load waited for a tier that had failed"
+    node.tier.down = False
+    wait_until(lambda: node.stores[0].state == "closed", what="the circuit to close")
+    assert node.load(K[:4]).loaded == 4
 
 
 def test_selects_what_is_worth_having(make_node: Callable[..., Node]) -> None:
@@ -292,6 +311,26 @@ def test_one_prompt_is_fetched_by_several_threads_in_order(make_node: Callable[.
     assert task.loaded == 80
     assert node.read(K[:80])
     node.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("objects", "mib", "threads", "lengths"),
+    [
+        (32, 3, 4, [4] * 8),
+        (32, 3, 1, [5] * 6 + [2]),
+        (8, 32, 4, [1] * 8),
+        (8, 1, 4, [4, 4]),
+        (6, 0.001, 4, [6]),
+        (40, 0.001, 4, [16, 16, 8]),
+    ],
+)
+def test_the_threads_of_a_tier_get_as_much_each(objects: int, mib: float, threads: int, lengths: list[int]) -> None:
+    store = L2Store(MemoryTier(), timeout_s=1.0)
+    indices = range(objects)
+    sizes = [int(mib * (1 << 20))] * objects
+    batches = loading._batches(indices, dict.fromkeys(indices, store), sizes, {store: threads})
+    assert [len(batch) for batch in batches] == lengths
+    assert [index for batch in batches for index in batch] == list(indices)
 
 
 def test_a_question_is_answered_while_all_batches_are_held(make_node: Callable[..., Node]) -> None:

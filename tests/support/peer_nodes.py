@@ -92,6 +92,7 @@ class Lender:
 
 
 def token_file(folder: Path, token: str = "a token for tests") -> Path:
+    folder.mkdir(exist_ok=True)
     file = folder / "token"
     file.write_text(token)
     file.chmod(0o600)

@@ -115,21 +115,14 @@ def _disk(shape: Shape, _nbytes: int, directory: Path, registry: PluginRegistry)
     check_plugin(registry, "tier", "filesystem")
     if not can_bypass_cache(directory):
         raise BenchUnavailable(f"{file_system(directory)} keeps the files in the page cache")
-    with tempfile.TemporaryDirectory(dir=directory) as place, ThreadPoolExecutor(_READERS) as pool:
-        rooms = [memoryview(bytearray(shape.nbytes // _READERS + _FILE_SLACK)) for _ in range(_READERS)]
-
-        def values() -> list[Path]:
-            found = (path for path in Path(place).glob("l2/*/*") if path.is_file())
-            return sorted(path for path in found if path.stat().st_size > _RECORD_SLACK)
+    with tempfile.TemporaryDirectory(dir=directory) as place, _plain_reads(shape, Path(place)) as read:
 
         def drop() -> None:
-            drop_from_cache(values())
+            drop_from_cache(_values(Path(place)))
 
         def plain() -> float:
-            paths = values()
-            drop_from_cache(paths)
-            parts = [paths[first::_READERS] for first in range(_READERS)]
-            return timed(lambda: list(pool.map(lambda part, room: read_files(part, [room] * len(part)), parts, rooms)))
+            drop()
+            return read()
 
         yield Source(
             f"files on {file_system(Path(place))}",
@@ -141,14 +134,33 @@ def _disk(shape: Shape, _nbytes: int, directory: Path, registry: PluginRegistry)
 
 
 @contextmanager
+def _plain_reads(shape: Shape, place: Path) -> Iterator[Case]:
+    """Plain reads of the tier's files, by as many threads as it says for its loads."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        rooms = [memoryview(bytearray(shape.nbytes // _READERS + _FILE_SLACK)) for _ in range(_READERS)]
+
+        def read() -> float:
+            paths = _values(place)
+            parts = [paths[first::_READERS] for first in range(_READERS)]
+            return timed(lambda: list(pool.map(lambda part, room: read_files(part, [room] * len(part)), parts, rooms)))
+
+        yield read
+
+
+def _values(place: Path) -> list[Path]:
+    found = (path for path in place.glob("l2/*/*") if path.is_file())
+    return sorted(path for path in found if path.stat().st_size > _RECORD_SLACK)
+
+
+@contextmanager
 def _memory_files(shape: Shape, _nbytes: int, _directory: Path, registry: PluginRegistry) -> Iterator[Source]:
     check_plugin(registry, "tier", "filesystem")
     folder = tempfile.TemporaryDirectory(prefix="kvf-bench-", dir=MEMORY_FOLDER)
-    with folder as place, fastest_copy(shape.nbytes) as copy:
+    with folder as place, fastest_copy(shape.nbytes) as copy, _plain_reads(shape, Path(place)) as plain:
         yield Source(
             f"files on {file_system(Path(place))}",
             _settings(place),
-            {"copy": copy.run},
+            {"copy": copy.run, "the tier alone": plain},
             lambda measured: (f"`copy` ({copy.name})", measured["copy"]),
         )
 

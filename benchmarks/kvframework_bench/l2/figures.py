@@ -36,6 +36,39 @@ class RedisFigures(msgspec.Struct, frozen=True):
     rows: list[RedisRow]
 
 
+class S3Row(msgspec.Struct, frozen=True):
+    """One operation of the tier on `value_bytes` each, `nbytes` a call. `reference` is the faster way of obstore
+    itself. Processor seconds are those of the client's process, a GB."""
+
+    operation: str
+    value_bytes: int
+    nbytes: int
+    reference: str
+    reference_gb_s: Spread
+    tier_gb_s: Spread
+    ratio_to_reference: Spread
+    reference_processor_s: Spread
+    tier_processor_s: Spread
+    target_ratio: float
+    target_processor_s: float
+
+
+class S3Figures(msgspec.Struct, frozen=True):
+    rows: list[S3Row]
+
+
+class MooncakeRow(msgspec.Struct, frozen=True):
+    """One operation of the tier on `value_bytes` each, `nbytes` a call. The reference is plain TCP, one connection."""
+
+    operation: str
+    value_bytes: int
+    nbytes: int
+    reference_gb_s: Spread
+    tier_gb_s: Spread
+    ratio_to_reference: Spread
+    target_ratio: float
+
+
 class EngineRow(msgspec.Struct, frozen=True):
     """A prompt that only a tier has: `to_l1` from LOOKUP until it is pinned, `to_engine` until it is in the engine's
     memory, `arriving` if what has arrived is taken while the rest arrives. `verified` says that every byte was compared
@@ -87,6 +120,21 @@ class StalledRow(msgspec.Struct, frozen=True):
     write_pending: int
 
 
+class NewRow(msgspec.Struct, frozen=True):
+    """LOOKUP of a prompt of which L1 has the first half, and no tier the second. `tier` is a bare question to the
+    tier about as many objects; `again` is the same prompt once more. `added_to_tier` is what an L2 adds to a LOOKUP, in
+    units of that question."""
+
+    tokens: int
+    tier: Latency
+    without_l2: Latency
+    new: Latency
+    again: Latency
+    ratio_to_tier: Spread
+    added_to_tier: Spread
+    target_ratio: float
+
+
 class MemoryRow(msgspec.Struct, frozen=True):
     """`nbytes` of objects moved, with at most `growth_bytes` more in the server's process than before, its arena left
     out. `stored_bytes` are those of all values in Redis: `prompt_bytes` as packed, with headers and one record."""
@@ -116,9 +164,12 @@ class L2Figures(msgspec.Struct, frozen=True):
     """The figures of all parts. A part that was left out or not asked for is None or empty."""
 
     redis: RedisFigures | None
+    s3: S3Figures | None
+    mooncake: list[MooncakeRow]
     engine: list[EngineRow]
     disk: DiskFigures | None
     stalled: list[StalledRow]
+    new: list[NewRow]
     memory: list[MemoryRow]
     codecs: list[CodecRow]
     skipped: list[Skipped]
@@ -129,12 +180,18 @@ def l2_tables(figures: L2Figures) -> list[Table]:
     made = []
     if figures.redis is not None:
         made.append(_redis(figures.redis))
+    if figures.s3 is not None:
+        made.append(_s3(figures.s3))
+    if figures.mooncake:
+        made.append(_mooncake(figures.mooncake))
     if figures.engine:
         made.append(_engine(figures.engine))
     if figures.disk is not None:
         made.append(_disk(figures.disk))
     if figures.stalled:
         made.append(_stalled(figures.stalled))
+    if figures.new:
+        made.append(_new(figures.new))
     if figures.memory:
         made.append(_memory(figures.memory))
     if figures.codecs:
@@ -152,6 +209,38 @@ def _redis(figures: RedisFigures) -> Table:
         if row.tool_gb_s is not None:
             table.add_row(f"{name}, redis-benchmark", *format_rate(row.tool_gb_s))
         table.add_row(f"{name}, bare client, {row.reference}", *format_rate(row.reference_gb_s))
+        table.add_row(
+            f"{name}, tier",
+            *format_rate(row.tier_gb_s),
+            *format_ratio(row.ratio_to_reference),
+            f"{short_number(row.target_ratio)} x",
+        )
+    return table
+
+
+def _s3(figures: S3Figures) -> Table:
+    headers = ("GB/s", "min to max", "ratio to obstore", "min to max", "target", "processor s a GB", "target")
+    table = new_table("tier s3, SeaweedFS, TCP", *headers)
+    for row in figures.rows:
+        name = f"{ByteSize(row.value_bytes)} {row.operation}"
+        spent = f"{row.reference_processor_s.median:.2f}"
+        table.add_row(f"{name}, {row.reference}", *format_rate(row.reference_gb_s), "", "", "", spent)
+        table.add_row(
+            f"{name}, tier",
+            *format_rate(row.tier_gb_s),
+            *format_ratio(row.ratio_to_reference),
+            f"{short_number(row.target_ratio)} x",
+            f"{row.tier_processor_s.median:.2f}",
+            short_number(row.target_processor_s),
+        )
+    return table
+
+
+def _mooncake(rows: list[MooncakeRow]) -> Table:
+    table = new_table("tier mooncake, TCP", "GB/s", "min to max", "ratio to TCP", "min to max", "target")
+    for row in rows:
+        name = f"{ByteSize(row.value_bytes)} {row.operation}"
+        table.add_row(f"{name}, bare TCP", *format_rate(row.reference_gb_s))
         table.add_row(
             f"{name}, tier",
             *format_rate(row.tier_gb_s),
@@ -200,6 +289,24 @@ def _stalled(rows: list[StalledRow]) -> Table:
         state = f"circuit {row.tier_state}, {row.write_pending} to write"
         ratio = f"{row.ratio.median:.2f} x"
         table.add_row(f"{name}, stalled Redis", *format_latency(row.stalled), ratio, format_range(row.ratio), state)
+    return table
+
+
+def _new(rows: list[NewRow]) -> Table:
+    headers = ("p50", "p99", "ratio to a question", "min to max", "added to no L2", "min to max", "target")
+    table = new_table("LOOKUP of what Redis lacks", *headers)
+    for row in rows:
+        name = f"{row.tokens // 1024}k tokens"
+        table.add_row(f"{name}, a bare question to the tier", *format_latency(row.tier))
+        table.add_row(f"{name}, no L2", *format_latency(row.without_l2))
+        table.add_row(
+            f"{name}, new",
+            *format_latency(row.new),
+            *format_ratio(row.ratio_to_tier),
+            *format_ratio(row.added_to_tier),
+            f"{short_number(row.target_ratio)} x",
+        )
+        table.add_row(f"{name}, the same again", *format_latency(row.again))
     return table
 
 

@@ -15,12 +15,15 @@ from kvframework_bench.l2.disk import bench_disk
 from kvframework_bench.l2.engine import bench_engine
 from kvframework_bench.l2.figures import CodecRow, DiskFigures, L2Figures, MemoryRow
 from kvframework_bench.l2.memory import bench_memory
+from kvframework_bench.l2.mooncake import bench_mooncake
+from kvframework_bench.l2.new_prompt import bench_new_prompts
 from kvframework_bench.l2.redis import bench_redis
+from kvframework_bench.l2.s3 import bench_s3
 from kvframework_bench.l2.sizes import FULL, Sizes
 from kvframework_bench.l2.stalled import bench_stalled
 from kvframework_bench.process import scratch
 
-PARTS = ("redis", "engine", "disk", "stalled", "memory", "codec")
+PARTS = ("redis", "s3", "mooncake", "engine", "disk", "stalled", "new", "memory", "codec")
 CODECS = ("none", "zstd", "planes")
 
 T = TypeVar("T")
@@ -62,9 +65,12 @@ def bench_l2(
 
     return L2Figures(
         redis=part("redis", lambda at: bench_redis(sizes, at, registry, skipped, stage)),
+        s3=part("s3", lambda at: bench_s3(sizes, at, registry, stage)),
+        mooncake=part("mooncake", lambda at: bench_mooncake(sizes, at, registry, stage)) or [],
         engine=part("engine", lambda at: bench_engine(sizes, at, registry, skipped, stage)) or [],
         disk=part("disk", disk),
         stalled=part("stalled", lambda at: bench_stalled(sizes, at, registry, stage)) or [],
+        new=part("new", lambda at: bench_new_prompts(sizes, at, registry, stage)) or [],
         memory=[row for codec in CODECS for row in memory(codec)],
         codecs=[row for codec in CODECS[1:] for row in codecs(codec)],
         skipped=skipped,

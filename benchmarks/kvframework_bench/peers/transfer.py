@@ -159,7 +159,7 @@ def sending_process(folder: Path, nbytes: int, count: int) -> Iterator[str]:
 
 
 def free_address() -> str:
-    """Return an address of this machine that nobody listens at."""
+    """Return a free address of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 

@@ -23,7 +23,7 @@ class ShardsRow(msgspec.Struct, frozen=True):
 
 
 class ShardsFigures(msgspec.Struct, frozen=True):
-    """Every byte of every load was compared."""
+    """Every byte of the first and of the last load was compared."""
 
     tp_lcm: int
     tokens: int

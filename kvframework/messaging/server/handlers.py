@@ -6,6 +6,7 @@ Runs on the serving thread; pooled handlers run in worker threads and return the
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +41,8 @@ MAX_BYTES_IN_FLIGHT = 2 * MAX_BUFFER_BYTES
 
 
 class InFlight:
-    """Runs handlers and answers for them. `wake`, called from any thread, makes the serving loop call `collect()`."""
+    """Runs handlers and answers for them. `wake`, called from other threads than the serving one, makes the serving
+    loop call `collect()`."""
 
     def __init__(
         self,
@@ -69,12 +71,18 @@ class InFlight:
         self._advance: deque[int] = deque()
         self._deadlines: Deadlines[CallKey] = Deadlines()
         self._results: deque[tuple[Call, HandlerResult | BaseException]] = deque()
+        self._serving_thread = 0
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-worker")
 
     @property
     def in_flight(self) -> int:
         """Number of calls whose work has not ended."""
         return len(self._calls)
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `collect` has something to do."""
+        return bool(self._results)
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
@@ -119,6 +127,7 @@ class InFlight:
 
     def collect(self) -> None:
         """Process the results that other threads and resolved futures have left since the last call."""
+        self._serving_thread = threading.get_ident()
         for _ in range(len(self._results)):
             call, result = self._results.popleft()
             self._settle(call, result)
@@ -168,7 +177,9 @@ class InFlight:
 
     def _hand_over(self, call: Call, result: HandlerResult | BaseException) -> None:
         self._results.append((call, result))
-        self._wake()
+        # A system call gives the interpreter away, and the serving thread sees the result by itself.
+        if threading.get_ident() != self._serving_thread:
+            self._wake()
 
     def _settle(self, call: Call, result: HandlerResult | BaseException) -> None:
         """Process a handler's result or exception, or the result of its future."""

@@ -259,7 +259,7 @@ class MessageServer:
     def _round(self, bound: _Bound, until: float) -> None:
         """Wait for the first event and handle a bounded amount of everything."""
         wake_at = min(self._next_tick, bound.calls.next_deadline() or math.inf, self._served.next_at(), until)
-        wait_s = max(wake_at - self._clock(), 0.0)
+        wait_s = 0.0 if bound.calls.has_results else max(wake_at - self._clock(), 0.0)
         ready = dict(bound.poller.poll(math.ceil(wait_s * 1000)))
         if self._wakeup.fd in ready:
             self._wakeup.drain()

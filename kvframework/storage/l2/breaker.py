@@ -5,13 +5,14 @@ from __future__ import annotations
 
 class Breaker:
     """Closed: calls pass. After `threshold` failures in a row open: calls are refused for a while that doubles up to
-    `max_backoff_s`. Then half open: one call passes and decides.
+    `max_backoff_s`, which is short, since no request is the call that decides. Then half open: one call passes and
+    decides.
 
     The results of calls that began before the circuit opened are ignored. `since` is the time at which the circuit
     closed, or left the closed state.
     """
 
-    def __init__(self, threshold: int = 3, backoff_s: float = 0.25, max_backoff_s: float = 10.0) -> None:
+    def __init__(self, threshold: int = 3, backoff_s: float = 0.25, max_backoff_s: float = 2.0) -> None:
         self._threshold = threshold
         self._first_backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,6 +29,8 @@ R = TypeVar("R")
 # Small enough that a prompt keeps several threads busy, and that what has arrived is used while the rest arrives.
 BATCH_OBJECTS = 16
 BATCH_BYTES = 16 << 20
+# A load of fewer bytes for each thread is not spread over all of them: a call has its price, too.
+LEAST_BYTES = 4 << 20
 # Calls to tiers that a load remembers.
 MAX_CALLS = 64
 
@@ -145,11 +148,13 @@ class Worth:
 
 
 class Loader:
-    """Makes the steps of loads; keeps no state of a load. `stores` are the tiers in their order."""
+    """Makes the steps of loads; keeps no state of a load. `stores` are the tiers in their order, from which `at_once`
+    batches are fetched at once."""
 
-    def __init__(self, l1: L1, stores: Sequence[L2Store], clock: Callable[[], float]) -> None:
+    def __init__(self, l1: L1, stores: Sequence[L2Store], at_once: Sequence[int], clock: Callable[[], float]) -> None:
         self._l1 = l1
         self._stores = stores
+        self._at_once = dict(zip(stores, at_once, strict=True))
         self._clock = clock
 
     def load(self, task: LoadTask, on_done: Callable[[], None]) -> LoadSteps[None]:
@@ -188,7 +193,7 @@ class Loader:
         if source:
             _call(task.on_change)
         pins += yield from do(self._l1.pin_present, [task.keys[index] for index in chosen if index not in source])
-        batches = _batches([index for index in chosen if index in source], source, task.sizes)
+        batches = _batches([index for index in chosen if index in source], source, task.sizes, self._at_once)
         parts = [self._load_worthy(task, source[batch[0]], batch, worth, pins) for batch in batches]
         if parts:
             yield Apart(parts)
@@ -213,6 +218,7 @@ class Loader:
                 break
             yield AskNext(store)
             try:
+                store.spare_the_request("contains")
                 asking = store.contains_steps([task.keys[index] for index in ask])
                 found = yield from self._noted(task, store, "contains", len(ask), asking)
             except TierError:
@@ -263,6 +269,7 @@ class Loader:
         good: list[bool] = []
         elsewhere: list[int] = []
         try:
+            store.spare_the_request("get_into")
             for index in batch:
                 place = yield from do(self._l1.reserve_load, task.keys[index], task.sizes[index])
                 if place is None:
@@ -306,6 +313,7 @@ class Loader:
             value = bytearray(RECORD_BYTES)
             yield AskNext(store)
             try:
+                store.spare_the_request("get_into")
                 found = yield from store.get_steps([record_key(namespace)], [memoryview(value)])
             except TierError:
                 continue
@@ -322,8 +330,15 @@ def _call(call: Callable[[], object]) -> None:
         log.exception("the callback of a load failed")
 
 
-def _batches(wanted: Sequence[int], source: dict[int, L2Store], sizes: Sequence[int]) -> list[list[int]]:
-    """Split into runs of indices with one source each, bounded in number and bytes."""
+def _batches(
+    wanted: Sequence[int], source: Mapping[int, L2Store], sizes: Sequence[int], at_once: Mapping[L2Store, int]
+) -> list[list[int]]:
+    """Split into runs of indices with one source each, bounded in number and bytes: the threads of a tier get as much
+    each."""
+    totals: Counter[L2Store] = Counter()
+    for index in wanted:
+        totals[source[index]] += sizes[index]
+    most = {store: _share(nbytes, at_once[store]) for store, nbytes in totals.items()}
     batches: list[list[int]] = []
     total = 0
     for index in wanted:
@@ -332,7 +347,7 @@ def _batches(wanted: Sequence[int], source: dict[int, L2Store], sizes: Sequence[
             last is None
             or source[last[-1]] is not source[index]
             or len(last) >= BATCH_OBJECTS
-            or total + sizes[index] > BATCH_BYTES
+            or total + sizes[index] > most[source[index]]
         ):
             batches.append([index])
             total = sizes[index]
@@ -340,3 +355,9 @@ def _batches(wanted: Sequence[int], source: dict[int, L2Store], sizes: Sequence[
             last.append(index)
             total += sizes[index]
     return batches
+
+
+def _share(nbytes: int, threads: int) -> int:
+    """Return the bytes of a batch, so that each thread has as many batches."""
+    turns = max(-(-nbytes // (BATCH_BYTES * threads)), 1)
+    return min(max(-(-nbytes // (turns * threads)), LEAST_BYTES), BATCH_BYTES)

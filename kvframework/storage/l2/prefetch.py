@@ -7,6 +7,9 @@ take turns. A tier has one thread more than batches are fetched from it at once,
 meanwhile. A load that waits for a writer, or for its batches, holds no thread. `cancel` ends a load early:
 END_SESSION, FREE_LOOKUP_LOCKS, a dead client.
 
+A tier that failed is passed over by loads; an idle load thread of it asks whether it answers again, so that no request
+waits for that.
+
 Lock order: the storage lock, then that of `changed`, which all queues share.
 """
 
@@ -55,6 +58,7 @@ class TierLoads:
         self.waiting: list[_Load] = []
         self._prefetcher = prefetcher
         self._number = number
+        self._store = store
         # Loads that ask what the tier has, or go on; and batches, which take longer.
         self._questions: deque[_Load] = deque()
         self._batches: deque[_Load] = deque()
@@ -77,7 +81,8 @@ class TierLoads:
             if self._questions or self._batch_may_begin:
                 return 0.0
             soonest = min((load.waits_until for load in self.waiting), default=math.inf)
-            return soonest if soonest == math.inf else max(soonest - self._prefetcher.clock(), 0.0)
+            waits_s = soonest if soonest == math.inf else max(soonest - self._prefetcher.clock(), 0.0)
+            return min(waits_s, self._probe_s)
 
     def poll(self) -> Steps[None] | None:
         """Return the steps of the next load, to be driven until it ends, waits, or asks another tier. Several may run
@@ -86,7 +91,9 @@ class TierLoads:
             now = self._prefetcher.clock()
             self.wake(lambda load: load.waits_until <= now)
             load = self._next()
-            return None if load is None else self._drive(load)
+            if load is not None:
+                return self._drive(load)
+            return self._probe() if self._probe_s <= 0 else None
 
     def add(self, load: _Load, *, first: bool = False) -> None:
         """Queue a load; with `first`, before those that have not begun. The caller holds the lock."""
@@ -118,6 +125,13 @@ class TierLoads:
         self._batch_next = True
         return self._questions.popleft() if self._questions else None
 
+    @property
+    def _probe_s(self) -> float:
+        return math.inf if self._prefetcher.closing else self._store.probe_s()
+
+    def _probe(self) -> Steps[None]:
+        yield from self._store.answers_steps()
+
     def _drive(self, load: _Load) -> Steps[None]:
         try:
             yield from self._prefetcher.drive(load, self._number)
@@ -146,7 +160,7 @@ class Prefetcher:
         self.clock = clock
         self._l1 = l1
         self._stores = stores
-        self._loader = Loader(l1, stores, clock)
+        self._loader = Loader(l1, stores, at_once, clock)
         self._tasks: set[LoadTask] = set()
         self.queues = tuple(
             TierLoads(self, number, store, count)

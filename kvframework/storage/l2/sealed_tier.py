@@ -126,6 +126,15 @@ class L2Store:
             calls = ("usage", "put") if self._keeps_room else ("put",)
         return max(self._calls.wait_s(name) for name in calls)
 
+    def probe_s(self) -> float:
+        """Return the seconds until `answers_steps` may end what keeps loads from the tier; infinite if nothing does."""
+        return self._calls.probe_s()
+
+    def spare_the_request(self, name: str) -> None:
+        """Raise `CircuitOpen` unless the tier answers reads as far as is known: a request that tried it would wait,
+        which `answers_steps` does instead."""
+        self._calls.refuse_unless_closed(name)
+
     def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
         """Delete the values under the keys of `dropped`, which have these sizes, and, if the tier can list its values,
         all that are `wanted`: (values deleted, their bytes). Blocks for a listing and several calls."""
@@ -353,7 +362,7 @@ class L2Store:
             log.debug("tier %s: could not delete it", self.name)
 
     def _ask_for_facts(self) -> None:
-        """For the status: what the tier says of itself, which a bug of it keeps from nobody."""
+        """For the status: what the tier says of itself. A bug of it is a problem there, and raises nothing."""
         try:
             self._problems = [str(each) for each in list(self._tier.problems())[:MAX_PROBLEMS]]
         except Exception as error:  # noqa: BLE001  a bug of the plugin

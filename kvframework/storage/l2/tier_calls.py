@@ -98,6 +98,20 @@ class TierCalls:
         with self._lock:
             return self._circuit(name).wait_s(self._clock())
 
+    def probe_s(self) -> float:
+        """Return the seconds until a call may show whether the tier answers reads again; infinite while it does, and
+        once it is closed."""
+        with self._lock:
+            circuit = self._circuit("ping")
+            return math.inf if self._closed or circuit.state == "closed" else circuit.wait_s(self._clock())
+
+    def refuse_unless_closed(self, name: str) -> None:
+        """Raise `CircuitOpen` unless the circuit is closed, also where it would admit this call as the one that
+        decides."""
+        with self._lock:
+            if self._circuit(name).state != "closed":
+                raise self._refused(name)
+
     def count(self, **amounts: int) -> None:
         with self._lock:
             self.counters.update(amounts)
@@ -168,12 +182,16 @@ class TierCalls:
                 raise TierError("the tier is closed", where=self.name)
             number = self._circuit(name).allow(now)
             if number is None:
-                self.counters["refused"] += 1
-                self._note(name, "its circuit is open")
-                raise CircuitOpen("the circuit is open after failures", where=self.name, hint=self.last_error)
+                raise self._refused(name)
             call = Call(name, number, now, now + timeout_s)
             self._pending[id(call)] = call
             return call
+
+    def _refused(self, name: str) -> CircuitOpen:
+        """Count a call that is not made; the caller holds the lock."""
+        self.counters["refused"] += 1
+        self._note(name, "its circuit is open")
+        return CircuitOpen("the circuit is open after failures", where=self.name, hint=self.last_error)
 
     def _failed(self, name: str, number: int, error: Exception) -> None:
         with self._lock:

@@ -107,8 +107,9 @@ __attribute__((target("avx2"))) static void copy_abreast(uint8_t *const *to, con
         memcpy(to[i] + whole, from[i] + whole, bytes - whole);
 }
 
-/* What a shard has of a token is too short for the processor's own prefetchers: the lines that the next cell reads are
- * fetched meanwhile. Measured 1.4 to 2.2 times as fast as without, as fast as whole blocks. */
+/* What a shard has of a token is too short for the processor's own prefetchers: what the next cell reads is fetched
+ * meanwhile. Measured on an EPYC, stores of 256-byte runs to 8, 4 and 2 shards: 1.4, 1.9 and 2.4 times as fast as
+ * without, 0.9 to 1.3 times as fast as whole blocks. */
 __attribute__((target("avx2"))) static void copy_lines(
     const part *p, const kvf_step *step, uint8_t *engine, uint8_t *arena)
 {
@@ -121,7 +122,7 @@ __attribute__((target("avx2"))) static void copy_lines(
         for (uint64_t at = 0; at < product->run; at += LINE) {
             __m256i low = _mm256_loadu_si256((const __m256i *)(from + at));
             __m256i high = _mm256_loadu_si256((const __m256i *)(from + at + 32));
-            _mm_prefetch((const char *)from + at + p->ahead, FETCH);
+            _mm_prefetch((const char *)from + at + p->ahead, _MM_HINT_T0);
             _mm256_stream_si256((__m256i *)(to + at), low);
             _mm256_stream_si256((__m256i *)(to + at + 32), high);
         }

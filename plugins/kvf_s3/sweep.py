@@ -1,0 +1,153 @@
+"""The sweep: keeps the bytes below a prefix within `capacity`, by one server of all that name the same prefix.
+
+Who sweeps is settled by an object of the bucket, the lease. A server that has seen it unchanged for three turns by its
+own clock takes it by a conditional put; its owner renews it in the same way, each turn and in the middle of a long one.
+Two that sweep at once, after a long stop of one of them, delete the same oldest values, which does no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+from kvf_s3.addresses import Address
+from kvf_s3.failures import understood
+from kvf_s3.listing import pages
+from kvframework.api.tier import TierEntry
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+LEASE = "kvframework-sweep"
+TURNS_TO_TAKE = 3
+# What is left after a sweep, as a part of the capacity.
+LEFT = 0.9
+# By how much two values may differ in age and count as equally old, in seconds.
+STEP_S = 10
+# For one request, and what lies between the pages of a listing.
+_ANSWER_S = 60.0
+
+
+class Sweeper:
+    """One server's part in the sweep."""
+
+    def __init__(self, store: Any, address: Address, capacity: int, *, every_s: float, where: str) -> None:
+        self._store = store
+        self._address = address
+        self._capacity = capacity
+        self._every_s = every_s
+        self._where = where
+        self._lease = f"{address.prefix}{LEASE}"
+        self._me = secrets.token_hex(8).encode()
+        self._mine: dict[str, str] | None = None
+        self._last: dict[str, str] | None = None
+        self._turns, self._renewed = 0, 0.0
+        self._said = ""
+
+    async def run(self) -> None:
+        """Take turns for ever. A failed turn is logged once for each cause."""
+        while True:
+            try:
+                await self.turn()
+                self._said = ""
+            except LostLease:
+                pass
+            except Exception as error:  # noqa: BLE001  a sweep is for later, whatever fails now
+                self._mine = None
+                fact = understood(error).fact
+                if fact != self._said:
+                    log.warning("%s: the sweep did not take place: %s", self._where, fact)
+                self._said = fact
+            await asyncio.sleep(self._every_s)
+
+    async def turn(self) -> bool:
+        """One turn: renew or try the lease, and sweep with it. True: this server has the lease. Raises `LostLease` if
+        another server takes it meanwhile, and what obstore raises."""
+        if not await self._elected():
+            return False
+        await self._sweep()
+        return True
+
+    async def _elected(self) -> bool:
+        if self._mine is not None:
+            return await self._put(self._mine)
+        try:
+            seen = _unchanged(await _soon(obstore.head_async(self._store, self._lease)))
+        except FileNotFoundError:
+            return await self._put("create")
+        self._turns = self._turns + 1 if seen == self._last else 0
+        self._last = seen
+        return self._turns >= TURNS_TO_TAKE and await self._put(seen)
+
+    async def _put(self, mode: Any) -> bool:
+        """Write the lease, if no other server has meanwhile. Its bytes differ each time, and so does its tag."""
+        text = self._me + secrets.token_hex(8).encode()
+        self._mine, self._turns = None, 0
+        try:
+            request = obstore.put_async(self._store, self._lease, text, mode=mode, use_multipart=False)
+            written = await _soon(request)
+        except (AlreadyExistsError, PreconditionError):
+            return False
+        self._mine, self._renewed = _unchanged(written), time.monotonic()
+        return True
+
+    async def _sweep(self) -> None:
+        """List twice rather than remember every name: once to learn from which age on values go, once to delete."""
+        used: Counter[int] = Counter()
+        async for page in self._pages():
+            for each in page:
+                used[int((each.used_at or 0) // STEP_S)] += each.nbytes
+        if used.total() <= self._capacity:
+            return
+        newest, of_newest = cut(used, used.total() - int(LEFT * self._capacity))
+        count = nbytes = 0
+        async for page in self._pages():
+            old = []
+            for each in page:
+                step = int((each.used_at or 0) // STEP_S)
+                if step < newest or (step == newest and of_newest > 0):
+                    of_newest -= each.nbytes if step == newest else 0
+                    old.append(each)
+            if old:
+                with contextlib.suppress(FileNotFoundError):  # somebody else has deleted one of them
+                    await _soon(obstore.delete_async(self._store, [self._address.name_of(each.key) for each in old]))
+            count, nbytes = count + len(old), nbytes + sum(each.nbytes for each in old)
+        log.info("%s: the sweep deleted %d values of %d bytes, the oldest", self._where, count, nbytes)
+
+    async def _pages(self) -> AsyncIterator[list[TierEntry]]:
+        listing = pages(self._store, self._address)
+        while (page := await _soon(anext(listing, None))) is not None:
+            yield page
+            if time.monotonic() - self._renewed >= self._every_s and not await self._put(self._mine):
+                raise LostLease
+
+
+class LostLease(Exception):
+    """Another server sweeps now."""
+
+
+def _soon(request: Awaitable[T]) -> Awaitable[T]:
+    return asyncio.wait_for(request, _ANSWER_S)
+
+
+def _unchanged(described: Mapping[str, Any]) -> dict[str, str]:
+    """The condition of a put: that no other server has written since."""
+    return {name: described[name] for name in ("e_tag", "version") if described.get(name) is not None}
+
+
+def cut(used: Counter[int], excess: int) -> tuple[int, int]:
+    """What to delete so that at least `excess` bytes go: all before a step of age, and so many bytes of that step."""
+    for step in sorted(used):
+        if excess <= used[step]:
+            return step, excess
+        excess -= used[step]
+    return max(used, default=0) + 1, 0

