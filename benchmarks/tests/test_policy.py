@@ -23,7 +23,7 @@ def test_the_figures_of_policies() -> None:
 
 
 def in_lru(requests: list[Request], room: int) -> int:
-    """The blocks that are found as prefixes in an LRU, told of each prompt from its end."""
+    """The blocks that are found as prefixes in an LRU, which learns of each prompt from its end."""
     held: OrderedDict[bytes, None] = OrderedDict()
     found = 0
     for _, digests in requests:

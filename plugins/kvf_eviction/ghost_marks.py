@@ -1,7 +1,7 @@
 """The ghosts of `two_queues`: a mark for each of the keys that left L1 last. Pure.
 
 A key has one set of `WAYS` places, found by its hash; a new ghost takes the place of the oldest one of its set. Of a
-full table the newest half is there but for one in a hundred, and no other is told: ghosts of one prompt are forgotten
+full table the newest half is there but for one in a hundred, and no other is used: ghosts of one prompt are forgotten
 together, since a part of it that counts as used again, behind a part that does not, would be of no use. Two keys of the
 same hash are one ghost; then a number is wrong, and nothing else.
 """

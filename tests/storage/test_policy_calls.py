@@ -21,7 +21,7 @@ K = [packed_key(number) for number in range(40)]
 
 
 class Told(OrderedLru):
-    """An LRU that writes down what it is told, and wants `most` objects of a request."""
+    """An LRU that writes down its calls, and wants `most` objects of a request."""
 
     def __init__(self, most: int = 1000) -> None:
         super().__init__()

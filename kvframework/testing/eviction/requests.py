@@ -17,7 +17,7 @@ _REQUESTS = 4000
 
 
 class RequestTests(MemoryTests):
-    """A policy may use what it is told of a request, and must do without."""
+    """A policy may use what the core knows of a request, and must do without."""
 
     @pytest.mark.parametrize("use", _USES)
     def test_objects_of_a_request_are_in_from_their_insert_on(self, policy: EvictionPolicy, use: Use) -> None:
