@@ -11,6 +11,8 @@ from kvframework.api.keys import CacheKey, ObjectKey, salt_digest
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
 from kvframework.service.keys import KeyResolver, check_key
+from kvframework.service.transfer_paths.engine_driven import prompt_part
+from kvframework.storage.l1.leases import PromptPart
 
 DESC = MemoryLayoutDesc(4, (GroupDesc((2, 1, 4, 8), "float32"), GroupDesc((1, 3, 4, 8), "uint8")))
 TOKENS = array.array("I", range(16)).tobytes()
@@ -104,3 +106,12 @@ def test_what_does_not_fit_is_refused(
 
     with pytest.raises(error, match=word):
         resolve()
+
+
+def test_the_place_in_the_prompt_counts_chunks_from_its_beginning(resolver: KeyResolver) -> None:
+    """Two layer groups make two objects a chunk."""
+    whole, part = key(), key(start=8)
+    grid = resolver.resolve(whole, DESC)
+    assert prompt_part(whole, grid, range(len(grid.flat))) == PromptPart([0, 0, 1, 1, 2, 2, 3, 3], 4)
+    grid = resolver.resolve(part, DESC)
+    assert prompt_part(part, grid, [0, 3]) == PromptPart([2, 3], 4)
