@@ -199,8 +199,8 @@ class CacheSession:
         self.client.close()
 
     def _retrieve(self, request: RequestHashes, ends: Iterable[int], room: int, attached: Attached) -> Moved:
-        """Return the tokens up to the last of `ends`, at most `room`; each end is pinned when it comes. A part that fails
-        is the last one: what came before it is there, and without that the error is raised."""
+        """Return the tokens up to the last of `ends`, at most `room`; each end is pinned when it comes. A part that
+        fails is the last one: what came before it is there, and without that the error is raised."""
         desc, form = attached.registration.desc, attached.form
         done, seconds = 0, 0.0
         pairs: tuple[LayerPair, ...] = ()

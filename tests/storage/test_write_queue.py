@@ -134,3 +134,17 @@ def test_an_object_that_another_batch_was_refused_waits_for_its_own_time() -> No
     queue.put_back(first)
     assert queue.pending == 1
     assert queue.take(1.0).keys == [K[1]]
+
+
+def test_an_object_that_was_dropped_is_not_sent_by_the_batch_that_took_it_before() -> None:
+    counts: Counter[str] = Counter()
+    here = {K[0]}
+    queue = WriteQueue(Watching(lambda key: key in here), 2, lambda **amounts: counts.update(amounts))
+    queue.offer([K[0]])
+    batch = queue.take(0.0)
+    queue.removed(K[0])
+    queue.offer([K[1], K[2], K[0]])
+    assert counts == {"write_lost": 1, "write_dropped": 1}
+    assert queue.found(batch, [K[0]]) == []
+    queue.put_back(batch)
+    assert queue.pending == 2

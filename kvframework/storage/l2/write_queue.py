@@ -110,15 +110,16 @@ class WriteQueue:
         return batch
 
     def found(self, batch: Batch, keys: Sequence[PackedKey]) -> list[PackedKey]:
-        """Return those of `keys`, the pinned objects of the batch, that this batch sends: not those that were lost
-        since it was taken, stored again, and taken by another batch or refused from it."""
+        """Return those of `keys`, the pinned objects of the batch, that this batch sends. Of those that were lost since
+        it was taken and stored again these are the ones that wait: not those that another batch took or settled, nor
+        those that were dropped."""
         here = set(keys)
         lost = [key for key in self._unsettled(batch) if key not in here]
         for key in lost:
             del self._sending[key]
             self._forget_failures(key)
         self._count(write_lost=len(lost))
-        mine = [key for key in keys if self._sending.get(key, batch) is batch and key not in self._refused]
+        mine = [key for key in keys if self._sending.get(key) is batch or key in self._waiting]
         for key in mine:
             # Includes a key that was lost and stored again since the batch was taken.
             self._waiting.pop(key, None)
