@@ -41,7 +41,7 @@ class TwoQueues(EvictionPolicy):
     """See the module. Several uses by the request of the same id are one; uses without an id are by as many requests.
 
     Every call is O(1) for each key, but for less than a millisecond each time that an eighth of L1 has come. There
-    are 4 to 8 ghosts for each object, of 34 bytes each.
+    are 4 to 8 ghosts for each object, of 32 bytes each.
     """
 
     name = "two_queues"
