@@ -22,7 +22,8 @@ _pack = _CODE.pack
 
 
 class GhostMarks:
-    """The last `most` ghosts, a power of two of at least `WAYS`, in 32 bytes each and an eighth. A mark has `MARK_BITS` bits."""
+    """The last `most` ghosts, a power of two of at least `WAYS`, in 32 bytes each, and an eighth. A mark has `MARK_BITS`
+    bits."""
 
     def __init__(self, most: int) -> None:
         self.most = most
