@@ -22,7 +22,7 @@ _pack = _CODE.pack
 
 
 class GhostMarks:
-    """The last `most` ghosts, a power of two of at least `WAYS`, in 32 bytes each, and an eighth. A mark has `MARK_BITS`
+    """The last `most` ghosts, a power of two of at least `WAYS`, in 32 bytes each. A mark has `MARK_BITS`
     bits."""
 
     def __init__(self, most: int) -> None:
