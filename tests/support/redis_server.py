@@ -1,19 +1,16 @@
-"""A real redis-server for tests: it can be started, killed, stopped and restarted. `stop` leaves nothing behind."""
+"""A real redis-server for tests, which keeps nothing on disk: what it had is lost with its process."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -23,9 +20,8 @@ from redis.retry import Retry
 
 from tests.support.certificates import Certificate
 from tests.support.ports import free_port
-from tests.support.processes import send
+from tests.support.store_process import StoreProcess
 
-_START_S = 30.0
 # Of a member of a cluster, whose bus listens 10000 above: below the kernel's range of ephemeral ports.
 _CLUSTER_PORTS = range(20_000, 22_700)
 
@@ -64,13 +60,15 @@ def tls_redis_executable() -> str | None:
     return None if built_without else found
 
 
-class RedisServer:
+class RedisServer(StoreProcess):
     """One server on a Unix socket in `directory`, or on a free TCP port of 127.0.0.1; keeps nothing on disk.
 
-    Use it as a context manager or call `start` and `stop`. After `kill9`, `restart` comes back at the same address.
     With a `certificate` it speaks TLS only. A member of a cluster must be introduced to the others, see
     `tests.support.redis_cluster`.
     """
+
+    name = "redis-server"
+    start_s = 30.0
 
     def __init__(
         self,
@@ -83,7 +81,7 @@ class RedisServer:
         executable: str = "",
         options: Sequence[str] = (),
     ) -> None:
-        self.directory = directory
+        super().__init__(directory)
         self.password = password
         self.certificate = certificate
         self.socket_path = directory / "redis.sock" if unix else None
@@ -91,7 +89,6 @@ class RedisServer:
         self._cluster = cluster
         self._executable = executable
         self._options = options
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -99,57 +96,6 @@ class RedisServer:
         if self.socket_path:
             return f"unix://{self.socket_path}"
         return f"{'rediss' if self.certificate else 'redis'}://127.0.0.1:{self.port}/0"
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, "the server does not run"
-        return self._process.pid
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None
-
-    def start(self) -> None:
-        """Returns once the server answers."""
-        self.launch()
-        self.await_answer()
-
-    def launch(self) -> None:
-        """Starts the process; `await_answer` waits for it."""
-        assert self._process is None, "the server runs already"
-        with open(self.directory / "redis.log", "ab") as log:
-            self._process = subprocess.Popen(self._command(), stdout=log, stderr=log)
-
-    def await_answer(self) -> None:
-        assert self._process is not None, "the server does not run"
-        deadline = time.monotonic() + _START_S
-        while not self._answers():
-            ended = self._process.poll()
-            if ended is not None or time.monotonic() > deadline:
-                log_text = (self.directory / "redis.log").read_text()
-                self.kill9()
-                raise AssertionError(f"redis-server does not come up (exit status {ended}):\n{log_text}")
-            time.sleep(0.01)
-
-    def kill9(self) -> None:
-        """End the process at once; its data is lost."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    stop = kill9  # nothing is kept, so there is nothing to save
-
-    def restart(self) -> None:
-        self.kill9()
-        self.start()
-
-    def sigstop(self) -> None:
-        """Freeze the process: connections stay open, and no request is answered."""
-        send(self.pid, signal.SIGSTOP)
-
-    def sigcont(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
 
     @contextmanager
     def client(self) -> Iterator[redis.Redis]:
@@ -169,16 +115,7 @@ class RedisServer:
         finally:
             client.close()
 
-    def __enter__(self) -> RedisServer:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def _command(self) -> list[str]:
+    def command(self) -> list[str]:
         plain, tls = (0, self.port) if self.certificate else (self.port, 0)
         command = [self._executable or redis_executable(), "--port", str(plain), "--bind", "127.0.0.1"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self.directory), "--daemonize", "no"]
@@ -195,7 +132,7 @@ class RedisServer:
             command += ["--requirepass", self.password, "--masterauth", self.password]
         return [*command, *self._options]
 
-    def _answers(self) -> bool:
+    def ready(self) -> bool:
         family = socket.AF_UNIX if self.socket_path else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as sock:
             sock.settimeout(1.0)

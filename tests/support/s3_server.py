@@ -9,97 +9,37 @@ import hmac
 import http.client
 import importlib.util
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from email.utils import formatdate
 from pathlib import Path
-from types import TracebackType
 
 import pytest
 
 from kvframework.cli.demo.s3_server import INSTALL_HINT, S3Site, weed_binary
 from tests.support.ports import free_port
-from tests.support.processes import send
+from tests.support.store_process import StoreProcess
 
 ACCESS_KEY, SECRET_KEY = "kvf-access-key", "kvf-secret-key-not-to-be-shown"
 BUCKET = "kvf-bucket"
-# A busy machine takes long to elect a master of one.
-_START_S = 90.0
 
 
-class S3Server:
-    """One server on free ports of 127.0.0.1, with one bucket. Use it as a context manager or call `start` and `stop`.
-    After `kill9`, `restart` comes back at the same address."""
+class S3Server(StoreProcess):
+    """One server on free ports of 127.0.0.1, with one bucket. It is ready once the bucket takes values."""
+
+    name = "s3"
+    # A busy machine takes long to elect a master of one.
+    start_s = 90.0
+    poll_s = 0.1
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        super().__init__(directory)
         self.port = free_port()
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, "the server does not run"
-        return self._process.pid
-
-    def start(self) -> None:
-        """Returns once the bucket takes values."""
-        assert self._process is None, "the server runs already"
-        with open(self.directory / "s3.log", "ab") as log:
-            self._process = subprocess.Popen(self.command(), stdout=log, stderr=log, env=self.environment())
-        deadline = time.monotonic() + _START_S
-        while not self.ready():
-            ended = self._process.poll()
-            if ended is not None or time.monotonic() > deadline:
-                log_text = (self.directory / "s3.log").read_text()[-4000:]
-                self.kill9()
-                raise AssertionError(f"the S3 server does not come up (exit status {ended}):\n{log_text}")
-            time.sleep(0.1)
-
-    def kill9(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    stop = kill9
-
-    def restart(self) -> None:
-        self.kill9()
-        self.start()
-
-    def sigstop(self) -> None:
-        """Freeze the process: connections stay open, and no request is answered."""
-        send(self.pid, signal.SIGSTOP)
-
-    def sigcont(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    def __enter__(self) -> S3Server:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def command(self) -> Sequence[str]:
-        raise NotImplementedError
-
-    def environment(self) -> dict[str, str]:
-        return dict(os.environ)
-
-    def ready(self) -> bool:
-        raise NotImplementedError
 
     def ask(self, method: str, path: str, headers: Mapping[str, str] | None = None) -> int:
         """The status of a request; 0: nobody answers."""
