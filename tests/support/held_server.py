@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+from kvframework.errors import HelloRequired
 from kvframework.keeper.control import ask
 from kvframework.storage.l1.journal.form import HEADS_AT
 from kvframework.storage.l1.journal.reading import read_start
@@ -129,8 +130,8 @@ class HeldServer(ServerProcess):
         try:
             with self.client(timeout=2.0) as client:
                 status = client.status()
-        except OSError:  # not there, or about to end: its sockets go one after the other
-            return False
+        except (OSError, HelloRequired):  # not there, or about to end: its sockets go one after the other, and the next
+            return False  # server binds the same path between HELLO and the question
         self._pids.add(status["server"]["pid"])
         return status["server"]["pid"] != self._killed and self._is_ready(status)
 
