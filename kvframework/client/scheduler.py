@@ -94,6 +94,7 @@ class SchedulerAdapter:
             digests=request.digests(last),
             cache_salt=request.cache_salt,
             trace=request.trace,
+            retain=request.retain,
         )
         held_s = self._held_s(wait_s)
         return self._ask("LOOKUP", m.Lookup(key, held_s), last - start, held_s) or MISS

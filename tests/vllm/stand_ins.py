@@ -13,6 +13,7 @@ from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvframework.api.futures import Future
 from kvframework.api.keys import DIGEST_BYTES
+from kvframework.api.retain import Retain
 from kvframework.api.transport import LoadOutcome
 from kvframework.client import LookupResult, RequestHashes
 
@@ -81,10 +82,12 @@ class FakeServer:
     def serve(self, served: Sequence[Served]) -> None:
         self.served = served
 
-    def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
+    def hashes(
+        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = ()
+    ) -> RequestHashes | None:
         if not self.reachable:
             return None
-        return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt, trace=trace)
+        return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt, trace=trace, retain=retain)
 
     def tells(self, salt: str) -> bool:
         return self.telling and not salt

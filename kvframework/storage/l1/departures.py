@@ -49,7 +49,7 @@ class Departures:
             self._ghosts.left(stored.key, cause, now)
             return
         self._evicted[cause] += 1
-        idle_s = now - stored.used
+        idle_s = now - abs(stored.used)
         self._idle.add(idle_s)
         if self._ghosts.most:
             units = (stored.length + ALIGNMENT - 1) // ALIGNMENT
