@@ -6,7 +6,7 @@ Ranges and their fields (`start`, `end`, `priority`, `duration`) are spelled as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
@@ -58,7 +58,7 @@ def retain_of(value: object) -> tuple[Retain, ...]:
     that fits a chunk counts. None is nothing. Raises `RequestError`, which names what is wrong."""
     if value is None:
         return ()
-    items = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    items = value if isinstance(value, (list, tuple)) else [value]
     if len(items) > MAX_RETAINS:
         raise _wrong(f"{len(items)} ranges", f"at most {MAX_RETAINS}")
     return tuple(_one(item) for item in items)

@@ -56,6 +56,7 @@ class Lru(EvictionPolicy):
         deque(map(self._order.pop, keys), maxlen=0)
 
     def victims(self) -> Iterator[PackedKey]:
+        self._hinted.full_at(len(self))
         if not self._hinted:
             return iter(self._order)
         return chain(self._hinted.done, self._order, self._hinted.last())
@@ -81,7 +82,7 @@ class Lru(EvictionPolicy):
                 hinted.take(key)
                 order.pop(key, None)
                 hinted.add_done(key, 0)
-            elif hinted.may_keep(key, len(self)):
+            elif hinted.may_keep(key):
                 hinted.take(key)
                 order.pop(key, None)
                 hinted.add_kept(key, 0, facts)

@@ -131,6 +131,7 @@ class TwoQueues(EvictionPolicy):
                 self._ghosts.add(key, (mark >> _TIME & _GHOST_TIME) << 1 | mark & 1)
 
     def victims(self) -> Iterator[PackedKey]:
+        self._hinted.full_at(len(self))
         return chain(self._hinted.done, self._by_worth(), self._hinted.last()) if self._hinted else self._by_worth()
 
     def _by_worth(self) -> Iterator[PackedKey]:
@@ -161,7 +162,7 @@ class TwoQueues(EvictionPolicy):
             return
         for key in dict.fromkeys(keys):
             is_done = facts.hint == "done"
-            if is_done or hinted.may_keep(key, len(self)):
+            if is_done or hinted.may_keep(key):
                 mark = once.pop(key, 0) or again.pop(key, 0) or hinted.take(key) or 0
                 if is_done:
                     hinted.add_done(key, mark)

@@ -74,6 +74,7 @@ class FakeServer:
         # How long each lookup would have waited for L2.
         self.waits: list[float] = []
         self.short: list[str] = []
+        self.requests: list[RequestHashes] = []
         self.polls = 0
         self.reachable = True
         self.telling = False
@@ -98,6 +99,7 @@ class FakeServer:
     def lookup(self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0) -> LookupResult:
         self.asked.append((start, end))
         self.waits.append(wait_s)
+        self.requests.append(request)
         hit = 0
         while start + hit < end and (request.cache_salt, digest(request.digests(end), start + hit)) in self.known:
             hit += CHUNK
@@ -159,6 +161,7 @@ def filled(server: FakeServer, tokens: list[int], **fields: Any) -> None:
         server.stored(op)
     side.finished(request)
     server.asked.clear()
+    server.requests.clear()
 
 
 class FakeInstance:
