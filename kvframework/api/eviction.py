@@ -22,9 +22,8 @@ Why = Literal["evicted", "removed", "cleared"]
 """Why an object left: for the place or by the watermark; since its bytes were damaged; by CLEAR."""
 
 
-Hint = Literal["", "done", "ends", "keep"]
-"""What a request says of the future of objects: nothing; that nobody asks for them again; that it is the last one of
-its conversation, while others may use these objects, which it has found; that they are to be kept."""
+Hint = Literal["", "done", "keep"]
+"""What a request says of the future of objects: nothing; that nobody asks for them again; that they are to be kept."""
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,8 +33,8 @@ class Retain(Message, frozen=True):
     of a higher `priority` (1 to 100) longest.
 
     It is said of the tokens `[start, end)` of the prompt, of all chunks that lie in there as a whole; `end` None: up to
-    the end. With `start` None it is said of the request, and "done" then only of what the request itself stores, since
-    others may use what it found.
+    the end. With `start` None it is said of the request, and "done" then only of what the request is the first to
+    store: others may use what it found, and what came again although that had been said of it before.
     """
 
     what: Literal["done", "keep"]

@@ -136,7 +136,9 @@ class StorageManager:
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock, events)
         self._departures = Departures(self.capacity, ghosts, self._model_of, clock)
-        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, kept.journal)
+        self._table = ObjectTable(
+            RangeAllocator(), policy, self._left, tenants, kept.journal, was_done=self._departures.was_done
+        )
         self._journal = kept.journal
         self._serves_at = clock() + SERVED_S
         self._shared = False

@@ -46,8 +46,7 @@ class Lru(EvictionPolicy):
         self._heed(keys, facts)
 
     def on_uses(self, keys: Sequence[PackedKey], facts: RequestFacts) -> None:
-        if facts.hint != "ends":
-            self.on_access_many(keys)
+        self.on_access_many(keys)
         self._heed(keys, facts)
 
     def on_removes(self, keys: Sequence[PackedKey], why: Why) -> None:
@@ -75,7 +74,7 @@ class Lru(EvictionPolicy):
         hinted, order = self._hinted, self._order
         for key, _ in hinted.due(facts.at):
             order[key] = None
-        if facts.hint in ("", "ends"):
+        if not facts.hint:
             return
         for key in dict.fromkeys(keys):
             if facts.hint == "done":

@@ -96,9 +96,7 @@ class TwoQueues(EvictionPolicy):
     def on_uses(self, keys: Sequence[PackedKey], facts: RequestFacts) -> None:
         once, again = self._queues
         hinted, given = self._hinted, keys
-        if facts.hint == "ends":
-            keys = ()
-        elif hinted.has_any(keys):
+        if hinted.has_any(keys):
             keys = [key for key in keys if key not in hinted.kept]
         now, request = self._now, _request_of(facts)
         new = now << _TIME | request | 1
@@ -158,7 +156,7 @@ class TwoQueues(EvictionPolicy):
         for key, mark in hinted.due(facts.at):
             self._lru.moved(mark >> _TIME)
             self._queues[mark & 1][key] = self._now << _TIME | mark & (1 << _TIME) - 1
-        if facts.hint in ("", "ends"):
+        if not facts.hint:
             return
         for key in dict.fromkeys(keys):
             is_done = facts.hint == "done"

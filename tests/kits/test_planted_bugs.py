@@ -70,7 +70,7 @@ KILLED_BY = {
         "test_asking_what_it_admits_changes_nothing": "AdmitsAndTakesIn AdmitsYesOrNo AdmitsTheKeys AdmitsOneMore",
         "test_a_hint_hides_no_object[keep-keep]": "HidesWhatIsKept",
         "test_a_hint_hides_no_object[done-done]": "OffersWhatIsDoneTwice LosesWhatIsDone",
-        "test_a_hint_hides_no_object[ends-]": "KnowsThreeHints",
+        "test_a_hint_hides_no_object[keep-]": "KnowsTwoHints",
         "test_a_client_cannot_have_all_that_it_stores_kept": "KeepsAllItIsToldTo",
         "test_requests_are_not_kept_one_by_one": "KeepsEachRequest",
         "test_any_thread_may_call": "HoldsALockOverYield HoldsItsThreadsLockOverYield BelongsToTheThreadOfItsFirstCall",

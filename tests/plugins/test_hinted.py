@@ -63,17 +63,6 @@ def test_the_last_word_counts(make: Make) -> None:
 
 
 @BOTH
-def test_a_use_by_a_request_that_ends_changes_nothing(make: Make) -> None:
-    policy = make()
-    insert(policy, keys_of(0, 6), facts())
-    policy.on_uses(keys_of(2, 1), facts("done"))
-    policy.on_uses(keys_of(3, 1), facts("keep"))
-    before = list(policy.victims())
-    policy.on_uses(keys_of(0, 6), facts("ends"))
-    assert list(policy.victims()) == before
-
-
-@BOTH
 def test_what_is_kept_is_given_back_after_its_time_which_each_hint_sets_anew(make: Make) -> None:
     policy = make()
     rest = keys_of(900, 20)
@@ -137,7 +126,7 @@ ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(["insert", "use", "remove"]),
         st.sets(st.integers(0, 11), min_size=1),
-        st.sampled_from(["", "done", "ends", "keep"]),
+        st.sampled_from(["", "done", "keep"]),
         st.floats(0, 100),
         st.floats(0, 200),
         st.integers(0, 100),
@@ -163,8 +152,7 @@ def test_whatever_is_said_all_that_is_in_is_offered_once(make: Make, actions: li
         else:
             policy.on_removes(here, "evicted")
             inside.difference_update(here)
-        if what == "remove" or hint != "ends":
-            done = [key for key in done if key not in here]
+        done = [key for key in done if key not in here]
         done += here if hint == "done" and what != "remove" else []
         order = list(policy.victims())
         assert sorted(order) == sorted(inside)

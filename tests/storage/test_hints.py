@@ -17,7 +17,8 @@ from kvframework.storage.l1.hints import parts_of
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework.storage.l1.tenants import Tenant
-from tests.storage.memory import OrderedLru, packed_key
+from kvframework.storage.manager import StorageManager
+from tests.storage.memory import OrderedLru, PlainMemory, packed_key
 from tests.storage.test_policy_calls import Told, store, table_of
 
 K = [packed_key(number) for number in range(40)]
@@ -50,15 +51,11 @@ RETAINS = st.builds(
 )
 
 
-@given(
-    chunks=st.lists(st.integers(-1, 14), max_size=30),
-    retains=st.lists(RETAINS, min_size=1, max_size=4),
-    own=st.booleans(),
-)
+@given(chunks=st.lists(st.integers(-1, 14), max_size=30), retains=st.lists(RETAINS, min_size=1, max_size=4))
 def test_each_object_is_in_one_part_and_the_first_hint_of_all_its_chunk_counts(
-    chunks: list[int], retains: list[Retain], own: bool
+    chunks: list[int], retains: list[Retain]
 ) -> None:
-    parts = parts_of(len(chunks), chunks, TOKENS, retains, own=own)
+    parts = parts_of(chunks, TOKENS, retains, [False] * len(chunks))
     heard = ["?"] * len(chunks)
     for part in parts:
         heard[part.objects] = [part.hint] * (part.objects.stop - part.objects.start)
@@ -74,10 +71,15 @@ def test_each_object_is_in_one_part_and_the_first_hint_of_all_its_chunk_counts(
         assert hint == (fits[0].what if fits else "")
 
 
-@given(chunks=st.lists(st.integers(-1, 9), min_size=1), own=st.booleans())
-def test_of_a_request_that_is_done_others_may_still_use_what_it_found(chunks: list[int], own: bool) -> None:
-    (part,) = parts_of(len(chunks), chunks, TOKENS, DONE, own=own)
-    assert (part.objects, part.hint) == (slice(0, len(chunks)), "done" if own else "ends")
+@given(first=st.lists(st.booleans(), min_size=1), chunk=st.integers(-1, 9))
+def test_of_a_request_that_is_done_others_may_use_what_it_is_not_the_first_to_store(
+    first: list[bool], chunk: int
+) -> None:
+    parts = parts_of([chunk] * len(first), TOKENS, DONE, first)
+    heard = [hint for part in reversed(parts) for hint in [part.hint] * (part.objects.stop - part.objects.start)]
+    assert heard == ["done" if each else "" for each in first]
+    (kept,) = parts_of([chunk] * len(first), TOKENS, (Retain("keep", 5.0, 7),), first)
+    assert kept == (slice(0, len(first)), "keep", 5.0, 7)
 
 
 def test_a_policy_hears_of_each_part_the_last_one_first() -> None:
@@ -109,7 +111,7 @@ def test_without_a_hint_a_policy_hears_of_a_request_once() -> None:
     assert [call[0] for call in policy.last()] == ["admits", "inserts", "uses"]
 
 
-def test_what_a_done_request_has_stored_leaves_first_and_what_it_found_where_it_was() -> None:
+def test_what_a_done_request_has_stored_leaves_first_and_what_it_found_was_used() -> None:
     table = table_of(Lru(), 8)
     store(table, K[:2], now=1.0)  # a system prompt
     store(table, K[10:13], now=2.0)
@@ -118,8 +120,37 @@ def test_what_a_done_request_has_stored_leaves_first_and_what_it_found_where_it_
     store(table, K[:5], now=3.0, prompt=prompt(range(5), *DONE))
     store(table, K[20:23], now=4.0)
     assert left(table, K[:13]) == [2, 3, 4, 5, 6, 7, 8, 9]
-    store(table, K[23:25], now=5.0)
-    assert left(table, K[:2]) == [0, 1], "it was not used since the others came"
+    store(table, K[23:26], now=5.0)
+    assert left(table, K[:13]) == list(range(2, 13))
+
+
+def test_what_comes_again_though_it_was_done_is_no_more_done_by_the_requests_word() -> None:
+    """So a system prompt that all requests store with "done" is lost once."""
+    node = StorageManager(PlainMemory(8 * ALIGNMENT), Lru(), ghosts=64, threads=False)
+
+    def stored(first: int, end: int, *retain: Retain) -> None:
+        keys = K[first:end]
+        lease = node.reserve(
+            [(key, ALIGNMENT) for key in keys],
+            owner=1,
+            request_id="r",
+            lease_s=None,
+            prompt=prompt(range(len(keys)), *retain),
+        ).lease
+        assert lease is not None
+        node.commit(lease.id, owner=1)
+
+    stored(0, 4, *DONE)
+    stored(10, 18)
+    assert not any(node.which_present(K[:4]))
+    stored(0, 4, *DONE)
+    stored(20, 24)
+    assert all(node.which_present(K[:4]))
+    stored(30, 38)
+    stored(0, 4, Retain("done", start=0))
+    stored(20, 28)
+    assert not any(node.which_present(K[:4])), "of a range it is taken at its word"
+    node.close()
 
 
 def test_a_done_range_leaves_whoever_has_stored_it() -> None:

@@ -91,6 +91,11 @@ class Departures:
             self._want(slot, self._clock())
         self._curve.missed(self._places(row_of, prefix, digests[hits:]), tokens)
 
+    def was_done(self, key: PackedKey) -> bool:
+        """Whether a key that is not in L1 left it as nobody was to ask for it again, as far as that is remembered."""
+        slot = self._ghosts.slot(key)
+        return slot >= 0 and self._ghosts.facts(slot)[0] == Cause.HINTED
+
     def ghost(self, key: PackedKey) -> Ghost | None:
         """Return the ghost of a key that is not in L1, None if there is none."""
         slot = self._ghosts.slot(key)

@@ -20,31 +20,35 @@ class Part(NamedTuple):
 
 
 def parts_of(
-    count: int, chunks: Sequence[int], chunk_tokens: int, retains: Sequence[Retain], *, own: bool
+    chunks: Sequence[int], chunk_tokens: int, retains: Sequence[Retain], is_first: Sequence[bool]
 ) -> list[Part]:
-    """Return the parts of `count` objects, the last part first, as the policies get them. `chunks` are their places in
-    the prompt; `own`: the request has stored them itself, and so nobody else has used them."""
-    if retains[0].start is None:
-        return [_said(slice(0, count), retains[0], own=own)]
+    """Return the parts of a request's objects, the last part first, as the policies get them. `chunks` are their places
+    in the prompt; `is_first`: whether the request is the first one to store an object."""
     of = {chunk: _fitting(retains, chunk * chunk_tokens, (chunk + 1) * chunk_tokens) for chunk in set(chunks)}
-    parts = [_said(span, retain, own=own) for retain, span in _runs([of[chunk] for chunk in chunks])]
-    return parts[::-1]
+    said = [_allowed(of[chunk], is_first=first) for chunk, first in zip(chunks, is_first, strict=True)]
+    return [_said(span, retain) for retain, span in _runs(said)][::-1]
 
 
 def _fitting(retains: Sequence[Retain], first: int, end: int) -> Retain | None:
-    """Return the first one that is said of all tokens of a chunk; of one at no known place (before 0) nothing is."""
+    """Return the first one that is said of all tokens of a chunk; of one at no known place (before 0) only what is said
+    of the request."""
     for retain in retains:
-        if (retain.start or 0) <= first and first >= 0 and (retain.end is None or end <= retain.end):
+        if retain.start is None or (retain.start <= first and first >= 0 and (retain.end is None or end <= retain.end)):
             return retain
     return None
 
 
-def _said(objects: slice, retain: Retain | None, *, own: bool) -> Part:
+def _allowed(retain: Retain | None, *, is_first: bool) -> Retain | None:
+    """Return what is said of an object, None for a request that is done, but not the first one to store it."""
+    if retain is None or retain.start is not None or retain.what == "keep" or is_first:
+        return retain
+    return None
+
+
+def _said(objects: slice, retain: Retain | None) -> Part:
     if retain is None:
         return Part(objects)
-    if retain.what == "keep":
-        return Part(objects, "keep", retain.duration, retain.priority)
-    return Part(objects, "done" if own or retain.start is not None else "ends")
+    return Part(objects, "keep", retain.duration, retain.priority) if retain.what == "keep" else Part(objects, "done")
 
 
 def _runs(values: Sequence[Retain | None]) -> Iterator[tuple[Retain | None, slice]]:

@@ -61,7 +61,8 @@ class Reservation:
 
 class ObjectTable:
     """The table of objects; see the module. `on_remove` receives each object that leaves, the cause, and the key of the
-    object that it makes place for, None for none. `policy` orders the objects of no named tenant; `journal`
+    object that it makes place for, None for none. `was_done` says of an object that is not here whether it left because
+    nobody was to ask for it again. `policy` orders the objects of no named tenant; `journal`
     records what the table holds, for the next server. `prices` are the seconds to compute a token again and to load a
     byte, for the policy."""
 
@@ -73,7 +74,9 @@ class ObjectTable:
         tenants: Sequence[Tenant] = (),
         journal: Journal | None = None,
         prices: Callable[[], tuple[float | None, float | None]] = lambda: (None, None),
+        was_done: Callable[[PackedKey], bool] = lambda _key: False,
     ) -> None:
+        self._was_done = was_done
         self._prices = prices
         self.allocator = allocator
         self._journal = journal
@@ -601,7 +604,8 @@ class ObjectTable:
             self._journal.used(objects)
 
     def _used_hinted(self, objects: list[StoredObject], facts: RequestFacts, prompt: PromptPart) -> None:
-        for part in parts_of(len(objects), prompt.chunks, prompt.chunk_tokens, prompt.retain, own=False):
+        chunks = prompt.chunks or [-1] * len(objects)
+        for part in parts_of(chunks, prompt.chunk_tokens, prompt.retain, [False] * len(objects)):
             some = objects[part.objects]
             self._mark(some, part)
             self._uses.add(some, _with(facts, part))
@@ -610,7 +614,8 @@ class ObjectTable:
 
     def _inserted_hinted(self, objects: list[StoredObject], lease: WriteLease, facts: RequestFacts) -> None:
         prompt = lease.prompt
-        for part in parts_of(len(objects), lease.chunks, prompt.chunk_tokens, prompt.retain, own=True):
+        is_first = [not self._was_done(stored.key) for stored in objects]
+        for part in parts_of(lease.chunks, prompt.chunk_tokens, prompt.retain, is_first):
             some = objects[part.objects]
             self._mark(some, part)
             self.tenants.inserted(lease.tenant, some, lease.chunks[part.objects], _with(facts, part))
@@ -618,9 +623,6 @@ class ObjectTable:
             self._journal.used(objects)
 
     def _mark(self, objects: Sequence[StoredObject], part: Part) -> None:
-        """Set the time of a use. Who asks for the last time leaves no trace on what others may use."""
-        if part.hint == "ends":
-            return
         used = -self._now if part.hint == "done" else self._now
         for stored in objects:
             stored.used = used

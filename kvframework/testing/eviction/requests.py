@@ -13,7 +13,7 @@ from kvframework.testing.eviction.watched import WatchedPolicy
 
 _USES: tuple[Use, ...] = ("store", "lookup", "retrieve", "load", "recovered")
 _REASONS: tuple[Why, ...] = ("evicted", "removed", "cleared")
-_HINTS: tuple[Hint, ...] = ("", "done", "ends", "keep")
+_HINTS: tuple[Hint, ...] = ("", "done", "keep")
 # More than a policy may remember of requests, one each.
 _REQUESTS = 4000
 
