@@ -29,7 +29,7 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKEN)]
 
 
 class Retain(Message, frozen=True):
-    """`what` "done": nobody asks for these tokens again; "keep": keep them before others for `duration` seconds, those
+    """`what` "done": no one asks for these tokens again; "keep": keep them before others for `duration` seconds, those
     of a higher `priority` (1 to 100) longest.
 
     It is said of the tokens `[start, end)` of the prompt, of all chunks that lie in there as a whole; `end` None: up to
@@ -48,8 +48,6 @@ class Retain(Message, frozen=True):
             raise ValueError(f"duration is {self.duration}, expected 0 to {MAX_DURATION_S:.0f} seconds")
         if not 1 <= self.priority <= 100:
             raise ValueError(f"priority is {self.priority}, expected 1 to 100")
-        if self.end is not None and self.end <= (self.start or 0):
-            raise ValueError(f"the range ends at {self.end}, before it begins")
 
 
 def retain_of(value: object) -> tuple[Retain, ...]:
@@ -104,10 +102,9 @@ def _made(
     start, end = limits.get("start"), limits.get("end")
     if end is not None and start is None:
         start = 0
-    try:
-        return Retain(what, duration, priority, start, end)
-    except ValueError as error:
-        raise _wrong(str(error), "end greater than start") from None
+    if end is not None and start is not None and end <= start:
+        raise _wrong(f"end is {end}", f"more than start, which is {start}")
+    return Retain(what, duration, priority, start, end)
 
 
 def _seconds(value: object) -> float:

@@ -11,8 +11,8 @@ from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Wh
 
 
 class Lru(EvictionPolicy):
-    """Evicts the objects that were inserted or accessed longest ago first; before them those that nobody asks for
-    again, and after them those that are to be kept, as requests have said (`kvf_eviction.hinted`)."""
+    """Evicts the objects that were inserted or accessed longest ago first; before them those that no one asks for
+    again, and after them those to keep, as requests have said (`kvf_eviction.hinted`)."""
 
     name = "lru"
 

@@ -83,7 +83,7 @@ _NEVER_STORED = Why("never_stored")
 _EVICTED = {
     "watermark": "to stay below the high watermark",
     "tenant": "by the share of its tenant",
-    "hinted": "as a request had said that nobody asks again",
+    "hinted": "as a request had said that no one asks for it again",
 }
 
 

@@ -92,7 +92,7 @@ class Departures:
         self._curve.missed(self._places(row_of, prefix, digests[hits:]), tokens)
 
     def was_done(self, key: PackedKey) -> bool:
-        """Whether a key that is not in L1 left it as nobody was to ask for it again, as far as that is remembered."""
+        """Whether a key that is not in L1 left it since no one was to ask again, as far as that is remembered."""
         slot = self._ghosts.slot(key)
         return slot >= 0 and self._ghosts.facts(slot)[0] == Cause.HINTED
 

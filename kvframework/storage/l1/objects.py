@@ -61,9 +61,9 @@ class Reservation:
 
 class ObjectTable:
     """The table of objects; see the module. `on_remove` receives each object that leaves, the cause, and the key of the
-    object that it makes place for, None for none. `was_done` says of an object that is not here whether it left because
-    nobody was to ask for it again. `policy` orders the objects of no named tenant; `journal`
-    records what the table holds, for the next server. `prices` are the seconds to compute a token again and to load a
+    object that it makes place for, None for none. `was_done` says of an object that is not here whether it left since
+    no one was to ask for it again. `policy` orders the objects of no named tenant; `journal` records what the table
+    holds, for the next server. `prices` are the seconds to compute a token again and to load a
     byte, for the policy."""
 
     def __init__(

@@ -86,7 +86,7 @@ class RequestTests(MemoryTests):
         must_offer(policy, [*keys[:10], *keys[20:]])
 
     def test_a_client_cannot_have_all_that_it_stores_kept(self, make_policy: MakePolicy) -> None:
-        """Half of a full L1 is to be kept, while others store twice as much as it holds."""
+        """Half of a full L1 should be kept, while others store twice as much as it holds."""
         left = []
         for hint in _HINTS[0], _HINTS[-1]:
             policy, mine, others = WatchedPolicy(make_policy()), fresh_keys(60), fresh_keys(300)
@@ -116,7 +116,7 @@ class RequestTests(MemoryTests):
 
 
 def _said(hint: Hint, at: float) -> RequestFacts:
-    """The facts of a request of its own; what is to be kept, for half a minute."""
+    """The facts of a request of its own; what should be kept, for half a minute."""
     is_kept = hint == "keep"
     return RequestFacts(
         use="store", at=at, request_id=f"{hint} {at}", hint=hint, keep_s=30.0 * is_kept, priority=100 * is_kept
