@@ -4,7 +4,7 @@ They are apart from a policy's own order, which has all others, so that without 
 none. A policy gives an object away with a mark of its own, and gets that back.
 
 What is kept is a `SHARE` at most of the objects that the policy had when it was last asked for victims, since L1 is
-full then; a hint beyond that is none. It is kept until its time, to `TICK_S`, which each hint sets again, and an hour at
+full then; a hint beyond that is none. It is kept until its time, to `TICK_S`, which each hint sets again, an hour at
 most. Nothing is pinned: what is kept leaves last.
 """
 
