@@ -21,6 +21,7 @@ CHANGED_NOW = frozenset(
         "server.store_share",
         "server.ticket_s",
         "server.session_timeout_s",
+        "server.trace_memory",
         "l1.high_watermark",
         "l1.low_watermark",
         "l2.timeout_s",

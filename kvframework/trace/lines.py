@@ -29,12 +29,13 @@ Ordinal = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
 
 
 class Line(msgspec.Struct, omit_defaults=True):
-    """A request as it is on disk. The first four fields are Mooncake's, the others ours."""
+    """A request as it is on disk. The first four fields are Mooncake's, and always written; the others are ours."""
 
     timestamp: float
     input_length: Tokens
     hash_ids: list[Ordinal]
-    output_length: Tokens = 0
+    output_length: Tokens | msgspec.UnsetType = msgspec.UNSET
+    start: Tokens = 0
     hit_length: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=MAX_TOKENS)] = UNKNOWN
     tenant: Ordinal = 0
     model: Ordinal = 0
@@ -97,14 +98,22 @@ def requests(lines: Iterator[tuple[int, bytes]], name: str, chunk_tokens: int) -
             raise _wrong_time(where, f"`timestamp` is {at / 86400:.0f} days after the first", "milliseconds")
         before = now
         check_chunks(line.input_length, len(line.hash_ids), chunk_tokens, where, "`hash_ids`", "`input_length`")
+        if line.start % chunk_tokens or line.start > line.input_length:
+            raise TraceError(
+                f"`start` is {line.start} tokens of {line.input_length}",
+                where=where,
+                available=f"whole chunks of {chunk_tokens} tokens within the prompt",
+                hint="correct this field",
+            )
         yield Request(
             at,
             line.input_length,
-            line.output_length,
+            line.output_length or 0,
             line.hash_ids,
+            line.start,
+            line.hit_length,
             line.tenant,
             line.model,
-            line.hit_length,
             line.lost,
         )
 

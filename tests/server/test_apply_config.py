@@ -231,7 +231,9 @@ def test_bytes_that_are_no_configuration_are_refused(node: Node, payload: bytes)
     assert node.differs() == {}
 
 
-@pytest.mark.parametrize("request_", [("APPLY_CONFIG", m.ApplyConfig(b"{}", "x")), ("DUMP", m.Empty())])
+@pytest.mark.parametrize(
+    "request_", [("APPLY_CONFIG", m.ApplyConfig(b"{}", "x")), ("DUMP", m.Empty()), ("TRACE", m.Trace())]
+)
 def test_only_the_server_s_own_user_may(node: Node, request_: tuple[str, Any]) -> None:
     with WireClient(node.server.endpoint, hello=False) as unknown:
         unknown.say_hello(liveness=False)
