@@ -18,7 +18,9 @@ def main() -> None:
     """Reads the configuration, and whether its server runs, from standard input; `argv[1]` is the report's
     descriptor."""
     config, running = msgspec.msgpack.decode(
-        sys.stdin.buffer.read(), type=tuple[Config, bool], dec_hook=lambda _kind, size: ByteSize(size)
+        sys.stdin.buffer.read(),
+        type=tuple[Config, bool],
+        dec_hook=lambda kind, value: ByteSize(value) if kind is ByteSize else value,
     )
     for error in common_refusals(config, PluginRegistry(), running=running):
         os.write(int(sys.argv[1]), msgspec.json.encode(refusal(error)) + b"\n")
