@@ -397,7 +397,7 @@ class TierError(StorageError, OSError):
 class TraceError(KVFrameworkError, ValueError):
     """A file of requests is no trace, of a format that is not read, or wrong at the place that it names.
 
-    What to do: correct the place that it names, or give a file of a format that it names."""
+    What to do: correct the place that it names, or give a trace of a format in traces.md."""
 
     code = "trace.invalid"
 
