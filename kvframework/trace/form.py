@@ -36,7 +36,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What is said of a trace as a whole. `form` names the format of its file: one of the three below. `chunk_tokens`
+    """What is said of a trace as a whole. `form` names the format of its file: one of those below. `chunk_tokens`
     is the tokens of each chunk, `name` the name of the file or folder, `recorded_at` seconds since 1970, 0 unknown."""
 
     chunk_tokens: int
@@ -47,4 +47,5 @@ class Header(msgspec.Struct, frozen=True):
 
 KVFRAMEWORK = "kvframework"
 MOONCAKE = "mooncake"
+BAILIAN = "bailian"
 KV_CACHE_TESTER = "kv-cache-tester"

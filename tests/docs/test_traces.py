@@ -8,7 +8,7 @@ from pathlib import Path
 from kvframework.service.accounts import recording
 from kvframework.trace import conversations, lines
 from kvframework.trace.form import MAX_ID, UNKNOWN, Header, Request
-from kvframework.trace.reading import MOONCAKE_CHUNK_TOKENS, open_trace
+from kvframework.trace.reading import BAILIAN_CHUNK_TOKENS, MOONCAKE_CHUNK_TOKENS, open_trace
 from kvframework.trace.writing import TraceFile
 from tests.docs.shown import blocks
 from tests.support.doc_tables import rows
@@ -48,6 +48,7 @@ def test_its_table_has_every_field_and_whether_it_may_lack(tmp_path: Path) -> No
 def test_its_numbers_are_those_of_the_code() -> None:
     assert MAX_ID == 2**63 - 1
     assert f"the tokens of a chunk: {MOONCAKE_CHUNK_TOKENS}," in PAGE
+    assert f"the tokens of a chunk: {BAILIAN_CHUNK_TOKENS}," in PAGE
     assert f"{conversations.CONVERSATIONS_PER_HOUR:.0f} an hour begin by chance" in PAGE
     assert conversations.MAX_OPEN_BYTES == 1 << 30
     assert f"has not asked for {recording.READER_S:.0f} s" in PLAIN

@@ -133,6 +133,7 @@ def test_nested_ever_deeper(tmp_path: Path) -> None:
         (json.dumps([{"id": 1, "conversations": [{"from": "human"}]}]).encode(), "ShareGPT", "trace record"),
         (json.dumps({"conversations": []}).encode(), "ShareGPT", "trace record"),
         (json.dumps({"messages": []}).encode(), "messages of a chat", "trace record"),
+        (b'{"timestamp": 1.5, "seq_len": 9, "chunk_hashes": ["0xab"]}', "LMCache's lookups", "integers"),
         (b'{"prompt": "Tell me"}\n', "prompts", "trace record"),
         (b'{"traceEvents": []}', "Chrome", "trace record"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,4808,10\n", "a CSV file of 3", "no ids"),

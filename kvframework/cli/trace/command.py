@@ -26,11 +26,9 @@ def _seconds(text: str) -> float:
         raise typer.BadParameter(str(error)) from None
 
 
-File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="A trace of ours, of Mooncake or of kv-cache-tester, or a folder of its.")
-]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, or a folder of kv-cache-tester's.")]
 ChunkTokens = Annotated[
-    int, typer.Option(min=0, max=1 << 20, help="Tokens of a chunk, where the file does not say so; else 512.")
+    int, typer.Option(min=0, max=1 << 20, help="Tokens of a chunk, where the file does not say so.")
 ]
 PerHour = Annotated[
     float,
