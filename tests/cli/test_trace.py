@@ -24,6 +24,7 @@ from kvframework.api.requests import Handler
 from kvframework.cli.numbers import parsed_duration
 from kvframework.cli.trace.recording import Recorder
 from kvframework.errors import TraceError, UnknownRequest
+from kvframework.service.accounts import recording as ring
 from kvframework.trace.form import Request
 from kvframework.trace.reading import open_trace
 from kvframework.trace.writing import TraceFile
@@ -240,6 +241,18 @@ def test_a_full_ring_is_said_in_the_trace_and_by_the_command(tmp_path: Path) -> 
     assert f"missing  {lost}" in " ".join(run("trace", "info", str(file)).stdout.split()).replace(
         "missing ", "missing  "
     )
+
+
+def test_a_reader_that_has_stopped_ends_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "READER_S", 0.05)
+    with serving() as server, WireClient(server.endpoint) as client:
+        client.call("TRACE", m.Trace())
+        assert server.service._lookups.recording.on
+        wait_until(lambda: not server.service._lookups.recording.on, what="the end of the recording")
+        with WireClient(server.endpoint) as gone:
+            monkeypatch.setattr(ring, "READER_S", 1000.0)
+            gone.call("TRACE", m.Trace())
+        wait_until(lambda: not server.service._lookups.recording.on, what="the end of the recording")
 
 
 def test_a_server_that_records_none(tmp_path: Path) -> None:

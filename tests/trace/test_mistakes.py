@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 
 from kvframework.errors import TraceError
-from kvframework.trace import lines
+from kvframework.trace import conversations, lines
 from kvframework.trace.form import MAX_ID
 from kvframework.trace.reading import open_trace
 from kvframework.trace.recognised import HEAD
@@ -54,6 +54,10 @@ def _refused(path: Path, **options: Any) -> TraceError:
         ({"hash_ids": [1, 2, 3]}, "`hash_ids` has 3 chunks"),
         ({"hash_ids": [1, 2, 3, 4, 5], "input_length": 1700}, "3.32 chunks of 512"),
         ({"hash_ids": []}, "`hash_ids` has 0 chunks"),
+        ({"start": 100}, "`start` is 100 tokens of 1024"),
+        ({"start": 1536}, "`start` is 1536 tokens of 1024"),
+        ({"hit_length": -2}, "`hit_length`: Expected `int` >= -1"),
+        ({"tenant": -1}, "`tenant`: Expected `int` >= 0"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named_with_its_line(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
@@ -215,6 +219,25 @@ def test_sub_agents_without_end(tmp_path: Path) -> None:
         requests = [{"t": 0, "requests": requests}]
     text = json.dumps({"block_size": 64, "requests": requests})
     assert _refused(_text(tmp_path, text, "trace.json")).fact == "sub-agents of sub-agents"
+
+
+def test_a_conversation_that_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _text(tmp_path, json.dumps({"block_size": 64, "requests": [_ASKED]}), "trace.json")
+    os.truncate(path, 1 << 40)  # sparse
+    monkeypatch.setattr(conversations, "MAX_FILE", 1 << 20)
+    with pytest.raises(TraceError, match="the file is larger than 1 MiB"):
+        conversations.Conversations([path], "trace.json")
+
+
+def test_conversations_that_go_on_at_once_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"block_size": 64, "requests": [_ASKED, {**_ASKED, "t": 10**6}]}
+    for name in range(4):
+        size = _text(tmp_path, json.dumps(whole), f"{name}.json").stat().st_size
+    monkeypatch.setattr(conversations, "MAX_OPEN_BYTES", size * 3)
+    with pytest.raises(TraceError, match="4 conversations go on at once"):
+        list(open_trace(tmp_path))
+    monkeypatch.setattr(conversations, "MAX_OPEN_BYTES", size * 4)
+    assert len(list(open_trace(tmp_path))) == 8
 
 
 _WHOLE = {
