@@ -28,6 +28,7 @@ from kvframework.service.accounts import recording as ring
 from kvframework.trace.form import Request
 from kvframework.trace.reading import open_trace
 from kvframework.trace.writing import TraceFile
+from kvframework.wire import messages as m
 from tests.cli.command import COMMAND, environment, run
 from tests.server.in_process import serving
 from tests.support.server_process import ServerProcess
@@ -246,13 +247,14 @@ def test_a_full_ring_is_said_in_the_trace_and_by_the_command(tmp_path: Path) -> 
 def test_a_reader_that_has_stopped_ends_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "READER_S", 0.05)
     with serving() as server, WireClient(server.endpoint) as client:
+        recording = server.service._lookups.recording
         client.call("TRACE", m.Trace())
-        assert server.service._lookups.recording.on
-        wait_until(lambda: not server.service._lookups.recording.on, what="the end of the recording")
+        wait_until(lambda: not recording.on, what="the end of the recording")
+        monkeypatch.setattr(ring, "READER_S", 1000.0)
         with WireClient(server.endpoint) as gone:
-            monkeypatch.setattr(ring, "READER_S", 1000.0)
             gone.call("TRACE", m.Trace())
-        wait_until(lambda: not server.service._lookups.recording.on, what="the end of the recording")
+            assert recording.on
+        wait_until(lambda: not recording.on, what="the end of the recording")
 
 
 def test_a_server_that_records_none(tmp_path: Path) -> None:
