@@ -399,6 +399,17 @@ class SimulationError(KVFrameworkError, ValueError):
     code = "simulation.settings"
 
 
+# traces
+
+
+class TraceError(KVFrameworkError, ValueError):
+    """A file of requests is no trace, of a format that is not read, or wrong at the place that it names.
+
+    What to do: correct the place that it names, or give a file of a format that it names."""
+
+    code = "trace.invalid"
+
+
 # devices
 
 
