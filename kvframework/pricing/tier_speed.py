@@ -18,12 +18,15 @@ from kvframework.pricing.traffic import Queue, Traffic
 PROBE_S = 15.0
 
 
-class Load(NamedTuple):
-    """A load that has begun: its bytes, and when, by the tier's clock of charges and by the caller's."""
+class Load:
+    """A call that loads: its bytes, and when it began, by the tier's clock of charges and by the caller's."""
 
-    nbytes: int
-    charged: float
-    began: float
+    __slots__ = ("began", "charged", "nbytes")
+
+    def __init__(self, nbytes: int, charged: float, began: float) -> None:
+        self.nbytes = nbytes
+        self.charged = charged
+        self.began = began
 
 
 class Offer(NamedTuple):
@@ -47,7 +50,7 @@ class TierSpeed:
         self.queued_bytes = 0
         self._price = LearnedPrice()
         self._traffic = Traffic(now)
-        self._running = 0
+        self._running: set[Load] = set()
         # Seconds that a load charges which runs since the begin, and when that was last right.
         self._charged = 0.0
         self._at = now
@@ -56,13 +59,14 @@ class TierSpeed:
     def begin(self, nbytes: int, now: float) -> Load:
         """Begin a call that loads so many bytes; `end` ends it."""
         self._charge(now)
-        self._running += 1
-        return Load(nbytes, self._charged, now)
+        load = Load(nbytes, self._charged, now)
+        self._running.add(load)
+        return load
 
     def end(self, load: Load, now: float, *, loaded: int) -> None:
         """End a call, which brought `loaded` bytes; nothing is learned from one that brought only a part."""
         self._charge(now)
-        self._running -= 1
+        self._running.discard(load)
         if loaded == load.nbytes:
             self._price.add(max(self._charged - load.charged, 0.0), loaded, 1.0, began=load.began, now=now)
 
@@ -84,7 +88,10 @@ class TierSpeed:
         prices = self._price.prices
         if prices is None:
             return Offer(None, 0.0, Queue(), False)
-        queue = Queue(self.queued_bytes * prices[0], self._traffic.rate(now))
+        # What is under way has taken a part of its time.
+        self._charge(now)
+        done_s = sum(min(self._charged - load.charged, load.nbytes * prices[0]) for load in self._running)
+        queue = Queue(max(self.queued_bytes * prices[0] - done_s, 0.0), self._traffic.rate(now))
         return Offer(*prices, queue, now - max(self._price.last_at, self._probed_at) >= PROBE_S)
 
     def probed(self, now: float) -> None:
@@ -93,5 +100,5 @@ class TierSpeed:
 
     def _charge(self, now: float) -> None:
         if self._running:
-            self._charged += max(now - self._at, 0.0) / self._running
+            self._charged += max(now - self._at, 0.0) / len(self._running)
         self._at = max(now, self._at)
