@@ -13,11 +13,10 @@ from tests.simulation.model import Broken
 
 
 class PassedOverJob(Job):
-    """`delay` is how many turns it is passed over; `since` when it went on last."""
+    """`delay` is how many turns it is passed over."""
 
     def __init__(self, controller: Controller, steps: Steps[None]) -> None:
         super().__init__(controller, steps)
-        self.since = 0.0
         self.delay = 0
 
     @property

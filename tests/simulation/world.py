@@ -159,7 +159,6 @@ class World:
         if self.dice.chance(3):
             job.delay = self.dice.of([4, 16, 40])
         if not job.due:
-            job.since = self.now
             job.go_on()
             if job.ended:
                 self.jobs.remove(job)
