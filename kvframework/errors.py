@@ -391,6 +391,14 @@ class TierError(StorageError, OSError):
     code = "storage.tier"
 
 
+class SimulationError(KVFrameworkError, ValueError):
+    """A simulation cannot be made: a setting is missing, out of bounds, or does not fit another.
+
+    What to do: change the setting that it names."""
+
+    code = "simulation.settings"
+
+
 # traces
 
 

@@ -20,6 +20,7 @@ CHANGED_NOW = frozenset(
         "server.retrieve_lease_s",
         "server.store_share",
         "server.ticket_s",
+        "server.price",
         "server.session_timeout_s",
         "server.trace_memory",
         "l1.high_watermark",

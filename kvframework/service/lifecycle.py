@@ -102,6 +102,7 @@ class CacheService(CacheServices):
             self._resolver,
             finished,
             ticket_s=config.ticket_s,
+            price=config.price,
             trace_memory=config.trace_memory,
             tenants=self._tenants,
         )
@@ -123,6 +124,7 @@ class CacheService(CacheServices):
             requests=request_durations,
             tickets=lambda: len(self._lookups.tickets),
             lookups=self._lookups.status,
+            price=self._lookups.pricing.status,
             losses=self._losses.status,
             use=self._use.status,
             events=events_status,
@@ -170,6 +172,7 @@ class CacheService(CacheServices):
             store_share=config.store_share,
         )
         self._lookups.tickets.configure(ticket_s=config.ticket_s)
+        self._lookups.pricing.on = config.price
         self._lookups.recording.configure(most_bytes=config.trace_memory)
 
     def welcome(self, _hello: m.Hello, client: ClientInfo, version: int, returns: bool) -> m.HelloReply:

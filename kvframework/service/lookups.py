@@ -23,6 +23,7 @@ from kvframework.service.accounts.short_prompts import ShortPrompts
 from kvframework.service.accounts.use import Use
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.lookup_waits import LookupWaits, Wait
+from kvframework.service.pricing import Pricing
 from kvframework.service.tenant_names import TenantNames
 from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
@@ -33,7 +34,8 @@ from kvframework.wire.table import REQUESTS
 
 class Lookups:
     """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds; `finished`
-    receives each lookup at its end. `trace_memory` is the most memory of a recorded trace, in bytes."""
+    receives each lookup at its end; `price`: what is dear to load is computed, see `Pricing`. `trace_memory` is the most
+    memory of a recorded trace, in bytes."""
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class Lookups:
         finished: FinishedRequests,
         *,
         ticket_s: float,
+        price: bool = False,
         trace_memory: int = 0,
         tenants: TenantNames | None = None,
     ) -> None:
@@ -56,6 +59,7 @@ class Lookups:
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
         self._counts = LookupCounts(m.REASONS)
         self._finished = finished
+        self.pricing = Pricing(storage, on=price)
         self._tenants = tenants or TenantNames()
         self.use = Use(storage, self._tenants)
         self.recording = Recording(self._clock, trace_memory)
@@ -72,6 +76,7 @@ class Lookups:
         """Forget a session that has ended, once its tickets have."""
         self.miss_facts.end_session(session_id)
         self.short_prompts.end_session(session_id)
+        self.pricing.end_session(session_id)
         self.recording.end_session(session_id)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -112,7 +117,8 @@ class Lookups:
         self._counters["lookups"] += 1
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
-        asked = Asked(client, key, self._clock())
+        asked = Asked(client, key, self._clock(), payload.speed)
+        self.pricing.asked(asked)
         owner, request_id = client.session_id, key.request_id
         with self._storage.lock:  # whatever changes the ticket afterwards finds its wait
             if record is None:
@@ -192,9 +198,10 @@ class Lookups:
             asked.task = self._storage.submit_prefetch_task(
                 grid.flat,
                 grid.desc,
-                select=lambda available: grid.needed(grid.hit(available)),
+                select=lambda available: grid.needed(grid.hit(available, asked.priced and asked.priced.chunks)),
                 on_done=on_done,
                 on_change=on_change,
+                located=lambda here, source: self.pricing.located(asked, here, source),
             )
             return asked.task
 
@@ -215,6 +222,7 @@ class Lookups:
         l2_tokens = hit_tokens - l1_tokens
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
         self._counters["hit_tokens"] += hit_tokens
+        self.pricing.ended(asked)
         if asked.recorded is not None:
             asked.recorded.hit_tokens = hit_tokens
         self.use.looked_up(asked.client, key, grid, tokens, hit_tokens)
@@ -235,6 +243,7 @@ class Lookups:
             chunk_tokens=chunk_tokens,
             why=why,
             tier_calls=() if asked.task is None else asked.task.calls,
+            prices=(0.0, 0.0) if asked.priced is None else (asked.priced.load_s, asked.priced.compute_s),
         )
 
 
