@@ -1,5 +1,5 @@
 """The simulator against a real server: the same trace, by a real client over a real socket, ends in the same counters,
-number by number. `test_equal_by_policy.py` has more policies; `real_server.py` says what makes a number indeterminate."""
+number by number. `test_equal_by_policy.py` has more policies, `real_server.py` what makes a number indeterminate."""
 
 from __future__ import annotations
 
