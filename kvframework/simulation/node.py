@@ -56,9 +56,7 @@ class Node:
         waiting = Waiting()
         records = NamespaceRecords()
         self.tiers = [
-            VirtualTier(
-                each.speed, time, waiting, start=time.now, scale=sizes.scale, layout_of=records.layout_of
-            )
+            VirtualTier(each.speed, time, waiting, start=time.now, scale=sizes.scale, layout_of=records.layout_of)
             for each in sizes.tiers
         ]
         attached = [
@@ -80,9 +78,7 @@ class Node:
             for tier, each in zip(self.tiers, sizes.tiers, strict=True)
         ]
         provider, options = resolve_table(registry, config.l1.eviction, EvictionProvider)
-        policy: EvictionPolicy = creator.one(
-            "eviction", config.l1.eviction, EvictionPolicy, provider.create, options
-        )
+        policy: EvictionPolicy = creator.one("eviction", config.l1.eviction, EvictionPolicy, provider.create, options)
         self.storage = StorageManager(
             VirtualMemory(sizes.l1_bytes),
             policy,
