@@ -73,7 +73,7 @@ def test_a_stopped_machine_is_forgotten() -> None:
     speed = meter.speed([])
     assert speed is not None
     assert speed.prefill_s(0, 32_768) < 1.8 * prefill_s(0, 32_768, SPEED, ATTENTION)
-    chunked(meter, 10, now + 30.0)
+    chunked(meter, 25, now + 30.0)
     speed = meter.speed([])
     assert speed is not None
     assert speed.tokens_per_s == pytest.approx(SPEED, rel=0.05)
