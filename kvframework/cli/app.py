@@ -25,6 +25,7 @@ from kvframework.cli import (
     plugins,
     route,
     serve,
+    simulate,
     status,
     tenants,
 )
@@ -67,6 +68,7 @@ for command in (
     new,
     doctor,
     dump,
+    simulate,
     demo,
 ):
     command.register(app)

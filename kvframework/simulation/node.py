@@ -143,9 +143,9 @@ class Node:
             tier.knows([self._prefix + digest for digest in digests], self._object_bytes)
 
     @property
-    def busy(self) -> bool:
-        """Whether the storage has something under way."""
-        return self._threads.busy
+    def at_rest(self) -> bool:
+        """Whether the storage has nothing left to do."""
+        return self.storage.at_rest and not self._threads.busy
 
     def close(self) -> None:
         self.service.close()
