@@ -18,8 +18,8 @@ Part = tuple[int, int]
 
 
 class PrefillMeter:
-    """The speed of one engine. It is told the begin and the end of each step, in this order if several are under way;
-    what a step computes beside prompts makes it slower, as it does for the next prompt. Not thread-safe."""
+    """The speed of one engine. Each step begins and ends; of several under way the first one ends first. What a step
+    computes beside prompts makes it slower, as it does for the next prompt. Not thread-safe."""
 
     def __init__(self) -> None:
         self._price = LearnedPrice()

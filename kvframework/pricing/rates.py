@@ -27,8 +27,9 @@ USUAL = 1 / 8
 
 
 class LearnedPrice:
-    """`seconds = first * prices[0] + second * prices[1]`, both prices never negative. Samples of other mixes of the two
-    kinds are told apart by least squares; as long as all are alike the second kind costs nothing. Not thread-safe."""
+    """`seconds = first * prices[0] + second * prices[1]`, both prices never negative. Samples with other mixes of
+    the two kinds distinguish them, by least squares; as long as all are alike the second kind costs nothing. Not
+    thread-safe."""
 
     __slots__ = (
         "_direction",
