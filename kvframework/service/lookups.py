@@ -35,8 +35,8 @@ from kvframework.wire.table import REQUESTS
 
 class Lookups:
     """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds; `finished`
-    receives each lookup at its end; `price`: what is dear to load is computed, see `Pricing`. `trace_memory` is the most
-    memory of a recorded trace, in bytes."""
+    receives each lookup at its end; `price`: what is dear to load is computed, see `Pricing`. `trace_memory` is the
+    most memory of a recorded trace, in bytes."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from kvframework.api.futures import Future
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.retain import Retain
 from kvframework.api.transport import LoadOutcome
-from kvframework.client import LookupResult, RequestHashes
+from kvframework.client import EngineSpeed, LookupResult, RequestHashes
 
 BLOCK = 4
 CHUNK = 8
@@ -73,6 +73,7 @@ class FakeServer:
         self.asked: list[tuple[int, int]] = []
         # How long each lookup would have waited for L2.
         self.waits: list[float] = []
+        self.speeds: list[EngineSpeed | None] = []
         self.short: list[str] = []
         self.requests: list[RequestHashes] = []
         self.polls = 0
@@ -96,7 +97,10 @@ class FakeServer:
     def too_short(self, request: RequestHashes) -> None:
         self.short.append(request.request_id)
 
-    def lookup(self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0) -> LookupResult:
+    def lookup(
+        self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0, speed: EngineSpeed | None = None
+    ) -> LookupResult:
+        self.speeds.append(speed)
         self.asked.append((start, end))
         self.waits.append(wait_s)
         self.requests.append(request)
