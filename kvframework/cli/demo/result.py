@@ -71,8 +71,8 @@ EXIT_OK, EXIT_WRONG = 0, 1
 
 
 class EngineRun(msgspec.Struct):
-    """One engine process, filled from its events. `*_s` of bytes are the seconds of copying alone; `asked_s` ends with
-    the server's answer and the copy."""
+    """One engine process, filled from its events. `ended`: the model's last token is its end of an answer. `*_s` of
+    bytes are the seconds of copying alone; `asked_s` ends with the server's answer and the copy."""
 
     model: str = ""
     parameters: int = 0
@@ -86,6 +86,8 @@ class EngineRun(msgspec.Struct):
     stored_bytes: int = 0
     stored_s: float = 0.0
     tokens: list[int] = []
+    text: str = ""
+    ended: bool = False
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Read one event of `kvf_transformers.demo_engine`; unknown events are ignored."""
@@ -102,7 +104,7 @@ class EngineRun(msgspec.Struct):
             self.stored_tokens, self.stored_bytes = event["tokens"], event["nbytes"]
             self.stored_s = event["copy_seconds"]
         elif kind == "done":
-            self.tokens = event["tokens"]
+            self.tokens, self.text, self.ended = event["tokens"], event["text"], event["ended"]
 
 
 class Recovered(msgspec.Struct):
@@ -117,12 +119,13 @@ class Recovered(msgspec.Struct):
 
 class DemoResult(msgspec.Struct):
     """Two engine runs. `cold` ran with an empty cache, so its tokens are those of a run without a cache. `recovered` is
-    of `--kill`."""
+    of `--kill`; without a `question` the model goes on with the text."""
 
     cold: EngineRun
     warm: EngineRun
     l2: str = ""
     recovered: Recovered | None = None
+    question: str = ""
 
     @property
     def ttft_ratio(self) -> float:

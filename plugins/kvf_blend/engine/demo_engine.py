@@ -7,12 +7,10 @@ Started as `python -m kvf_blend.engine.demo_engine`; everything but the JSON lin
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from kvf_blend.engine.demo_model import SIZES, local_llama
 from kvf_blend.engine.placing import Loaded
 from kvf_blend.engine.results import Blended
 from kvf_blend.messages import Piece
+from kvf_transformers.demo_events import Emit, run_engine
 from kvf_transformers.demo_model import ByteTokenizer, local_model
 
 DOCUMENTS = 4
@@ -40,25 +39,14 @@ def main() -> None:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--question", default="")
-    parser.add_argument("--model", default="", help="a local directory; default: the random Llama")
+    parser.add_argument("--model", default="", help="a local folder or GGUF file; default: the random Llama")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--tokens", type=int, default=0, help="of each document; 0: all")
     parser.add_argument("--share", type=float, default=0.15)
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    # Libraries may print: stdout is for events only.
-    events, sys.stdout = sys.stdout, sys.stderr
-
-    def emit(event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event, **fields}), file=events, flush=True)
-
-    try:
-        _run(arguments, emit)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_engine(partial(_run, parser.parse_args()))
 
 
-def _run(arguments: argparse.Namespace, emit: Callable[..., None]) -> None:
+def _run(arguments: argparse.Namespace, emit: Emit) -> None:
     name, model, tokenizer = local_model(arguments.model) if arguments.model else local_llama(arguments.size)
     documents = _documents(arguments.text.read_text(encoding="utf-8"), tokenizer, arguments.tokens)
     with (
@@ -90,9 +78,7 @@ def _run(arguments: argparse.Namespace, emit: Callable[..., None]) -> None:
             _ask(kv, model, _joined([documents[at] for at in _SHUFFLED], question), emit)
 
 
-def _ask(
-    kv: BlendTransformers, model: Any, prompt: tuple[list[int], list[tuple[int, int]]], emit: Callable[..., None]
-) -> None:
+def _ask(kv: BlendTransformers, model: Any, prompt: tuple[list[int], list[tuple[int, int]]], emit: Emit) -> None:
     tokens, ranges = prompt
     emit("prompt", tokens=len(tokens))
     started = time.perf_counter()
@@ -109,9 +95,7 @@ def _ask(
         _tell(emit, way, time.perf_counter() - started, done.blended, done.logits, full)
 
 
-def _tell(
-    emit: Callable[..., None], way: str, ttft_s: float, blended: Blended, logits: torch.Tensor, full: torch.Tensor
-) -> None:
+def _tell(emit: Emit, way: str, ttft_s: float, blended: Blended, logits: torch.Tensor, full: torch.Tensor) -> None:
     found, expected = logits.double().log_softmax(-1), full.double().log_softmax(-1)
     emit(
         "way",
