@@ -15,6 +15,7 @@ from kvframework.errors import RequestError
 SEED = 1234
 # A turn of its own keeps a small model from going on with the text.
 _READ = "I have read the text. What do you want to know?"
+_TEXT, _QUESTION = "{the text}", "{the question}"
 # layers, hidden size, intermediate size, attention heads, KV heads
 SIZES = {"full": (6, 1280, 3456, 20, 4), "tiny": (2, 128, 256, 4, 2)}
 
@@ -86,9 +87,35 @@ def local_model(path: str) -> DemoModel:
         ) from error
 
 
+class Dialogue(NamedTuple):
+    """What stands before, between and behind a text and a question about it."""
+
+    before: str = ""
+    between: str = "\n\n"
+    behind: str = "\n"
+
+
+def dialogue_of(tokenizer: Any) -> Dialogue:
+    """Return the form of a dialogue that the tokenizer's model was trained on; of a model without one, plain text."""
+    if not getattr(tokenizer, "chat_template", None):
+        return Dialogue()
+    turns = [("user", _TEXT), ("assistant", _READ), ("user", _QUESTION)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    before, _, rest = whole.partition(_TEXT)
+    between, _, behind = rest.partition(_QUESTION)
+    return Dialogue(before, between, behind)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a piece of text, without those that begin or end a prompt."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return list(text.encode())
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
 def prompt_tokens(tokenizer: Any, text: str, question: str, *, cut_to: int = 0) -> list[int]:
-    """Return the tokens of a text, cut to so many if that is not 0; with a question, those of a dialogue about it, in
-    the form that the model was trained on."""
+    """Return the tokens of a text, cut to so many if that is not 0; with a question, those of a dialogue about it."""
     tokens = list(tokenizer.encode(text))
     if cut_to:
         tokens = tokens[:cut_to]
@@ -96,11 +123,9 @@ def prompt_tokens(tokenizer: Any, text: str, question: str, *, cut_to: int = 0) 
         return tokens
     if cut_to:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-    if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer.encode(f"{text}\n\n{question}\n"))
-    turns = [("user", text), ("assistant", _READ), ("user", question)]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    form = dialogue_of(tokenizer)
+    asked = f"{form.before}{text}{form.between}{question}{form.behind}"
+    return encode(tokenizer, asked) if form.before else list(tokenizer.encode(asked))
 
 
 def end_tokens(model: Any) -> frozenset[int]:

@@ -163,16 +163,16 @@ class Words:
     def __init__(self, chat_template: str = "") -> None:
         self.chat_template = chat_template
 
-    def encode(self, text: str) -> list[str]:
-        return text.split()
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[str]:
+        return ["<s>"] * add_special_tokens + text.split()
 
     def decode(self, tokens: Sequence[str], *, skip_special_tokens: bool) -> str:
-        return " ".join(tokens)
+        return " ".join(token for token in tokens if token != "<s>")
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool, return_dict: bool
-    ) -> list[str]:
-        return [word for each in messages for word in (f"<{each['role']}>", *each["content"].split())] + ["<assistant>"]
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        return " ".join(f"<{each['role']}> {each['content']}" for each in messages) + " <assistant>"
 
 
 @pytest.mark.transformers
@@ -184,10 +184,10 @@ def test_a_question_follows_the_text_in_the_form_that_the_model_knows() -> None:
     def words(tokenizer: Any, question: str, cut_to: int = 0) -> str:
         return " ".join(map(str, prompt_tokens(tokenizer, "a b c", question, cut_to=cut_to)))
 
-    assert words(Words(), "") == "a b c"
-    assert words(Words("form"), "", 2) == "a b"
-    assert words(Words(), "d ?") == "a b c d ?"
-    asked = words(Words("form"), "d ?", 2)
+    assert words(Words(), "") == "<s> a b c"
+    assert words(Words("form"), "", 3) == "<s> a b"
+    assert words(Words(), "d ?") == "<s> a b c d ?"
+    asked = words(Words("form"), "d ?", 3)
     assert asked.startswith("<user> a b <assistant> ")
     assert asked.endswith(" <user> d ? <assistant>")
     assert bytes(prompt_tokens(ByteTokenizer(), "abc", "d?", cut_to=3)[1:]) == b"ab\n\nd?\n"

@@ -54,7 +54,7 @@ def run_blend_demo(options: BlendDemoOptions, view: DemoView) -> BlendResult:
         arguments = ["--endpoint", stage.endpoint, "--text", str(documents), "--size", options.size]
         arguments += ["--tokens", str(options.tokens), "--share", str(options.share)]
         arguments += ["--question", options.question, *model.arguments]
-        result = BlendResult(l2=options.stage.l2)
+        result = BlendResult(l2=options.stage.l2, question=options.question)
         _store(result, arguments, stage.directory, view)
         if options.stage.l2:
             stage.restart_server()

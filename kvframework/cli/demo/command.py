@@ -13,7 +13,6 @@ from kvframework.cli.usage import examples
 
 EXIT_INTERRUPTED = 130
 SHIPPED_TEXT = Path(__file__).with_name("declaration.txt")
-_BLEND_QUESTION = "What do we mutually pledge to each other?"
 _QUESTION = "What do the signers mutually pledge to each other?"
 
 
@@ -152,7 +151,7 @@ def demo(
     epilog=examples(
         "kvframework demo blend              a random Llama, nothing is downloaded",
         "kvframework demo blend --l2 redis   the server is killed in between",
-        "kvframework demo blend --model DIR --share 0.2",
+        "kvframework demo blend --model smollm2 --share 0.2",
     ),
 )
 def blend(
@@ -163,7 +162,7 @@ def blend(
             show_default=False,
         ),
     ] = SHIPPED_TEXT,
-    question: Annotated[str, typer.Option(help="The question about the four documents.")] = _BLEND_QUESTION,
+    question: Annotated[str, typer.Option(help="The question about the four documents.")] = _QUESTION,
     model: Model = "random",
     share: Annotated[float, typer.Option(min=0.0, max=1.0, help="How much of the documents is computed again.")] = 0.15,
     l2: L2 = "",

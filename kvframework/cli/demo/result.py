@@ -15,7 +15,8 @@ OWN_MODEL = "kvframework-demo-"
 
 class WayResult(msgspec.Struct):
     """One way to the first token. `distance` is the relative L2 distance of its logits to those of the full
-    computation, `divergence` the Kullback-Leibler divergence, in nats, of its next-token distribution from theirs."""
+    computation, `divergence` the Kullback-Leibler divergence, in nats, of its next-token distribution from theirs.
+    `text` is the beginning of the answer, "" of random weights."""
 
     ttft_s: float
     hit_tokens: int
@@ -23,12 +24,14 @@ class WayResult(msgspec.Struct):
     distance: float
     divergence: float
     same_token: bool
+    text: str = ""
 
 
 class BlendResult(msgspec.Struct):
     """`documents` are their numbers of tokens; the prompt has them in another order, followed by a question."""
 
     l2: str = ""
+    question: str = ""
     model: str = ""
     parameters: int = 0
     documents: list[int] = []

@@ -41,6 +41,11 @@ def show_blend(result: BlendResult, console: Console) -> None:
     console.print()
     console.print(table, soft_wrap=False)
     console.print()
+    if result.ways["full"].text:
+        console.print(Text(result.question, style="bold"))
+        for way, name in _NAMES.items():
+            console.print(Text(f"{name}: {result.ways[way].text.strip()} …"))
+        console.print()
     sooner = f"with blend the TTFT is {result.ttft_ratio:.1f} times shorter."
     console.print(Text(f"{len(result.documents)} documents in another order: {sooner}"))
     legend = [*_LEGEND, _OWN_MODEL] if result.model.startswith(OWN_MODEL) else _LEGEND

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,15 @@ import torch
 
 from kvf_blend.engine.blend import BlendTransformers
 from kvf_blend.engine.demo_model import SIZES, local_llama
-from kvf_blend.engine.placing import Loaded
 from kvf_blend.engine.results import Blended
-from kvf_blend.messages import Piece
 from kvf_transformers.demo_events import Emit, run_engine
-from kvf_transformers.demo_model import ByteTokenizer, local_model
+from kvf_transformers.demo_model import ByteTokenizer, dialogue_of, encode, end_tokens, local_model
 
 DOCUMENTS = 4
 # No document keeps the position that it was computed at, and none follows the same document as there.
 _SHUFFLED = (2, 0, 3, 1)
 _WARM_UP_TOKENS = 64
+_ANSWER_TOKENS = 24
 # An engine that serves one prompt may wait longer than one that serves many.
 _DEADLINE_SCALE = 50.0
 
@@ -70,32 +68,63 @@ def _run(arguments: argparse.Namespace, emit: Emit) -> None:
             documents=[len(document) for document in documents],
         )
         if arguments.part == "store":
-            tokens, ranges = _joined(documents, ())
+            tokens, ranges = _joined((), documents, ())
             stored = kv.pre_compute(tokens, ranges=ranges)
             emit("stored", documents=stored.held, nbytes=stored.nbytes, seconds=stored.seconds)
         else:
-            question = _encode(tokenizer, arguments.question)
-            _ask(kv, model, _joined([documents[at] for at in _SHUFFLED], question), emit)
+            form = dialogue_of(tokenizer)
+            question = encode(tokenizer, f"{form.between}{arguments.question}{form.behind}")
+            shuffled = [documents[at] for at in _SHUFFLED]
+            answer = partial(_answer, kv, model, tokenizer)
+            _ask(kv, model, _joined(encode(tokenizer, form.before), shuffled, question), answer, emit)
 
 
-def _ask(kv: BlendTransformers, model: Any, prompt: tuple[list[int], list[tuple[int, int]]], emit: Emit) -> None:
+def _ask(
+    kv: BlendTransformers,
+    model: Any,
+    prompt: tuple[list[int], list[tuple[int, int]]],
+    answer: Callable[[torch.Tensor, Any], str],
+    emit: Emit,
+) -> None:
     tokens, ranges = prompt
     emit("prompt", tokens=len(tokens))
     started = time.perf_counter()
     ids = torch.tensor([tokens], device=model.device)
-    full = model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, -1]
-    _tell(emit, "full", time.perf_counter() - started, Blended(len(tokens)), full, full)
+    output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    full, seconds = output.logits[:, -1], time.perf_counter() - started
+    _tell(emit, "full", seconds, Blended(len(tokens)), full, full, answer(full, output.past_key_values))
     # Blend goes first: it brings objects into memory, where the other ways find them.
     for way in ("blend", "rotated", "naive"):
         started = time.perf_counter()
         loaded = kv.restore(tokens, ranges=ranges)
         if way == "naive":
-            loaded = _as_it_is(loaded)
+            loaded = loaded.unrotated()
         done = kv.prefill(tokens, share=None if way == "blend" else 0.0, loaded=loaded)
-        _tell(emit, way, time.perf_counter() - started, done.blended, done.logits, full)
+        seconds = time.perf_counter() - started
+        _tell(emit, way, seconds, done.blended, done.logits, full, answer(done.logits, done.cache))
 
 
-def _tell(emit: Emit, way: str, ttft_s: float, blended: Blended, logits: torch.Tensor, full: torch.Tensor) -> None:
+def _answer(kv: BlendTransformers, model: Any, tokenizer: Any, logits: torch.Tensor, cache: Any) -> str:
+    """What the model says then; "" of random weights, which say nothing."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return ""
+    tokens = []
+    for token in kv.decode(logits, cache, _ANSWER_TOKENS):
+        if token in end_tokens(model):
+            break
+        tokens.append(token)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _tell(
+    emit: Emit,
+    way: str,
+    ttft_s: float,
+    blended: Blended,
+    logits: torch.Tensor,
+    full: torch.Tensor,
+    text: str,
+) -> None:
     found, expected = logits.double().log_softmax(-1), full.double().log_softmax(-1)
     emit(
         "way",
@@ -106,31 +135,22 @@ def _tell(emit: Emit, way: str, ttft_s: float, blended: Blended, logits: torch.T
         distance=float((logits - full).norm() / full.norm()),
         divergence=max(0.0, float((expected.exp() * (expected - found)).sum())),
         same_token=bool(logits.argmax() == full.argmax()),
+        text=text,
     )
-
-
-def _as_it_is(loaded: Loaded) -> Loaded:
-    """The stored keys at their new positions, without rotation."""
-    pieces = tuple(Piece(piece.source, piece.start, piece.tokens, shift=0) for piece in loaded.pieces)
-    return replace(loaded, pieces=pieces)
 
 
 def _documents(text: str, tokenizer: Any, tokens: int) -> list[list[int]]:
     """The text's quarters, each cut to `tokens` if that is not 0."""
     length = -(-len(text) // DOCUMENTS)
-    parts = [_encode(tokenizer, text[at * length : (at + 1) * length]) for at in range(DOCUMENTS)]
+    parts = [encode(tokenizer, text[at * length : (at + 1) * length]) for at in range(DOCUMENTS)]
     return [part[:tokens] if tokens else part for part in parts]
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    if isinstance(tokenizer, ByteTokenizer):
-        return list(text.encode())
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _joined(documents: Sequence[list[int]], question: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def _joined(
+    before: Sequence[int], documents: Sequence[list[int]], question: Sequence[int]
+) -> tuple[list[int], list[tuple[int, int]]]:
     """All documents and the question as one text, and the range of each document in it."""
-    tokens: list[int] = []
+    tokens = [*before]
     ranges = []
     for document in documents:
         ranges.append((len(tokens), len(tokens) + len(document)))
