@@ -16,7 +16,7 @@ _EPILOG = examples(
     "kvframework doctor --config kvf.toml",
     "kvframework doctor --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
     "kvframework doctor --json                      a document of findings",
-    "kvframework doctor --gpu-report gpu.tar.gz     a file to send of a GPU machine",
+    "kvframework doctor --gpu-report gpu.tar.gz     all of a first run on a GPU",
 )
 
 
