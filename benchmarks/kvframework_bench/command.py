@@ -425,7 +425,7 @@ def compare(
 
     A figure changed if each median lies outside the other's range of rounds, and they differ by the threshold; one
     without rounds has to differ by 30 %, a p99 by twice. Absolute figures are judged only on the same machine, and only
-    where no ratio to a reference of the same run says the same.
+    where no ratio to a reference of the same run says the same; those of --quick are shown by --all and never judged.
     """
     from rich.console import Console
 
@@ -434,8 +434,11 @@ def compare(
     from kvframework_bench.compare.run import compare as compared
     from kvframework_bench.compare.run import read_document
     from kvframework_bench.compare.view import sentences, table_of
+    from kvframework_bench.errors import Incomparable
 
     found = compared(read_document(first), read_document(second), threshold=threshold)
+    if fail and not any(row.judged for row in found.rows):
+        raise Incomparable(f"--fail has no figure to judge: {'; '.join(found.doubts)}")
     if as_json:
         print_document(found)
     else:

@@ -154,26 +154,32 @@ def test_rows_are_told_apart_by_what_was_measured() -> None:
         )
     )
     assert list(found) == [
-        "copies memmove, 8: gb_s",
-        "copies memmove, 16: gb_s",
-        "echoes 64: latency p50",
-        "echoes 64: latency p50 #2",
-        "echoes 64: latency p99",
+        "copies memmove, nbytes 8: gb_s",
+        "copies memmove, nbytes 16: gb_s",
+        "echoes nbytes 64: latency p50",
+        "echoes nbytes 64: latency p50 #2",
+        "echoes nbytes 64: latency p99",
         "server start_s",
         "server idle_cores",
     ]
-    assert (found["copies memmove, 8: gb_s"].low, found["copies memmove, 16: gb_s"].low) == (1, None)
+    assert (found["copies memmove, nbytes 8: gb_s"].low, found["copies memmove, nbytes 16: gb_s"].low) == (1, None)
 
 
 # documents
 
 
 @pytest.fixture(scope="module")
-def lookup(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real document, of the command."""
-    place = tmp_path_factory.mktemp("compare") / "lookup.json"
+    place = tmp_path_factory.mktemp("compare") / "quick.json"
     place.write_text(bench("lookup", "--quick", "--json").stdout)
     return place
+
+
+@pytest.fixture
+def lookup(quick: Path, tmp_path: Path) -> Path:
+    """The same, as if it were of a full run on a machine that did nothing else."""
+    return changed(quick, tmp_path / "lookup.json", {"quick": False, "load.busy": False})
 
 
 def changed(place: Path, to: Path, change: dict[str, Any]) -> Path:
@@ -194,17 +200,25 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=ENVIRON, timeout=240, check=False)
 
 
-def test_a_run_is_the_same_as_itself_and_a_second_one_is_compared(lookup: Path, tmp_path: Path) -> None:
+def test_a_run_is_the_same_as_itself(lookup: Path) -> None:
     done = run(lookup, lookup, "--fail")
     assert (done.returncode, done.stderr) == (0, "")
     assert "the same machine, as far as they tell" in done.stdout
     assert "0 worse, 0 better" in done.stdout
+
+
+def test_quick_runs_are_compared_and_not_judged(quick: Path, tmp_path: Path) -> None:
     second = tmp_path / "second.json"
     second.write_text(bench("lookup", "--quick", "--json").stdout)
-    found = json.loads(run(lookup, second, "--json").stdout)
+    found = json.loads(run(quick, second, "--json").stdout)
     assert found["only_before"] == found["only_after"] == []
-    assert "quick runs: sizes and rounds are small" in found["doubts"]
-    assert {row["place"] for row in found["rows"]} >= {"requests NOOP, 0: ratio"}
+    assert "quick runs: too few rounds to judge any figure" in found["doubts"]
+    assert {row["place"] for row in found["rows"]} >= {"requests NOOP, tokens 0: ratio"}
+    assert not any(row["judged"] for row in found["rows"])
+    assert "0 worse, 0 better, 0 the same" in run(quick, second).stdout
+    refused = run(quick, second, "--fail")
+    assert refused.returncode == 2
+    assert "--fail has no figure to judge" in refused.stderr
 
 
 def test_what_got_slower_is_told_and_fails_only_if_asked(lookup: Path, tmp_path: Path) -> None:
@@ -237,7 +251,7 @@ def test_on_another_machine_only_ratios_are_judged(lookup: Path, tmp_path: Path)
     [
         ({"bench": "host"}, "no document of this release"),
         ({"bench": "cake"}, "'cake' is no bench"),
-        ({"quick": False}, "one is of --quick"),
+        ({"quick": True}, "one is of --quick"),
         ({"figures.requests": [], "figures.hashing": []}, "no figure in common"),
         ({"figures.requests": 7}, "no document of this release"),
         ({"machine": {}}, "no document of this release"),

@@ -1,4 +1,4 @@
-"""The figures of a document by their places: "shapes llama-3-8b, ...: store ratio_to_copy". Pure."""
+"""The figures of a document by their places: "requests LOOKUP 1k, hit, tokens 1024: ratio". Pure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _of_struct(struct: msgspec.Struct, place: str) -> Iterator[tuple[str, Measur
             yield from _of_value(value, here, reading, judged=reading.ratio or not has_ratio)
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, msgspec.Struct) and reading is None:
-                named = ", ".join(str(what) for _, what in _naming(each))
+                named = ", ".join(what if isinstance(what, str) else f"{of} {what}" for of, what in _naming(each))
                 yield from _of_struct(each, f"{here} {named}:" if named else here)
 
 

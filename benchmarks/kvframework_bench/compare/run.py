@@ -20,7 +20,8 @@ _SYSTEM = ("kernel", "python")
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One figure. `gain` above 1: better. `judged` False: absolute, and the machines differ or its ratio says it."""
+    """One figure. `gain` above 1: better. `judged` False: of quick runs, or absolute while the machines differ or a
+    ratio beside it says it."""
 
     place: str
     before: float
@@ -103,14 +104,17 @@ def compare(before: Document, after: Document, *, threshold: float = THRESHOLD) 
         same_machine=same,
         differs=_differences(before.machine, after.machine),
         doubts=_doubts(before, after, same=same),
-        rows=[_compared(place, one[place], other[place], threshold, same=same) for place in common],
+        # The range of two rounds is no noise.
+        rows=[
+            _compared(place, one[place], other[place], threshold, same=same, full=not before.quick) for place in common
+        ],
         only_before=[place for place in one if place not in other],
         only_after=[place for place in other if place not in one],
     )
 
 
-def _compared(place: str, before: Measured, after: Measured, threshold: float, *, same: bool) -> Compared:
-    judged = before.judged and after.judged and (same or before.reading.ratio)
+def _compared(place: str, before: Measured, after: Measured, threshold: float, *, same: bool, full: bool) -> Compared:
+    judged = full and before.judged and after.judged and (same or before.reading.ratio)
     found = gain(before, after)
     return Compared(place, before.value, after.value, found, judge(before, after, threshold), judged)
 
@@ -135,7 +139,7 @@ def _doubts(before: Document, after: Document, *, same: bool) -> list[str]:
     if not same:
         found.append("another machine: only ratios are judged")
     if before.quick:
-        found.append("quick runs: sizes and rounds are small")
+        found.append("quick runs: too few rounds to judge any figure")
     for name, document in (("first", before), ("second", after)):
         if document.load.busy:
             found.append(f"the machine was busy during the {name} run")

@@ -69,7 +69,7 @@ def run_bounded(
 
 
 def _ended(process: subprocess.Popen[bytes]) -> str:
-    """End the group; returns what is to be said of a process that stays."""
+    """End the group; returns the rest of the sentence for a process that stays, else ""."""
     for number, patience in ((signal.SIGTERM, _TERM_S), (signal.SIGKILL, _KILL_S)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
