@@ -111,6 +111,17 @@ def test_all_well_is_ok_and_what_is_not_installed_is_no_failure() -> None:
     assert (report.ok, report.gpu) == (True, "")
 
 
+def test_an_interrupt_leaves_out_the_rest_and_the_report_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvframework.cli.gpu_report.contents.run_bounded", interrupted)
+    report, files = collect([doctor("ok"), Step("bench", ("none",), 1.0, on_gpu=True)], Redaction())
+    assert not report.ok
+    assert {each.reason for each in report.steps} == {"interrupted"}
+    assert "bench: left out: interrupted" in files["report.txt"]
+
+
 def test_a_finding_that_fails_is_the_doctors_reason() -> None:
     report, _ = collect([doctor("ok", failed="limits.memlock")], Redaction())
     assert not report.ok

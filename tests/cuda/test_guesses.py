@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvframework.api.driver import Allocation, Exported
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
 from kvframework.testing.transport.cases import PAGED
@@ -94,6 +95,27 @@ def test_memory_of_which_the_driver_does_not_tell_is_used(
 ) -> None:
     with cuda_node.refusing(*calls, result=NOT_FOUND):
         goes_without(client, rig, caplog, told)
+
+
+@pytest.mark.parametrize("refused", [(), ("cuMemGetAddressRange, opened",)], ids=["by its call", "by its attributes"])
+def test_memory_that_is_smaller_than_its_engine_says_is_refused(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient, monkeypatch: pytest.MonkeyPatch, refused: tuple[str, ...]
+) -> None:
+    from kvf_cuda_ipc.engine_half import CudaEngine
+
+    honest = CudaEngine.export
+
+    def boasting(self: CudaEngine, address: int) -> Exported:
+        allocation, offset = honest(self, address)
+        return Exported(Allocation(allocation.device, allocation.handle, allocation.nbytes + 1), offset)
+
+    monkeypatch.setattr(CudaEngine, "export", boasting)
+    with (
+        cuda_node.refusing(*refused),
+        pytest.raises(DeviceError, match=r"an allocation of \d+ bytes was opened, not of"),
+    ):
+        KitEngine(rig, client, 1, NHD)
+    assert cuda_node.mappings() == 0
 
 
 def test_memory_whose_export_alone_says_no_is_refused_with_the_setting(
