@@ -236,7 +236,7 @@ class CopierDriver(ABC, Generic[E, S]):
     def open(self, allocation: Allocation) -> int:
         """Maps another process's allocation and returns its address here. Raises `DeviceError` for one that no
         longer exists, is of another device, malformed, or smaller than its `nbytes`: a copy beyond its end would
-        harm others."""
+        harm others. Where the driver cannot tell the size, that is one of `lacks`, and no reason to refuse."""
 
     @abstractmethod
     def close_memory(self, address: int) -> None:
