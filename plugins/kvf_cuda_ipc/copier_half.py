@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvf_cuda_ipc.batched import BatchedCopies
-from kvf_cuda_ipc.driver import Driver, Event, RawStream
+from kvf_cuda_ipc.driver import MEMORY_HANDLE_BYTES, Driver, Event, RawStream
 from kvf_cuda_ipc.gathering import GatherKernel
 from kvf_cuda_ipc.identity import name_of, same
 from kvf_cuda_ipc.options import CudaOptions
@@ -36,6 +36,7 @@ class CudaCopier(CopierDriver[Event, Stream]):
         self._lock = threading.Lock()
         self._lacks: dict[str, str] = {}
         self._slices: list[int] = []
+        self._proven = b""
         self._kernel_below = int(options.kernel_below)
         ordinal = _ordinal(driver, device)
         self._context = driver.retain_context(ordinal)
@@ -65,7 +66,9 @@ class CudaCopier(CopierDriver[Event, Stream]):
     def open(self, allocation: Allocation) -> int:
         if not same(allocation.device, self._device):
             raise DeviceError(f"memory of {allocation.device} on {self._device}", where="cuda_ipc")
-        address = self._driver.open_memory(allocation.handle)
+        # Behind the memory's handle that of an event, see `CudaEngine`; an engine of a former release sends none.
+        self._prove(allocation.handle[MEMORY_HANDLE_BYTES:])
+        address = self._driver.open_memory(allocation.handle[:MEMORY_HANDLE_BYTES])
         try:
             base, nbytes = self._driver.allocation_of(address)
         except DeviceLost:
@@ -80,6 +83,11 @@ class CudaCopier(CopierDriver[Event, Stream]):
                 f"an allocation of {nbytes} bytes was opened, not of {allocation.nbytes}", where="cuda_ipc"
             )
         return address
+
+    def _prove(self, event: bytes) -> None:
+        if event and event != self._proven:
+            self._driver.destroy_event(self._driver.open_event(event))
+            self._proven = event
 
     def close_memory(self, address: int) -> None:
         self._driver.close_memory(address)

@@ -43,7 +43,7 @@ class CudaEngine(EngineDriver[PooledEvent]):
         self._driver = driver
         self._contexts: dict[int, Context] = {}
         self._ordinals: dict[str, int] = {}
-        self._proven: set[int] = set()
+        self._proofs: dict[int, tuple[Event, bytes]] = {}
         self._lock = threading.Lock()
         self._events = 0
         self._closed = False
@@ -57,9 +57,9 @@ class CudaEngine(EngineDriver[PooledEvent]):
             base, nbytes = self._driver.allocation_of(address)
             if self._driver.is_exportable(address) is False:
                 raise _not_exportable(address, "it is virtual or managed memory")
-            self._prove_events(ordinal)
+            proof = self._proof(ordinal)
             try:
-                handle = self._driver.export_memory(base)
+                handle = self._driver.export_memory(base) + proof
             except DeviceLost:
                 raise
             except DeviceError as error:
@@ -116,23 +116,23 @@ class CudaEngine(EngineDriver[PooledEvent]):
                 raise
         return word.release
 
-    def _prove_events(self, ordinal: int) -> None:
-        """Export an event, which tells more than the device's attribute. Raises `DeviceError`: known now, it costs this
-        transport; at the first submit it would cost every transfer."""
-        if ordinal in self._proven:
-            return
-        try:
-            event = self._driver.create_event(interprocess=True)
+    def _proof(self, ordinal: int) -> bytes:
+        """Return the handle of an event for the copier to open before it takes memory: what either side cannot do with
+        events costs this transport now, and not every transfer later. Raises `DeviceError`."""
+        if ordinal not in self._proofs:
             try:
-                self._driver.export_event(event)
-            finally:
-                self._driver.destroy_event(event)
-        except DeviceLost:
-            raise
-        except DeviceError as error:
-            model = self._driver.model(ordinal)
-            raise DeviceError(f"{model} cannot share events: {error.fact}", where="cuda_ipc") from None
-        self._proven.add(ordinal)
+                event = self._driver.create_event(interprocess=True)
+                try:
+                    self._proofs[ordinal] = event, self._driver.export_event(event)
+                except BaseException:
+                    self._driver.destroy_event(event)
+                    raise
+            except DeviceLost:
+                raise
+            except DeviceError as error:
+                model = self._driver.model(ordinal)
+                raise DeviceError(f"{model} cannot share events: {error.fact}", where="cuda_ipc") from None
+        return self._proofs[ordinal][1]
 
     def close(self) -> None:
         """Release the contexts, once the last event is destroyed; the engine keeps them."""
@@ -145,7 +145,11 @@ class CudaEngine(EngineDriver[PooledEvent]):
             if not self._closed or self._events:
                 return
             contexts, self._contexts = self._contexts, {}
-        for ordinal in contexts:
+            proofs, self._proofs = self._proofs, {}
+        for ordinal, context in contexts.items():
+            if ordinal in proofs:
+                with contextlib.suppress(DeviceError), self._driver.current(context):
+                    self._driver.destroy_event(proofs[ordinal][0])
             self._driver.release_context(ordinal)
 
     @contextmanager
