@@ -424,8 +424,9 @@ def compare(
     """What got slower or faster between two results, beyond their noise.
 
     A figure changed if each median lies outside the other's range of rounds, and they differ by the threshold; one
-    without rounds has to differ by 30 %, a p99 by twice. Absolute figures are judged only on the same machine, and only
-    where no ratio to a reference of the same run says the same; those of --quick are shown by --all and never judged.
+    without rounds has to differ by 30 %, a p99 by twice. Absolute figures are judged only on the same machine, if it
+    was not busy, and only where no ratio to a reference of the same run says the same. --all shows the others too, and
+    those of --quick, which are never judged.
     """
     from rich.console import Console
 

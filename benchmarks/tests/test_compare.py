@@ -246,6 +246,16 @@ def test_on_another_machine_only_ratios_are_judged(lookup: Path, tmp_path: Path)
     assert all(place.endswith((" ratio", "packed_ratio")) for place in judged)
 
 
+def test_on_a_busy_machine_only_ratios_are_judged(lookup: Path, tmp_path: Path) -> None:
+    busy = read_document(changed(lookup, tmp_path / "busy.json", {"load.busy": True}))
+    quiet = read_document(lookup)
+    for pair in ((quiet, busy), (busy, quiet)):
+        found = compare(*pair)
+        assert [each for each in found.doubts if "busy" in each]
+        assert {row.place.split()[-1] for row in found.rows if row.judged} == {"ratio", "packed_ratio"}
+    assert not compare(quiet, quiet).doubts
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -20,8 +20,8 @@ _SYSTEM = ("kernel", "python")
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One figure. `gain` above 1: better. `judged` False: of quick runs, or absolute while the machines differ or a
-    ratio beside it says it."""
+    """One figure. `gain` above 1: better. `judged` False: of quick runs, or absolute while the machines differ, one was
+    busy, or a ratio beside it says it."""
 
     place: str
     before: float
@@ -99,22 +99,26 @@ def compare(before: Document, after: Document, *, threshold: float = THRESHOLD) 
             available=f"first in the other: {next(iter(other), 'none')}",
         )
     same = _same_machine(before, after)
+    # What is judged: the range of two rounds is no noise, and an absolute figure is also one of the machine.
+    absolute = same and not before.load.busy and not after.load.busy
     return Comparison(
         bench=before.bench,
         same_machine=same,
         differs=_differences(before.machine, after.machine),
         doubts=_doubts(before, after, same=same),
-        # The range of two rounds is no noise.
         rows=[
-            _compared(place, one[place], other[place], threshold, same=same, full=not before.quick) for place in common
+            _compared(place, one[place], other[place], threshold, full=not before.quick, absolute=absolute)
+            for place in common
         ],
         only_before=[place for place in one if place not in other],
         only_after=[place for place in other if place not in one],
     )
 
 
-def _compared(place: str, before: Measured, after: Measured, threshold: float, *, same: bool, full: bool) -> Compared:
-    judged = full and before.judged and after.judged and (same or before.reading.ratio)
+def _compared(
+    place: str, before: Measured, after: Measured, threshold: float, *, full: bool, absolute: bool
+) -> Compared:
+    judged = full and before.judged and after.judged and (absolute or before.reading.ratio)
     found = gain(before, after)
     return Compared(place, before.value, after.value, found, judge(before, after, threshold), judged)
 
@@ -142,5 +146,5 @@ def _doubts(before: Document, after: Document, *, same: bool) -> list[str]:
         found.append("quick runs: too few rounds to judge any figure")
     for name, document in (("first", before), ("second", after)):
         if document.load.busy:
-            found.append(f"the machine was busy during the {name} run")
+            found.append(f"the machine was busy during the {name} run: only ratios are judged")
     return found
