@@ -220,6 +220,27 @@ def test_events_that_cannot_be_shared_are_known_at_registration(
     wait_until(lambda: cuda_node.events() == before, what="the end of all events")
 
 
+def test_an_engine_that_sends_no_event_with_its_memory_is_served(
+    rig: CudaRig, client: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a former release."""
+    from kvf_cuda_ipc.driver import MEMORY_HANDLE_BYTES
+    from kvf_cuda_ipc.engine_half import CudaEngine
+
+    honest = CudaEngine.export
+
+    def as_before(self: CudaEngine, address: int) -> Exported:
+        allocation, offset = honest(self, address)
+        assert len(allocation.handle) > MEMORY_HANDLE_BYTES
+        handle = allocation.handle[:MEMORY_HANDLE_BYTES]
+        return Exported(Allocation(allocation.device, handle, allocation.nbytes), offset)
+
+    monkeypatch.setattr(CudaEngine, "export", as_before)
+    engine = KitEngine(rig, client, 1, NHD)
+    stores_and_loads(engine)
+    engine.close()
+
+
 def test_an_event_that_the_copier_cannot_open_later_is_a_miss(
     cuda_node: CudaNode, rig: CudaRig, client: KVClient
 ) -> None:
@@ -282,7 +303,8 @@ def test_every_guess_of_the_page_is_tested_here_and_every_test_is_of_a_guess() -
     section = page.split("\n## Guesses\n")[1].split("\n## ")[0]
     named = set(re.findall(r"`(test_\w+)`", section))
     here = {name for name in globals() if name.startswith("test_")} - {
-        "test_every_guess_of_the_page_is_tested_here_and_every_test_is_of_a_guess"
+        "test_an_engine_that_sends_no_event_with_its_memory_is_served",
+        "test_every_guess_of_the_page_is_tested_here_and_every_test_is_of_a_guess",
     }
     assert named >= here
     others = "".join(each.read_text() for each in Path(__file__).parent.glob("test_*.py"))
