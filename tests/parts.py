@@ -80,6 +80,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "server/test_hand_over.py",
         "server/test_l2.py",
         "shards/test_changes.py",
+        "simulate/test_equal_by_policy.py",
         "simulation/test_planted.py",
         "survival",
         "tiers",
