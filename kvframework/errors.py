@@ -391,6 +391,25 @@ class TierError(StorageError, OSError):
     code = "storage.tier"
 
 
+class SimulationError(KVFrameworkError, ValueError):
+    """A simulation cannot be made: a setting is missing, out of bounds, or does not fit another.
+
+    What to do: change the setting that it names."""
+
+    code = "simulation.settings"
+
+
+# traces
+
+
+class TraceError(KVFrameworkError, ValueError):
+    """A file of requests is no trace, of a format that is not read, or wrong at the place that it names.
+
+    What to do: correct the place that it names, or give a trace of a format in traces.md."""
+
+    code = "trace.invalid"
+
+
 # devices
 
 

@@ -25,12 +25,14 @@ from kvframework.cli import (
     plugins,
     route,
     serve,
+    simulate,
     status,
     tenants,
 )
 from kvframework.cli.commands import CommandGroup
 from kvframework.cli.demo import command as demo
 from kvframework.cli.top import command as top
+from kvframework.cli.trace import command as trace
 from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, examples
 from kvframework.errors import KVFrameworkError
 
@@ -59,6 +61,7 @@ for command in (
     observe,
     route,
     explain,
+    trace,
     clear,
     config,
     keys,
@@ -67,6 +70,7 @@ for command in (
     new,
     doctor,
     dump,
+    simulate,
     demo,
 ):
     command.register(app)

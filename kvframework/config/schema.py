@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvframework.api.codec import NO_CODEC
+from kvframework.api.options import ByteSize
 from kvframework.api.tier import MAX_TIER_CALLS
 
 _YEAR_S = 365 * 24 * 3600.0
@@ -89,10 +90,22 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.Meta(description="share of L1 that one client may have reserved at once while others have instances"),
     ] = 0.5
     ticket_s: Annotated[Seconds, msgspec.Meta(description="how long a hit stays pinned for its engine")] = 60.0
+    price: Annotated[
+        bool,
+        msgspec.Meta(
+            description="what an engine computes sooner than a tier loads it is computed, if it says how fast it is"
+        ),
+    ] = False
     session_timeout_s: Annotated[
         Seconds, msgspec.Meta(description="longest silence of a client without a liveness socket")
     ] = 30.0
     workers: Annotated[int, msgspec.Meta(ge=1, le=256, description="threads that copy the KV of clients over TCP")] = 2
+    trace_memory: Annotated[
+        ByteSize,
+        msgspec.Meta(
+            description="most memory for lookups that `kvframework trace record` has yet to fetch; 0: it is refused"
+        ),
+    ] = ByteSize(32 << 20)
     tcp: Annotated[
         str, msgspec.Meta(description="a second endpoint, `tcp://ADDRESS:PORT`, for other hosts and users; empty: none")
     ] = ""

@@ -18,10 +18,13 @@ from kvframework.service.accounts.asked import Asked
 from kvframework.service.accounts.finished import NOT_MISSED, FinishedRequests, subject_of
 from kvframework.service.accounts.lookup_counts import LookupCounts
 from kvframework.service.accounts.miss_facts import MissFacts
+from kvframework.service.accounts.recording import Recording
 from kvframework.service.accounts.short_prompts import ShortPrompts
 from kvframework.service.accounts.use import Use
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.lookup_waits import LookupWaits, Wait
+from kvframework.service.pricing import Pricing
+from kvframework.service.prompt_parts import found_part
 from kvframework.service.tenant_names import TenantNames
 from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
@@ -32,7 +35,8 @@ from kvframework.wire.table import REQUESTS
 
 class Lookups:
     """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds; `finished`
-    receives each lookup at its end."""
+    receives each lookup at its end; `price`: what is dear to load is computed, see `Pricing`. `trace_memory` is the
+    most memory of a recorded trace, in bytes."""
 
     def __init__(
         self,
@@ -41,6 +45,8 @@ class Lookups:
         finished: FinishedRequests,
         *,
         ticket_s: float,
+        price: bool = False,
+        trace_memory: int = 0,
         tenants: TenantNames | None = None,
     ) -> None:
         self._storage = storage
@@ -54,7 +60,10 @@ class Lookups:
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
         self._counts = LookupCounts(m.REASONS)
         self._finished = finished
-        self.use = Use(storage, tenants or TenantNames())
+        self.pricing = Pricing(storage, on=price)
+        self._tenants = tenants or TenantNames()
+        self.use = Use(storage, self._tenants)
+        self.recording = Recording(self._clock, trace_memory)
         self.miss_facts = MissFacts(storage)
         self.short_prompts = ShortPrompts(self._counts, finished)
         # Lookups whose answers were all pending so far, by ticket.
@@ -68,6 +77,8 @@ class Lookups:
         """Forget a session that has ended, once its tickets have."""
         self.miss_facts.end_session(session_id)
         self.short_prompts.end_session(session_id)
+        self.pricing.end_session(session_id)
+        self.recording.end_session(session_id)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -76,6 +87,7 @@ class Lookups:
             Handler(REQUESTS["FREE_LOOKUP_LOCKS"], self._free),
             Handler(REQUESTS["END_SESSION"], self._end_session),
             Handler(REQUESTS["CANCEL"], self._cancel),
+            *self.recording.handlers(),
         ]
 
     def answer_waits(self) -> None:
@@ -106,7 +118,8 @@ class Lookups:
         self._counters["lookups"] += 1
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
-        asked = Asked(client, key, self._clock())
+        asked = Asked(client, key, self._clock(), payload.speed)
+        self.pricing.asked(asked)
         owner, request_id = client.session_id, key.request_id
         with self._storage.lock:  # whatever changes the ticket afterwards finds its wait
             if record is None:
@@ -117,6 +130,8 @@ class Lookups:
                 answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
             held = self._hold(lambda now: now.decided, answer, owner, payload.wait_s, opens=True)
         asked.l1_tokens = answer.hit_tokens
+        if self.recording.on:
+            asked.recorded = self.recording.add(key, asked.grid, asked.began, self._tenants.number(key.cache_salt))
         if answer.pending:
             self._waiting[answer.ticket] = asked
         else:
@@ -184,13 +199,21 @@ class Lookups:
             asked.task = self._storage.submit_prefetch_task(
                 grid.flat,
                 grid.desc,
-                select=lambda available: grid.needed(grid.hit(available)),
+                select=lambda available: grid.needed(grid.hit(available, asked.priced and asked.priced.chunks)),
                 on_done=on_done,
                 on_change=on_change,
+                located=lambda here, source: self.pricing.located(asked, here, source),
             )
             return asked.task
 
-        return Wanted(grid.main_prefix, grid.digests, grid.desc.chunk_tokens, asked.find, load)
+        return Wanted(
+            grid.main_prefix,
+            grid.digests,
+            grid.desc.chunk_tokens,
+            asked.find,
+            load,
+            lambda hit: found_part(key, grid, hit),
+        )
 
     def _ticket_ended(self, ticket: str) -> None:
         """Account for a lookup whose ticket ended before its client had another answer than a pending one."""
@@ -207,6 +230,9 @@ class Lookups:
         l2_tokens = hit_tokens - l1_tokens
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
         self._counters["hit_tokens"] += hit_tokens
+        self.pricing.ended(asked)
+        if asked.recorded is not None:
+            asked.recorded.hit_tokens = hit_tokens
         self.use.looked_up(asked.client, key, grid, tokens, hit_tokens)
         self._counts.ended(key.model_name, tokens, l1_tokens, l2_tokens, named=grid is not None)
         why, missing = NOT_MISSED, -1
@@ -225,6 +251,7 @@ class Lookups:
             chunk_tokens=chunk_tokens,
             why=why,
             tier_calls=() if asked.task is None else asked.task.calls,
+            prices=(0.0, 0.0) if asked.priced is None else (asked.priced.load_s, asked.priced.compute_s),
         )
 
 

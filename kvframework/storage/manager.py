@@ -47,7 +47,7 @@ from kvframework.storage.l1.leases import (
 from kvframework.storage.l1.objects import ObjectTable, Reservation
 from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.l2.full_tier_victims import Shares
-from kvframework.storage.l2.loading import LoadTask
+from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.l2.prefetch import Prefetcher
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.threads import Controller, StorageThreads
@@ -136,7 +136,10 @@ class StorageManager:
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock, events)
         self._departures = Departures(self.capacity, ghosts, self._model_of, clock)
-        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, kept.journal)
+        # The seconds in which engines compute a token, as far as they say.
+        self.compute_s: float | None = None
+        journal, was_done = kept.journal, self._departures.was_done
+        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, journal, self._prices, was_done)
         self._journal = kept.journal
         self._serves_at = clock() + SERVED_S
         self._shared = False
@@ -285,7 +288,7 @@ class StorageManager:
                 request_id=request_id,
                 lease_s=lease_s,
                 client=client,
-                prompt=PromptPart(prompt.of(chosen), prompt.chunk_tokens),
+                prompt=prompt._replace(chunks=prompt.of(chosen)),
             )
         result.present -= len(chosen) - len(some)
         result.placed = [(chosen[at], offset) for at, offset in result.placed]
@@ -387,11 +390,14 @@ class StorageManager:
         request_id: str,
         lease_s: float | None,
         use: Use | None = "lookup",
+        prompt: PromptPart = NO_PROMPT,
     ) -> PinLease:
         """Pin objects that `row` has found since the caller took the lock, see `ObjectTable.pin_objects`; a `use` of
         each, unless that is None."""
         deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-        lease = self._table.pin_objects(objects, owner=owner, request_id=request_id, deadline=deadline, use=use)
+        lease = self._table.pin_objects(
+            objects, owner=owner, request_id=request_id, deadline=deadline, use=use, prompt=prompt
+        )
         if use and self._tiers.watches_uses:
             self._tiers.used([stored.key for stored in objects])
         return lease
@@ -404,13 +410,16 @@ class StorageManager:
         owner: int,
         request_id: str,
         lease_s: float | None,
+        prompt: PromptPart = NO_PROMPT,
     ) -> PinLease | None:
         """Pin the objects that `find` finds in the rows of L1, which counts as a use of each; None if `find` returns
         None."""
         objects = find(self.row)
         if objects is None:
             return None
-        return self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s, use="retrieve")
+        return self.pin_objects(
+            objects, owner=owner, request_id=request_id, lease_s=lease_s, use="retrieve", prompt=prompt
+        )
 
     @_locked
     def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
@@ -434,17 +443,18 @@ class StorageManager:
         select: Select | None = None,
         on_done: Callable[[], None] = lambda: None,
         on_change: Callable[[], object] = lambda: None,
+        located: Located = lambda _here, _source: None,
     ) -> LoadTask | None:
         """Load the objects of `keys` that L1 lacks from L2, in the background, keeping their order.
 
         Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have reported
         what they hold, the indices worth having (default: all); it is called again after a loss. `on_done` runs once in
         a storage thread while the chosen objects that were found are still pinned, even after a failure or a cancel;
-        `on_change`: see `LoadTask`. Returns None if there is no tier, too much is in flight, or the manager is closed.
+        `on_change` and `located`: see `LoadTask`. Returns None if there is no tier, too much is in flight, or the manager is closed.
         """
         by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
         sizes = [by_group[key[36:40]] for key in keys]
-        task = LoadTask(keys, sizes, select or (lambda available: range(len(available))), on_change)
+        task = LoadTask(keys, sizes, select or (lambda available: range(len(available))), on_change, located)
         return task if self._prefetcher.submit(task, on_done) else None
 
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
@@ -572,6 +582,14 @@ class StorageManager:
             self._memory.close()
         except BufferError:
             log.error("a transport keeps views of the arena after its last request; the arena stays mapped")
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is left to do in the background: no write to L2 waits, no load is under way, and L1 is not
+        above its high watermark."""
+        above = self._high < 1.0 and self._table.used_bytes > self._high * self.capacity
+        writing = any(writer.pending for writer in self._tiers.writers)
+        return not (above or self._lowering or writing or self._prefetcher.in_flight)
 
     @_locked
     def status(self) -> dict[str, object]:
@@ -728,6 +746,11 @@ class StorageManager:
         self._departures.left(stored, cause, by)
         self._tiers.removed(stored.key)
         self._events.went(stored.key)
+
+    def _prices(self) -> tuple[float | None, float | None]:
+        """Return the seconds to compute a token again, and to load a byte from the quickest tier."""
+        known = [prices[0] for prices in (store.speed.prices() for store in self._tiers.stores) if prices is not None]
+        return self.compute_s, min(known, default=None)
 
     def _model_of(self, namespace: bytes) -> str:
         record = self.records.get(namespace)

@@ -16,6 +16,7 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.layout import MAX_GROUPS, KVLayout, MemoryLayoutDesc
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.api.types import Message
+from kvframework.pricing.prefill import EngineSpeed
 
 PROTOCOL_VERSION = 1
 MAX_HANDLES = 4096
@@ -27,6 +28,8 @@ MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
 MAX_SHORT, MAX_SHORT_ID = 16, 128
 # Records of finished requests that one answer holds at most.
 MAX_RECENT = 1024
+# Lookups of a trace that one answer holds at most.
+MAX_TRACED = 1024
 # How long an answer about a lookup may be held back, in seconds.
 MAX_WAIT_S = 1.0
 # Why a lookup missed, see `Finished.reason`; in the order of docs/operations.md.
@@ -39,6 +42,7 @@ REASONS = (
     "other_namespace",
     "other_salt",
     "too_short",
+    "priced",
     "tier_down",
     "timed_out",
     "damaged",
@@ -357,11 +361,13 @@ class Lookup(Message, frozen=True):
     """ONE key, worker id None. The hit counts from `key.start`.
 
     The answer is held back until it is known whether L2 has more than L1, for `wait_s` at most; the load of what it has
-    is not waited for. Sent to servers with the feature `lookup.wait`.
+    is not waited for. Sent to servers with the feature `lookup.wait`. With a `speed`, sent to those with
+    `lookup.price`, the hit is cut where the engine computes the rest sooner than a tier loads it.
     """
 
     key: CacheKey
     wait_s: WaitSeconds = 0.0
+    speed: EngineSpeed | None = None
 
 
 class LookupReply(Message, frozen=True):
@@ -514,7 +520,9 @@ class Finished(Message, frozen=True):
     `failed`. Of a LOOKUP, `l1_tokens` were there when it came and `l2_tokens` came by its load. `missing` is the first
     token of the first chunk that was missing, -1 for none, and `reason` why it was: of an eviction, `cause_at` (wall
     clock), `idle_s` and `by`, the model that took the place. `path` is how the bytes moved: `engine`, `server` or
-    `wire`. `trace` is the W3C traceparent of a sampled request, and `tier_calls` are the first calls to tiers of such a
+    `wire`. `load_s` and `compute_s` are the prices by which the hit of a LOOKUP was cut, or not: for how long the
+    request waits for the load of what was cut off, or of all that was not in L1, and for how long it computes that.
+    `trace` is the W3C traceparent of a sampled request, and `tier_calls` are the first calls to tiers of such a
     LOOKUP.
     """
 
@@ -547,6 +555,8 @@ class Finished(Message, frozen=True):
     tenant: str = ""
     trace: str = ""
     tier_calls: tuple[TierCall, ...] = ()
+    load_s: float = 0.0
+    compute_s: float = 0.0
 
 
 class RecentReply(Message, frozen=True):
@@ -559,6 +569,41 @@ class RecentReply(Message, frozen=True):
     forgotten: int
     boot_id: bytes
     started_at: float
+
+
+class Trace(Message, frozen=True):
+    """TRACE: the LOOKUPs with a number above `after`; with -1 none yet, but those that follow are kept for this client
+    until it asks with `done`, ends, or has not asked for 30 s. Processes of the server's own user on its node only."""
+
+    after: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    done: bool = False
+
+
+class TracedLookup(Message, frozen=True, array_like=True):
+    """A LOOKUP as a trace has it. `number` counts all of them; `began` is of the server's monotonic clock; `tenant` is
+    the number of a configured one, 0 for none; `hit_tokens` count from `start`, -1 while they are not known. `scope`
+    names what the prompt shares with no other, and `digests` its chunks from the first token to `end`, 32 bytes
+    each."""
+
+    number: int
+    began: float
+    model: str
+    tenant: int
+    start: int
+    end: int
+    hit_tokens: int
+    chunk_tokens: int
+    scope: bytes
+    digests: bytes
+
+
+class TraceReply(Message, frozen=True):
+    """The answer to TRACE, the oldest first. Up to the number `last` it is everything: a number that is missing is that
+    of a LOOKUP that could not be kept. `more`: ask again at once."""
+
+    records: Annotated[tuple[TracedLookup, ...], msgspec.Meta(max_length=MAX_TRACED)]
+    last: int
+    more: bool = False
 
 
 class StatusReply(Message, frozen=True):
@@ -618,6 +663,9 @@ __all__ = [
     "StorePlan",
     "TicketRef",
     "TierCall",
+    "Trace",
+    "TraceReply",
+    "TracedLookup",
     "TransferReply",
     "TransferRequest",
     "Unregister",

@@ -10,10 +10,10 @@ from typing import Any
 from kvframework.api.eviction import Use
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
-from kvframework.storage.l1.leases import NO_DEADLINE, PinLease, StoredObject
+from kvframework.storage.l1.leases import NO_DEADLINE, NO_PROMPT, PinLease, PromptPart, StoredObject
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.l2.breaker import Breaker
-from kvframework.storage.l2.loading import LoadTask
+from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.manager import StorageManager
 from tests.simulation.model import Guard, Model, Writing, must
 from tests.simulation.prompts import CONTENT
@@ -118,8 +118,11 @@ class WatchedManager(StorageManager):
         request_id: str,
         lease_s: float | None,
         use: Use | None = "lookup",
+        prompt: PromptPart = NO_PROMPT,
     ) -> PinLease:
-        lease = super().pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s, use=use)
+        lease = super().pin_objects(
+            objects, owner=owner, request_id=request_id, lease_s=lease_s, use=use, prompt=prompt
+        )
         self._guard(lease)
         return lease
 
@@ -151,9 +154,12 @@ class WatchedManager(StorageManager):
         select: Select | None = None,
         on_done: Callable[[], None] = lambda: None,
         on_change: Callable[[], object] = lambda: None,
+        located: Located = lambda _here, _source: None,
     ) -> LoadTask | None:
         load, told = self._once(on_done)
-        task = super().submit_prefetch_task(keys, layout_desc, select=select, on_done=told, on_change=on_change)
+        task = super().submit_prefetch_task(
+            keys, layout_desc, select=select, on_done=told, on_change=on_change, located=located
+        )
         if task is not None:
             self.accepted[load] = 0
         return task

@@ -20,6 +20,7 @@ from kvframework.api.codec import NO_CODEC
 from kvframework.api.copying import joined
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
+from kvframework.pricing.tier_speed import TierSpeed
 from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, checksum_in, seal, unseal
 from kvframework.storage.l2.absences import Absences
 from kvframework.storage.l2.breaker import Breaker
@@ -27,6 +28,7 @@ from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Shares, Watermarks, victims
 from kvframework.storage.l2.steps import Steps, run
 from kvframework.storage.l2.tier_calls import TierCalls
+from kvframework.storage.namespaces import is_record_key
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound="int | Outcome")
@@ -48,7 +50,8 @@ class L2Store:
 
     `codec` packs written values; values read may have been packed by any of `codecs`. `layout_of` gives the fingerprint
     of a namespace's object layout, `dtype_of` the dtype of an object's elements. `breaker` is the template of the
-    tier's circuits; `clock` differs from the tier's own only in a simulation.
+    tier's circuits; `clock` differs from the tier's own only in a simulation, where each byte of an object may stand
+    for `scale` bytes.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class L2Store:
         dtype_of: Callable[[PackedKey], str] = lambda _key: "",
         watermarks: Watermarks = Watermarks(),  # noqa: B008  frozen
         clock: Callable[[], float] = time.monotonic,
+        scale: int = 1,
     ) -> None:
         self.name = tier.name
         self.capabilities = frozenset(tier.capabilities())
@@ -77,6 +81,7 @@ class L2Store:
         self._dtype_of = dtype_of
         self._watermarks = watermarks
         self._clock = clock
+        self.scale = scale
         # Receives, in a storage thread, the key of each value that is unusable.
         self.on_damaged: Callable[[PackedKey], None] = lambda _key: None
         # Receives, in a storage thread, the checksums of objects that it sends as they are.
@@ -92,6 +97,9 @@ class L2Store:
         # Bytes that are being written.
         self._taken = 0
         self._room = threading.Lock()
+        # What loads learn of its speed; whoever uses it holds `pricing`.
+        self.speed = TierSpeed(clock())
+        self.pricing = threading.Lock()
         self._absences = Absences()
         self._remembering = threading.Lock()
 
@@ -219,7 +227,9 @@ class L2Store:
             hits=sum(good),
             misses=outcomes.count(Outcome.MISSING),
             read_failed=outcomes.count(Outcome.FAILED),
-            bytes_read=sum(view.nbytes for view, ok in zip(ranges, good, strict=True) if ok),
+            bytes_read=sum(
+                self._stands_for(key, view.nbytes) for key, view, ok in zip(keys, ranges, good, strict=True) if ok
+            ),
         )
         return good
 
@@ -239,7 +249,10 @@ class L2Store:
         stored: list[bool] = []
         while len(stored) < len(keys):
             rest = slice(len(stored), None)
-            sizes = [sum(part.nbytes for part in each) for each in parts[rest]]
+            sizes = [
+                self._stands_for(key, sum(part.nbytes for part in each))
+                for key, each in zip(keys[rest], parts[rest], strict=True)
+            ]
             number, taken = yield from self._make_room(sizes)
             try:
                 stored += yield from self._put_together(
@@ -259,7 +272,7 @@ class L2Store:
             with self._remembering:
                 self._absences.written(keys)
         stored = [outcome is Outcome.STORED for outcome in outcomes]
-        sizes = [value.nbytes for value, ok in zip(values, stored, strict=True) if ok]
+        sizes = [self._stands_for(key, value.nbytes) for key, value, ok in zip(keys, values, stored, strict=True) if ok]
         self.count(stored=len(sizes), store_failed=len(keys) - len(sizes), bytes_written=sum(sizes))
         return stored
 
@@ -303,6 +316,8 @@ class L2Store:
     def status(self) -> dict[str, object]:
         """Return the known facts; never calls the tier, which may hang."""
         usage = self._usage
+        with self.pricing:
+            prices, queued = self.speed.prices(), self.speed.queued_bytes
         return {
             "name": self.name,
             "codec": self._codec,
@@ -311,6 +326,9 @@ class L2Store:
             "details": self._details,
             "capabilities": sorted(self.capabilities),
             "usage": usage and {"used_bytes": int(usage.used_bytes), "capacity_bytes": int(usage.capacity_bytes)},
+            "load_bytes_per_s": 1 / prices[0] if prices else 0.0,
+            "load_call_s": prices[1] if prices else 0.0,
+            "load_queued_bytes": queued,
             **self._calls.status(),
         }
 
@@ -407,6 +425,9 @@ class L2Store:
             self._give_back(taken)
             raise
         return number, taken
+
+    def _stands_for(self, key: PackedKey, nbytes: int) -> int:
+        return nbytes if self.scale == 1 or is_record_key(key) else nbytes * self.scale
 
     def _give_back(self, taken: int) -> None:
         with self._room:
