@@ -36,6 +36,14 @@ def outcome_view(outcome: Outcome, name: str) -> RenderableType:
     if outcome.misses:
         reasons = sorted(outcome.misses.items(), key=lambda each: -each[1])
         parts.append(Text("lookups that missed something: " + ", ".join(f"{count} {name}" for name, count in reasons)))
+    price = outcome.status.get("price", {})
+    if price.get("lookups"):
+        parts.append(
+            Text(
+                f"priced: {price['cut']} of {price['lookups']} lookups with more in L2 were cut, by "
+                f"{short_count(price['cut_tokens'])} tokens, which saves {_seconds(price['saved_s'])} as computed"
+            )
+        )
     return Group(*parts, Text(_NOT, style="dim"))
 
 
