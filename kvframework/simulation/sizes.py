@@ -115,13 +115,13 @@ def _tiers(settings: Settings, registry: PluginRegistry) -> tuple[SimulatedTier,
         raise SimulationError("a tier has two speeds", where="tiers", available="one for each [[l2]]")
     found = []
     for name, table in zip(names, settings.config.l2, strict=True):
-        provider, options = resolve_table(registry, table.tier, TierProvider)
         if table.tier.use in OF_OTHER_NODES:
             raise SimulationError(
                 f"the tier {name!r} reads from other nodes, and one node is simulated",
                 where=table.tier.where,
                 hint="leave this [[l2]] out",
             )
+        provider, options = resolve_table(registry, table.tier, TierProvider)
         if name not in speeds:
             raise SimulationError(
                 f"how fast is the tier {name!r}?",
