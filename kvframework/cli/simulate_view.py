@@ -68,10 +68,11 @@ def _times(outcome: Outcome) -> Table:
 
 
 def _tiers(outcome: Outcome) -> Table:
-    table = _table("L2", "read", "written", "most held", "not written", "evicted", "busy")
+    table = _table("L2", "chunks loaded", "read", "written", "most held", "not written", "evicted", "busy")
     for tier in outcome.tiers:
         table.add_row(
             tier.name,
+            str(tier.loaded),
             str(ByteSize(tier.read_bytes)),
             str(ByteSize(tier.written_bytes)),
             str(ByteSize(tier.used_bytes)),
