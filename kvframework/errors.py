@@ -391,6 +391,17 @@ class TierError(StorageError, OSError):
     code = "storage.tier"
 
 
+# traces
+
+
+class TraceError(KVFrameworkError, ValueError):
+    """A file of requests is no trace, of a format that is not read, or wrong at the place that it names.
+
+    What to do: correct the place that it names, or give a file of a format that it names."""
+
+    code = "trace.invalid"
+
+
 # devices
 
 

@@ -1,0 +1,47 @@
+"""The form that every trace has in memory, whatever file it was read from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+MAX_ID = (1 << 63) - 1
+UNKNOWN = -1
+
+
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """One prompt that an engine asked the cache for.
+
+    `at` is in seconds from the trace's first request, never negative, never less than the one before. `tokens` is the
+    prompt's length, `output_tokens` that of the answer, 0 if unknown. `chunks` are ids in the prompt's order, from
+    0 to `MAX_ID`: equal ids in one trace are equal prompts from the first token to the end of that chunk. They are as
+    many as `tokens` fill, or one more where the trace also counts the chunk that is not full.
+
+    `tenant` and `model` number those of the trace from 0 on. `hit_tokens` is what the recorded server had of the
+    prompt, or `UNKNOWN`. `lost` requests between this and the one before are missing from the trace.
+    """
+
+    at: float
+    tokens: int
+    output_tokens: int
+    chunks: Sequence[int]
+    tenant: int = 0
+    model: int = 0
+    hit_tokens: int = UNKNOWN
+    lost: int = 0
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What is said of a trace as a whole. `form` names the format of its file: one of the three below. `chunk_tokens`
+    is the tokens of each chunk, `name` the name of the file or folder, `recorded_at` seconds since 1970, 0 unknown."""
+
+    chunk_tokens: int
+    name: str
+    form: str
+    recorded_at: float = 0.0
+
+
+KVFRAMEWORK = "kvframework"
+MOONCAKE = "mooncake"
+KV_CACHE_TESTER = "kv-cache-tester"

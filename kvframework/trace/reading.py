@@ -1,0 +1,109 @@
+"""Opens a trace, whatever form it has. Files are streamed: memory is bounded however long they are."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from kvframework.errors import TraceError
+from kvframework.trace import lines
+from kvframework.trace.conversations import CONVERSATIONS_PER_HOUR, Conversations
+from kvframework.trace.form import KV_CACHE_TESTER, KVFRAMEWORK, MOONCAKE, Header, Request
+from kvframework.trace.recognised import HEAD, recognised
+from kvframework.trace.refusal import RECORD, no_trace, readable
+
+MOONCAKE_CHUNK_TOKENS = 512
+_header = msgspec.json.Decoder(lines.HeaderLine)
+
+
+class Trace(Protocol):
+    """A trace in a file. It can be iterated as often as you like: each time reads the file again."""
+
+    @property
+    def header(self) -> Header: ...
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests in the order of time. Raises `TraceError` at the first mistake."""
+        ...
+
+
+def open_trace(
+    path: str | Path, *, chunk_tokens: int = 0, conversations_per_hour: float = CONVERSATIONS_PER_HOUR
+) -> Trace:
+    """Open the trace at `path`, and read what says its form.
+
+    Mooncake's form does not say the tokens of a chunk: they are `chunk_tokens`, 512 as in Mooncake's own if it is 0.
+    Conversations of kv-cache-tester do not say when they began: about so many do in an hour. Raises `TraceError` for a
+    file that cannot be read, is empty or of another format.
+    """
+    path = Path(path)
+    with readable(path):
+        if path.is_dir():
+            return Conversations(_files(path), path.name, conversations_per_hour)
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise no_trace(path, "this is no file, but a pipe or a device", "write it into a file first")
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+        found = recognised(head)
+        if not head.strip():
+            raise no_trace(path, "the file is empty", RECORD)
+        if found.form == KV_CACHE_TESTER:
+            return Conversations([path], path.name, conversations_per_hour)
+        if found.form == KVFRAMEWORK:
+            return _Lines(path, _read_header(path), after_header=True)
+        if found.form == MOONCAKE:
+            return _Lines(path, Header(chunk_tokens or MOONCAKE_CHUNK_TOKENS, path.name, MOONCAKE))
+    looks_like = f"this looks like {found.looks_like}" if found.looks_like else "this is of no known format"
+    raise no_trace(path, looks_like, found.hint or RECORD)
+
+
+class _Lines:
+    """A trace in JSON lines."""
+
+    def __init__(self, path: Path, header: Header, *, after_header: bool = False) -> None:
+        self.header = header
+        self._path = path
+        self._after_header = after_header
+
+    def __iter__(self) -> Iterator[Request]:
+        with readable(self._path), self._path.open("rb") as file:
+            numbered = lines.read_lines(file, str(self._path))
+            if self._after_header:
+                next(numbered)
+            yield from lines.requests(numbered, str(self._path), self.header.chunk_tokens)
+
+
+def _read_header(path: Path) -> Header:
+    with path.open("rb") as file:
+        number, text = next(lines.read_lines(file, str(path)))
+    where = f"{path}:{number}"
+    expected = 'a header: {"kvframework_trace": 1, "chunk_tokens": N}'
+    try:
+        read = _header.decode(text)
+    except msgspec.ValidationError as error:
+        raise lines.wrong_field(error, where, expected) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise TraceError(f"this is no JSON object: {error}", where=where, available=expected, hint=RECORD) from None
+    if read.kvframework_trace > lines.VERSION:
+        raise TraceError(
+            f"`kvframework_trace` is {read.kvframework_trace}: a later release wrote this trace",
+            where=where,
+            available=f"{lines.VERSION}",
+            hint="install that release to read it",
+        )
+    return Header(read.chunk_tokens, path.name, KVFRAMEWORK, read.recorded_at)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the conversations of a folder, by name."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        others = sorted(each.name for each in folder.iterdir())
+        named = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
+        hint = f"name one of its files: {named}" if others else RECORD
+        raise no_trace(folder, "the folder has no *.json" if others else "the folder is empty", hint)
+    return files
