@@ -18,12 +18,17 @@ from kvframework.planning.prompts import Prompts
 
 class LruCurve(msgspec.Struct, frozen=True):
     """`hits[n]` is how many of `uses` a cache of n chunks holds with all that comes before them; the last is that of an
-    endless one, and of every larger cache."""
+    endless one, and of every larger cache.
+
+    `found` has for each request where in the stack its chunks lay, in the prompt's order: pairs of how many chunks lay
+    above the first of a piece, and how many are in it. What is not there is new.
+    """
 
     hits: list[int]
     uses: int
     chunk_tokens: int
     tokens: int
+    found: list[list[tuple[int, int]]]
 
     def hit_rate(self, chunks: int) -> float:
         """Return the share of the uses that a cache of so many chunks has."""
@@ -46,6 +51,10 @@ class LruCurve(msgspec.Struct, frozen=True):
                 high = middle
         return low
 
+    def hits_of(self, request: int, chunks: int) -> int:
+        """Return how many chunks of one request, from the first on, a cache of `chunks` has."""
+        return sum(min(length, chunks - above) for above, length in self.found[request] if above < chunks)
+
     def _at(self, chunks: int) -> int:
         return self.hits[min(max(chunks, 0), len(self.hits) - 1)]
 
@@ -56,11 +65,13 @@ def lru_curve(prompts: Prompts) -> LruCurve:
     # Of each request, how many chunks no later one has used: its end, from some chunk on.
     pieces = _Sums(len(prompts.prompts))
     stacked = 0
+    found: list[list[tuple[int, int]]] = []
     # How many hits begin, less those that end, at each depth.
     steps = [0] * (prompts.nodes + 2)
     for index, prompt in enumerate(prompts.prompts):
         nodes = prompt.nodes
         at, count = 0, len(nodes)
+        found.append([])
         while at < count and (of := last[nodes[at]]) >= 0:
             begin = at
             while at < count and last[nodes[at]] == of:
@@ -69,6 +80,7 @@ def lru_curve(prompts: Prompts) -> LruCurve:
             above = begin + stacked - pieces.up_to(of)
             steps[above + 1] += 1
             steps[above + at - begin + 1] -= 1
+            found[-1].append((above, at - begin))
             pieces.add(of, begin - at)
             stacked -= at - begin
         for node in nodes:
@@ -76,7 +88,7 @@ def lru_curve(prompts: Prompts) -> LruCurve:
         pieces.add(index, count)
         stacked += count
     at_depth = list(accumulate(steps[:-1]))
-    return LruCurve(list(accumulate(at_depth)), prompts.uses, prompts.chunk_tokens, prompts.tokens)
+    return LruCurve(list(accumulate(at_depth)), prompts.uses, prompts.chunk_tokens, prompts.tokens, found)
 
 
 class _Sums:

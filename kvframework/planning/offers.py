@@ -119,3 +119,14 @@ def parse_prices(texts: Iterable[str], tiers: Iterable[str]) -> Prices:
             hint=" ".join(f"--price {name}=…" for name in missing),
         )
     return Prices(of, assumed=False)
+
+
+def parse_budget(text: str) -> float:
+    """Return a cost, of a number or of a size of DRAM in GiB. Raises `PlanError`."""
+    try:
+        budget = float(text)
+    except ValueError:
+        return parse_size(text, where="--budget") / GIB
+    if not 0 < budget < math.inf:
+        raise PlanError(f"{text} is no budget", where="--budget", available="such as 5000 or 512GiB")
+    return budget
