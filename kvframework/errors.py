@@ -402,6 +402,14 @@ class TraceError(KVFrameworkError, ValueError):
     code = "trace.invalid"
 
 
+class SimulationError(KVFrameworkError, ValueError):
+    """What is to be simulated cannot be: a setting is missing, out of bounds, or does not fit another.
+
+    What to do: change the setting that it names."""
+
+    code = "simulation.settings"
+
+
 # devices
 
 

@@ -2,13 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
+from kvframework.registry.registry import PluginRegistry
+from kvframework.simulation.chunks import Chunks, Prompt
+from kvframework.simulation.engines import Fleet
+from kvframework.simulation.events import VirtualTime
+from kvframework.simulation.node import Node
 from kvframework.simulation.outcome import Outcome
+from kvframework.simulation.requests import Requests
 from kvframework.simulation.settings import Settings
+from kvframework.simulation.sizes import sizes_of
+
+# Times of 0 mean "never" to some parts of a server.
+START = 1000.0
 
 
-def simulate(trace: Iterable[Any], settings: Settings) -> Outcome:
+class Header(Protocol):
+    @property
+    def chunk_tokens(self) -> int: ...
+
+
+class Trace(Protocol):
+    """See `kvframework.trace.reading.open_trace`."""
+
+    @property
+    def header(self) -> Header: ...
+
+    def __iter__(self) -> Iterator[Prompt]: ...
+
+
+def simulate(trace: Trace, settings: Settings, registry: PluginRegistry | None = None) -> Outcome:
     """Run the requests of a trace, in its order, and return what came of them."""
-    raise NotImplementedError
+    registry = registry or PluginRegistry()
+    sizes = sizes_of(settings, registry)
+    chunks = Chunks(sizes.chunk_tokens, trace.header.chunk_tokens, whole=settings.whole_chunks)
+    time = VirtualTime(START)
+    fleet = None if settings.engines is None else Fleet(settings.engines, time)
+    node = Node(sizes, registry, time, 1 if fleet is None else len(fleet.queues))
+    try:
+        requests = Requests(node, chunks, fleet)
+        _run(trace, node, requests)
+        return requests.outcome(sizes)
+    finally:
+        node.close()
+
+
+def _run(trace: Iterable[Prompt], node: Node, requests: Requests) -> None:
+    time = node.time
+    node.settle()
+    for prompt in trace:
+        at = START + prompt.at
+        while time.next_at() < at:
+            time.happen()
+            node.settle()
+        time.now = max(time.now, at)
+        requests.arrived(prompt)
+        node.settle()
+        if requests.in_turn:
+            _rest(node, requests)
+    _rest(node, requests)
+
+
+def _rest(node: Node, requests: Requests) -> None:
+    """Let all go on that is under way."""
+    while requests.under_way or node.busy:
+        node.time.happen()
+        node.settle()

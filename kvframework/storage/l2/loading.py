@@ -337,23 +337,25 @@ def _batches(
     each."""
     totals: Counter[L2Store] = Counter()
     for index in wanted:
-        totals[source[index]] += sizes[index]
+        totals[source[index]] += sizes[index] * source[index].scale
     most = {store: _share(nbytes, at_once[store]) for store, nbytes in totals.items()}
     batches: list[list[int]] = []
     total = 0
     for index in wanted:
         last = batches[-1] if batches else None
+        store = source[index]
+        nbytes = sizes[index] * store.scale
         if (
             last is None
-            or source[last[-1]] is not source[index]
+            or source[last[-1]] is not store
             or len(last) >= BATCH_OBJECTS
-            or total + sizes[index] > most[source[index]]
+            or total + nbytes > most[store]
         ):
             batches.append([index])
-            total = sizes[index]
+            total = nbytes
         else:
             last.append(index)
-            total += sizes[index]
+            total += nbytes
     return batches
 
 

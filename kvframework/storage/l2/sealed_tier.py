@@ -48,7 +48,8 @@ class L2Store:
 
     `codec` packs written values; values read may have been packed by any of `codecs`. `layout_of` gives the fingerprint
     of a namespace's object layout, `dtype_of` the dtype of an object's elements. `breaker` is the template of the
-    tier's circuits; `clock` differs from the tier's own only in a simulation.
+    tier's circuits; `clock` differs from the tier's own only in a simulation, where each byte of an object may stand for
+    `scale` bytes.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class L2Store:
         dtype_of: Callable[[PackedKey], str] = lambda _key: "",
         watermarks: Watermarks = Watermarks(),  # noqa: B008  frozen
         clock: Callable[[], float] = time.monotonic,
+        scale: int = 1,
     ) -> None:
         self.name = tier.name
         self.capabilities = frozenset(tier.capabilities())
@@ -77,6 +79,7 @@ class L2Store:
         self._dtype_of = dtype_of
         self._watermarks = watermarks
         self._clock = clock
+        self.scale = scale
         # Receives, in a storage thread, the key of each value that is unusable.
         self.on_damaged: Callable[[PackedKey], None] = lambda _key: None
         # Receives, in a storage thread, the checksums of objects that it sends as they are.
@@ -219,7 +222,7 @@ class L2Store:
             hits=sum(good),
             misses=outcomes.count(Outcome.MISSING),
             read_failed=outcomes.count(Outcome.FAILED),
-            bytes_read=sum(view.nbytes for view, ok in zip(ranges, good, strict=True) if ok),
+            bytes_read=self.scale * sum(view.nbytes for view, ok in zip(ranges, good, strict=True) if ok),
         )
         return good
 
@@ -239,7 +242,7 @@ class L2Store:
         stored: list[bool] = []
         while len(stored) < len(keys):
             rest = slice(len(stored), None)
-            sizes = [sum(part.nbytes for part in each) for each in parts[rest]]
+            sizes = [self.scale * sum(part.nbytes for part in each) for each in parts[rest]]
             number, taken = yield from self._make_room(sizes)
             try:
                 stored += yield from self._put_together(
@@ -260,7 +263,7 @@ class L2Store:
                 self._absences.written(keys)
         stored = [outcome is Outcome.STORED for outcome in outcomes]
         sizes = [value.nbytes for value, ok in zip(values, stored, strict=True) if ok]
-        self.count(stored=len(sizes), store_failed=len(keys) - len(sizes), bytes_written=sum(sizes))
+        self.count(stored=len(sizes), store_failed=len(keys) - len(sizes), bytes_written=self.scale * sum(sizes))
         return stored
 
     def delete_steps(self, keys: Sequence[PackedKey]) -> Steps[int]:

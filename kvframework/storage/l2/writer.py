@@ -194,7 +194,7 @@ class TierWriter:
             self._l1.unpin_internal(others)
             answered = True
             while leases and answered and not self.closing:
-                answered = yield from self._send_group(_take_bytes(leases))
+                answered = yield from self._send_group(_take_bytes(leases, BATCH_BYTES // self.store.scale))
         except Exception:
             with self.changed:
                 self._queue.give_up_batch(batch)
@@ -271,11 +271,11 @@ def _namespaces(keys: Iterable[PackedKey]) -> set[bytes]:
     return {key[:16] for key in keys}
 
 
-def _take_bytes(leases: list[PinLease]) -> list[PinLease]:
-    """Move as many leases as fit the bytes of a batch, at least one."""
+def _take_bytes(leases: list[PinLease], most: int) -> list[PinLease]:
+    """Move as many leases as have `most` bytes, at least one."""
     group = [leases.pop(0)]
     total = group[0].objects[0].length
-    while leases and total + leases[0].objects[0].length <= BATCH_BYTES:
+    while leases and total + leases[0].objects[0].length <= most:
         total += leases[0].objects[0].length
         group.append(leases.pop(0))
     return group

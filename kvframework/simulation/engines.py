@@ -1,0 +1,67 @@
+"""Engines as queues of prompts: each computes one at a time, in the order in which they became ready. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from kvframework.simulation.events import VirtualTime
+from kvframework.simulation.settings import Engines
+
+
+class PrefillQueue:
+    """One engine. `busy_s` is how long it has computed."""
+
+    def __init__(self, number: int, time: VirtualTime) -> None:
+        self.number = number
+        self.busy_s = 0.0
+        self._time = time
+        self._until = 0.0
+        self._waiting: deque[tuple[float, Callable[[], float], Callable[[], object]]] = deque()
+        self._waiting_s = 0.0
+        self._running = False
+
+    @property
+    def backlog_s(self) -> float:
+        """The seconds until all that it has now would be computed, as far as is known."""
+        return self._waiting_s + (max(self._until - self._time.now, 0.0) if self._running else 0.0)
+
+    def add(self, about_s: float, begin: Callable[[], float], end: Callable[[], object]) -> None:
+        """Compute a prompt of about so many seconds: `begin` is called at its turn, and returns how many they are;
+        `end` once it is computed."""
+        self._waiting.append((about_s, begin, end))
+        self._waiting_s += about_s
+        if not self._running:
+            self._next()
+
+    def _next(self) -> None:
+        self._running = bool(self._waiting)
+        if not self._running:
+            self._waiting_s = 0.0
+            return
+        about_s, begin, end = self._waiting.popleft()
+        self._waiting_s -= about_s
+        seconds = begin()
+        self.busy_s += seconds
+        self._until = self._time.now + seconds
+        self._time.at(self._until, lambda: self._ended(end))
+
+    def _ended(self, end: Callable[[], object]) -> None:
+        end()
+        self._next()
+
+
+class Fleet:
+    """The engines. A prompt goes to the one that would be free first, of several that are the first one."""
+
+    def __init__(self, settings: Engines, time: VirtualTime) -> None:
+        self.queues = [PrefillQueue(number, time) for number in range(settings.count)]
+        self._settings = settings
+
+    def least_loaded(self) -> PrefillQueue:
+        return min(self.queues, key=lambda queue: queue.backlog_s)
+
+    def seconds(self, x: int, y: int) -> float:
+        """Return how long the tokens from x to y of a prompt take."""
+        r, a = self._settings.tokens_per_s, self._settings.attention_tokens
+        return ((y - x) + ((y * y - x * x) / (2 * a) if a else 0.0)) / r

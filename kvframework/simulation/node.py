@@ -1,0 +1,159 @@
+"""One node under virtual time: the server's service, storage, policies and write policies, without its sockets and
+threads, over tiers that only know what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from kvframework.api.eviction import EvictionPolicy, EvictionProvider
+from kvframework.api.hasher import HasherProvider, KeyHasher
+from kvframework.api.requests import ClientInfo, Message
+from kvframework.registry.check import resolve_table
+from kvframework.registry.creation import Creator
+from kvframework.registry.registry import PluginRegistry
+from kvframework.service.lifecycle import CacheService
+from kvframework.service.registration import AttachedTransport
+from kvframework.simulation.channel import Waiting
+from kvframework.simulation.events import VirtualTime
+from kvframework.simulation.memory import VirtualMemory
+from kvframework.simulation.sizes import Sizes
+from kvframework.simulation.threads import VirtualThreads
+from kvframework.simulation.tier import VirtualTier
+from kvframework.storage.l2.full_tier_victims import Watermarks
+from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.tiers import AttachedTier
+from kvframework.storage.l2.write_policy import WRITE_POLICIES
+from kvframework.storage.manager import StorageManager
+from kvframework.storage.namespaces import NamespaceRecords
+from kvframework.wire import messages as m
+from kvframework.wire.canonical_registration import non_gpu_namespace
+
+TICK_S = 0.1
+MODEL = "simulated"
+TRANSPORT = "virtual"
+
+
+class Session(ClientInfo):
+    """A client of the node: an engine."""
+
+    pid = 1
+    name = "engine"
+    local = True
+
+    def __init__(self, session_id: int) -> None:
+        self.session_id = session_id
+
+
+class Node:
+    """`sessions` are those of the engines, each with an instance of its session's number."""
+
+    def __init__(self, sizes: Sizes, registry: PluginRegistry, time: VirtualTime, engines: int) -> None:
+        config = sizes.config
+        creator = Creator(registry)
+        self.time = time
+        waiting = Waiting()
+        records = NamespaceRecords()
+        self.tiers = [
+            VirtualTier(
+                each.speed, time, waiting, start=time.now, scale=sizes.scale, layout_of=records.layout_of
+            )
+            for each in sizes.tiers
+        ]
+        attached = [
+            AttachedTier(
+                L2Store(
+                    tier,
+                    timeout_s=each.keys.timeout_s,
+                    layout_of=records.layout_of,
+                    watermarks=Watermarks(each.keys.high_watermark, each.keys.low_watermark),
+                    clock=time.clock,
+                    scale=sizes.scale,
+                ),
+                WRITE_POLICIES[each.keys.write_policy](),
+                each.keys.write_queue,
+                each.keys.promote,
+                loads=each.loads,
+                writes=each.writes,
+            )
+            for tier, each in zip(self.tiers, sizes.tiers, strict=True)
+        ]
+        provider, options = resolve_table(registry, config.l1.eviction, EvictionProvider)
+        policy: EvictionPolicy = creator.one(
+            "eviction", config.l1.eviction, EvictionPolicy, provider.create, options
+        )
+        self.storage = StorageManager(
+            VirtualMemory(sizes.l1_bytes),
+            policy,
+            attached,
+            records=records,
+            high_watermark=config.l1.high_watermark,
+            low_watermark=config.l1.low_watermark,
+            ghosts=config.l1.ghosts,
+            clock=time.clock,
+            threads=False,
+        )
+        self._threads = VirtualThreads(time, self.storage.controllers, waiting)
+        hashing, hash_options = resolve_table(registry, config.hasher, HasherProvider)
+        hasher: KeyHasher = creator.one("hasher", config.hasher, KeyHasher, hashing.create, hash_options)
+        self.service = CacheService(
+            config.server,
+            storage=self.storage,
+            hasher=hasher,
+            transports={TRANSPORT: AttachedTransport(TRANSPORT, False, None)},
+            layouts={},
+            server_facts={},
+            messaging_status=dict,
+            request_durations=dict,
+        )
+        self._handle = {handler.spec.name: handler.call for handler in self.service.handlers()}
+        self.sessions = [Session(number) for number in range(1, engines + 1)]
+        for session in self.sessions:
+            self.service.welcome(m.Hello(client=session.name, pid=session.pid), session, 1, False)
+            payload = partial(
+                m.RegisterNonGpuContextPayload,
+                model_name=MODEL,
+                world_size=1,
+                block_size=1,
+                num_layers=1,
+                hidden_dim_size=sizes.token_bytes,
+                dtype_str="uint8",
+                use_mla=True,
+            )(instance_id=session.session_id)
+            self.call(session, "REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload)
+        self.namespace = non_gpu_namespace(payload, hasher.fingerprint, config.server.chunk_size)
+        self._having_all = [tier for tier in self.tiers if tier.speed.has_all]
+        (self._prefix,) = self.service.key_prefixes(self.namespace, "", (0,))
+        self._object_bytes = sizes.chunk_tokens * sizes.token_bytes
+        time.at(time.now + TICK_S, self._tick)
+
+    def call(self, session: Session, name: str, payload: Message) -> Any:
+        """Ask the server; return its answer, or a future of it."""
+        answer = self._handle[name](session, payload, ())
+        return answer
+
+    def settle(self) -> None:
+        """Let go on what can, at this time: after each event."""
+        self._threads.look()
+        service = self.service
+        while service.next_at() <= self.time.now:
+            service.on_time()
+            self._threads.look()
+
+    def stored(self, digests: Sequence[bytes]) -> None:
+        """Engines have stored these chunks: tiers that have all get them."""
+        for tier in self._having_all:
+            tier.knows([self._prefix + digest for digest in digests], self._object_bytes)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the storage has something under way."""
+        return self._threads.busy
+
+    def close(self) -> None:
+        self.service.close()
+
+    def _tick(self) -> None:
+        self.service.tick()
+        self.time.at(self.time.now + TICK_S, self._tick)

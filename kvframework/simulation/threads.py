@@ -1,0 +1,72 @@
+"""The storage threads under virtual time: all of a manager's controllers, each with as many jobs at once as it would have
+threads. A step takes the time that a tier says it takes, and all else none."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from kvframework.simulation.channel import Waiting
+from kvframework.simulation.events import VirtualTime
+from kvframework.simulation.jobs import Job
+from kvframework.storage.l2.threads import Controller
+
+log = logging.getLogger(__name__)
+
+
+class VirtualThreads:
+    """`waiting` is where a tier says until when the step that it is taking lasts."""
+
+    def __init__(self, time: VirtualTime, controllers: Sequence[tuple[Controller, int]], waiting: Waiting) -> None:
+        self._time = time
+        self._controllers = controllers
+        self._idle = [count for _, count in controllers]
+        # When each controller is asked again without another reason.
+        self._asked_at = [math.inf] * len(controllers)
+        self._waiting = waiting
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is under way."""
+        return any(count < most for count, (_, most) in zip(self._idle, self._controllers, strict=True))
+
+    def look(self) -> None:
+        """Give idle threads what there is to do, after anything has happened."""
+        found = True
+        while found:
+            found = False
+            for number, (controller, _) in enumerate(self._controllers):
+                while self._idle[number] and (steps := controller.poll()) is not None:
+                    found = True
+                    self._idle[number] -= 1
+                    self._drive(Job(controller, steps), number)
+        for number, (controller, _) in enumerate(self._controllers):
+            if self._idle[number]:
+                self._ask_again(number, self._time.now + controller.wait_s())
+
+    def _ask_again(self, number: int, when: float) -> None:
+        if when < self._asked_at[number] and when > self._time.now:
+            self._asked_at[number] = when
+            self._time.at(when, lambda: self._asked(number, when))
+
+    def _asked(self, number: int, when: float) -> None:
+        if self._asked_at[number] == when:
+            self._asked_at[number] = math.inf
+
+    def _drive(self, job: Job, number: int) -> None:
+        """Take steps until one takes time, or the job has ended."""
+        while True:
+            try:
+                job.go_on()
+            except Exception:
+                log.exception("%s failed", job.controller.name)
+                break
+            if job.ended:
+                break
+            job.take()
+            until = self._waiting.take()
+            if until > self._time.now:
+                self._time.at(until, lambda: self._drive(job, number))
+                return
+        self._idle[number] += 1
