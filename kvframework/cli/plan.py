@@ -90,7 +90,7 @@ def plan(
     l1: Annotated[
         list[str] | None, typer.Option(metavar="SIZE", help="A capacity of L1; repeatable. Without it 2^n, 3 x 2^n.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Estimate from LRU's curve, and simulate nothing.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Simulate a part of the sessions, and no more.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen configuration.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw a picture, .png or .svg.")] = None,
     catalogue: Annotated[bool, typer.Option("--catalogue", help="Show the models and GPUs that it knows.")] = False,

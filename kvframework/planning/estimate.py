@@ -1,8 +1,8 @@
 """An estimate of the time to the first token from the LRU stack alone: coarse, and a thousandth of a simulation's time.
 Pure.
 
-It knows neither the server's policies nor its queues of writes: it says where simulating is worth while, and `--quick`
-shows it. Engines compute one prompt at a time, in the order of arrival; loads, and what is written, share one queue.
+It knows neither the server's policies nor what writes do to a tier: it says where simulating is worth while. Engines
+compute one prompt at a time, in the order of arrival, and loads come one after the other.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ def estimate(
         seconds = prefill_s(engine, known, prompt.tokens)
         first_token = max(heapq.heappop(free), loaded) + seconds
         heapq.heappush(free, first_token)
-        if l2_chunks and len(prompt.nodes) > hit:
-            channel = max(channel, prompt.at) + (len(prompt.nodes) - hit) * chunk_bytes / bytes_per_s
         engine_s += seconds
         l1_tokens += in_l1 * prompts.chunk_tokens
         l2_tokens += (hit - in_l1) * prompts.chunk_tokens

@@ -16,7 +16,8 @@ from kvframework.planning.live_set import LiveSet, live_set
 from kvframework.planning.lru_curve import LruCurve, lru_curve
 from kvframework.planning.offers import Prices, TierOffer
 from kvframework.planning.prompts import Prompts, joined, prompts_of
-from kvframework.planning.search import Combination, capacities, first_enough, search
+from kvframework.planning.sample import Sample, sample_of
+from kvframework.planning.search import Combination, Search, capacities, first_enough
 from kvframework.planning.setting import Setting
 from kvframework.planning.simulated import simulated
 from kvframework.trace.reading import Trace
@@ -67,8 +68,7 @@ class Chunks(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """`rows` in the order of cost. `chosen` None: no goal, or none that was tried meets it. `estimated`: nothing was
-    simulated."""
+    """`rows` in the order of cost. `chosen` None: no goal, or none that was tried meets it."""
 
     trace: str
     requests: int
@@ -82,7 +82,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     chunks: list[Chunks]
     rows: list[Row]
     chosen: Row | None
-    estimated: bool
 
 
 class _Sized(msgspec.Struct, frozen=True):
@@ -90,6 +89,7 @@ class _Sized(msgspec.Struct, frozen=True):
 
     prompts: Prompts
     curve: LruCurve
+    sample: Sample | None
     sizes: list[int]
     chunk_bytes: int
 
@@ -108,13 +108,11 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
         )
     engines = wanted.engines or _engines(prompts[0], wanted.engine)
     sized = [_sized(each, wanted, engines) for each in prompts]
-    combinations = [_combinations(each, wanted, engines) for each in sized]
     rows = []
-    for each, of_each in zip(sized, combinations, strict=True):
-        for row in search(of_each, each.sizes, wanted.goal, _figures(each, wanted, engines, tell)):
-            rows.append(row)
+    for each in sized:
+        rows += _search(each, wanted, engines, tell).rows()
     rows.sort(key=lambda row: (row.figures.cost, row.figures.ttft_s[wanted.goal.at]))
-    has_goal = wanted.goal.ttft_s is not None
+    of_all = [row for row in rows if not row.sampled] or rows
     return Plan(
         trace=trace.header.name,
         requests=len(prompts[0].prompts),
@@ -127,8 +125,7 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
         goal=wanted.goal,
         chunks=[_chunks(each, wanted, engines) for each in sized],
         rows=rows,
-        chosen=cheapest(rows, wanted.goal) if has_goal else None,
-        estimated=wanted.quick,
+        chosen=cheapest(of_all, wanted.goal) if wanted.goal.ttft_s is not None else None,
     )
 
 
@@ -142,7 +139,8 @@ def _sized(prompts: Prompts, wanted: Wanted, engines: int) -> _Sized:
     # What is being loaded and stored is pinned: less than this would refuse prompts.
     least = engines * _longest(prompts) * chunk_bytes
     sizes = sorted(wanted.l1_bytes) or capacities(least, prompts.nodes * chunk_bytes)
-    return _Sized(prompts, lru_curve(prompts), sizes, chunk_bytes)
+    curve = lru_curve(prompts)
+    return _Sized(prompts, curve, sample_of(prompts, curve), sizes, chunk_bytes)
 
 
 def _longest(prompts: Prompts) -> int:
@@ -160,7 +158,7 @@ def _combinations(sized: _Sized, wanted: Wanted, engines: int) -> list[Combinati
                 _estimate(sized, wanted, engines, l1_bytes, tier, l2_bytes).ttft_s[wanted.goal.at] <= ttft_s
             )
 
-        start = first_enough(sized.sizes, good) if wanted.goal.ttft_s is not None else len(sized.sizes) // 2
+        start = first_enough(sized.sizes, good)
         policies = wanted.write_policies if tier is not None else (None,)
         made += [
             Combination(sized.prompts.chunk_tokens, eviction, tier, l2_bytes, policy, start)
@@ -191,24 +189,27 @@ def _estimate(
     )
 
 
-def _figures(
-    sized: _Sized, wanted: Wanted, engines: int, tell: Callable[[str], object]
-) -> Callable[[Setting], Figures]:
-    def found(setting: Setting) -> Figures:
-        tell(_word(setting))
-        if not wanted.quick:
-            return simulated(sized.prompts, setting, wanted.engine, engines, wanted.prices)
-        made = _estimate(sized, wanted, engines, setting.l1_bytes, setting.tier, setting.l2_bytes)
-        name = setting.tier.name if setting.tier is not None else ""
-        return Figures(
-            ttft_s=made.ttft_s,
-            l1_hit=made.l1_hit,
-            l2_hit=made.l2_hit,
-            engine_s=made.engine_s,
-            cost=wanted.prices.cost(setting.l1_bytes, name, setting.l2_bytes),
-        )
+def _search(sized: _Sized, wanted: Wanted, engines: int, tell: Callable[[str], object]) -> Search:
+    sample = sized.sample
 
-    return found
+    def whole(setting: Setting) -> Figures:
+        tell(f"all sessions: {_word(setting)}")
+        return simulated(sized.prompts, setting, wanted.engine, engines, wanted.prices)
+
+    def of_sample(setting: Setting) -> Figures:
+        assert sample is not None
+        tell(f"{sample.share:.0%} of the sessions: {_word(setting)}")
+        return sample.simulated(setting, wanted.engine, engines, wanted.prices)
+
+    return Search(
+        _combinations(sized, wanted, engines),
+        sized.sizes,
+        wanted.goal,
+        wanted.prices,
+        whole,
+        of_sample if sample is not None else None,
+        quick=wanted.quick,
+    )
 
 
 def _word(setting: Setting) -> str:

@@ -1,26 +1,30 @@
 """Which settings to simulate: of each combination of policies and tier the least L1 that meets the goal. Pure.
 
-The estimate says where to begin. More L1 never costs less, and as good as never takes longer, so the least that meets
-the goal is the cheapest of its combination.
+The estimate says where to begin, simulations of a sample of the sessions what it is about, and whole ones decide. More
+L1 never costs less, and never takes longer but for chance, so the least that meets the goal is the cheapest of its
+combination.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from kvframework.config.schema import WritePolicyName
-from kvframework.planning.goal import Figures, Goal, Row, shortfalls
-from kvframework.planning.offers import TierOffer
+from kvframework.planning.goal import Figures, Goal, Row, cheapest, closest, shortfalls
+from kvframework.planning.offers import Prices, TierOffer
 from kvframework.planning.setting import Setting
 
 _MIB = 1 << 20
+# Without a goal: these of the sizes, in parts of three.
+_SPREAD = (0, 1, 2)
 
 
 class Combination(msgspec.Struct, frozen=True):
-    """All of a setting but L1's size. `start` is the index of the capacity at which the search begins."""
+    """All of a setting but L1's size. `start` is the index of the size at which the search begins."""
 
     chunk_tokens: int
     eviction: str
@@ -34,8 +38,8 @@ class Combination(msgspec.Struct, frozen=True):
 
 
 def capacities(least: int, most: int) -> list[int]:
-    """Return sizes of L1 that one would buy, 2^n or 3 x 2^n MiB, from the first that is no less than `least` to the
-    first that is no less than `most`."""
+    """Return sizes that one would buy, 2^n or 3 x 2^n MiB, from the first that is no less than `least` to the first
+    that is no less than `most`."""
     sizes: list[int] = []
     power = _MIB
     while not sizes or sizes[-1] < max(most, least):
@@ -46,64 +50,147 @@ def capacities(least: int, most: int) -> list[int]:
     return sizes
 
 
-def search(
-    combinations: Sequence[Combination],
-    sizes: Sequence[int],
-    goal: Goal,
-    simulated: Callable[[Setting], Figures],
-) -> Iterator[Row]:
-    """Yield each row as it is found. `sizes` ascend. Calls `simulated` once a row, which may take seconds.
+def first_enough(sizes: Sequence[int], is_enough: Callable[[int], bool]) -> int:
+    """Return the index of the first size that is enough, the last if none is. More is never worse."""
+    return min(bisect_left(sizes, True, key=is_enough), len(sizes) - 1)
 
-    Without a goal for the time each combination is simulated at its start alone.
-    """
-    found: dict[TierOffer | None, int] = {}
-    for combination in combinations:
-        # Another policy on the same tier needs about as much.
-        steps = _Steps(found.get(combination.tier, combination.start), len(sizes))
+
+class Search:
+    """The search among `sizes`, which ascend. `whole` and `of_sample` simulate a setting; without the latter there is
+    no sample, and with `quick` nothing else."""
+
+    def __init__(
+        self,
+        combinations: Sequence[Combination],
+        sizes: Sequence[int],
+        goal: Goal,
+        prices: Prices,
+        whole: Callable[[Setting], Figures],
+        of_sample: Callable[[Setting], Figures] | None,
+        *,
+        quick: bool = False,
+    ) -> None:
+        self._combinations = combinations
+        self._sizes = sizes
+        self._goal = goal
+        self._prices = prices
+        self._whole = whole
+        self._of_sample = of_sample
+        self._quick = quick
+
+    def rows(self) -> Iterator[Row]:
+        """Yield each row as it is found."""
+        first, sampled = (self._whole, False) if self._of_sample is None else (self._of_sample, True)
+        if self._goal.ttft_s is None:
+            yield from self._spread(first, sampled=sampled)
+            return
+        rows: list[Row] = []
+        starts: list[tuple[Combination, int | None]] = []
+        near: dict[TierOffer | None, int] = {}
+        best = math.inf
+        for combination in self._combinations:
+            # Another policy on the same tier needs about as much.
+            steps = Steps(near.get(combination.tier, combination.start), len(self._sizes))
+            for row in self._climb(combination, steps, first, best, sampled=sampled):
+                rows.append(row)
+                yield row
+                if not shortfalls(row, self._goal):
+                    best = min(best, row.figures.cost)
+            starts.append((combination, steps.enough))
+            if steps.enough is not None:
+                near[combination.tier] = steps.enough
+        if sampled and not self._quick:
+            yield from self._decided(rows, starts)
+
+    def _spread(self, simulated: Callable[[Setting], Figures], *, sampled: bool) -> Iterator[Row]:
+        count = len(self._sizes)
+        indices = range(count) if count <= len(_SPREAD) else [count * part // len(_SPREAD) for part in _SPREAD]
+        for combination in self._combinations:
+            for index in indices:
+                setting = combination.at(self._sizes[index])
+                yield Row(setting, simulated(setting), sampled)
+
+    def _climb(
+        self,
+        combination: Combination,
+        steps: Steps,
+        simulated: Callable[[Setting], Figures],
+        best: float,
+        *,
+        sampled: bool,
+    ) -> Iterator[Row]:
+        """Yield rows up to the least that is enough, or until none could be cheaper than `best`; one at least."""
+        tried = False
         while (index := steps.next()) is not None:
-            setting = combination.at(sizes[index])
-            row = Row(setting, simulated(setting))
+            if tried and self._cost(combination, index) >= best and steps.enough is None:
+                return
+            setting = combination.at(self._sizes[index])
+            row = Row(setting, simulated(setting), sampled)
+            steps.tell(index, is_enough=self._fast_enough(row))
+            tried = True
             yield row
-            if goal.ttft_s is None:
-                break
-            steps.tell(index, is_enough="ttft" not in {each.limit for each in shortfalls(row, goal)})
-        if steps.enough is not None:
-            found[combination.tier] = steps.enough
+            if steps.enough is not None and self._cost(combination, steps.too_little + 1) >= best:
+                return
+
+    def _fast_enough(self, row: Row) -> bool:
+        return "ttft" not in {each.limit for each in shortfalls(row, self._goal)}
+
+    def _decided(self, rows: Sequence[Row], starts: Sequence[tuple[Combination, int | None]]) -> Iterator[Row]:
+        """Simulate the whole trace where the sample has found the cheapest settings, or what comes closest."""
+        met = sorted(
+            ((self._cost(each, index), number) for number, (each, index) in enumerate(starts) if index is not None)
+        )
+        best: Row | None = None
+        for _, number in met:
+            combination, index = starts[number]
+            # The sample may be wrong by a step.
+            if best is not None and index is not None and self._cost(combination, index - 1) >= best.figures.cost:
+                continue
+            most = math.inf if best is None else best.figures.cost
+            steps = Steps(index or 0, len(self._sizes))
+            whole = []
+            for row in self._climb(combination, steps, self._whole, most, sampled=False):
+                whole.append(row)
+                yield row
+            found = cheapest(whole, self._goal)
+            if found is not None and found.figures.cost < most:
+                best = found
+        if best is None and rows:
+            setting = closest(rows, self._goal).setting
+            yield Row(setting, self._whole(setting), sampled=False)
+
+    def _cost(self, combination: Combination, index: int) -> float:
+        tier = combination.tier.name if combination.tier is not None else ""
+        return self._prices.cost(self._sizes[max(index, 0)], tier, combination.l2_bytes)
 
 
-class _Steps:
-    """A search for the first of `count` indices that is enough: from the start in steps that double, then by halves."""
+class Steps:
+    """A search for the first of `count` indices that is enough: from the start in steps that double, then by halves.
+    `enough` is the least that is known to be, `too_little` the most that is known not to."""
 
     def __init__(self, start: int, count: int) -> None:
         self._start = min(max(start, 0), count - 1)
         self._count = count
-        self._too_little = -1
+        self.too_little = -1
         self._step = 1
         self.enough: int | None = None
 
     def next(self) -> int | None:
         """Return the index to try, None if the first that is enough is known, or that there is none."""
         enough = self._count if self.enough is None else self.enough
-        if enough - self._too_little <= 1:
+        if enough - self.too_little <= 1:
             return None
-        if self.enough is None and self._too_little < 0:
+        if self.enough is None and self.too_little < 0:
             return self._start
+        if self.enough is not None and self.too_little >= 0:
+            return (enough + self.too_little) // 2
+        step, self._step = self._step, self._step * 2
         if self.enough is None:
-            index = min(self._too_little + self._step, self._count - 1)
-        elif self._too_little < 0:
-            index = max(enough - self._step, 0)
-        else:
-            return (enough + self._too_little) // 2
-        self._step *= 2
-        return index
+            return min(self.too_little + step, self._count - 1)
+        return max(enough - step, 0)
 
     def tell(self, index: int, *, is_enough: bool) -> None:
         if is_enough:
             self.enough = index
         else:
-            self._too_little = index
-
-
-def first_enough(sizes: Sequence[int], is_enough: Callable[[int], bool]) -> int:
-    """Return the index of the first size that is enough, the last if none is. More is never worse."""
-    return min(bisect_left(sizes, True, key=is_enough), len(sizes) - 1)
+            self.too_little = index
