@@ -391,6 +391,14 @@ class TierError(StorageError, OSError):
     code = "storage.tier"
 
 
+class SimulationError(KVFrameworkError, ValueError):
+    """What is to be simulated cannot be: a setting is missing, out of bounds, or does not fit another.
+
+    What to do: change the setting that it names."""
+
+    code = "simulation.settings"
+
+
 # traces
 
 
@@ -400,14 +408,6 @@ class TraceError(KVFrameworkError, ValueError):
     What to do: correct the place that it names, or give a file of a format that it names."""
 
     code = "trace.invalid"
-
-
-class SimulationError(KVFrameworkError, ValueError):
-    """What is to be simulated cannot be: a setting is missing, out of bounds, or does not fit another.
-
-    What to do: change the setting that it names."""
-
-    code = "simulation.settings"
 
 
 # devices

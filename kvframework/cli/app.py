@@ -26,6 +26,7 @@ from kvframework.cli import (
     plugins,
     route,
     serve,
+    simulate,
     status,
     tenants,
 )
@@ -69,6 +70,7 @@ for command in (
     new,
     doctor,
     dump,
+    simulate,
     demo,
 ):
     command.register(app)

@@ -13,7 +13,8 @@ from kvframework.config.toml import parse_toml, read_toml
 
 DEFAULT_SOURCE = "embedded default"
 
-DEFAULT_TOML = """
+DEFAULT_EVICTION = "two_queues"
+DEFAULT_TOML = f"""
 [server]
 # endpoint: a private ipc:// socket, see kvframework.config.endpoint
 
@@ -22,7 +23,7 @@ use = "pinned"
 capacity = "1GiB"
 
 [l1.eviction]
-use = "lru"
+use = "{DEFAULT_EVICTION}"
 
 [hasher]
 use = "sha256"

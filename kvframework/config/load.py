@@ -12,7 +12,7 @@ import msgspec
 from kvframework.config.collector import collector_url
 from kvframework.config.conversion import convert, unknown_key
 from kvframework.config.endpoint import parse_endpoint, parse_listen
-from kvframework.config.layers import CONFIG_VARIABLE, Layers, read_layers
+from kvframework.config.layers import CONFIG_VARIABLE, DEFAULT_EVICTION, Layers, read_layers
 from kvframework.config.schema import (
     CodecName,
     CodecsConfig,
@@ -168,11 +168,11 @@ def _l1(table: dict[str, object], where: str) -> L1Config:
     place = f"{where}: [l1]"
     own, rest = _split(table, L1Keys, place)
     _check_watermarks(own, place)
-    eviction = _table(rest.pop("eviction", {"use": "lru"}), f"{where}: [l1.eviction]")
+    eviction = _table(rest.pop("eviction", {}), f"{where}: [l1.eviction]")
     core_keys = ("use", "eviction", *L1Keys.__struct_fields__)
     return L1Config(
         memory=_plugin(rest, place, core_keys),
-        eviction=_plugin({"use": "lru"} | eviction, f"{where}: [l1.eviction]"),
+        eviction=_plugin({"use": DEFAULT_EVICTION} | eviction, f"{where}: [l1.eviction]"),
         high_watermark=own.high_watermark,
         low_watermark=own.low_watermark,
         ghosts=own.ghosts,

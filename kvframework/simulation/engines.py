@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from kvframework.pricing.prefill import prefill_s
 from kvframework.simulation.events import VirtualTime
 from kvframework.simulation.settings import Engines
 
@@ -63,5 +64,4 @@ class Fleet:
 
     def seconds(self, x: int, y: int) -> float:
         """Return how long the tokens from x to y of a prompt take."""
-        r, a = self._settings.tokens_per_s, self._settings.attention_tokens
-        return ((y - x) + ((y * y - x * x) / (2 * a) if a else 0.0)) / r
+        return prefill_s(x, y, self._settings.tokens_per_s, self._settings.attention_tokens)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvframework.storage.l2.steps import Step, Steps
 from kvframework.storage.l2.threads import Controller
 

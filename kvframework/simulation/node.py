@@ -56,9 +56,7 @@ class Node:
         waiting = Waiting()
         records = NamespaceRecords()
         self.tiers = [
-            VirtualTier(
-                each.speed, time, waiting, start=time.now, scale=sizes.scale, layout_of=records.layout_of
-            )
+            VirtualTier(each.speed, time, waiting, start=time.now, scale=sizes.scale, layout_of=records.layout_of)
             for each in sizes.tiers
         ]
         attached = [
@@ -80,9 +78,7 @@ class Node:
             for tier, each in zip(self.tiers, sizes.tiers, strict=True)
         ]
         provider, options = resolve_table(registry, config.l1.eviction, EvictionProvider)
-        policy: EvictionPolicy = creator.one(
-            "eviction", config.l1.eviction, EvictionPolicy, provider.create, options
-        )
+        policy: EvictionPolicy = creator.one("eviction", config.l1.eviction, EvictionPolicy, provider.create, options)
         self.storage = StorageManager(
             VirtualMemory(sizes.l1_bytes),
             policy,
@@ -147,9 +143,9 @@ class Node:
             tier.knows([self._prefix + digest for digest in digests], self._object_bytes)
 
     @property
-    def busy(self) -> bool:
-        """Whether the storage has something under way."""
-        return self._threads.busy
+    def at_rest(self) -> bool:
+        """Whether the storage has nothing left to do."""
+        return self.storage.at_rest and not self._threads.busy
 
     def close(self) -> None:
         self.service.close()

@@ -9,7 +9,7 @@ from typing import Any
 from kvframework.api.futures import Future
 from kvframework.api.keys import CacheKey
 from kvframework.simulation.chunks import Chunks, Prompt
-from kvframework.simulation.engines import Fleet, PrefillQueue
+from kvframework.simulation.engines import Fleet
 from kvframework.simulation.node import MODEL, Node, Session
 from kvframework.simulation.outcome import Outcome, Spread, TierOutcome
 from kvframework.simulation.sizes import Sizes
@@ -105,7 +105,9 @@ class Requests:
 
     def _key(self, request: _Request, chunks: int, rank: int | None) -> CacheKey:
         digests = b"".join(request.digests[:chunks])
-        return CacheKey(MODEL, 1, rank, self._node.namespace, 0, chunks * self._chunks.tokens, request.id, digests=digests)
+        return CacheKey(
+            MODEL, 1, rank, self._node.namespace, 0, chunks * self._chunks.tokens, request.id, digests=digests
+        )
 
     def outcome(self, sizes: Sizes) -> Outcome:
         status = self._node.service.report()

@@ -17,6 +17,8 @@ from kvframework.simulation.sizes import sizes_of
 
 # Times of 0 mean "never" to some parts of a server.
 START = 1000.0
+# A tier that is down keeps its writer from coming to rest.
+REST_S = 60.0
 
 
 class Header(Protocol):
@@ -66,7 +68,11 @@ def _run(trace: Iterable[Prompt], node: Node, requests: Requests) -> None:
 
 
 def _rest(node: Node, requests: Requests) -> None:
-    """Let all go on that is under way."""
-    while requests.under_way or node.busy:
-        node.time.happen()
+    """Let all go on that is under way, as long as it comes to an end."""
+    time = node.time
+    until = time.now + REST_S
+    while requests.under_way or (not node.at_rest and time.now < until):
+        time.happen()
         node.settle()
+        if requests.under_way:
+            until = time.now + REST_S

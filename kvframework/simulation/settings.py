@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,9 +13,8 @@ BYTES_PER_TOKEN = 128 << 10
 
 @dataclass(frozen=True)
 class Engines:
-    """`count` engines, each of which computes one prompt at a time: token y after x takes `((y - x) + (y * y - x * x) /
-    (2 * attention_tokens)) / tokens_per_s` seconds, see `kvframework.pricing.prefill`; `attention_tokens` 0: no second
-    term."""
+    """`count` engines, each of which computes one prompt at a time, at the speed of
+    `kvframework.pricing.prefill.prefill_s`: `attention_tokens` 0 is no attention term."""
 
     count: int = 1
     tokens_per_s: float = 25_000.0
@@ -66,6 +64,3 @@ class Settings:
     engines: Engines | None = None
     tiers: Sequence[TierSpeed] = ()
     whole_chunks: bool = True
-
-
-FREE = math.inf

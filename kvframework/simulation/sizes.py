@@ -135,7 +135,10 @@ def _check_numbers(settings: Settings) -> None:
         _check_engines(settings.engines)
     for speed in settings.tiers:
         where = f"tier {speed.name}"
-        for name, rate in (("read_bytes_per_s", speed.read_bytes_per_s), ("write_bytes_per_s", speed.write_bytes_per_s)):
+        for name, rate in (
+            ("read_bytes_per_s", speed.read_bytes_per_s),
+            ("write_bytes_per_s", speed.write_bytes_per_s),
+        ):
             if rate is not None and not rate > 0:
                 raise _out_of_bounds(f"{where}: {name}", rate, "more than 0")
         if not 0 <= speed.latency_s < math.inf:

@@ -32,9 +32,7 @@ class VirtualTier(Tier):
         self.name = speed.name
         self.read_only = speed.has_all
         self.speed = speed
-        slow = [
-            type(each)(each.begin_s + start, each.end_s + start, each.factor) for each in speed.slow
-        ]
+        slow = [type(each)(each.begin_s + start, each.end_s + start, each.factor) for each in speed.slow]
         self.reads = Channel(speed.read_bytes_per_s, slow)
         own = speed.write_bytes_per_s
         self.writes = self.reads if own is None else Channel(own, slow)
@@ -86,7 +84,10 @@ class VirtualTier(Tier):
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        sizes = [0 if is_record_key(key) else sum(part.nbytes for part in each[1:]) * self._scale for key, each in zip(keys, parts, strict=True)]
+        sizes = [
+            0 if is_record_key(key) else sum(part.nbytes for part in each[1:]) * self._scale
+            for key, each in zip(keys, parts, strict=True)
+        ]
         ends = self.writes.send(sum(sizes), self._time.now, deadline) + self.speed.latency_s
         self._lasts(ends, deadline)
         self.written_bytes += sum(sizes)

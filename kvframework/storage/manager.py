@@ -573,6 +573,14 @@ class StorageManager:
         except BufferError:
             log.error("a transport keeps views of the arena after its last request; the arena stays mapped")
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is left to do in the background: no write to L2 waits, no load is under way, and L1 is not
+        above its high watermark."""
+        above = self._high < 1.0 and self._table.used_bytes > self._high * self.capacity
+        writing = any(writer.pending for writer in self._tiers.writers)
+        return not (above or self._lowering or writing or self._prefetcher.in_flight)
+
     @_locked
     def status(self) -> dict[str, object]:
         table = self._table

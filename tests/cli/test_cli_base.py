@@ -86,7 +86,7 @@ def test_a_right_configuration_is_ok(site: Path, toml: Path) -> None:
     install_config_plugins(site)
     done = run("config", "check", str(toml), site=site)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"ok: {toml}: l1 memory, eviction lru, l2 store, hasher sha256\n"
+    assert done.stdout == f"ok: {toml}: l1 memory, eviction two_queues, l2 store, hasher sha256\n"
     by_environment = run("config", "check", site=site, config=str(toml))
     assert by_environment.stdout == done.stdout
 

@@ -76,7 +76,7 @@ def test_every_value_names_its_origin(site: Path, toml: Path) -> None:
     assert values["[l1]", "use"] == ("memory", f"{toml}: [l1]")
     assert values["[l1]", "size"] == (2 << 20, "--set l1.size")
     assert values["[l1]", "low_watermark"] == (0.9, "default")
-    assert values["[l1.eviction]", "use"] == ("lru", "embedded default")
+    assert values["[l1.eviction]", "use"] == ("two_queues", "embedded default")
     assert values["[hasher]", "use"] == ("sha256", "embedded default")
     assert values["[[transport]] #1", "use"] == ("cpu_gather", f"{toml}: [[transport]] #1")
     assert values["[[layout]] #1", "use"] == ("paged", "embedded default")

@@ -35,7 +35,7 @@ def test_no_file_is_the_embedded_default() -> None:
     assert config.server == ServerConfig()
     assert (config.server.chunk_size, config.server.endpoint) == (256, "")
     assert (config.l1.memory.use, config.l1.memory.options) == ("pinned", {"capacity": "1GiB"})
-    assert (config.l1.eviction.use, config.hasher.use) == ("lru", "sha256")
+    assert (config.l1.eviction.use, config.hasher.use) == ("two_queues", "sha256")
     assert [table.use for table in config.transport] == ["cpu_gather"]
     assert [table.use for table in config.layout] == ["paged", "opaque", "dynamic_cache"]
     assert (config.l2, config.requests) == ((), ())
@@ -115,8 +115,8 @@ def test_a_table_that_is_there_keeps_its_own_keys(load: Load) -> None:
     assert load('[l1]\nuse = "huge"').l1.memory.options == {}
     config = load('[l1]\ncapacity = "2GiB"')
     assert (config.l1.memory.use, config.l1.memory.options) == ("pinned", {"capacity": "2GiB"})
-    assert config.l1.eviction.use == "lru"
-    assert load("[l1.eviction]\ndecay = 1").l1.eviction.use == "lru"
+    assert config.l1.eviction.use == "two_queues"
+    assert load("[l1.eviction]\ndecay = 1").l1.eviction.use == "two_queues"
     assert load("transport = []").transport == ()
 
 

@@ -44,7 +44,7 @@ class Everything:
 
     @hookimpl
     def kvf_eviction_policies(self) -> list[object]:
-        return [EvictionProvider(name="lru", summary="", create=never)]
+        return [EvictionProvider(name="two_queues", summary="", create=never)]
 
     @hookimpl
     def kvf_key_hashers(self) -> list[object]:

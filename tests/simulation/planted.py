@@ -145,10 +145,8 @@ def clear_drops_what_is_in_use(original: Any, table: ObjectTable, objects: Seque
     return original(table, objects)
 
 
-@plant(Tenants, "victims")
-def room_is_made_of_what_is_pinned(
-    _original: Any, _tenants: Tenants, objects: ObjectRows, *_: Any, **_named: Any
-) -> Any:
+@plant(Tenants, "evictable")
+def room_is_made_of_what_is_pinned(_original: Any, _tenants: Tenants, _tenant: int, objects: ObjectRows) -> Any:
     return iter(sorted(objects, key=lambda stored: -stored.pins))
 
 

@@ -55,8 +55,8 @@ class OrderedLru(EvictionPolicy):
         return iter(self.order)
 
 
-def packed_key(number: int, *, namespace: bytes = NAMESPACE) -> PackedKey:
-    return ObjectKey(namespace, bytes(16), 0, 0, number.to_bytes(32, "big")).pack()
+def packed_key(number: int, *, namespace: bytes = NAMESPACE, salt: bytes = bytes(16)) -> PackedKey:
+    return ObjectKey(namespace, salt, 0, 0, number.to_bytes(32, "big")).pack()
 
 
 def content(key: PackedKey, nbytes: int) -> bytes:

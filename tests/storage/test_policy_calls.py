@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
+from kvframework.api.keys import SALT_BYTES
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.ghosts import Cause
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
@@ -18,6 +19,8 @@ from kvframework.storage.manager import StorageManager
 from tests.storage.memory import OrderedLru, PlainMemory, packed_key
 
 K = [packed_key(number) for number in range(40)]
+# By tenant.
+OF = [[packed_key(number, salt=bytes([tenant]) * SALT_BYTES) for number in range(100)] for tenant in range(3)]
 
 
 class Told(OrderedLru):
@@ -62,6 +65,18 @@ def table_of(policy: EvictionPolicy, units: int, **named: Any) -> ObjectTable:
     allocator = RangeAllocator()
     allocator.grow(units * ALIGNMENT)
     return ObjectTable(allocator, policy, **named)
+
+
+def table_with_tenants(policies: Sequence[EvictionPolicy], units: int) -> ObjectTable:
+    """Tenant 1 has at most three quarters, and a quarter of its own; tenant 2 a quarter of its own."""
+    first, second = (
+        Tenant(f"t{number}", units // 4 * ALIGNMENT, most, policy)
+        for number, most, policy in ((1, units * 3 // 4 * ALIGNMENT, policies[1]), (2, units * ALIGNMENT, policies[2]))
+    )
+    table = table_of(policies[0], units, tenants=[first, second])
+    for tenant in (1, 2):
+        table.tenants.learn(bytes([tenant]) * SALT_BYTES, tenant)
+    return table
 
 
 def store(table: ObjectTable, keys: Sequence[PackedKey], now: float = 0.0, **named: Any) -> int:
@@ -161,6 +176,17 @@ def test_the_victims_are_asked_for_once_a_store() -> None:
     assert [call[0] for call in policy.last()] == ["admits", "removes", "inserts"]
 
 
+def test_the_victims_of_each_tenant_are_asked_for_once_a_store() -> None:
+    """The store takes from others first, and then from its own."""
+    policies = [Told(), Told(), Told()]
+    table = table_with_tenants(policies, 20)
+    for tenant in range(3):
+        store(table, OF[tenant][:6])
+    assert store(table, OF[1][10:25]) == 0
+    assert [policy.walks for policy in policies] == [1, 1, 1]
+    assert all(sum(call[0] == "removes" for call in policy.last()) == 1 for policy in policies)
+
+
 def test_a_policy_is_not_called_while_it_is_walked() -> None:
     """One that walks its own dict would raise."""
 
@@ -193,22 +219,24 @@ def test_a_walk_that_raises_leaves_policy_and_table_agreed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_one_walk_evicts_what_many_walks_would(seed: int) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_walk_evicts_what_many_walks_would(seed: int, shared: bool) -> None:
     """Mixed sizes, so that windows are searched and victims are put back."""
     results = []
     for together in (True, False):
         chance = random.Random(seed)
-        policy = Told()
-        table = table_of(policy, 60)
+        policies = [Told() for _ in range(3)]
+        table = table_with_tenants(policies, 60) if shared else table_of(policies[0], 60)
         sizes = [chance.choice([1, 1, 2, 3, 7]) * ALIGNMENT for _ in range(120)]
-        keys = [packed_key(number) for number in range(120)]
+        keys = [OF[chance.randrange(3)][number] for number in range(80)]
+        keys += OF[chance.randrange(3)][80:92]
         for number in range(80):
             result = table.reserve([(keys[number], sizes[number])], owner=1, request_id="", deadline=NO_DEADLINE)
             if result.lease is not None:
-                table.commit(result.lease.id, owner=1, now=0.0)
-        pinned = chance.sample(sorted(policy.order), 3)
+                table.commit(result.lease.id, owner=1, now=float(number))
+        pinned = chance.sample(sorted(stored.key for stored in table.objects()), 3)
         assert table.pin(pinned, owner=2, request_id="", deadline=NO_DEADLINE, use=None) is not None
-        items = list(zip(keys[80:92], sizes[80:92], strict=True))
+        items = list(zip(keys[80:], sizes[80:92], strict=True))
         if together:
             placed = [offset for _, offset in table.reserve(items, owner=1, request_id="", deadline=NO_DEADLINE).placed]
         else:
@@ -218,6 +246,8 @@ def test_one_walk_evicts_what_many_walks_would(seed: int) -> None:
                 if not result.placed:
                     break
                 placed.append(result.placed[0][1])
-        left = [key for call in policy.calls if call[0] == "removes" for key in call[1]]
+        left = [[key for call in policy.calls if call[0] == "removes" for key in call[1]] for policy in policies]
+        assert placed
+        assert any(left)
         results.append((placed, left))
     assert results[0] == results[1]

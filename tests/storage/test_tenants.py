@@ -11,13 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvframework.api.keys import ObjectKey, PackedKey
+from kvframework.api.keys import PackedKey
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
 from kvframework.storage.l1.ghosts import Cause
 from kvframework.storage.l1.leases import NO_DEADLINE, StoredObject
 from kvframework.storage.l1.objects import ObjectTable, Reservation
 from kvframework.storage.l1.tenants import MAX_SALTS, Tenant, Tenants
-from tests.storage.memory import NAMESPACE, OrderedLru, content, packed_key
+from tests.storage.memory import OrderedLru, content, packed_key
 from tests.storage.node import SIZE, Node
 from tests.storage.tier import MemoryTier, in_envelope
 
@@ -34,7 +34,7 @@ def salt(tenant: int) -> bytes:
 
 
 def key_of(tenant: int, number: int) -> PackedKey:
-    return ObjectKey(NAMESPACE, salt(tenant), 0, 0, number.to_bytes(32, "big")).pack()
+    return packed_key(number, salt=salt(tenant))
 
 
 def named(shares: Sequence[tuple[int, int]] = SHARES[1:]) -> list[Tenant]:

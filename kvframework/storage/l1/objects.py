@@ -14,6 +14,7 @@ An object's last use has the latest time that a call has passed: that of the las
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from kvframework.storage.l1.rows import ObjectRows
 from kvframework.storage.l1.tenants import SALT, Tenant, Tenants
 from kvframework.storage.l1.uses import Uses
 from kvframework.storage.l1.victim_range import choose_window
-from kvframework.storage.l1.victim_walk import VictimWalk
+from kvframework.storage.l1.victim_walk import VictimWalk, VictimWalks
 
 # How long after a pin lease lapsed its owner may still end it and learn that it did not hold.
 REMEMBER_LAPSED_S = 600.0
@@ -96,6 +97,8 @@ class ObjectTable:
         self._uses = Uses(self.tenants, self._objects)
         self._departed = Departed(self.tenants)
         # The victims of the STORE that is being placed; no free range has as many bytes as `_full`.
+        self._walks = VictimWalks(self.tenants, self._objects)
+        # That of L1, if there is no rule.
         self._walk: VictimWalk | None = None
         self._full: float = math.inf
         # Reports some of the waiting uses to the policy.
@@ -183,6 +186,7 @@ class ObjectTable:
             self._drop_write_lease(lease)
             raise
         finally:
+            self._walks.end()
             self._walk, self._full = None, math.inf
             self._departed.tell()
         lease.chunks = prompt.of([index for index, _ in result.placed])
@@ -477,43 +481,40 @@ class ObjectTable:
 
     def _make_place(self, length: int, key: PackedKey, tenant: int, cause: Cause) -> int | None:
         """Evict for the object `key`; return the offset of its place, allocated."""
-        walk, spare = self._walk, None
-        if walk is None:
-            tenants = self.tenants
-            spare = tenants.spare(tenant) if cause is Cause.ROOM else tenants.own(tenant)
-            self._departed.tell()
-            walk = VictimWalk(tenants.victims(self._objects, spare, last=tenant), self._objects)
-            if spare is None:
-                # Else who may lose what changes with each object.
-                self._walk = walk
-        looked: list[StoredObject] = []
-        leaving = choose_window(length, walk.looked_at(looked), self._objects, self.allocator, spare)
+        tenants, walks = self.tenants, self._walks
+        spare = tenants.spare(tenant) if cause is Cause.ROOM else tenants.own(tenant)
+        victims = tenants.victims(walks.looked_at, spare, last=tenant)
+        leaving = choose_window(length, victims, self._objects, self.allocator, spare)
         for stored in leaving:
             self._remove(stored, cause, key)
         self.evictions += len(leaving)
-        walk.stay(looked)
+        walks.stay()
         offset = self.allocator.allocate(length)
-        # Where tenants are named, room may be made otherwise.
-        self._full = length if spare is None and self.allocator.largest_free < length else math.inf
+        if spare is None:
+            self._walk = walks.of(0)
+            self._full = length if self.allocator.largest_free < length else math.inf
         return offset
 
     def _shrink(self, tenant: int, nbytes: float, key: PackedKey) -> bool:
         """Evict `nbytes` of a tenant's own objects for the object `key`; nothing if there are not as many."""
         leaving = []
-        self._departed.tell()
-        for stored in self.tenants.victims(self._objects, self.tenants.own(tenant)):
+        for stored in self.tenants.victims(self._walks.looked_at, self.tenants.own(tenant)):
             leaving.append(stored)
             nbytes -= rounded(stored.length)
             if nbytes <= 0:
-                for each in leaving:
-                    self._remove(each, Cause.TENANT, key)
-                self.evictions += len(leaving)
-                return True
-        return False
+                break
+        else:
+            leaving = []
+        for each in leaving:
+            self._remove(each, Cause.TENANT, key)
+        self.evictions += len(leaving)
+        self._walks.stay()
+        return bool(leaving)
 
     def _leaving(self) -> Iterator[StoredObject]:
         """Yield the objects that may all leave to get below the watermark, in the order in which they should."""
-        return self.tenants.victims(self._objects, self.tenants.spare(), all_leave=True)
+        evictable = functools.partial(self.tenants.evictable, objects=self._objects)
+        return self.tenants.victims(evictable, self.tenants.spare(), all_leave=True)
 
     def _drop(self, keys: Iterable[PackedKey], cause: Cause) -> int:
         """Drop those of `keys` that are here and not pinned; return their number."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -124,18 +124,25 @@ class Tenants:
         """Return the bytes that each tenant may lose if only `tenant`'s own objects may leave."""
         return [used if index == tenant else 0 for index, used in enumerate(self.used)]
 
+    def evictable(self, tenant: int, objects: ObjectRows) -> Iterator[StoredObject]:
+        """Yield a tenant's objects that are not pinned, in the order of its policy."""
+        return objects.unpinned(self.policies[tenant].victims())
+
     def victims(
-        self, objects: ObjectRows, spare: list[int] | None, *, last: int | None = None, all_leave: bool = False
+        self,
+        of: Callable[[int], Iterator[StoredObject]],
+        spare: list[int] | None,
+        *,
+        last: int | None = None,
+        all_leave: bool = False,
     ) -> Iterator[StoredObject]:
         """Yield the objects that may leave, none larger than what its tenant may lose, in the order in which they
-        should; with `all_leave`, all of them together. Those of tenant `last` come last while it holds less than what
-        is guaranteed to it."""
+        should; with `all_leave`, all of them together. `of` has those of one tenant. Those of tenant `last` come last
+        while it holds less than what is guaranteed to it."""
         if spare is None:
-            return objects.unpinned(self.policies[0].victims())
+            return of(0)
         parts = {
-            tenant: _affordable(objects.unpinned(self.policies[tenant].victims()), most, all_leave=all_leave)
-            for tenant, most in enumerate(spare)
-            if most
+            tenant: _affordable(of(tenant), most, all_leave=all_leave) for tenant, most in enumerate(spare) if most
         }
         behind: Iterable[StoredObject] = ()
         if last is not None and self.used[last] < self._least[last]:

@@ -1,4 +1,4 @@
-"""The victims of one STORE: the policy is asked for them once, however many objects it stores. Pure."""
+"""The victims of one STORE: each policy is asked for them once, however many objects it stores. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l1.rows import ObjectRows
+from kvframework.storage.l1.tenants import Tenants
 
 
 class VictimWalk:
@@ -39,3 +40,36 @@ class VictimWalk:
     def stay(self, looked: Sequence[StoredObject]) -> None:
         """Put back those that were looked at; those that leave are passed over."""
         self._again += reversed(looked)
+
+
+class VictimWalks:
+    """The walk of each tenant, begun when it is first needed. No policy may be called before the last one has ended."""
+
+    def __init__(self, tenants: Tenants, objects: ObjectRows) -> None:
+        self._tenants = tenants
+        self._objects = objects
+        self._walks: dict[int, VictimWalk] = {}
+        self._looked: list[tuple[VictimWalk, list[StoredObject]]] = []
+
+    def of(self, tenant: int) -> VictimWalk:
+        walk = self._walks.get(tenant)
+        if walk is None:
+            walk = self._walks[tenant] = VictimWalk(self._tenants.evictable(tenant, self._objects), self._objects)
+        return walk
+
+    def looked_at(self, tenant: int) -> Iterator[StoredObject]:
+        """Yield the next victims of a tenant, until `stay`."""
+        walk, looked = self.of(tenant), list[StoredObject]()
+        self._looked.append((walk, looked))
+        return walk.looked_at(looked)
+
+    def stay(self) -> None:
+        """Put back those that were looked at and have not left."""
+        for walk, looked in self._looked:
+            walk.stay(looked)
+        self._looked.clear()
+
+    def end(self) -> None:
+        """End the walks of a STORE."""
+        self._walks.clear()
+        self._looked.clear()

@@ -345,12 +345,7 @@ def _batches(
         last = batches[-1] if batches else None
         store = source[index]
         nbytes = sizes[index] * store.scale
-        if (
-            last is None
-            or source[last[-1]] is not store
-            or len(last) >= BATCH_OBJECTS
-            or total + nbytes > most[store]
-        ):
+        if last is None or source[last[-1]] is not store or len(last) >= BATCH_OBJECTS or total + nbytes > most[store]:
             batches.append([index])
             total = nbytes
         else:

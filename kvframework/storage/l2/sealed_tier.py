@@ -27,6 +27,7 @@ from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Shares, Watermarks, victims
 from kvframework.storage.l2.steps import Steps, run
 from kvframework.storage.l2.tier_calls import TierCalls
+from kvframework.storage.namespaces import is_record_key
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound="int | Outcome")
@@ -222,7 +223,7 @@ class L2Store:
             hits=sum(good),
             misses=outcomes.count(Outcome.MISSING),
             read_failed=outcomes.count(Outcome.FAILED),
-            bytes_read=self.scale * sum(view.nbytes for view, ok in zip(ranges, good, strict=True) if ok),
+            bytes_read=sum(self._stands_for(key, view.nbytes) for key, view, ok in zip(keys, ranges, good, strict=True) if ok),
         )
         return good
 
@@ -242,7 +243,10 @@ class L2Store:
         stored: list[bool] = []
         while len(stored) < len(keys):
             rest = slice(len(stored), None)
-            sizes = [self.scale * sum(part.nbytes for part in each) for each in parts[rest]]
+            sizes = [
+                self._stands_for(key, sum(part.nbytes for part in each))
+                for key, each in zip(keys[rest], parts[rest], strict=True)
+            ]
             number, taken = yield from self._make_room(sizes)
             try:
                 stored += yield from self._put_together(
@@ -262,8 +266,8 @@ class L2Store:
             with self._remembering:
                 self._absences.written(keys)
         stored = [outcome is Outcome.STORED for outcome in outcomes]
-        sizes = [value.nbytes for value, ok in zip(values, stored, strict=True) if ok]
-        self.count(stored=len(sizes), store_failed=len(keys) - len(sizes), bytes_written=self.scale * sum(sizes))
+        sizes = [self._stands_for(key, value.nbytes) for key, value, ok in zip(keys, values, stored, strict=True) if ok]
+        self.count(stored=len(sizes), store_failed=len(keys) - len(sizes), bytes_written=sum(sizes))
         return stored
 
     def delete_steps(self, keys: Sequence[PackedKey]) -> Steps[int]:
@@ -410,6 +414,9 @@ class L2Store:
             self._give_back(taken)
             raise
         return number, taken
+
+    def _stands_for(self, key: PackedKey, nbytes: int) -> int:
+        return nbytes if self.scale == 1 or is_record_key(key) else nbytes * self.scale
 
     def _give_back(self, taken: int) -> None:
         with self._room:

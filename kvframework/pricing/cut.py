@@ -1,0 +1,80 @@
+"""Where a hit is cut: what lies before is loaded from a tier, what lies behind is computed. Pure.
+
+For a cut behind m chunks, of a prompt of n tokens:
+
+    T(m) = max(longest of (wait of the tier + load of its part), wait of the engine) + C(m, n)
+
+and what the work costs the requests behind it, in the queues of the tiers and of the engine. The cut with the least sum
+is taken, of equal ones the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing.traffic import Queue
+
+# Cuts that are priced at most: a microsecond or two each.
+MOST_CUTS = 256
+
+
+class TierPart(NamedTuple):
+    """What one tier has of a hit: `load_s[i]` are the seconds in which it loads its part of the first `i` chunks that
+    may be cut off; never less for more of them."""
+
+    queue: Queue
+    load_s: Sequence[float]
+
+
+class Cut(NamedTuple):
+    """The first `chunks` of those that may be cut off are loaded. `load_s` and `compute_s` are the prices of those that
+    are not, 0 if there are none: the seconds by which the request's load, and its computation, take longer with them;
+    `saved_s` what the request and those behind it spare."""
+
+    chunks: int
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    saved_s: float = 0.0
+
+
+def cut(
+    parts: Sequence[TierPart], engine: EngineSpeed, queue: Queue, *, first: int, last: int, chunk_tokens: int
+) -> Cut:
+    """Return where to cut a hit of which the tokens before `first` need no load, and of a prompt of `last` tokens.
+
+    All `parts` have the same length, the number of chunks that may be cut off and one more.
+    """
+    if not parts:
+        return Cut(0)
+    chunks = len(parts[0].load_s) - 1
+
+    def price(count: int) -> float:
+        compute_s = engine.prefill_s(first + count * chunk_tokens, last)
+        ready_s, others_s = queue.wait_s, queue.cost_to_others(compute_s)
+        for part in parts:
+            load_s = part.load_s[count]
+            if load_s:
+                ready_s = max(ready_s, part.queue.wait_s + load_s)
+                others_s += part.queue.cost_to_others(load_s)
+        return ready_s + compute_s + others_s
+
+    stride = -(-chunks // MOST_CUTS) or 1
+    everything = least = price(chunks)
+    best = chunks
+    for count in range(chunks - stride, -1, -stride):
+        costs = price(count)
+        if costs < least:
+            best, least = count, costs
+    if chunks % stride and (costs := price(0)) < least:
+        best, least = 0, costs
+    if best == chunks:
+        return Cut(chunks)
+    load_s = max(
+        part.queue.wait_s * (not part.load_s[best]) + part.load_s[chunks] - part.load_s[best]
+        for part in parts
+        if part.load_s[chunks] > part.load_s[best]
+    )
+    begin = first + best * chunk_tokens
+    return Cut(best, load_s, engine.prefill_s(begin, first + chunks * chunk_tokens), everything - least)

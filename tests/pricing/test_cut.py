@@ -1,0 +1,98 @@
+"""Where a hit is cut: never out of bounds, never dearer than all or nothing, and cheaper tiers load more."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframework.pricing.cut import MOST_CUTS, Cut, TierPart, cut
+from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing.traffic import Queue
+
+CHUNK = 256
+chunk_counts = st.integers(0, 40)
+waits = st.floats(0, 100)
+rates = st.floats(0, 20)
+speeds = st.builds(EngineSpeed, st.floats(100, 1e6), st.just(0.0) | st.floats(1, 1e5), waits)
+
+
+@st.composite
+def parts(draw: st.DrawFn, chunks: int) -> list[TierPart]:
+    return [
+        TierPart(Queue(draw(waits), draw(rates)), [count * draw_s for count in range(chunks + 1)])
+        for draw_s in draw(st.lists(st.floats(0, 10), min_size=1, max_size=3))
+    ]
+
+
+def cost(tiers: list[TierPart], engine: EngineSpeed, rate: float, first: int, last: int, count: int) -> float:
+    """The formula once more, word by word."""
+    compute = engine.prefill_s(first + count * CHUNK, last)
+    io = [tier.queue.wait_s + tier.load_s[count] for tier in tiers if tier.load_s[count]]
+    others = Queue(engine.queued_s, rate).cost_to_others(compute)
+    others += sum(tier.queue.cost_to_others(tier.load_s[count]) for tier in tiers)
+    return max([engine.queued_s, *io]) + compute + others
+
+
+@given(st.data(), speeds, rates, chunk_counts, st.integers(0, 1000), st.integers(0, 10_000))
+def test_it_is_the_cheapest(
+    data: st.DataObject, engine: EngineSpeed, rate: float, chunks: int, begin: int, rest: int
+) -> None:
+    tiers = data.draw(parts(chunks))
+    first = begin * CHUNK
+    last = first + chunks * CHUNK + rest
+    queue = Queue(engine.queued_s, rate)
+    found = cut(tiers, engine, queue, first=first, last=last, chunk_tokens=CHUNK)
+    assert 0 <= found.chunks <= chunks
+    prices = [cost(tiers, engine, rate, first, last, count) for count in range(chunks + 1)]
+    chosen = prices[found.chunks]
+    assert chosen <= min(prices[0], prices[-1]) * (1 + 1e-9)
+    assert chosen == pytest.approx(min(prices))
+    assert found.saved_s == pytest.approx(prices[-1] - chosen, abs=1e-6 * prices[-1])
+    if found.chunks < chunks:
+        assert found.load_s > 0
+        assert found.compute_s > 0
+    else:
+        assert found == Cut(chunks)
+
+
+@given(speeds, rates, st.integers(1, 200), st.floats(1e-6, 1.0), st.floats(1.0, 100.0))
+def test_a_slower_tier_never_loads_more(
+    engine: EngineSpeed, rate: float, chunks: int, chunk_s: float, slower: float
+) -> None:
+    def loaded(seconds: float) -> int:
+        tiers = [TierPart(Queue(), [count * seconds for count in range(chunks + 1)])]
+        queue = Queue(engine.queued_s, rate)
+        return cut(tiers, engine, queue, first=0, last=chunks * CHUNK, chunk_tokens=CHUNK).chunks
+
+    assert loaded(chunk_s * slower) <= loaded(chunk_s)
+
+
+@given(speeds, rates, chunk_counts)
+def test_what_costs_nothing_is_loaded(engine: EngineSpeed, rate: float, chunks: int) -> None:
+    tiers = [TierPart(Queue(), [0.0] * (chunks + 1))]
+    queue = Queue(engine.queued_s, rate)
+    assert cut(tiers, engine, queue, first=0, last=chunks * CHUNK + 1, chunk_tokens=CHUNK) == Cut(chunks)
+
+
+def test_what_is_loaded_while_the_engine_is_busy_costs_nothing() -> None:
+    tiers = [TierPart(Queue(), [count * 0.1 for count in range(11)])]
+    idle, busy = EngineSpeed(25_000), EngineSpeed(25_000, 0.0, 0.65)
+    assert cut(tiers, idle, Queue(), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks == 0
+    assert cut(tiers, busy, Queue(0.65), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks == 6
+
+
+def test_what_it_costs_others_counts() -> None:
+    tiers = [TierPart(Queue(0.0, 50.0), [count * 0.005 for count in range(11)])]
+    engine = EngineSpeed(25_000)
+    quiet = [TierPart(Queue(), tiers[0].load_s)]
+    assert cut(quiet, engine, Queue(), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks == 10
+    assert cut(tiers, engine, Queue(), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks < 10
+
+
+def test_of_a_very_long_hit_some_cuts_are_priced() -> None:
+    chunks = 20 * MOST_CUTS + 7
+    tiers = [TierPart(Queue(), [count * 0.1 for count in range(chunks + 1)])]
+    slow, quick = EngineSpeed(1.0), EngineSpeed(1e9)
+    assert cut(tiers, slow, Queue(), first=0, last=chunks * CHUNK, chunk_tokens=CHUNK).chunks == chunks
+    assert cut(tiers, quick, Queue(), first=0, last=chunks * CHUNK, chunk_tokens=CHUNK).chunks == 0

@@ -1,0 +1,60 @@
+"""A made trace: conversations that go on soon, old ones that come back late, and prompts that begin alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvframework.trace.form import Header, Request
+
+# Conversations that go on do so within as many requests; those that come back do so after at least as many.
+SOON, LATE = 5, 40
+
+
+@dataclass(frozen=True)
+class MadeTrace:
+    """`requests` in chunks of `chunk_tokens` tokens."""
+
+    requests: Sequence[Request]
+    chunk_tokens: int
+
+    @property
+    def header(self) -> Header:
+        return Header(self.chunk_tokens, "made", "made")
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+    def at(self, times: Sequence[float]) -> MadeTrace:
+        """Return the same requests at other times."""
+        moved = [
+            Request(at, each.tokens, each.output_tokens, each.chunks)
+            for at, each in zip(times, self.requests, strict=True)
+        ]
+        return MadeTrace(moved, self.chunk_tokens)
+
+
+def made_trace(number: int, chunk_tokens: int, seed: int = 1, every_s: float = 0.5) -> MadeTrace:
+    """Make so many requests of about eight chunks, the last of which is not full."""
+    chance = random.Random(seed)
+    fresh = 0
+    prompts: list[list[int]] = []
+    requests = []
+    for index in range(number):
+        kind = chance.random()
+        before: list[int] = []
+        if kind < 0.4 and prompts:
+            before = prompts[-chance.randint(1, min(SOON, len(prompts)))]
+        elif kind < 0.7 and len(prompts) > LATE:
+            before = prompts[chance.randrange(len(prompts) - LATE)]
+        elif kind < 0.8 and prompts:
+            before = prompts[-1][:2]
+        before = before[:12]
+        new = chance.randint(1, 8)
+        prompt = [*before, *range(fresh, fresh + new)]
+        fresh += new
+        prompts.append(prompt)
+        tokens = len(prompt) * chunk_tokens + chance.randrange(chunk_tokens)
+        requests.append(Request(index * every_s, tokens, 0, prompt))
+    return MadeTrace(requests, chunk_tokens)
