@@ -51,9 +51,9 @@ def plan(
     prefill: Annotated[
         float | None, typer.Option(metavar="TOKENS/S", help="Your engine's prefill speed, of short prompts.")
     ] = None,
-    attention_tokens: Annotated[
+    attention: Annotated[
         float | None,
-        typer.Option(metavar="TOKENS", help="The context at which a token takes twice as long; 0: it never does."),
+        typer.Option(metavar="TOKENS", help="Length of context at which a token takes twice as long; 0: never."),
     ] = None,
     bytes_per_token: Annotated[
         str, typer.Option(metavar="SIZE", help="KV of a token, all ranks, such as 128KiB: `kvframework status` has it.")
@@ -71,7 +71,8 @@ def plan(
     tier: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=RATE[,SIZE][,LATENCY]", help="A tier on offer: disk, redis or s3, as disk=3GB/s,4TB; repeatable."
+            metavar="NAME=RATE[,write=RATE][,latency=TIME][,capacity=SIZE]",
+            help="A tier on offer: disk, redis or s3; repeatable. Writes share its rate, unless they have their own.",
         ),
     ] = None,
     price: Annotated[
@@ -81,6 +82,9 @@ def plan(
     chunk_size: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of a chunk, a multiple of the trace's; repeatable.")
     ] = None,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of a chunk of the trace, where the file does not say it; 0: 512.")
+    ] = 0,
     eviction: Annotated[
         list[str] | None, typer.Option(help="An eviction policy; repeatable. Without it lru and two_queues.")
     ] = None,
@@ -110,11 +114,14 @@ def plan(
         return
     if trace is None:
         raise typer.BadParameter("name a trace, or give --catalogue", param_hint="TRACE")
+    import logging
+
     from kvframework.cli.console import stderr
     from kvframework.cli.plan_output import check_out, write_out
     from kvframework.cli.plan_view import print_plan
+    from kvframework.cli.speeds import parse_tier
     from kvframework.planning.goal import Goal
-    from kvframework.planning.offers import parse_budget, parse_prices, parse_size, parse_tier
+    from kvframework.planning.offers import parse_budget, parse_prices, parse_size, tier_offer
     from kvframework.planning.plan import EVICTIONS, WRITE_POLICIES, Wanted, make_plan
     from kvframework.planning.plot import check_plot, draw
     from kvframework.planning.yours import engine_of
@@ -124,9 +131,9 @@ def plan(
         check_plot(plot)
     if out is not None:
         check_out(out)
-    tiers = tuple(parse_tier(each) for each in tier or ())
+    tiers = tuple(tier_offer(parse_tier(each)) for each in tier or ())
     wanted: Wanted = Wanted(
-        engine=engine_of(engine, gpu, gpus, prefill, attention_tokens, bytes_per_token),
+        engine=engine_of(engine, gpu, gpus, prefill, attention, bytes_per_token),
         engines=engines,
         tiers=tiers,
         prices=parse_prices(price or (), [each.name for each in tiers]),
@@ -137,8 +144,9 @@ def plan(
         l1_bytes=tuple(parse_size(each, where="--l1") for each in l1 or ()),
         quick=quick,
     )
+    logging.getLogger("kvframework").setLevel(logging.CRITICAL)  # what simulated servers would log
     with stderr.status("reading") as status:
-        made = make_plan(open_trace(trace), wanted, status.update)
+        made = make_plan(open_trace(trace, chunk_tokens=chunk_tokens), wanted, status.update)
     print_plan(made, as_json=as_json)
     if plot is not None:
         draw(made, plot)

@@ -40,18 +40,21 @@ def about(plan: Plan, row: Row) -> list[str]:
     """Return why the configuration is as it is, in lines."""
     engine, figures, goal = plan.engine, row.figures, plan.goal
     part = "a part of the sessions of " if row.sampled else ""
+    speed = f"{engine.tokens_per_s:,.0f} tokens of prompts/s ({engine.basis})"
+    trace = f"{part}{plan.trace}: {plan.requests:,} requests in {plan.seconds / 60:.0f} minutes."
+    wanted = f"goal: {goal.at} {short_number(goal.ttft_s or 0)} s."
+    mean, p99 = (short_number(figures.ttft_s[at]) for at in ("mean", "p99"))
     lines = [
-        f"Planned by kvframework {__version__} for {part}{plan.trace}: {plan.requests:,} requests in "
-        f"{plan.seconds / 60:.0f} minutes.",
-        f"{plan.engines} x {engine.name} on {engine.gpus} {engine.gpu}: {engine.tokens_per_s:,.0f} tokens of prompts/s "
-        f"({engine.basis}), {ByteSize(engine.bytes_per_token)} of KV a token.",
+        f"Planned by kvframework {__version__} for {trace}",
+        f"{plan.engines} x {engine.name} on {engine.gpus} {engine.gpu}: {speed},",
+        f"{ByteSize(engine.bytes_per_token)} of KV a token.",
         f"Found of prompts: {figures.l1_hit:.1%} in L1, {figures.l2_hit:.1%} in L2.",
-        f"Time to the first token: mean {short_number(figures.ttft_s['mean'])} s, "
-        f"p99 {short_number(figures.ttft_s['p99'])} s; goal: {goal.at} {short_number(goal.ttft_s or 0)} s.",
+        f"Time to the first token: mean {mean} s, p99 {p99} s; {wanted}",
     ]
     if row.setting.tier is not None:
+        written, read = (short_number(rate / 1e9) for rate in (figures.written_per_s, figures.read_per_s))
         lines.append(
-            f"The tier is written {short_number(figures.written_per_s / 1e9)} GB/s and read "
-            f"{short_number(figures.read_per_s / 1e9)} GB/s: {short_number(figures.drive_writes)} times its size a day."
+            f"The tier is written {written} GB/s, {short_number(figures.drive_writes)} times its size a day, and read "
+            f"{read} GB/s."
         )
     return lines

@@ -1,4 +1,4 @@
-"""What `kvframework plan` prints: the engine and its source, the live set, the curve of LRU, the settings, the choice."""
+"""What `kvframework plan` prints: the engine and its source, the live set, LRU's curve, the settings, the choice."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import msgspec
 from kvframework.planning.catalogue import Engine
 from kvframework.planning.lru_curve import LruCurve
 from kvframework.planning.prompts import Prompts
+from kvframework.pricing.prefill import prefill_s
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -51,7 +52,7 @@ def estimate(
                 loaded = channel = max(channel, prompt.at) + (hit - in_l1) * chunk_bytes / bytes_per_s
         # A prompt that is all there is computed in its last chunk still: the first token has to come from somewhere.
         known = min(hit * prompts.chunk_tokens, prompt.tokens - 1)
-        seconds = prefill_s(engine, known, prompt.tokens)
+        seconds = prefill_s(known, prompt.tokens, engine.tokens_per_s, engine.attention_tokens)
         first_token = max(heapq.heappop(free), loaded) + seconds
         heapq.heappush(free, first_token)
         engine_s += seconds
@@ -60,13 +61,6 @@ def estimate(
         ttfts.append(first_token - prompt.at)
     tokens = max(prompts.tokens, 1)
     return Estimate(spread(ttfts), engine_s, l1_tokens / tokens, l2_tokens / tokens)
-
-
-def prefill_s(engine: Engine, known: int, tokens: int) -> float:
-    """Return the seconds in which an engine computes a prompt of `tokens` whose first `known` it has."""
-    a = engine.attention_tokens
-    more = (tokens * tokens - known * known) / (2 * a) if a else 0.0
-    return (tokens - known + more) / engine.tokens_per_s
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:

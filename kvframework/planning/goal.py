@@ -75,9 +75,7 @@ def shortfalls(row: Row, goal: Goal) -> list[Shortfall]:
         ("budget", figures.cost, goal.budget),
         ("drive_writes", figures.drive_writes, goal.drive_writes),
     ]
-    return [
-        Shortfall(limit, has, wanted) for limit, has, wanted in limits if wanted is not None and not has <= wanted
-    ]
+    return [Shortfall(limit, has, wanted) for limit, has, wanted in limits if wanted is not None and not has <= wanted]
 
 
 def cheapest(rows: Sequence[Row], goal: Goal) -> Row | None:

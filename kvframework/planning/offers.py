@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from kvframework.api.options import ByteSize
 from kvframework.errors import PlanError
+from kvframework.simulation import TierSpeed
 
 GIB = 1 << 30
 DRAM = "dram"
 # Of a GiB, as parts of the price of a GiB of DRAM. Assumed: prices change, and so does their ratio; --price has yours.
 ASSUMED_PRICES = {DRAM: 1.0, "disk": 0.05, "redis": 1.0, "s3": 0.01}
-_TIER_FORM = "NAME=RATE[,SIZE][,LATENCY], such as disk=3GB/s,4TB or redis=1GB/s,512GiB,1ms"
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
-_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 class _Kind(msgspec.Struct, frozen=True):
@@ -37,41 +34,36 @@ KINDS = {
 
 
 class TierOffer(msgspec.Struct, frozen=True):
-    """A tier that reads and writes `bytes_per_s` together. `capacity` None: as large as it has to be."""
+    """A tier and its speed, in bytes a second; `write_bytes_per_s` None: writes share the time of reads. `capacity`
+    None: as large as it has to be."""
 
     name: str
-    bytes_per_s: float
-    capacity: int | None = None
+    read_bytes_per_s: float
+    write_bytes_per_s: float | None = None
     latency_s: float = 0.0
+    capacity: int | None = None
 
     @property
     def kind(self) -> _Kind:
         return KINDS[self.name]
 
 
-def parse_tier(text: str) -> TierOffer:
-    """Raises `PlanError` with the form."""
-    name, equals, rest = text.partition("=")
-    rate, *more = rest.split(",")
-    if not equals or len(more) > 2:
-        raise PlanError(f"{text!r} is no tier with its rate", where="--tier", available=_TIER_FORM)
-    if name not in KINDS:
-        raise PlanError(f"no configuration is written for a tier {name!r}", where="--tier", available=", ".join(KINDS))
-    capacity, latency = None, 0.0
-    for each in more:
-        if found := _DURATION.fullmatch(each.strip()):
-            latency = float(found[1]) * _DURATIONS[found[2]]
-        else:
-            capacity = parse_size(each, where=f"--tier {name}")
-    return TierOffer(name, parse_rate(rate, where=f"--tier {name}"), capacity, latency)
-
-
-def parse_rate(text: str, *, where: str) -> float:
-    """Return bytes a second, of `3GB/s`. Raises `PlanError`."""
-    size, slash, unit = text.strip().partition("/")
-    if slash and unit.strip() != "s":
-        raise PlanError(f"{text!r} is no rate", where=where, available="such as 3GB/s or 800MiB/s")
-    return float(parse_size(size, where=where))
+def tier_offer(speed: TierSpeed) -> TierOffer:
+    """Return the offer of a tier that is named by a word of `KINDS` or its plugin. Raises `PlanError` for others."""
+    names = {kind.plugin: name for name, kind in KINDS.items()} | {name: name for name in KINDS}
+    if speed.name not in names:
+        raise PlanError(
+            f"no configuration is written for a tier {speed.name!r}", where="--tier", available=", ".join(KINDS)
+        )
+    if speed.slow:
+        raise PlanError("a plan is for a tier as it always is", where=f"--tier {speed.name}", hint="leave out slow=")
+    return TierOffer(
+        names[speed.name],
+        speed.read_bytes_per_s,
+        speed.write_bytes_per_s,
+        speed.latency_s,
+        speed.capacity_bytes,
+    )
 
 
 def parse_size(text: str, *, where: str) -> int:

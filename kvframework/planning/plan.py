@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
 from kvframework.config.schema import WritePolicyName
 from kvframework.errors import PlanError
 from kvframework.planning.catalogue import Engine
-from kvframework.planning.estimate import Estimate, estimate, prefill_s
+from kvframework.planning.estimate import Estimate, estimate
 from kvframework.planning.goal import Figures, Goal, Row, cheapest
 from kvframework.planning.live_set import LiveSet, live_set
 from kvframework.planning.lru_curve import LruCurve, lru_curve
@@ -20,6 +20,7 @@ from kvframework.planning.sample import Sample, sample_of
 from kvframework.planning.search import Combination, Search, capacities, first_enough
 from kvframework.planning.setting import Setting
 from kvframework.planning.simulated import simulated
+from kvframework.pricing.prefill import EngineSpeed
 from kvframework.trace.reading import Trace
 
 WRITE_POLICIES: tuple[WritePolicyName, ...] = ("write_through", "write_through_selective", "write_back")
@@ -108,7 +109,7 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
         )
     engines = wanted.engines or _engines(prompts[0], wanted.engine)
     sized = [_sized(each, wanted, engines) for each in prompts]
-    rows = []
+    rows: list[Row] = []
     for each in sized:
         rows += _search(each, wanted, engines, tell).rows()
     rows.sort(key=lambda row: (row.figures.cost, row.figures.ttft_s[wanted.goal.at]))
@@ -130,7 +131,8 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
 
 
 def _engines(prompts: Prompts, engine: Engine) -> int:
-    needed = sum(prefill_s(engine, 0, prompt.tokens) for prompt in prompts.prompts)
+    speed = EngineSpeed(engine.tokens_per_s, engine.attention_tokens)
+    needed = sum(speed.prefill_s(0, prompt.tokens) for prompt in prompts.prompts)
     return max(math.ceil(needed / max(prompts.seconds, 1.0) / _BUSY), 1)
 
 
@@ -185,7 +187,7 @@ def _estimate(
         engines,
         l1_bytes // sized.chunk_bytes,
         l2_bytes // sized.chunk_bytes,
-        tier.bytes_per_s if tier is not None else 0.0,
+        tier.read_bytes_per_s if tier is not None else 0.0,
     )
 
 
@@ -220,10 +222,10 @@ def _word(setting: Setting) -> str:
 def _chunks(sized: _Sized, wanted: Wanted, engines: int) -> Chunks:
     live = live_set(sized.prompts)
     endless = sized.curve.token_hit_rate(len(sized.curve.hits))
-    points: Sequence[Point] = [
-        Point(size, sized.curve.token_hit_rate(size // sized.chunk_bytes), _estimate(sized, wanted, engines, size).ttft_s)
-        for size in sized.sizes
-    ]
+    points = []
+    for size in sized.sizes:
+        hit = sized.curve.token_hit_rate(size // sized.chunk_bytes)
+        points.append(Point(size, hit, _estimate(sized, wanted, engines, size).ttft_s))
     return Chunks(
         sized.prompts.chunk_tokens,
         live,
@@ -231,5 +233,5 @@ def _chunks(sized: _Sized, wanted: Wanted, engines: int) -> Chunks:
         live.stored * sized.chunk_bytes,
         _longest(sized.prompts) * sized.chunk_bytes,
         endless,
-        list(points),
+        points,
     )

@@ -34,7 +34,8 @@ def simulated(prompts: Prompts, setting: Setting, engine: Engine, engines: int, 
         tiers = [
             TierSpeed(
                 setting.tier.kind.plugin,
-                setting.tier.bytes_per_s,
+                setting.tier.read_bytes_per_s,
+                setting.tier.write_bytes_per_s,
                 latency_s=setting.tier.latency_s,
                 capacity_bytes=setting.l2_bytes,
             )

@@ -23,7 +23,7 @@ def engine_of(
     if prefill is not None and not 0 < prefill < math.inf:
         raise PlanError(f"{prefill} tokens a second", where="--prefill", available="a positive number")
     if attention_tokens is not None and not 0 <= attention_tokens < math.inf:
-        raise PlanError(f"{attention_tokens} tokens", where="--attention-tokens", available="a number, or 0 for none")
+        raise PlanError(f"{attention_tokens} tokens", where="--attention", available="a number, or 0 for none")
     nbytes = parse_size(bytes_per_token, where="--bytes-per-token") if bytes_per_token else 0
     if model and gpu:
         known = engine(model, gpu, gpus)
