@@ -30,6 +30,7 @@ ADVICE = {
     "other_namespace": "give both engines the same model, weights and layout",
     "other_salt": "nothing, if the prompts must not be shared; else give both the same cache_salt",
     "too_short": "nothing: only whole chunks are kept; [server] chunk_size may be smaller",
+    "priced": "nothing: the engine computes it sooner; a faster tier loads more, [server] price = false loads all",
     "tier_down": "see `kvframework status`: it names the tier and its last error",
     "timed_out": "raise the lookup's deadline in the engine, or take a faster tier",
     "damaged": "find who else writes to the tier, or check its disk",
@@ -70,6 +71,9 @@ def sentences(record: Finished, started_at: float) -> list[tuple[str, str]]:
         lines.append(("tenant", one_line(record.tenant)))
     if record.trace:
         lines.append(("trace", trace_id(record)))
+    if (record.load_s or record.compute_s) and record.reason != "priced":
+        loaded, computed = short_number(record.load_s), short_number(record.compute_s)
+        lines.append(("prices", f"what was not in L1: {loaded} s to load, {computed} s to compute"))
     if record.missing >= 0 and record.chunk_tokens:
         lines.append(
             ("missing", f"tokens {record.missing} to {record.missing + record.chunk_tokens}, and what follows them")
@@ -105,6 +109,8 @@ def why(record: Finished, started_at: float) -> str:
             return f"stored under another salt: {detail}"
         case "too_short":
             return f"its {counted(record.asked_tokens, 'tokens')} are no whole chunk, so it was not looked up"
+        case "priced":
+            return f"cheaper to compute: {detail}"
         case "tier_down":
             return f"a tier did not answer: {detail}"
         case "timed_out":

@@ -26,7 +26,7 @@ from kvframework.messaging.curve import CurveKeys
 from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
 from kvframework.wire.client_deadlines import deadlines_for
-from kvframework.wire.handshake import LOOKUP_WAIT, SALTED_TOKEN_IDS, TOKEN_IDS, offer
+from kvframework.wire.handshake import LOOKUP_PRICE, LOOKUP_WAIT, SALTED_TOKEN_IDS, TOKEN_IDS, offer
 from kvframework.wire.table import REQUESTS
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
@@ -101,6 +101,11 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     def holds_answers(self) -> bool:
         """Whether the server holds back the answers of lookups that ask for it. Never blocks."""
         return self._reply is not None and LOOKUP_WAIT in self._reply.features
+
+    @property
+    def prices_loads(self) -> bool:
+        """Whether the server reads what an engine says of its speed. Never blocks."""
+        return self._reply is not None and LOOKUP_PRICE in self._reply.features
 
     @property
     def plugins(self) -> PluginRegistry:

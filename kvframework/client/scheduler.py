@@ -20,6 +20,7 @@ from kvframework.client.hashing import RequestHashes
 from kvframework.client.transfers import checked_start
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
+from kvframework.pricing.prefill import EngineSpeed
 from kvframework.wire import messages as m
 
 log = logging.getLogger(__name__)
@@ -68,13 +69,22 @@ class SchedulerAdapter:
         self._world_size = world_size
 
     def lookup(
-        self, request: RequestHashes, start: int = 0, end: int | None = None, *, wait_s: float = 0.0
+        self,
+        request: RequestHashes,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        wait_s: float = 0.0,
+        speed: EngineSpeed | None = None,
     ) -> LookupResult:
         """Return how many tokens after `start` all ranks can load. `end` (default: all hashed tokens) is rounded down
         to a chunk. Raises `BadRange` unless `start` is a multiple of it.
 
         With `wait_s` the answer is held back for so many seconds at most, until L2 has said whether it has more than
         L1: a result that is not pending then needs no second question. Loads are not waited for.
+
+        With the engine's `speed` a server with `[server] price` finds fewer tokens where the engine computes the rest
+        sooner than a tier loads it. `ValueError` for a speed that cannot be true.
         """
         start = checked_start(request.request_id, start, self.chunk_tokens)
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
@@ -96,7 +106,10 @@ class SchedulerAdapter:
             trace=request.trace,
         )
         held_s = self._held_s(wait_s)
-        return self._ask("LOOKUP", m.Lookup(key, held_s), last - start, held_s) or MISS
+        if speed is not None:
+            speed.check()
+            speed = speed if self._client.prices_loads else None
+        return self._ask("LOOKUP", m.Lookup(key, held_s, speed), last - start, held_s) or MISS
 
     def too_short(self, request: RequestHashes) -> None:
         """Report a request that has no whole chunk and is not looked up, which `lookup` does by itself: `kvframework

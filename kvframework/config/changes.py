@@ -20,6 +20,7 @@ CHANGED_NOW = frozenset(
         "server.retrieve_lease_s",
         "server.store_share",
         "server.ticket_s",
+        "server.price",
         "server.session_timeout_s",
         "l1.high_watermark",
         "l1.low_watermark",

@@ -89,6 +89,12 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         msgspec.Meta(description="share of L1 that one client may have reserved at once while others have instances"),
     ] = 0.5
     ticket_s: Annotated[Seconds, msgspec.Meta(description="how long a hit stays pinned for its engine")] = 60.0
+    price: Annotated[
+        bool,
+        msgspec.Meta(
+            description="what an engine computes sooner than a tier loads it is computed, if it says how fast it is"
+        ),
+    ] = False
     session_timeout_s: Annotated[
         Seconds, msgspec.Meta(description="longest silence of a client without a liveness socket")
     ] = 30.0

@@ -171,6 +171,14 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "lookups.unknown_namespace",
             row="namespace-unknown",
         ),
+        _counter("lookups_priced_total", "lookups whose loads were priced", "price.lookups"),
+        _counter(
+            "lookups_cut_total", "those that load less than the tiers have, as the rest is computed sooner", "price.cut"
+        ),
+        _counter("lookup_cut_tokens_total", "tokens that are computed in place of a load", "price.cut_tokens"),
+        _counter(
+            "lookup_saved_seconds_total", "seconds that requests wait less for it, by the prices", "price.saved_s"
+        ),
         _gauge("tickets", "lookups whose pins have not ended", "tickets"),
     ),
     "Requests": (
@@ -343,6 +351,9 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             ("tier", "why"),
             "tier-slow",
         ),
+        _tier_gauge("load_bytes_per_second", "speed of loads, as learned; 0 while it is not known", "load_bytes_per_s"),
+        _tier_gauge("load_call_seconds", "what each call of a load takes beside that", "load_call_s"),
+        _tier_gauge("load_queued_bytes", "bytes that wait to be loaded", "load_queued_bytes"),
         _tier_gauge("write_pending", "objects still to be written", "write_pending", "tier-slow"),
         _tier_gauge("pending_calls", "calls under way", "pending_calls"),
         _tier_gauge("oldest_call_seconds", "age of the oldest call under way", "oldest_call_s", "tier-slow"),

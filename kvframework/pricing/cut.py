@@ -29,9 +29,9 @@ class TierPart(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The first `chunks` of those that may be cut off are loaded. `load_s` and `compute_s` are the prices of those that
-    are not, 0 if there are none: the seconds by which the request's load, and its computation, take longer with them;
-    `saved_s` what the request and those behind it spare."""
+    """The first `chunks` of those that may be cut off are loaded. `load_s` and `compute_s` are the prices of the others,
+    or, if there are none, of all: for how long the request waits for their load, and for how long it computes them.
+    `saved_s` is what the cut spares, by these prices, the request and those behind it together."""
 
     chunks: int
     load_s: float = 0.0
@@ -69,12 +69,9 @@ def cut(
             best, least = count, costs
     if chunks % stride and (costs := price(0)) < least:
         best, least = 0, costs
-    if best == chunks:
-        return Cut(chunks)
+    begin = best if best < chunks else 0
     load_s = max(
-        part.queue.wait_s * (not part.load_s[best]) + part.load_s[chunks] - part.load_s[best]
-        for part in parts
-        if part.load_s[chunks] > part.load_s[best]
+        part.queue.wait_s * (not part.load_s[begin]) + part.load_s[chunks] - part.load_s[begin] for part in parts
     )
-    begin = first + best * chunk_tokens
-    return Cut(best, load_s, engine.prefill_s(begin, first + chunks * chunk_tokens), everything - least)
+    compute_s = engine.prefill_s(first + begin * chunk_tokens, first + chunks * chunk_tokens)
+    return Cut(best, load_s, compute_s, everything - least)

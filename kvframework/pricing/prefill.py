@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from math import isfinite
+from typing import Annotated
+
+import msgspec
 
 from kvframework.api.types import Message
-
-# Beyond these bounds a number is a mistake of its sender.
-LEAST_TOKENS_PER_S, MOST_TOKENS_PER_S = 1e-3, 1e12
-LEAST_ATTENTION_TOKENS, MOST_ATTENTION_TOKENS = 1.0, 1e12
-MOST_QUEUED_S = 1e6
 
 
 class EngineSpeed(Message, frozen=True):
     """The speed of an engine: `tokens_per_s` of prefill without a context; `attention_tokens`, the length of a context
     at which a token takes twice as long, 0 if the context does not matter; `queued_s`, the seconds of prefill that come
-    before this request. Raises `ValueError` for numbers that are not finite or out of bounds."""
+    before this request. A decoder refuses numbers that are out of bounds or not finite, as `check` does."""
 
-    tokens_per_s: float
-    attention_tokens: float = 0.0
-    queued_s: float = 0.0
+    tokens_per_s: Annotated[float, msgspec.Meta(ge=1e-3, le=1e12)]
+    attention_tokens: Annotated[float, msgspec.Meta(ge=0.0, le=1e12)] = 0.0
+    queued_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] = 0.0
 
-    def __post_init__(self) -> None:
-        for name, least, most in (
-            ("tokens_per_s", LEAST_TOKENS_PER_S, MOST_TOKENS_PER_S),
-            ("attention_tokens", LEAST_ATTENTION_TOKENS if self.attention_tokens else 0.0, MOST_ATTENTION_TOKENS),
-            ("queued_s", 0.0, MOST_QUEUED_S),
-        ):
-            value = getattr(self, name)
-            if not (isfinite(value) and least <= value <= most):
-                raise ValueError(f"{name} is {value}, expected {least:g} to {most:g}")
+    def check(self) -> None:
+        """Raise `ValueError` for numbers that are out of bounds or not finite."""
+        msgspec.convert(msgspec.structs.asdict(self), EngineSpeed)
 
     def prefill_s(self, first: int, last: int) -> float:
         """Return the seconds to compute the tokens `[first, last)` of a prompt."""
@@ -38,9 +29,10 @@ class EngineSpeed(Message, frozen=True):
 
 def prefill_s(first: int, last: int, tokens_per_s: float, attention_tokens: float = 0.0) -> float:
     """Return `C(first, last)`, the seconds to compute the tokens `[first, last)` of a prompt whose first tokens are
-    there: each takes `1 / tokens_per_s`, and as much again for every `attention_tokens` of context, 0 for none."""
+    there: each takes `1 / tokens_per_s`, and as much again for every `attention_tokens` of context; less than 1: the
+    context does not matter."""
     tokens = float(last - first)
-    if attention_tokens:
+    if attention_tokens >= 1.0:
         tokens += context_area(first, last) / attention_tokens
     return tokens / tokens_per_s
 

@@ -36,10 +36,10 @@ class Traffic:
         self._began = self._at = now
         self._count = 0.0
 
-    def add(self, now: float) -> None:
-        """Count a request."""
+    def add(self, now: float, requests: int = 1) -> None:
+        """Count requests that have come since the last call."""
         self._decay(now)
-        self._count += 1.0
+        self._count += requests
 
     def rate(self, now: float) -> float:
         """Return the requests a second."""

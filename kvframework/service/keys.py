@@ -112,10 +112,11 @@ class KeyGrid:
                 first, end = (chunk, prefix + self.digests[chunk]), chunk
         return first
 
-    def hit(self, available: Sequence[bool]) -> int:
-        """Return the number of usable chunks, given which objects of `flat` exist."""
+    def hit(self, available: Sequence[bool], most: int | None = None) -> int:
+        """Return the number of usable chunks, of the first `most` (None: all), given which objects of `flat` exist."""
         rows = len(self.prefixes)
-        return hit_chunks([available[row::rows] for row in range(rows)], self._windows)
+        end = None if most is None else most * rows
+        return hit_chunks([available[row:end:rows] for row in range(rows)], self._windows)
 
     def needed(self, chunks: int) -> list[int]:
         """Return the indices into `flat` of the objects that a hit of `chunks` uses, in order."""

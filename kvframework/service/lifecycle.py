@@ -97,7 +97,9 @@ class CacheService(CacheServices):
             hasher_fingerprint=hasher.fingerprint,
         )
         finished = self.finished = FinishedRequests(self.boot_id, storage.clock, self._tenants.name)
-        self._lookups = Lookups(storage, self._resolver, finished, ticket_s=config.ticket_s, tenants=self._tenants)
+        self._lookups = Lookups(
+            storage, self._resolver, finished, ticket_s=config.ticket_s, price=config.price, tenants=self._tenants
+        )
         self._use = self._lookups.use
         self._miss_facts = self._lookups.miss_facts
         accounts = self._transfer_accounts = TransferAccounts(storage, finished, self._miss_facts)
@@ -116,6 +118,7 @@ class CacheService(CacheServices):
             requests=request_durations,
             tickets=lambda: len(self._lookups.tickets),
             lookups=self._lookups.status,
+            price=self._lookups.pricing.status,
             losses=self._losses.status,
             use=self._use.status,
             events=events_status,
@@ -163,6 +166,7 @@ class CacheService(CacheServices):
             store_share=config.store_share,
         )
         self._lookups.tickets.configure(ticket_s=config.ticket_s)
+        self._lookups.pricing.on = config.price
 
     def welcome(self, _hello: m.Hello, client: ClientInfo, version: int, returns: bool) -> m.HelloReply:
         """The service's part of the answer to HELLO; the message server fills in the session. `returns` means that the

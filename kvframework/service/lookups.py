@@ -22,6 +22,7 @@ from kvframework.service.accounts.short_prompts import ShortPrompts
 from kvframework.service.accounts.use import Use
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.lookup_waits import LookupWaits, Wait
+from kvframework.service.pricing import Pricing
 from kvframework.service.tenant_names import TenantNames
 from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
@@ -32,7 +33,7 @@ from kvframework.wire.table import REQUESTS
 
 class Lookups:
     """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds; `finished`
-    receives each lookup at its end."""
+    receives each lookup at its end; `price`: what is dear to load is computed, see `Pricing`."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Lookups:
         finished: FinishedRequests,
         *,
         ticket_s: float,
+        price: bool = False,
         tenants: TenantNames | None = None,
     ) -> None:
         self._storage = storage
@@ -54,6 +56,7 @@ class Lookups:
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
         self._counts = LookupCounts(m.REASONS)
         self._finished = finished
+        self.pricing = Pricing(storage, on=price)
         self.use = Use(storage, tenants or TenantNames())
         self.miss_facts = MissFacts(storage)
         self.short_prompts = ShortPrompts(self._counts, finished)
@@ -68,6 +71,7 @@ class Lookups:
         """Forget a session that has ended, once its tickets have."""
         self.miss_facts.end_session(session_id)
         self.short_prompts.end_session(session_id)
+        self.pricing.end_session(session_id)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -106,7 +110,8 @@ class Lookups:
         self._counters["lookups"] += 1
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
-        asked = Asked(client, key, self._clock())
+        asked = Asked(client, key, self._clock(), payload.speed)
+        self.pricing.asked(asked)
         owner, request_id = client.session_id, key.request_id
         with self._storage.lock:  # whatever changes the ticket afterwards finds its wait
             if record is None:
@@ -184,9 +189,10 @@ class Lookups:
             asked.task = self._storage.submit_prefetch_task(
                 grid.flat,
                 grid.desc,
-                select=lambda available: grid.needed(grid.hit(available)),
+                select=lambda available: grid.needed(grid.hit(available, asked.priced and asked.priced.chunks)),
                 on_done=on_done,
                 on_change=on_change,
+                located=lambda here, source: self.pricing.located(asked, here, source),
             )
             return asked.task
 
@@ -207,6 +213,7 @@ class Lookups:
         l2_tokens = hit_tokens - l1_tokens
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
         self._counters["hit_tokens"] += hit_tokens
+        self.pricing.ended(asked)
         self.use.looked_up(asked.client, key, grid, tokens, hit_tokens)
         self._counts.ended(key.model_name, tokens, l1_tokens, l2_tokens, named=grid is not None)
         why, missing = NOT_MISSED, -1
@@ -225,6 +232,7 @@ class Lookups:
             chunk_tokens=chunk_tokens,
             why=why,
             tier_calls=() if asked.task is None else asked.task.calls,
+            prices=(0.0, 0.0) if asked.priced is None else (asked.priced.load_s, asked.priced.compute_s),
         )
 
 

@@ -38,6 +38,7 @@ class StatusReport:
         requests: Callable[[], Mapping[str, object]],
         tickets: Callable[[], int],
         lookups: Callable[[], Mapping[str, object]],
+        price: Callable[[], Mapping[str, object]],
         losses: Callable[[], Mapping[str, object]],
         use: Callable[[], Mapping[str, object]],
         events: Callable[[], Mapping[str, object]],
@@ -52,6 +53,7 @@ class StatusReport:
         self._requests = requests
         self._tickets = tickets
         self._lookups = lookups
+        self._price = price
         self._losses = losses
         self._use = use
         self._events = events
@@ -81,6 +83,7 @@ class StatusReport:
             "namespaces": sorted({context.namespace.hex() for context in contexts}),
             "tickets": self._tickets(),
             "lookups": self._lookups(),
+            "price": self._price(),
             "use": self._use(),
             "requests": self._requests(),
             "transports": {name: half.status() if half else {} for name, half in self._transports.items()},

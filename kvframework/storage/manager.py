@@ -47,7 +47,7 @@ from kvframework.storage.l1.leases import (
 from kvframework.storage.l1.objects import ObjectTable, Reservation
 from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.l2.full_tier_victims import Shares
-from kvframework.storage.l2.loading import LoadTask
+from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.l2.prefetch import Prefetcher
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.threads import Controller, StorageThreads
@@ -136,7 +136,9 @@ class StorageManager:
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock, events)
         self._departures = Departures(self.capacity, ghosts, self._model_of, clock)
-        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, kept.journal)
+        # The seconds in which engines compute a token, as far as they say.
+        self.compute_s: float | None = None
+        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, kept.journal, self._prices)
         self._journal = kept.journal
         self._serves_at = clock() + SERVED_S
         self._shared = False
@@ -434,17 +436,18 @@ class StorageManager:
         select: Select | None = None,
         on_done: Callable[[], None] = lambda: None,
         on_change: Callable[[], object] = lambda: None,
+        located: Located = lambda _here, _source: None,
     ) -> LoadTask | None:
         """Load the objects of `keys` that L1 lacks from L2, in the background, keeping their order.
 
         Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have reported
         what they hold, the indices worth having (default: all); it is called again after a loss. `on_done` runs once in
         a storage thread while the chosen objects that were found are still pinned, even after a failure or a cancel;
-        `on_change`: see `LoadTask`. Returns None if there is no tier, too much is in flight, or the manager is closed.
+        `on_change` and `located`: see `LoadTask`. Returns None if there is no tier, too much is in flight, or the manager is closed.
         """
         by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
         sizes = [by_group[key[36:40]] for key in keys]
-        task = LoadTask(keys, sizes, select or (lambda available: range(len(available))), on_change)
+        task = LoadTask(keys, sizes, select or (lambda available: range(len(available))), on_change, located)
         return task if self._prefetcher.submit(task, on_done) else None
 
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
@@ -736,6 +739,11 @@ class StorageManager:
         self._departures.left(stored, cause, by)
         self._tiers.removed(stored.key)
         self._events.went(stored.key)
+
+    def _prices(self) -> tuple[float | None, float | None]:
+        """Return the seconds to compute a token again, and to load a byte from the quickest tier."""
+        known = [prices[0] for prices in (store.speed.prices() for store in self._tiers.stores) if prices is not None]
+        return self.compute_s, min(known, default=None)
 
     def _model_of(self, namespace: bytes) -> str:
         record = self.records.get(namespace)

@@ -11,7 +11,9 @@ MIN_VERSION = 1
 CLEAR_MODEL = "clear.model"
 # `wait_s` of LOOKUP and QUERY_PREFETCH_STATUS: an older server answers at once.
 LOOKUP_WAIT = "lookup.wait"
-FEATURES = (CLEAR_MODEL, LOOKUP_WAIT)
+# `speed` of LOOKUP: an older server cuts no hit.
+LOOKUP_PRICE = "lookup.price"
+FEATURES = (CLEAR_MODEL, LOOKUP_WAIT, LOOKUP_PRICE)
 # Named by a server that tells routers: it wants the content of what is stored and loaded, see `ChunkContent`; of
 # prompts with a salt only by the second name.
 TOKEN_IDS = "token_ids"  # noqa: S105

@@ -16,6 +16,7 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.layout import MAX_GROUPS, KVLayout, MemoryLayoutDesc
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.api.types import Message
+from kvframework.pricing.prefill import EngineSpeed
 
 PROTOCOL_VERSION = 1
 MAX_HANDLES = 4096
@@ -39,6 +40,7 @@ REASONS = (
     "other_namespace",
     "other_salt",
     "too_short",
+    "priced",
     "tier_down",
     "timed_out",
     "damaged",
@@ -357,11 +359,13 @@ class Lookup(Message, frozen=True):
     """ONE key, worker id None. The hit counts from `key.start`.
 
     The answer is held back until it is known whether L2 has more than L1, for `wait_s` at most; the load of what it has
-    is not waited for. Sent to servers with the feature `lookup.wait`.
+    is not waited for. Sent to servers with the feature `lookup.wait`. With a `speed`, sent to those with
+    `lookup.price`, the hit is cut where the engine computes the rest sooner than a tier loads it.
     """
 
     key: CacheKey
     wait_s: WaitSeconds = 0.0
+    speed: EngineSpeed | None = None
 
 
 class LookupReply(Message, frozen=True):
@@ -514,7 +518,9 @@ class Finished(Message, frozen=True):
     `failed`. Of a LOOKUP, `l1_tokens` were there when it came and `l2_tokens` came by its load. `missing` is the first
     token of the first chunk that was missing, -1 for none, and `reason` why it was: of an eviction, `cause_at` (wall
     clock), `idle_s` and `by`, the model that took the place. `path` is how the bytes moved: `engine`, `server` or
-    `wire`. `trace` is the W3C traceparent of a sampled request, and `tier_calls` are the first calls to tiers of such a
+    `wire`. `load_s` and `compute_s` are the prices by which the hit of a LOOKUP was cut, or not: for how long the
+    request waits for the load of what was cut off, or of all that was not in L1, and for how long it computes that.
+    `trace` is the W3C traceparent of a sampled request, and `tier_calls` are the first calls to tiers of such a
     LOOKUP.
     """
 
@@ -547,6 +553,8 @@ class Finished(Message, frozen=True):
     tenant: str = ""
     trace: str = ""
     tier_calls: tuple[TierCall, ...] = ()
+    load_s: float = 0.0
+    compute_s: float = 0.0
 
 
 class RecentReply(Message, frozen=True):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.pricing.cut import MOST_CUTS, Cut, TierPart, cut
+from kvframework.pricing.cut import MOST_CUTS, TierPart, cut
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.pricing.traffic import Queue
 
@@ -49,11 +49,9 @@ def test_it_is_the_cheapest(
     assert chosen <= min(prices[0], prices[-1]) * (1 + 1e-9)
     assert chosen == pytest.approx(min(prices))
     assert found.saved_s == pytest.approx(prices[-1] - chosen, abs=1e-6 * prices[-1])
-    if found.chunks < chunks:
-        assert found.load_s > 0
-        assert found.compute_s > 0
-    else:
-        assert found == Cut(chunks)
+    assert found.load_s >= 0
+    assert found.compute_s > 0 or not chunks
+    assert found.saved_s > 0 or found.chunks == chunks
 
 
 @given(speeds, rates, st.integers(1, 200), st.floats(1e-6, 1.0), st.floats(1.0, 100.0))
@@ -72,7 +70,7 @@ def test_a_slower_tier_never_loads_more(
 def test_what_costs_nothing_is_loaded(engine: EngineSpeed, rate: float, chunks: int) -> None:
     tiers = [TierPart(Queue(), [0.0] * (chunks + 1))]
     queue = Queue(engine.queued_s, rate)
-    assert cut(tiers, engine, queue, first=0, last=chunks * CHUNK + 1, chunk_tokens=CHUNK) == Cut(chunks)
+    assert cut(tiers, engine, queue, first=0, last=chunks * CHUNK + 1, chunk_tokens=CHUNK).chunks == chunks
 
 
 def test_what_is_loaded_while_the_engine_is_busy_costs_nothing() -> None:

@@ -11,6 +11,12 @@ from kvframework.pricing.tier_speed import PROBE_S, TierSpeed
 BYTES = 1 << 24
 
 
+def byte_s(speed: TierSpeed) -> float:
+    prices = speed.prices()
+    assert prices is not None
+    return prices[0]
+
+
 @given(st.floats(1e6, 1e11), st.integers(1, 8), st.integers(4, 30))
 def test_loads_at_once_share_a_tier(bytes_per_s: float, at_once: int, rounds: int) -> None:
     speed, now = TierSpeed(0.0), 0.0
@@ -21,7 +27,7 @@ def test_loads_at_once_share_a_tier(bytes_per_s: float, at_once: int, rounds: in
             speed.end(load, now, loaded=BYTES)
         now += 3.0  # the tier stands idle
     if rounds * at_once >= 3:
-        assert speed.byte_s == pytest.approx(1 / bytes_per_s)
+        assert byte_s(speed) == pytest.approx(1 / bytes_per_s)
 
 
 @given(st.lists(st.tuples(st.integers(1000, BYTES), st.floats(0, 5)), min_size=3, max_size=20))
@@ -47,33 +53,35 @@ def test_loads_that_overlap_charge_the_busy_time(arrivals: list[tuple[int, float
             number, (nbytes, pause) = waiting.pop(0)
             running[number], loads[number] = nbytes, speed.begin(nbytes, now)
             due = now + pause
-    assert speed.byte_s == pytest.approx(1 / rate, rel=1e-3)
+    assert byte_s(speed) == pytest.approx(1 / rate, rel=1e-3)
 
 
 def test_what_brought_only_a_part_teaches_nothing() -> None:
     speed = TierSpeed(0.0)
     for number in range(10):
         speed.end(speed.begin(BYTES, number), number + 0.5, loaded=BYTES // 2)
-    assert speed.byte_s is None
+    assert speed.prices() is None
+    assert speed.offer(11.0).load_s(1e9, 1) == 0.0
 
 
 def test_bytes_wait_until_they_are_gone() -> None:
     speed = TierSpeed(0.0)
     speed.chosen(BYTES, 0.0)
-    assert speed.queue(0.0).wait_s == 0.0  # its speed is not known
+    assert speed.offer(0.0).queue.wait_s == 0.0  # its speed is not known
     for number in range(3):
         speed.end(speed.begin(BYTES, number), number + 0.5, loaded=BYTES)
-    assert speed.queue(3.0).wait_s == pytest.approx(0.5)
-    assert speed.queue(3.0).rate > 0
+    assert speed.offer(3.0).queue.wait_s == pytest.approx(0.5)
+    assert speed.offer(3.0).queue.rate > 0
     speed.gone(BYTES)
-    assert speed.queue(3.0).wait_s == 0.0
+    assert speed.offer(3.0).queue.wait_s == 0.0
 
 
 def test_a_probe_is_due_once_in_a_while_without_loads() -> None:
     speed = TierSpeed(0.0)
     for number in range(3):
         speed.end(speed.begin(BYTES, number), number + 0.5, loaded=BYTES)
-    assert not speed.probe(3.0)
-    assert speed.probe(3.0 + PROBE_S)
-    assert not speed.probe(4.0 + PROBE_S)
-    assert speed.probe(3.0 + 2 * PROBE_S)
+    assert not speed.offer(3.0).probe
+    assert speed.offer(3.0 + PROBE_S).probe
+    speed.probed(3.0 + PROBE_S)
+    assert not speed.offer(4.0 + PROBE_S).probe
+    assert speed.offer(3.0 + 2 * PROBE_S).probe

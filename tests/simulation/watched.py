@@ -13,7 +13,7 @@ from kvframework.api.requests import PackedKey, Select
 from kvframework.storage.l1.leases import NO_DEADLINE, PinLease, StoredObject
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.l2.breaker import Breaker
-from kvframework.storage.l2.loading import LoadTask
+from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.manager import StorageManager
 from tests.simulation.model import Guard, Model, Writing, must
 from tests.simulation.prompts import CONTENT
@@ -151,9 +151,12 @@ class WatchedManager(StorageManager):
         select: Select | None = None,
         on_done: Callable[[], None] = lambda: None,
         on_change: Callable[[], object] = lambda: None,
+        located: Located = lambda _here, _source: None,
     ) -> LoadTask | None:
         load, told = self._once(on_done)
-        task = super().submit_prefetch_task(keys, layout_desc, select=select, on_done=told, on_change=on_change)
+        task = super().submit_prefetch_task(
+            keys, layout_desc, select=select, on_done=told, on_change=on_change, located=located
+        )
         if task is not None:
             self.accepted[load] = 0
         return task

@@ -4,6 +4,8 @@ ticket before that."""
 from __future__ import annotations
 
 from kvframework.api.requests import CacheKey, ClientInfo
+from kvframework.pricing.prefill import EngineSpeed
+from kvframework.service.accounts.priced import Priced
 from kvframework.service.keys import KeyGrid
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l2.loading import LoadTask
@@ -14,12 +16,15 @@ class Asked:
     """What a LOOKUP asks for, and what is known of its first missing object. `grid` is None while its namespace is not
     known. `find` may run in a storage thread, under the storage lock."""
 
-    __slots__ = ("began", "client", "grid", "key", "l1_tokens", "missing", "task")
+    __slots__ = ("began", "client", "grid", "key", "l1_tokens", "missing", "priced", "speed", "task")
 
-    def __init__(self, client: ClientInfo, key: CacheKey, began: float) -> None:
+    def __init__(self, client: ClientInfo, key: CacheKey, began: float, speed: EngineSpeed | None = None) -> None:
         self.client = client
         self.key = key
         self.began = began
+        # What its engine says of itself, and what its load was decided by, once it was.
+        self.speed = speed
+        self.priced: Priced | None = None
         self.grid: KeyGrid | None = None
         # Present at the begin.
         self.l1_tokens = 0

@@ -66,7 +66,7 @@ def subject_of(client: ClientInfo, key: CacheKey, began: float, path: str = "", 
 
 _Ends = tuple[str, int, int, int, int]
 # Number, wall clock, clock, and the arguments of `add`.
-_Entry = tuple[int, float, float, str, Subject, _Ends, Why, int, int, Sequence[TierCall]]
+_Entry = tuple[int, float, float, str, Subject, _Ends, Why, int, int, Sequence[TierCall], tuple[float, float]]
 
 
 class _Ring:
@@ -92,6 +92,7 @@ def _record(
     objects: int,
     nbytes: int,
     tier_calls: Sequence[TierCall],
+    prices: tuple[float, float],
 ) -> m.Finished:
     outcome, l1_tokens, l2_tokens, missing, chunk_tokens = ends
     return m.Finished(
@@ -124,6 +125,8 @@ def _record(
         tenant=subject.tenant,
         trace=subject.trace,
         tier_calls=tuple(m.TierCall(*call) for call in tier_calls),
+        load_s=prices[0],
+        compute_s=prices[1],
     )
 
 
@@ -162,6 +165,7 @@ class FinishedRequests:
         objects: int = 0,
         nbytes: int = 0,
         tier_calls: Sequence[TierCall] = (),
+        prices: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         """Append a request that ends now. See `Finished` for the fields."""
         at, now = time.time(), self.clock()
@@ -169,7 +173,7 @@ class FinishedRequests:
         # A copy: the load of a lookup that was given up goes on.
         calls = tuple(tier_calls) if subject.trace else ()
         with self._lock:
-            entry = self._all.last + 1, at, now, request, subject, ends, why, objects, nbytes, calls
+            entry = self._all.last + 1, at, now, request, subject, ends, why, objects, nbytes, calls, prices
             self._all.add(entry)
             if subject.trace:
                 self._traced.add(entry)

@@ -41,14 +41,25 @@ class MissFacts:
         """Say why a lookup missed its first missing chunk."""
         refused = asked.grid is not None and asked.task is None and self._storage.has_tiers
         missing = asked.missing[1] if asked.missing else _first_key(asked)
-        return self._why(asked.key, missing, asked.client.session_id, asked.began, unanswered, refused)
+        priced = ""
+        cut = asked.priced
+        if cut is not None and cut.is_cut and asked.missing is not None and asked.missing[0] == cut.chunks:
+            priced = f"its load would take {cut.load_s:.3g} s, its computation {cut.compute_s:.3g} s"
+        return self._why(asked.key, missing, asked.client.session_id, asked.began, unanswered, refused, priced)
 
     def of_retrieve(self, key: CacheKey, missing: bytes | None, session_id: int, began: float) -> Why:
         """Say why an object that a RETRIEVE needs was missing in L1; tiers are not asked then."""
         return self._why(key, missing, session_id, began, False, False)
 
     def _why(
-        self, key: CacheKey, missing: bytes | None, session_id: int, began: float, unanswered: bool, refused: bool
+        self,
+        key: CacheKey,
+        missing: bytes | None,
+        session_id: int,
+        began: float,
+        unanswered: bool,
+        refused: bool,
+        priced: str = "",
     ) -> Why:
         storage = self._storage
         mine = storage.records.get(key.namespace)
@@ -62,6 +73,7 @@ class MissFacts:
         return decide(
             Facts(
                 unanswered,
+                priced,
                 storage.tier_trouble(began),
                 refused,
                 ghost,

@@ -37,13 +37,15 @@ class Why(NamedTuple):
 class Facts(NamedTuple):
     """What is known of a missing object when the lookup ends.
 
-    `unanswered`: the load had not ended when its client gave up. `down`: the tier that failed since the lookup's begin,
+    `unanswered`: the load had not ended when its client gave up. `priced`: the prices that cut the hit before it, ""
+    if none did. `down`: the tier that failed since the lookup's begin,
     "" for none. `refused`: no load began, although there is a tier. `tiers_cleared_at`: when the tiers were last
     cleared of such objects. `elsewhere`: why the same chunk is readable under another name. `named`: whether the
     namespace is known. `from_before`: the client used an earlier server; `up_s`: seconds since this one's start.
     """
 
     unanswered: bool = False
+    priced: str = ""
     down: str = ""
     refused: bool = False
     ghost: Ghost | None = None
@@ -59,6 +61,8 @@ def decide(facts: Facts) -> Why:
     ghost = facts.ghost
     if facts.unanswered:
         return Why("timed_out", "its client did not wait for the end of the load")
+    if facts.priced:
+        return Why("priced", facts.priced)
     if facts.down:
         return Why("tier_down", facts.down)
     if facts.refused:

@@ -58,6 +58,8 @@ class Apart:
     parts: Sequence[LoadSteps[None]]
 
 
+# Learns, once the tiers have said what they have, which objects L1 has and where each of the others is.
+Located = Callable[[Sequence[bool], Mapping[int, L2Store]], object]
 LoadSteps = Generator[Step | AskNext | WaitForWriters | Apart, Any, R]
 
 
@@ -77,7 +79,8 @@ class TierCall(NamedTuple):
 class LoadTask(PrefetchTask):
     """One load. `done` turns True after `on_done` and all callbacks have run; `loaded` counts objects, and `calls` are
     its first `MAX_CALLS` calls to tiers. `decided` turns True once the tiers have said what they have. `on_change` is
-    called in a storage thread after that, when objects have arrived, and at the end; it must not block."""
+    called in a storage thread after that, when objects have arrived, and at the end; it must not block. `located` is
+    called there, too, before the first `select`."""
 
     def __init__(
         self,
@@ -85,16 +88,20 @@ class LoadTask(PrefetchTask):
         sizes: Sequence[int],
         select: Select,
         on_change: Callable[[], object] = lambda: None,
+        located: Located = lambda _here, _source: None,
     ) -> None:
         self.keys = keys
         self.sizes = sizes
         self.select = select
         self.on_change = on_change
+        self.located = located
         self.decided = False
         self.done = False
         self.loaded = 0
         self.cancelled = False
         self.calls: list[TierCall] = []
+        # Bytes that are worth loading and wait for it.
+        self._waiting: Counter[L2Store] = Counter()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], object]] | None = []
 
@@ -112,6 +119,21 @@ class LoadTask(PrefetchTask):
             self.loaded += objects
         if objects:
             _call(self.on_change)
+
+    def wait_for(self, store: L2Store, nbytes: int, now: float) -> None:
+        """Count bytes that wait to be loaded from a tier, until `no_longer`."""
+        with self._lock:
+            self._waiting[store] += nbytes
+        with store.pricing:
+            store.speed.chosen(nbytes, now)
+
+    def no_longer(self, store: L2Store, nbytes: int | None = None) -> None:
+        """So many bytes wait no longer, None: no byte of this tier does."""
+        with self._lock:
+            gone = min(self._waiting[store], self._waiting[store] if nbytes is None else nbytes)
+            self._waiting[store] -= gone
+        with store.pricing:
+            store.speed.gone(gone)
 
     def call_back(self) -> None:
         """Run the callbacks; a callback added later runs at once."""
@@ -167,6 +189,8 @@ class Loader:
         try:
             yield from do(on_done)
         finally:
+            for store in self._stores:
+                task.no_longer(store)
             task.call_back()
             self._l1.unpin_internal(pins)
             task.done = True
@@ -185,6 +209,7 @@ class Loader:
         available = yield from do(self._l1.which_present, task.keys)
         missing = [index for index, here in enumerate(available) if not here]
         source = yield from self._locate(task, missing, self._stores)
+        yield from do(task.located, tuple(available), source)
         for index in source:
             available[index] = True
         worth = Worth(task, available)
@@ -193,6 +218,12 @@ class Loader:
         if source:
             _call(task.on_change)
         pins += yield from do(self._l1.pin_present, [task.keys[index] for index in chosen if index not in source])
+        wanted: Counter[L2Store] = Counter()
+        for index in chosen:
+            if index in source:
+                wanted[source[index]] += task.sizes[index]
+        for store, nbytes in wanted.items():
+            task.wait_for(store, nbytes, self._clock())
         batches = _batches([index for index in chosen if index in source], source, task.sizes, self._at_once)
         parts = [self._load_worthy(task, source[batch[0]], batch, worth, pins) for batch in batches]
         if parts:
@@ -203,9 +234,12 @@ class Loader:
     ) -> LoadSteps[None]:
         """Load those of a batch that are still worth it."""
         still = worth.of(batch)
-        if still and not task.cancelled:
-            # Objects that were useful only together with the lost ones need not be loaded.
-            worth.lose((yield from self._load_from(task, store, still, pins)))
+        try:
+            if still and not task.cancelled:
+                # Objects that were useful only together with the lost ones need not be loaded.
+                worth.lose((yield from self._load_from(task, store, still, pins)))
+        finally:
+            task.no_longer(store, sum(task.sizes[index] for index in batch))
 
     def _locate(
         self, task: LoadTask, missing: Sequence[int], stores: Sequence[L2Store]
@@ -278,7 +312,8 @@ class Loader:
                     places.append((index, *place))
             if places:
                 keys = [task.keys[index] for index, _, _ in places]
-                getting = store.get_steps(keys, [view for _, _, view in places])
+                views = [view for _, _, view in places]
+                getting = self._timed(store, views, store.get_steps(keys, views))
                 good = yield from self._noted(task, store, "get", len(keys), getting)
         except TierError:
             log.debug("tier %s failed during a load", store.name)
@@ -307,6 +342,19 @@ class Loader:
             if len(task.calls) < MAX_CALLS:
                 seconds, ok = self._clock() - began, answers is not None
                 task.calls.append(TierCall(store.name, operation, began, seconds, values, sum(answers or ()), ok))
+
+    def _timed(self, store: L2Store, views: Sequence[memoryview], steps: Steps[list[bool]]) -> Steps[list[bool]]:
+        """Learn the tier's speed from a call that loads."""
+        with store.pricing:
+            load = store.speed.begin(sum(view.nbytes for view in views), self._clock())
+        loaded = 0
+        try:
+            good = yield from steps
+            loaded = sum(view.nbytes for view, ok in zip(views, good, strict=True) if ok)
+            return good
+        finally:
+            with store.pricing:
+                store.speed.end(load, self._clock(), loaded=loaded)
 
     def _record(self, namespace: bytes) -> LoadSteps[NamespaceRecord | None]:
         for store in self._stores:

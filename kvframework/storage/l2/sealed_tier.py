@@ -20,6 +20,7 @@ from kvframework.api.codec import NO_CODEC
 from kvframework.api.copying import joined
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierUsage
 from kvframework.errors import TierError
+from kvframework.pricing.tier_speed import TierSpeed
 from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, checksum_in, seal, unseal
 from kvframework.storage.l2.absences import Absences
 from kvframework.storage.l2.breaker import Breaker
@@ -96,6 +97,9 @@ class L2Store:
         # Bytes that are being written.
         self._taken = 0
         self._room = threading.Lock()
+        # What loads learn of its speed; whoever uses it holds `pricing`.
+        self.speed = TierSpeed(clock())
+        self.pricing = threading.Lock()
         self._absences = Absences()
         self._remembering = threading.Lock()
 
@@ -310,6 +314,8 @@ class L2Store:
     def status(self) -> dict[str, object]:
         """Return the known facts; never calls the tier, which may hang."""
         usage = self._usage
+        with self.pricing:
+            prices, queued = self.speed.prices(), self.speed.queued_bytes
         return {
             "name": self.name,
             "codec": self._codec,
@@ -318,6 +324,9 @@ class L2Store:
             "details": self._details,
             "capabilities": sorted(self.capabilities),
             "usage": usage and {"used_bytes": int(usage.used_bytes), "capacity_bytes": int(usage.capacity_bytes)},
+            "load_bytes_per_s": 1 / prices[0] if prices else 0.0,
+            "load_call_s": prices[1] if prices else 0.0,
+            "load_queued_bytes": queued,
             **self._calls.status(),
         }
 

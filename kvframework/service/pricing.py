@@ -1,0 +1,181 @@
+"""Load or recompute: a LOOKUP's hit in the tiers is cut where computing the rest is quicker.
+
+The engines say how fast they are, the tiers are measured (`kvframework.pricing`); the decision falls once the tiers
+have said what they have, in a storage thread, so that what L1 answers alone pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+
+from kvframework.pricing.cut import TierPart, cut
+from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing.tier_speed import Offer
+from kvframework.pricing.traffic import Queue, Traffic
+from kvframework.service.accounts.asked import Asked
+from kvframework.service.accounts.priced import Priced
+from kvframework.service.keys import KeyGrid
+from kvframework.storage.l2.loading import BATCH_BYTES, BATCH_OBJECTS
+from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.manager import StorageManager
+
+# Chunks that a load brings which only shows whether a tier is quick again.
+PROBE_CHUNKS = 2
+# Requests of one engine that are told apart before they are counted.
+MOST_REQUESTS = 1024
+
+
+class _Engine:
+    """A client session whose lookups say how fast its engine is. An engine asks again for a request that waits."""
+
+    __slots__ = ("name", "pid", "requests", "speed", "traffic")
+
+    def __init__(self, name: str, pid: int, speed: EngineSpeed, now: float) -> None:
+        self.name = name
+        self.pid = pid
+        self.speed = speed
+        self.requests: set[str] = set()
+        self.traffic = Traffic(now)
+
+    def rate(self, now: float) -> float:
+        self.count(now)
+        return self.traffic.rate(now)
+
+    def count(self, now: float) -> None:
+        self.traffic.add(now, len(self.requests))
+        self.requests.clear()
+
+
+class Pricing:
+    """Thread-safe. `on` may be changed at any time."""
+
+    def __init__(self, storage: StorageManager, *, on: bool) -> None:
+        self.on = on
+        self._storage = storage
+        self._clock = storage.clock
+        self._engines: dict[int, _Engine] = {}
+        self._lock = threading.Lock()
+        self._priced = self._cut = self._cut_tokens = 0
+        self._saved_s = 0.0
+
+    def asked(self, asked: Asked) -> None:
+        """Note a LOOKUP whose engine says how fast it is."""
+        speed, client = asked.speed, asked.client
+        if speed is None:
+            return
+        with self._lock:
+            engine = self._engines.get(client.session_id)
+            if engine is None:
+                engine = self._engines[client.session_id] = _Engine(client.name, client.pid, speed, asked.began)
+            engine.speed = speed
+            engine.requests.add(asked.key.request_id)
+            if len(engine.requests) >= MOST_REQUESTS:
+                engine.count(asked.began)
+
+    def end_session(self, session_id: int) -> None:
+        with self._lock:
+            self._engines.pop(session_id, None)
+
+    def located(self, asked: Asked, here: Sequence[bool], source: Mapping[int, L2Store]) -> None:
+        """Decide what of a hit is loaded: L1 has the objects `here` of `asked.grid.flat`, tiers those of `source`."""
+        grid, speed = asked.grid, asked.speed
+        if not self.on or speed is None or grid is None or not source:
+            return
+        l1 = grid.hit(here)
+        found = grid.hit([there or index in source for index, there in enumerate(here)])
+        if found <= l1:
+            return
+        now = self._clock()
+        offers = {store: _offer(store, now) for store in set(source.values())}
+        stride = found - l1 if grid.has_windows else 1
+        parts = [
+            TierPart(offer.queue, list(_load_s(grid, source, store, offer, range(l1, found + 1, stride))))
+            for store, offer in offers.items()
+        ]
+        first = asked.key.start + l1 * grid.desc.chunk_tokens
+        wait_s = max(speed.queued_s - (now - asked.began), 0.0)
+        waits = EngineSpeed(speed.tokens_per_s, speed.attention_tokens, wait_s)
+        with self._lock:
+            engine = self._engines.get(asked.client.session_id)
+            rate = engine.rate(now) if engine is not None else 0.0
+            # For the eviction policy; one engine that is mistaken has little weight among others.
+            self._storage.compute_s = 1 / median(
+                [each.speed.tokens_per_s for each in self._engines.values()] or [speed.tokens_per_s]
+            )
+        tokens = stride * grid.desc.chunk_tokens
+        best = cut(parts, waits, Queue(wait_s, rate), first=first, last=asked.key.end, chunk_tokens=tokens)
+        chunks = l1 + best.chunks * stride
+        if chunks < found:
+            chunks = self._probed(offers, now, chunks, found, stride)
+        asked.priced = Priced(chunks, found, best.load_s, best.compute_s, best.saved_s)
+
+    def ended(self, asked: Asked) -> None:
+        """Count a LOOKUP that has ended."""
+        priced = asked.priced
+        if priced is None:
+            return
+        assert asked.grid is not None
+        with self._lock:
+            self._priced += 1
+            if priced.is_cut:
+                self._cut += 1
+                self._cut_tokens += (priced.found - priced.chunks) * asked.grid.desc.chunk_tokens
+                self._saved_s += priced.saved_s
+
+    def status(self) -> dict[str, object]:
+        """Return the part `price` of the status document."""
+        now = self._clock()
+        with self._lock:
+            return {
+                "on": self.on,
+                "lookups": self._priced,
+                "cut": self._cut,
+                "cut_tokens": self._cut_tokens,
+                "saved_s": self._saved_s,
+                "engines": [
+                    {
+                        "client": engine.name,
+                        "pid": engine.pid,
+                        "tokens_per_s": engine.speed.tokens_per_s,
+                        "attention_tokens": engine.speed.attention_tokens,
+                        "queued_s": engine.speed.queued_s,
+                        "requests_per_s": engine.rate(now),
+                    }
+                    for engine in self._engines.values()
+                ],
+            }
+
+    def _probed(self, offers: Mapping[L2Store, Offer], now: float, chunks: int, found: int, stride: int) -> int:
+        """Return the chunks to use, some more of them if a tier is due that nothing was loaded from for long."""
+        due = [store for store, offer in offers.items() if offer.probe]
+        for store in due:
+            with store.pricing:
+                store.speed.probed(now)
+        return min(chunks + max(PROBE_CHUNKS, stride), found) if due else chunks
+
+
+def _offer(store: L2Store, now: float) -> Offer:
+    with store.pricing:
+        return store.speed.offer(now)
+
+
+def _load_s(
+    grid: KeyGrid, source: Mapping[int, L2Store], store: L2Store, offer: Offer, cuts: Sequence[int]
+) -> Iterator[float]:
+    """Yield for each of `cuts` the seconds in which the tier loads what it has of a hit of so many chunks."""
+    sizes = [group.nbytes for group in grid.row_groups]
+    rows, windows = len(sizes), grid.has_windows
+    nbytes = objects = end = 0
+    for chunks in cuts:
+        indices: Sequence[int] = range(end, chunks * rows)
+        end = chunks * rows
+        if windows:
+            nbytes = objects = 0
+            indices = grid.needed(chunks)
+        for index in indices:
+            if source.get(index) is store:
+                nbytes += sizes[index % rows]
+                objects += 1
+        yield offer.load_s(nbytes, max(objects / BATCH_OBJECTS, nbytes / BATCH_BYTES, 1.0)) if objects else 0.0
