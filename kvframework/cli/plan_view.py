@@ -140,7 +140,7 @@ def _rows(plan: Plan) -> Table:
         cells += [found, f"{short_number(figures.ttft_s['mean'])} s", f"{short_number(figures.ttft_s['p99'])} s"]
         cells.append(f"{figures.engine_s / 3600:.2f}")
         rates = f"{figures.written_per_s / 1e9:.2f} + {figures.read_per_s / 1e9:.2f} GB/s"
-        of_tier = [str(ByteSize(figures.l2_used)), rates, f"{figures.busy:.0%}", f"{figures.dropped:.0%}"]
+        of_tier = [str(ByteSize(figures.l2_used)), rates, f"{min(figures.busy, 1.0):.0%}", f"{figures.dropped:.0%}"]
         cells += [*of_tier, f"{figures.drive_writes:.1f} x"] if tier else [""] * 5
         table.add_row(*cells, short_number(figures.cost), style="bold" if row is plan.chosen else None)
     return table

@@ -27,7 +27,7 @@ WRITE_POLICIES: tuple[WritePolicyName, ...] = ("write_through", "write_through_s
 EVICTIONS = ("lru", "two_queues")
 # Without a word on how many: engines that compute this share of the time if nothing is ever found.
 _BUSY = 0.9
-# A tier without a size gets what keeps this share of the hits of an endless one.
+# No cache is looked at that is larger than what has this share of the hits of an endless one.
 _NEARLY_ALL = 0.99
 
 
@@ -112,8 +112,10 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
     rows: list[Row] = []
     for each in sized:
         rows += _search(each, wanted, engines, tell).rows()
+    of_all = [row for row in rows if not row.sampled]
+    # What was simulated for all sessions needs no figures of a part of them.
+    rows = of_all + [row for row in rows if row.sampled and all(row.setting != each.setting for each in of_all)]
     rows.sort(key=lambda row: (row.figures.cost, row.figures.ttft_s[wanted.goal.at]))
-    of_all = [row for row in rows if not row.sampled] or rows
     return Plan(
         trace=trace.header.name,
         requests=len(prompts[0].prompts),
@@ -126,7 +128,7 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
         goal=wanted.goal,
         chunks=[_chunks(each, wanted, engines) for each in sized],
         rows=rows,
-        chosen=cheapest(of_all, wanted.goal) if wanted.goal.ttft_s is not None else None,
+        chosen=cheapest(of_all or rows, wanted.goal) if wanted.goal.ttft_s is not None else None,
     )
 
 
@@ -140,8 +142,9 @@ def _sized(prompts: Prompts, wanted: Wanted, engines: int) -> _Sized:
     chunk_bytes = prompts.chunk_tokens * wanted.engine.bytes_per_token
     # What is being loaded and stored is pinned: less than this would refuse prompts.
     least = engines * _longest(prompts) * chunk_bytes
-    sizes = sorted(wanted.l1_bytes) or capacities(least, prompts.nodes * chunk_bytes)
     curve = lru_curve(prompts)
+    enough = curve.chunks_for(_NEARLY_ALL * curve.token_hit_rate(len(curve.hits))) or 1
+    sizes = sorted(set(wanted.l1_bytes)) or capacities(least, enough * chunk_bytes)
     return _Sized(prompts, curve, sample_of(prompts, curve), sizes, chunk_bytes)
 
 

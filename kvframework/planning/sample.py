@@ -45,6 +45,7 @@ class Sample(msgspec.Struct, frozen=True):
             ttft_s={at: seconds * expected[at] / max(of_part[at], 1e-9) for at, seconds in found.ttft_s.items()},
             engine_s=found.engine_s * self.whole.tokens / max(self.part.tokens, 1),
             l2_used=round(found.l2_used / self.share),
+            drive_writes=found.drive_writes * self.share,
             cost=prices.cost(setting.l1_bytes, tier, setting.l2_bytes),
         )
 

@@ -18,6 +18,7 @@ from kvframework.planning.offers import TierOffer
 
 # The watermarks that write_back needs: L1 evicts before it is full.
 _HIGH, _LOW = 0.95, 0.9
+_PRICED = "# What an engine computes sooner than the tier loads it is computed: no tier makes anything slower."
 _WHY = {
     "write_through": "all that is computed goes to the tier: most is found again, and most is written",
     "write_through_selective": "only what is used a second time: the tier wears least, and the first repeat is lost",
@@ -44,6 +45,7 @@ def toml_of(setting: Setting, about: Sequence[str] = ()) -> str:
         "[server]",
         "# Tokens of an object, as in the plan: a larger chunk finds less, a smaller one costs more calls.",
         f"chunk_size = {setting.chunk_tokens}",
+        *([] if setting.tier is None else [_PRICED, "price = true"]),
         "",
         "[l1]",
         'use = "pinned"',
