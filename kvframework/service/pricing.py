@@ -165,7 +165,7 @@ def _load_s(
     grid: KeyGrid, source: Mapping[int, L2Store], store: L2Store, offer: Offer, cuts: Sequence[int]
 ) -> Iterator[float]:
     """Yield for each of `cuts` the seconds in which the tier loads what it has of a hit of so many chunks."""
-    sizes = [group.nbytes for group in grid.row_groups]
+    sizes = [group.nbytes * store.scale for group in grid.row_groups]
     rows, windows = len(sizes), grid.has_windows
     nbytes = objects = end = 0
     for chunks in cuts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvframework.pricing.prefill import prefill_s
+from kvframework.pricing.prefill import EngineSpeed, prefill_s
 from kvframework.simulation.events import VirtualTime
 from kvframework.simulation.settings import Engines
 
@@ -53,11 +53,18 @@ class PrefillQueue:
 
 
 class Fleet:
-    """The engines. A prompt goes to the one that would be free first, of several that are the first one."""
+    """The engines. A prompt goes to the one that would be free first once its load has ended, of several to the first
+    one: until then it keeps no engine from others."""
 
     def __init__(self, settings: Engines, time: VirtualTime) -> None:
         self.queues = [PrefillQueue(number, time) for number in range(settings.count)]
         self._settings = settings
+        # Of the prompts whose loads have not ended.
+        self._expected_s = 0.0
+
+    def expect(self, about_s: float) -> None:
+        """Prompts are to come of about so many seconds more than was said before, or less."""
+        self._expected_s += about_s
 
     def least_loaded(self) -> PrefillQueue:
         return min(self.queues, key=lambda queue: queue.backlog_s)
@@ -65,3 +72,9 @@ class Fleet:
     def seconds(self, x: int, y: int) -> float:
         """Return how long the tokens from x to y of a prompt take."""
         return prefill_s(x, y, self._settings.tokens_per_s, self._settings.attention_tokens)
+
+    def speed(self, queue: PrefillQueue) -> EngineSpeed:
+        """Return what an engine says of itself with a LOOKUP: its part of the prompts that are to come is before it,
+        too."""
+        queued_s = queue.backlog_s + max(self._expected_s, 0.0) / len(self.queues)
+        return EngineSpeed(self._settings.tokens_per_s, self._settings.attention_tokens, queued_s)

@@ -29,7 +29,6 @@ class Requests:
         self._node = node
         self._chunks = chunks
         self._fleet = fleet
-        self._scheduler = node.sessions[0]
         self._came = 0
         self._tokens = self._blocks = 0
         self._ttft: list[float] = []
@@ -44,17 +43,24 @@ class Requests:
         self._blocks += len(digests)
         if self._came == 1:
             self._first = self._node.time.now
-        request = _Request(f"r{self._came}", self._node.time.now, prompt.tokens, digests)
+        fleet, speed, session = self._fleet, None, self._node.sessions[0]
+        if fleet is not None:
+            queue = fleet.least_loaded()
+            speed, session = fleet.speed(queue), self._node.sessions[queue.number]
+        request = _Request(f"r{self._came}", self._node.time.now, prompt.tokens, digests, session)
         self.under_way += 1
         if not digests:
             self._ready(request, m.LookupReply(0))
             return
-        call = partial(self._node.call, self._scheduler)
-        reply = call("LOOKUP", m.Lookup(self._key(request, len(digests), None)))
+        reply = self._node.call(session, "LOOKUP", m.Lookup(self._key(request, len(digests), None), speed=speed))
         if not reply.pending:
             self._ready(request, reply)
             return
-        answer = call("QUERY_PREFETCH_STATUS", m.PrefetchQuery(reply.ticket, LONGEST_S))
+        request.hit = reply.hit_tokens
+        if fleet is not None:
+            request.expected_s = self._seconds(request)
+            fleet.expect(request.expected_s)
+        answer = self._node.call(session, "QUERY_PREFETCH_STATUS", m.PrefetchQuery(reply.ticket, LONGEST_S))
         if isinstance(answer, Future):
             answer.add_done_callback(lambda later: self._ready(request, later.result(0)))
         else:
@@ -64,44 +70,41 @@ class Requests:
         """All of the hit is in L1."""
         request.hit, request.ticket = reply.hit_tokens, reply.ticket
         if self._fleet is None:
-            self._begin(request, self._scheduler)
-            self._end(request, self._scheduler)
+            self._begin(request, request.asker)
+            self._end(request, request.asker)
             return
+        self._fleet.expect(-request.expected_s)
         queue = self._fleet.least_loaded()
         engine = self._node.sessions[queue.number]
-        queue.add(
-            self._seconds(request, self._fleet),
-            partial(self._begin, request, engine),
-            partial(self._end, request, engine),
-        )
+        queue.add(self._seconds(request), partial(self._begin, request, engine), partial(self._end, request, engine))
 
     def _begin(self, request: _Request, engine: Session) -> float:
         """Load the hit; return the seconds that the rest takes."""
         if request.hit:
-            call = partial(self._node.call, engine)
             key = self._key(request, request.hit // self._chunks.tokens, 0)
-            plan = call("PREPARE_RETRIEVE", m.Prepare(key, engine.session_id))
-            if not plan.hit or not call("COMMIT_RETRIEVE", m.Commit(plan.lease)).held:
+            plan = self._node.call(engine, "PREPARE_RETRIEVE", m.Prepare(key, engine.session_id))
+            if not plan.hit or not self._node.call(engine, "COMMIT_RETRIEVE", m.Commit(plan.lease)).held:
                 request.hit = 0
         if request.ticket:
-            self._node.call(self._scheduler, "CANCEL", m.Cancel(ticket=request.ticket))
-        return 0.0 if self._fleet is None else self._seconds(request, self._fleet)
+            self._node.call(request.asker, "CANCEL", m.Cancel(ticket=request.ticket))
+        return self._seconds(request)
 
     def _end(self, request: _Request, engine: Session) -> None:
         """It has its first token."""
-        call = partial(self._node.call, engine)
         if request.digests:
-            plan = call("PREPARE_STORE", m.Prepare(self._key(request, len(request.digests), 0), engine.session_id))
+            key = self._key(request, len(request.digests), 0)
+            plan = self._node.call(engine, "PREPARE_STORE", m.Prepare(key, engine.session_id))
             if plan.lease:
-                call("COMMIT_STORE", m.Commit(plan.lease))
+                self._node.call(engine, "COMMIT_STORE", m.Commit(plan.lease))
             self._node.stored(request.digests)
         self._last = self._node.time.now
         self._ttft.append(self._last - request.came)
         self.under_way -= 1
 
-    def _seconds(self, request: _Request, fleet: Fleet) -> float:
+    def _seconds(self, request: _Request) -> float:
         # The last token is always computed.
-        return fleet.seconds(min(request.hit, max(request.tokens - 1, 0)), request.tokens)
+        first = min(request.hit, max(request.tokens - 1, 0))
+        return 0.0 if self._fleet is None else self._fleet.seconds(first, request.tokens)
 
     def _key(self, request: _Request, chunks: int, rank: int | None) -> CacheKey:
         digests = b"".join(request.digests[:chunks])
@@ -151,15 +154,17 @@ class Requests:
 
 
 class _Request:
-    """One request: its digests, what it hits, and the ticket of that."""
+    """One request: its digests, what it hits, and the ticket of that, which belongs to the engine that has asked."""
 
-    __slots__ = ("came", "digests", "hit", "id", "ticket", "tokens")
+    __slots__ = ("asker", "came", "digests", "expected_s", "hit", "id", "ticket", "tokens")
 
-    def __init__(self, request_id: str, came: float, tokens: int, digests: list[bytes]) -> None:
+    def __init__(self, request_id: str, came: float, tokens: int, digests: list[bytes], asker: Session) -> None:
         self.id = request_id
         self.came = came
         self.tokens = tokens
         self.digests = digests
+        self.asker = asker
+        self.expected_s = 0.0
         self.hit = 0
         self.ticket = ""
 

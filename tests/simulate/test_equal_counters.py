@@ -64,7 +64,12 @@ class RealEngine:
         self._high = high
         self._chunks = Chunks(CHUNK, CHUNK, whole=True)
         self._namespace = client.register(
-            model_name=MODEL, block_size=1, num_layers=1, hidden_dim_size=BYTES_PER_TOKEN, dtype_str="uint8", use_mla=True
+            model_name=MODEL,
+            block_size=1,
+            num_layers=1,
+            hidden_dim_size=BYTES_PER_TOKEN,
+            dtype_str="uint8",
+            use_mla=True,
         ).namespace
         self._asked: dict[bytes, tuple[int, float]] = {}
 
@@ -97,7 +102,9 @@ class RealEngine:
         return CacheKey(MODEL, 1, rank, self._namespace, 0, chunks * CHUNK, request_id, digests=packed)
 
     def _let_absences_pass(self, index: int, digests: list[bytes]) -> None:
-        late = [at for asked, at in map(self._asked.get, digests, [(index, 0.0)] * len(digests)) if index - asked > SOON]
+        late = [
+            at for asked, at in map(self._asked.get, digests, [(index, 0.0)] * len(digests)) if index - asked > SOON
+        ]
         time.sleep(max(max(late, default=0.0) + HOLD_S + 0.1 - time.monotonic(), 0.0))
 
     def _rests(self) -> bool:
@@ -126,7 +133,10 @@ def counters(status: Any) -> dict[str, Any]:
 def both(trace: MadeTrace, *settings: str, tiers: tuple[TierSpeed, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     settings = (f"server.chunk_size={CHUNK}", "l1.capacity=1MiB", *settings)
     config = load_config(overrides=settings, environ={})
-    with ServerProcess(*settings[2:], f"server.chunk_size={CHUNK}", capacity="1MiB") as server, server.client() as client:
+    with (
+        ServerProcess(*settings[2:], f"server.chunk_size={CHUNK}", capacity="1MiB") as server,
+        server.client() as client,
+    ):
         times = RealEngine(client, config.l1.high_watermark).serve(trace)
         real = counters(client.status())
     outcome = simulate(

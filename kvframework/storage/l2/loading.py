@@ -221,7 +221,7 @@ class Loader:
         wanted: Counter[L2Store] = Counter()
         for index in chosen:
             if index in source:
-                wanted[source[index]] += task.sizes[index]
+                wanted[source[index]] += task.sizes[index] * source[index].scale
         for store, nbytes in wanted.items():
             task.wait_for(store, nbytes, self._clock())
         batches = _batches([index for index in chosen if index in source], source, task.sizes, self._at_once)
@@ -239,7 +239,7 @@ class Loader:
                 # Objects that were useful only together with the lost ones need not be loaded.
                 worth.lose((yield from self._load_from(task, store, still, pins)))
         finally:
-            task.no_longer(store, sum(task.sizes[index] for index in batch))
+            task.no_longer(store, store.scale * sum(task.sizes[index] for index in batch))
 
     def _locate(
         self, task: LoadTask, missing: Sequence[int], stores: Sequence[L2Store]
@@ -346,11 +346,11 @@ class Loader:
     def _timed(self, store: L2Store, views: Sequence[memoryview], steps: Steps[list[bool]]) -> Steps[list[bool]]:
         """Learn the tier's speed from a call that loads."""
         with store.pricing:
-            load = store.speed.begin(sum(view.nbytes for view in views), self._clock())
+            load = store.speed.begin(store.scale * sum(view.nbytes for view in views), self._clock())
         loaded = 0
         try:
             good = yield from steps
-            loaded = sum(view.nbytes for view, ok in zip(views, good, strict=True) if ok)
+            loaded = store.scale * sum(view.nbytes for view, ok in zip(views, good, strict=True) if ok)
             return good
         finally:
             with store.pricing:

@@ -227,7 +227,9 @@ class L2Store:
             hits=sum(good),
             misses=outcomes.count(Outcome.MISSING),
             read_failed=outcomes.count(Outcome.FAILED),
-            bytes_read=sum(self._stands_for(key, view.nbytes) for key, view, ok in zip(keys, ranges, good, strict=True) if ok),
+            bytes_read=sum(
+                self._stands_for(key, view.nbytes) for key, view, ok in zip(keys, ranges, good, strict=True) if ok
+            ),
         )
         return good
 
