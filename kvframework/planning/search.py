@@ -85,7 +85,7 @@ class Search:
             yield from self._spread(first, sampled=sampled)
             return
         rows: list[Row] = []
-        starts: list[tuple[Combination, int | None]] = []
+        starts: list[tuple[Combination, int]] = []
         near: dict[TierOffer | None, int] = {}
         best = math.inf
         for combination in self._combinations:
@@ -96,7 +96,7 @@ class Search:
                 yield row
                 if not shortfalls(row, self._goal):
                     best = min(best, row.figures.cost)
-            starts.append((combination, steps.enough))
+            starts.append((combination, steps.too_little + 1 if steps.enough is None else steps.enough))
             if steps.enough is not None:
                 near[combination.tier] = steps.enough
         if sampled and not self._quick:
@@ -135,33 +135,28 @@ class Search:
     def _fast_enough(self, row: Row) -> bool:
         return "ttft" not in {each.limit for each in shortfalls(row, self._goal)}
 
-    def _decided(self, rows: Sequence[Row], starts: Sequence[tuple[Combination, int | None]]) -> Iterator[Row]:
-        """Simulate the whole trace where the sample has found the cheapest settings, or what comes closest."""
-        met = sorted(
-            ((self._cost(each, index), number) for number, (each, index) in enumerate(starts) if index is not None)
-        )
-        best: Row | None = None
-        for _, number in met:
-            combination, index = starts[number]
-            # The sample may be wrong by a step.
-            if best is not None and index is not None and self._cost(combination, index - 1) >= best.figures.cost:
+    def _decided(self, rows: Sequence[Row], starts: Sequence[tuple[Combination, int]]) -> Iterator[Row]:
+        """Simulate all sessions where a part of them has found the cheapest settings, or what comes closest. It may be
+        wrong by a step."""
+        best = math.inf
+        whole: list[Row] = []
+        for combination, index in sorted(starts, key=lambda start: self._cost(*start)):
+            if self._cost(combination, index - 1) >= best:
                 continue
-            most = math.inf if best is None else best.figures.cost
-            steps = Steps(index or 0, len(self._sizes))
-            whole = []
-            for row in self._climb(combination, steps, self._whole, most, sampled=False):
+            steps = Steps(index, len(self._sizes))
+            for row in self._climb(combination, steps, self._whole, best, sampled=False):
                 whole.append(row)
                 yield row
-            found = cheapest(whole, self._goal)
-            if found is not None and found.figures.cost < most:
-                best = found
-        if best is None and rows:
-            setting = closest(rows, self._goal).setting
+            if (found := cheapest(whole, self._goal)) is not None:
+                best = found.figures.cost
+        setting = closest(rows, self._goal).setting
+        if best == math.inf and all(setting != row.setting for row in whole):
             yield Row(setting, self._whole(setting), sampled=False)
 
     def _cost(self, combination: Combination, index: int) -> float:
         tier = combination.tier.name if combination.tier is not None else ""
-        return self._prices.cost(self._sizes[max(index, 0)], tier, combination.l2_bytes)
+        index = min(max(index, 0), len(self._sizes) - 1)
+        return self._prices.cost(self._sizes[index], tier, combination.l2_bytes)
 
 
 class Steps:
