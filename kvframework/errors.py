@@ -405,7 +405,7 @@ class SimulationError(KVFrameworkError, ValueError):
 class TraceError(KVFrameworkError, ValueError):
     """A file of requests is no trace, of a format that is not read, or wrong at the place that it names.
 
-    What to do: correct the place that it names, or give a file of a format that it names."""
+    What to do: correct the place that it names, or give a trace of a format in traces.md."""
 
     code = "trace.invalid"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import OrderedDict
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 
 from benchmarks.tests.test_commands import SPREAD, document
 from kvf_eviction import Lru
-from kvframework_bench.errors import BenchFailed
+from kvframework.config import load_config
+from kvframework.simulation import Settings, simulate
+from kvframework.trace.reading import open_trace
 from kvframework_bench.policy.replay import Replay
-from kvframework_bench.policy.requests import Request, from_trace, made
-from kvframework_bench.policy.run import QUICK, bench_policy
+from kvframework_bench.policy.requests import Request, made
+from kvframework_bench.policy.run import PolicySizes, bench_policy
 
 
 def test_the_figures_of_policies() -> None:
@@ -49,45 +52,18 @@ def test_the_replay_finds_what_such_a_cache_finds(room: int) -> None:
     assert replay.hits == in_lru(requests, room) > replay.blocks // 20
 
 
-def lines(*requests: object) -> str:
-    return "".join(f"{json.dumps(request)}\n" for request in requests)
-
-
-def test_a_trace_is_read_as_mooncakes(tmp_path: Path) -> None:
+def test_a_trace_is_read_and_the_simulation_finds_as_much(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    file.write_text(lines({"timestamp": 0, "hash_ids": [0, 1]}, {"timestamp": 1500, "hash_ids": [0]}))
-    requests = from_trace(file)
-    assert [(at, [int.from_bytes(digest, "big") for digest in digests]) for at, digests in requests] == [
-        (0.0, [0, 1]),
-        (1.5, [0]),
-    ]
-    figures = bench_policy(QUICK, use=["lru"], trace=file)
-    assert (figures.trace, figures.requests, figures.blocks) == ("trace.jsonl", 2, 3)
-    assert figures.rows[0].hit_rate == pytest.approx(1 / 3)
-
-
-BAD = {
-    "cut off": '{"timestamp": 1, "hash_',
-    "another format": lines({"t": 1, "requests": []}),
-    "no blocks": lines({"timestamp": 1, "hash_ids": []}),
-    "a negative time": lines({"timestamp": -1, "hash_ids": [1]}),
-    "not in order": lines({"timestamp": 5, "hash_ids": [1]}, {"timestamp": 4, "hash_ids": [1]}),
-    "a negative block": lines({"timestamp": 1, "hash_ids": [-1]}),
-    "a block that is no number": lines({"timestamp": 1, "hash_ids": ["1"]}),
-    "no object": "[1]\n",
-    "a time that is none": '{"timestamp": NaN, "hash_ids": [1]}\n',
-    "empty": "",
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-def test_what_is_no_trace_is_refused(what: str, tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text(BAD[what])
-    with pytest.raises(BenchFailed, match=r"is empty|line trace.jsonl:\d is no request"):
-        from_trace(file)
-
-
-def test_a_trace_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(BenchFailed, match="No such file"):
-        from_trace(tmp_path / "none.jsonl")
+    chance = random.Random(7)
+    prompts = [[100 * number + chunk for chunk in range(chance.randint(1, 12))] for number in range(300)]
+    with file.open("w") as out:
+        for number in range(400):
+            prompt = chance.choice(prompts)
+            line = {"timestamp": 100 * number, "input_length": 512 * len(prompt), "hash_ids": prompt}
+            out.write(f"{json.dumps(line)}\n")
+    figures = bench_policy(PolicySizes((512,), 0, 1), use=["lru"], trace=file)
+    settings = ("server.chunk_size=512", "l1.capacity=2MiB", "l1.eviction.use=lru")
+    config = load_config(overrides=settings, environ={})
+    outcome = simulate(open_trace(file), Settings(config, bytes_per_token=8))
+    assert (figures.trace, figures.requests, figures.blocks) == ("trace.jsonl", 400, outcome.blocks)
+    assert figures.rows[0].hit_rate == outcome.l1_blocks / outcome.blocks > 0.05

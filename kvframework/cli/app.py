@@ -33,6 +33,7 @@ from kvframework.cli import (
 from kvframework.cli.commands import CommandGroup
 from kvframework.cli.demo import command as demo
 from kvframework.cli.top import command as top
+from kvframework.cli.trace import command as trace
 from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, examples
 from kvframework.errors import KVFrameworkError
 
@@ -61,7 +62,7 @@ for command in (
     observe,
     route,
     explain,
-    plan,
+    trace,
     clear,
     config,
     keys,
@@ -71,6 +72,7 @@ for command in (
     doctor,
     dump,
     simulate,
+    plan,
     demo,
 ):
     command.register(app)

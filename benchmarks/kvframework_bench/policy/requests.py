@@ -1,16 +1,15 @@
-"""The requests of `kvframework bench policy`: a trace of Mooncake's form, or made ones."""
+"""The requests of `kvframework bench policy`: those of a trace, or made ones."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvframework_bench.errors import BenchFailed
+from kvframework.simulation.chunks import Chunks
+from kvframework.trace.reading import open_trace
 
-_FORM = "a JSON object with `timestamp` in ms and `hash_ids`, integers from 0 on, on each line, in the order of time"
 _SYSTEM_PROMPTS = 2000
 
 
@@ -22,32 +21,11 @@ class Request(NamedTuple):
 
 
 def from_trace(path: Path) -> list[Request]:
-    """Read a trace as Mooncake has released them. Raises `BenchFailed`, also for a file that cannot be read."""
-    requests: list[Request] = []
-    known: dict[int, bytes] = {}
-    at = 0.0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                at, blocks = _parsed(line, at, f"{path.name}:{number}")
-                requests.append(Request(at, [known.setdefault(block, block.to_bytes(32, "big")) for block in blocks]))
-    except OSError as error:
-        raise BenchFailed(f"{error.strerror}: {path}", where="--trace", hint="name a file") from None
-    if not requests:
-        raise BenchFailed(f"{path.name} is empty", where="--trace", hint=f"expected {_FORM}")
-    return requests
-
-
-def _parsed(line: bytes, before: float, where: str) -> tuple[float, list[int]]:
-    try:
-        read = json.loads(line)
-        at, blocks = float(read["timestamp"]) / 1000, read["hash_ids"]
-        good = before <= at < 1e12 and blocks and all(type(block) is int and 0 <= block < 1 << 128 for block in blocks)
-    except (ValueError, TypeError, KeyError):
-        good = False
-    if not good:
-        raise BenchFailed(f"line {where} is no request that follows the one before", where="--trace", hint=_FORM)
-    return at, blocks
+    """Read a trace; its last chunks count as whole. Raises `TraceError`."""
+    trace = open_trace(path)
+    size = trace.header.chunk_tokens
+    chunks = Chunks(size, size, whole=False)
+    return [Request(request.at, chunks.digests(request)) for request in trace]
 
 
 def made(blocks: int, seed: int) -> list[Request]:
