@@ -1,8 +1,8 @@
 """The hit rate of LRU at every capacity, from one pass over a trace. Pure.
 
 Under LRU a cache of n chunks holds the first n of one stack, whatever n is. After each request its chunks lie on top,
-its beginning first, since the last chunk of a prompt is told first. So what a request shares with an earlier one lies
-in the stack in one piece: its depth is known from the pieces above, and a Fenwick tree sums those. This costs a
+its beginning first, since the policy hears of a prompt's last chunk first. So what a request shares with an earlier one
+lies in the stack in one piece: its depth is known from the pieces above, and a Fenwick tree sums those. This costs a
 request, not a chunk, a logarithm.
 """
 

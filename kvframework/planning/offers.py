@@ -78,7 +78,7 @@ def parse_size(text: str, *, where: str) -> int:
 
 
 class Prices(msgspec.Struct, frozen=True):
-    """Of a GiB of DRAM and of each tier. `assumed`: nobody gave any, and the unit is a GiB of DRAM."""
+    """Of a GiB of DRAM and of each tier. `assumed`: none were given, and the unit is a GiB of DRAM."""
 
     of: Mapping[str, float]
     assumed: bool

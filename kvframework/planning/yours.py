@@ -19,7 +19,7 @@ def engine_of(
     attention_tokens: float | None,
     bytes_per_token: str,
 ) -> Engine:
-    """Return it; "" and None are what nobody gave. Raises `PlanError` if the speed or the KV of a token is unknown."""
+    """Return it; "" and None: not given. Raises `PlanError` if the speed or the KV of a token is unknown."""
     if prefill is not None and not 0 < prefill < math.inf:
         raise PlanError(f"{prefill} tokens a second", where="--prefill", available="a positive number")
     if attention_tokens is not None and not 0 <= attention_tokens < math.inf:
