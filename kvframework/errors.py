@@ -392,7 +392,7 @@ class TierError(StorageError, OSError):
 
 
 class SimulationError(KVFrameworkError, ValueError):
-    """What is to be simulated cannot be: a setting is missing, out of bounds, or does not fit another.
+    """A simulation cannot be made: a setting is missing, out of bounds, or does not fit another.
 
     What to do: change the setting that it names."""
 

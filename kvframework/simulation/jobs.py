@@ -44,5 +44,5 @@ class Job:
             self.ended = True
 
     def abandon(self) -> None:
-        """The process is gone."""
+        """End it where it is, as if its process had ended."""
         self._steps.close()
