@@ -10,7 +10,7 @@ from kvframework.cli.console import print_document, print_table, print_text, pri
 from kvframework.cli.numbers import short_duration, short_number
 from kvframework.cli.wide_table import WideTable
 from kvframework.planning.catalogue import Engine, catalogue
-from kvframework.planning.goal import Row, Shortfall, closest, shortfalls
+from kvframework.planning.goal import Goal, Row, Shortfall, closest, shortfalls
 from kvframework.planning.plan import Chunks, Plan
 
 _LIMITS = {"ttft": "time to the first token", "budget": "cost", "drive_writes": "writes of the whole tier a day"}
@@ -65,11 +65,19 @@ def verdict(plan: Plan) -> list[str]:
     if goal.ttft_s is None:
         return ["no goal was given: --ttft SECONDS chooses a row"]
     if plan.chosen is not None:
-        return [f"chosen, the cheapest that meets the goal: {_said(plan.chosen)}"]
+        return [f"chosen, the cheapest that meets the goal: {_said(plan.chosen)}", *_wear(plan.chosen, goal)]
     row = closest([each for each in plan.rows if not each.sampled] or plan.rows, goal)
     lines = ["nothing that was tried meets the goal, so nothing is chosen"]
     lines += [_short(each, goal.at) for each in shortfalls(row, goal)]
     return [*lines, f"that is what comes closest: {_said(row)}"]
+
+
+def _wear(row: Row, goal: Goal) -> list[str]:
+    times = row.figures.drive_writes
+    if times < 1 or goal.drive_writes is not None:
+        return []
+    often = f"the tier would be written {short_number(times)} times its size a day"
+    return [f"{often}: a disk's maker says how often it may be; --drive-writes N is a limit"]
 
 
 def _short(short: Shortfall, at: str) -> str:

@@ -79,14 +79,20 @@ def _rows(axes: Axes, plan: Plan) -> None:
         kinds.setdefault(kind, []).append(row)
     for index, (kind, rows) in enumerate(kinds.items()):
         xs, ys = [row.figures.cost for row in rows], [row.figures.ttft_s[plan.goal.at] for row in rows]
-        axes.scatter(xs, ys, color=f"C{index}", label=kind, s=24)
+        faces = ["none" if row.sampled else f"C{index}" for row in rows]
+        axes.scatter(xs, ys, edgecolors=f"C{index}", facecolors=faces, label=kind, s=24)
     if plan.chosen is not None:
         chosen = plan.chosen.figures
         axes.scatter([chosen.cost], [chosen.ttft_s[plan.goal.at]], s=140, facecolors="none", edgecolors="C3")
     if plan.goal.ttft_s is not None:
         axes.axhline(plan.goal.ttft_s, color="C3", linewidth=1, label="goal")
     unit = "GiB of DRAM, prices assumed" if plan.prices.assumed else "in the unit of --price"
-    axes.set(title="settings", xlabel=f"cost, {unit}", ylabel=f"{plan.goal.at} time to first token, s", yscale="log")
+    axes.set(
+        title="settings; hollow: of a part of the sessions",
+        xlabel=f"cost, {unit}",
+        ylabel=f"{plan.goal.at} time to first token, s",
+        yscale="log",
+    )
     axes.yaxis.set_major_formatter(lambda value, _at: f"{value:g}")
     axes.yaxis.set_minor_formatter(lambda value, _at: f"{value:g}")
     axes.grid(visible=True, which="both", alpha=0.25)
