@@ -90,8 +90,8 @@ class Search:
         best = math.inf
         for combination in self._combinations:
             # Another policy on the same tier needs about as much.
-            steps = Steps(near.get(combination.tier, combination.start), len(self._sizes))
-            for row in self._climb(combination, steps, first, best, sampled=sampled):
+            steps = self._steps(combination, near.get(combination.tier, combination.start), best)
+            for row in self._climb(combination, steps, first, sampled=sampled):
                 rows.append(row)
                 yield row
                 if not shortfalls(row, self._goal):
@@ -110,27 +110,19 @@ class Search:
                 setting = combination.at(self._sizes[index])
                 yield Row(setting, simulated(setting), sampled)
 
+    def _steps(self, combination: Combination, start: int, best: float) -> Steps:
+        """Return the steps among the sizes that cost less than `best`, the least at any cost."""
+        cheaper = bisect_left(self._sizes, True, key=lambda size: self._cost_of(combination, size) >= best)
+        return Steps(start, max(cheaper, 1))
+
     def _climb(
-        self,
-        combination: Combination,
-        steps: Steps,
-        simulated: Callable[[Setting], Figures],
-        best: float,
-        *,
-        sampled: bool,
+        self, combination: Combination, steps: Steps, simulated: Callable[[Setting], Figures], *, sampled: bool
     ) -> Iterator[Row]:
-        """Yield rows up to the least that is enough, or until none could be cheaper than `best`; one at least."""
-        tried = False
         while (index := steps.next()) is not None:
-            if tried and self._cost(combination, index) >= best and steps.enough is None:
-                return
             setting = combination.at(self._sizes[index])
             row = Row(setting, simulated(setting), sampled)
             steps.tell(index, is_enough=self._fast_enough(row))
-            tried = True
             yield row
-            if steps.enough is not None and self._cost(combination, steps.too_little + 1) >= best:
-                return
 
     def _fast_enough(self, row: Row) -> bool:
         return "ttft" not in {each.limit for each in shortfalls(row, self._goal)}
@@ -143,8 +135,8 @@ class Search:
         for combination, index in sorted(starts, key=lambda start: self._cost(*start)):
             if self._cost(combination, index - 1) >= best:
                 continue
-            steps = Steps(index, len(self._sizes))
-            for row in self._climb(combination, steps, self._whole, best, sampled=False):
+            steps = self._steps(combination, index, best)
+            for row in self._climb(combination, steps, self._whole, sampled=False):
                 whole.append(row)
                 yield row
             if (found := cheapest(whole, self._goal)) is not None:
@@ -154,9 +146,11 @@ class Search:
             yield Row(setting, self._whole(setting), sampled=False)
 
     def _cost(self, combination: Combination, index: int) -> float:
+        return self._cost_of(combination, self._sizes[min(max(index, 0), len(self._sizes) - 1)])
+
+    def _cost_of(self, combination: Combination, l1_bytes: int) -> float:
         tier = combination.tier.name if combination.tier is not None else ""
-        index = min(max(index, 0), len(self._sizes) - 1)
-        return self._prices.cost(self._sizes[index], tier, combination.l2_bytes)
+        return self._prices.cost(l1_bytes, tier, combination.l2_bytes)
 
 
 class Steps:

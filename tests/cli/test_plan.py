@@ -21,7 +21,7 @@ ENGINE = ("--prefill", "2000", "--attention", "0", "--bytes-per-token", "1KiB", 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("traces") / "made.jsonl"
-    file.write_text(conversations(400, every_s=0.08).lines())
+    file.write_text(conversations(200, every_s=0.08).lines())
     return str(file)
 
 
