@@ -66,7 +66,7 @@ def verdict(plan: Plan) -> list[str]:
         return ["no goal was given: --ttft SECONDS chooses a row"]
     if plan.chosen is not None:
         return [f"chosen, the cheapest that meets the goal: {_said(plan.chosen)}", *_wear(plan.chosen, goal)]
-    row = closest([each for each in plan.rows if not each.sampled] or plan.rows, goal)
+    row = closest([each for each in plan.rows if plan.quick or not each.sampled] or plan.rows, goal)
     lines = ["nothing that was tried meets the goal, so nothing is chosen"]
     lines += [_short(each, goal.at) for each in shortfalls(row, goal)]
     return [*lines, f"that is what comes closest: {_said(row)}"]
@@ -143,7 +143,8 @@ def _rows(plan: Plan) -> Table:
         chunk = f", {setting.chunk_tokens}" if several else ""
         cells = [size, setting.eviction + chunk]
         tier = setting.tier
-        cells.append(f"{tier.name} {ByteSize(setting.l2_bytes)}, {setting.write_policy}" if tier else "")
+        rate = f"{short_number(tier.read_bytes_per_s / 1e9)} GB/s" if tier else ""
+        cells.append(f"{tier.name} {rate}, {ByteSize(setting.l2_bytes)}, {setting.write_policy}" if tier else "")
         found = f"{figures.l1_hit:.1%} + {figures.l2_hit:.1%}" if tier else f"{figures.l1_hit:.1%}"
         cells += [found, f"{short_number(figures.ttft_s['mean'])} s", f"{short_number(figures.ttft_s['p99'])} s"]
         cells.append(f"{figures.engine_s / 3600:.2f}")

@@ -82,6 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     goal: Goal
     chunks: list[Chunks]
     rows: list[Row]
+    quick: bool
     chosen: Row | None
 
 
@@ -112,9 +113,9 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
     rows: list[Row] = []
     for each in sized:
         rows += _search(each, wanted, engines, tell).rows()
-    of_all = [row for row in rows if not row.sampled]
-    # What was simulated for all sessions needs no figures of a part of them.
-    rows = of_all + [row for row in rows if row.sampled and all(row.setting != each.setting for each in of_all)]
+    # Each setting once: what was simulated for all sessions needs no figures of a part of them.
+    rows = list({row.setting: row for row in sorted(rows, key=lambda row: not row.sampled)}.values())
+    decided = rows if wanted.quick else [row for row in rows if not row.sampled]
     rows.sort(key=lambda row: (row.figures.cost, row.figures.ttft_s[wanted.goal.at]))
     return Plan(
         trace=trace.header.name,
@@ -128,7 +129,8 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
         goal=wanted.goal,
         chunks=[_chunks(each, wanted, engines) for each in sized],
         rows=rows,
-        chosen=cheapest(of_all or rows, wanted.goal) if wanted.goal.ttft_s is not None else None,
+        quick=wanted.quick,
+        chosen=cheapest(decided or rows, wanted.goal) if wanted.goal.ttft_s is not None else None,
     )
 
 

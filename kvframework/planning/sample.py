@@ -19,7 +19,7 @@ from kvframework.planning.setting import Setting
 from kvframework.planning.simulated import simulated
 
 # Uses of chunks that are enough to compare settings by; less than twice as many are not worth a sample.
-_ENOUGH = 50_000
+_ENOUGH = 80_000
 
 
 class Sample(msgspec.Struct, frozen=True):

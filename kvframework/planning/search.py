@@ -77,12 +77,13 @@ class Search:
         self._whole = whole
         self._of_sample = of_sample
         self._quick = quick
+        self._known: dict[Setting, Figures] = {}
 
     def rows(self) -> Iterator[Row]:
         """Yield each row as it is found."""
-        first, sampled = (self._whole, False) if self._of_sample is None else (self._of_sample, True)
+        sampled = self._of_sample is not None
         if self._goal.ttft_s is None:
-            yield from self._spread(first, sampled=sampled)
+            yield from self._spread()
             return
         rows: list[Row] = []
         starts: list[tuple[Combination, int]] = []
@@ -91,7 +92,7 @@ class Search:
         for combination in self._combinations:
             # Another policy on the same tier needs about as much.
             steps = self._steps(combination, near.get(combination.tier, combination.start), best)
-            for row in self._climb(combination, steps, first, sampled=sampled):
+            for row in self._climb(combination, steps, sampled=sampled):
                 rows.append(row)
                 yield row
                 if not shortfalls(row, self._goal):
@@ -102,27 +103,31 @@ class Search:
         if sampled and not self._quick:
             yield from self._decided(rows, starts)
 
-    def _spread(self, simulated: Callable[[Setting], Figures], *, sampled: bool) -> Iterator[Row]:
+    def _spread(self) -> Iterator[Row]:
         count = len(self._sizes)
         indices = range(count) if count <= len(_SPREAD) else [count * part // len(_SPREAD) for part in _SPREAD]
         for combination in self._combinations:
             for index in indices:
-                setting = combination.at(self._sizes[index])
-                yield Row(setting, simulated(setting), sampled)
+                yield self._row(combination.at(self._sizes[index]), sampled=True)
 
     def _steps(self, combination: Combination, start: int, best: float) -> Steps:
         """Return the steps among the sizes that cost less than `best`, the least at any cost."""
         cheaper = bisect_left(self._sizes, True, key=lambda size: self._cost_of(combination, size) >= best)
         return Steps(start, max(cheaper, 1))
 
-    def _climb(
-        self, combination: Combination, steps: Steps, simulated: Callable[[Setting], Figures], *, sampled: bool
-    ) -> Iterator[Row]:
+    def _climb(self, combination: Combination, steps: Steps, *, sampled: bool) -> Iterator[Row]:
         while (index := steps.next()) is not None:
-            setting = combination.at(self._sizes[index])
-            row = Row(setting, simulated(setting), sampled)
+            row = self._row(combination.at(self._sizes[index]), sampled=sampled)
             steps.tell(index, is_enough=self._fast_enough(row))
             yield row
+
+    def _row(self, setting: Setting, *, sampled: bool) -> Row:
+        """Simulate; all sessions also if there is no tier, since that takes little time, and each setting once."""
+        if sampled and self._of_sample is not None and setting.tier is not None:
+            return Row(setting, self._of_sample(setting), sampled=True)
+        if setting not in self._known:
+            self._known[setting] = self._whole(setting)
+        return Row(setting, self._known[setting])
 
     def _fast_enough(self, row: Row) -> bool:
         return "ttft" not in {each.limit for each in shortfalls(row, self._goal)}
@@ -136,14 +141,13 @@ class Search:
             if self._cost(combination, index - 1) >= best:
                 continue
             steps = self._steps(combination, index, best)
-            for row in self._climb(combination, steps, self._whole, sampled=False):
+            for row in self._climb(combination, steps, sampled=False):
                 whole.append(row)
                 yield row
             if (found := cheapest(whole, self._goal)) is not None:
                 best = found.figures.cost
-        setting = closest(rows, self._goal).setting
-        if best == math.inf and all(setting != row.setting for row in whole):
-            yield Row(setting, self._whole(setting), sampled=False)
+        if best == math.inf:
+            yield self._row(closest(rows, self._goal).setting, sampled=False)
 
     def _cost(self, combination: Combination, index: int) -> float:
         return self._cost_of(combination, self._sizes[min(max(index, 0), len(self._sizes) - 1)])

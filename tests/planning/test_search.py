@@ -74,12 +74,14 @@ def test_it_finds_the_cheapest(
     else:
         assert found.figures.cost == best
     assert any(not row.sampled for row in rows)
+    assert all(row.sampled == (with_sample and row.setting.tier is not None) or not row.sampled for row in rows)
     assert len(whole.calls) == len(set(map(repr, whole.calls))) < len(combinations) * len(_SIZES)
 
 
-def test_quick_simulates_no_whole_trace() -> None:
-    whole, sample = Simulated({}), Simulated({("lru", False): 3.0})
-    rows = list(Search([combination("lru", None, 0)], _SIZES, Goal(1.0), _PRICES, whole, sample, quick=True).rows())
+def test_quick_simulates_a_part_for_a_tier() -> None:
+    whole, sample = Simulated({}), Simulated({("lru", True): 3.0})
+    tiered = combination("lru", _TIERS[1], 0)
+    rows = list(Search([tiered], _SIZES, Goal(1.0), _PRICES, whole, sample, quick=True).rows())
     assert not whole.calls
     assert all(row.sampled for row in rows)
 
