@@ -259,7 +259,7 @@ def test_a_reader_that_has_stopped_ends_the_recording(monkeypatch: pytest.Monkey
 
 def test_a_server_that_records_none(tmp_path: Path) -> None:
     with serving("server.trace_memory=0") as server:
-        done = run("trace", "record", "-o", str(tmp_path / "t.jsonl"), "--endpoint", server.endpoint)
+        done = run("trace", "record", "--for", "1", "-o", str(tmp_path / "t.jsonl"), "--endpoint", server.endpoint)
     assert done.returncode == 2
     assert "trace_memory is 0" in done.stderr
     assert not (tmp_path / "t.jsonl").exists()
@@ -283,7 +283,7 @@ def test_a_file_that_exists_is_not_touched(tmp_path: Path) -> None:
     file = tmp_path / "t.jsonl"
     file.write_text("mine")
     with serving() as server:
-        done = run("trace", "record", "-o", str(file), "--endpoint", server.endpoint)
+        done = run("trace", "record", "--for", "0.1", "-o", str(file), "--endpoint", server.endpoint)
         wait_until(lambda: not server.service._lookups.recording.on, what="the end of the recording")
     assert done.returncode == 2
     assert "the file exists" in done.stderr
