@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 
 from kvframework.config import load_config
+from kvframework.planning.offers import TierOffer
+from kvframework.planning.setting import Setting, toml_of
 from tests.cli.command import run
 from tests.planning.traces import conversations
 from tests.support.server_process import ServerProcess
@@ -40,36 +42,23 @@ def test_it_writes_the_cheapest_that_meets_the_goal(trace: str, tmp_path: Path) 
     assert plot.read_text().lstrip().startswith("<?xml")
 
 
-def test_a_real_server_starts_with_what_it_wrote(trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tiered", [False, True])
+def test_a_real_server_starts_with_what_it_wrote(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiered: bool
+) -> None:
     out = tmp_path / "kvf.toml"
-    tier = ("--tier", "disk=1GB/s,capacity=64MiB", "--l1", "2MiB", "--write-policy", "write_back")
-    done = run(
-        "plan",
-        trace,
-        *ENGINE,
-        "--ttft",
-        "5",
-        *tier,
-        "--eviction",
-        "two_queues",
-        "--price",
-        "dram=1",
-        "--price",
-        "disk=0",
-        "--out",
-        str(out),
-    )
+    done = run("plan", trace, *ENGINE, "--ttft", "5", "--l1", "2MiB", "--eviction", "two_queues", "--out", str(out))
     assert done.returncode == 0, done.stderr
-    # Of equal cost the one with the tier answers no later.
-    text = out.read_text()
-    if "[[l2]]" in text:
-        text = text.replace("/var/cache/kvframework", str(tmp_path / "cache"))
-        out.write_text(text)
+    if tiered:
+        tier = TierOffer("disk", 1e9)
+        text = toml_of(Setting(16, 2 << 20, "two_queues", tier, 64 << 20, "write_back"))
+        out.write_text(text.replace("/var/cache/kvframework", str(tmp_path / "cache")))
     assert run("config", "check", str(out)).returncode == 0
     monkeypatch.setenv("KVFRAMEWORK_CONFIG", str(out))
     with ServerProcess(capacity="2MiB") as server:
-        assert server.status()["l1"]["capacity_bytes"] == 2 << 20
-    assert load_config(out, environ={}).l1.eviction.use == "two_queues"
+        status = server.status()
+    assert status["l1"]["capacity_bytes"] == 2 << 20
+    assert [tier["write_policy"] for tier in status["l2"]] == (["write_back"] if tiered else [])
 
 
 def test_a_goal_that_nothing_meets_is_named_and_nothing_is_written(trace: str, tmp_path: Path) -> None:
