@@ -120,7 +120,7 @@ def plan(
     from kvframework.cli.plan_output import check_out, write_out
     from kvframework.cli.plan_view import print_plan
     from kvframework.cli.speeds import parse_tier
-    from kvframework.planning.goal import Goal
+    from kvframework.planning.goal import goal_of
     from kvframework.planning.offers import parse_budget, parse_prices, parse_size, tier_offer
     from kvframework.planning.plan import EVICTIONS, WRITE_POLICIES, Wanted, make_plan
     from kvframework.planning.plot import check_plot, draw
@@ -137,7 +137,7 @@ def plan(
         engines=engines,
         tiers=tiers,
         prices=parse_prices(price or (), [each.name for each in tiers]),
-        goal=Goal(ttft, at.value, parse_budget(budget) if budget else None, drive_writes),
+        goal=goal_of(ttft, at.value, parse_budget(budget) if budget else None, drive_writes),
         chunk_tokens=tuple(dict.fromkeys(chunk_size or ())),
         evictions=tuple(dict.fromkeys(eviction or EVICTIONS)),
         write_policies=tuple(dict.fromkeys(each.value for each in write_policy)) if write_policy else WRITE_POLICIES,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from kvframework.errors import PlanError
 from kvframework.planning.setting import Setting
 
 At = Literal["mean", "p50", "p90", "p99"]
@@ -52,6 +54,14 @@ class Goal(msgspec.Struct, frozen=True):
     at: At = "mean"
     budget: float | None = None
     drive_writes: float | None = None
+
+
+def goal_of(ttft_s: float | None, at: At, budget: float | None, drive_writes: float | None) -> Goal:
+    """Return a goal. Raises `PlanError` for a limit that is no positive number."""
+    for where, limit in (("--ttft", ttft_s), ("--drive-writes", drive_writes)):
+        if limit is not None and not 0 < limit < math.inf:
+            raise PlanError(f"{limit} is no limit", where=where, available="a positive number")
+    return Goal(ttft_s, at, budget, drive_writes)
 
 
 class Shortfall(msgspec.Struct, frozen=True):

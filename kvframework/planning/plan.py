@@ -100,19 +100,20 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
     """Read the trace once for each size of chunks, and simulate settings: seconds each, after `tell` with a word on the
     next. Raises `PlanError`, and the errors of the trace and of the simulation."""
     of_trace = trace.header.chunk_tokens
-    joins = [joined(of_trace, each) for each in wanted.chunk_tokens] or [1]
+    joins = [joined(of_trace, tokens) for tokens in wanted.chunk_tokens] or [1]
     prompts = [prompts_of(trace, of_trace, join) for join in joins]
-    if not prompts[0].uses:
-        raise PlanError(
-            f"no prompt of the trace fills a chunk of {prompts[0].chunk_tokens} tokens",
-            where=trace.header.name,
-            hint="there is nothing that a cache could keep",
-        )
+    for of_chunks in prompts:
+        if not of_chunks.uses:
+            raise PlanError(
+                f"no prompt of the trace fills a chunk of {of_chunks.chunk_tokens} tokens",
+                where=trace.header.name,
+                hint="there is nothing that a cache could keep",
+            )
     engines = wanted.engines or _engines(prompts[0], wanted.engine)
-    sized = [_sized(each, wanted, engines) for each in prompts]
+    sized = [_sized(of_chunks, wanted, engines) for of_chunks in prompts]
     rows: list[Row] = []
-    for each in sized:
-        rows += _search(each, wanted, engines, tell).rows()
+    for of_size in sized:
+        rows += _search(of_size, wanted, engines, tell).rows()
     # Each setting once: what was simulated for all sessions needs no figures of a part of them.
     rows = list({row.setting: row for row in sorted(rows, key=lambda row: not row.sampled)}.values())
     decided = rows if wanted.quick else [row for row in rows if not row.sampled]
@@ -127,7 +128,7 @@ def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lamb
         engines_by_load=not wanted.engines,
         prices=wanted.prices,
         goal=wanted.goal,
-        chunks=[_chunks(each, wanted, engines) for each in sized],
+        chunks=[_chunks(of_size, wanted, engines) for of_size in sized],
         rows=rows,
         quick=wanted.quick,
         chosen=cheapest(decided or rows, wanted.goal) if wanted.goal.ttft_s is not None else None,
