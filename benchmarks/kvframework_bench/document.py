@@ -155,6 +155,24 @@ Figures = (
 )
 
 
+# By the name of the bench.
+FIGURES: dict[str, type[Figures]] = {
+    "host": HostFigures,
+    "lookup": LookupFigures,
+    "store": StoreFigures,
+    "l2": L2Figures,
+    "scale": ScaleFigures,
+    "contention": ContentionFigures,
+    "observe": ObserveFigures,
+    "events": EventsFigures,
+    "route": RouteFigures,
+    "cuda": CudaFigures,
+    "restart": RestartFigures,
+    "shards": ShardsFigures,
+    "policy": PolicyFigures,
+}
+
+
 class Document(msgspec.Struct, frozen=True):
     """One run of one bench. `quick` says that sizes and rounds were small: no figures to publish."""
 

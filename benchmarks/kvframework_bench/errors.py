@@ -36,6 +36,14 @@ class WrongBytes(BenchFailed):
     code = "bench.wrong_bytes"
 
 
+class Incomparable(KVFrameworkError, ValueError):
+    """Two files cannot be compared: one is no document of a bench, or they measured different things.
+
+    What to do: measure both with the same command and the same release of kvframework-bench, `--json`."""
+
+    code = "bench.incomparable"
+
+
 T = TypeVar("T")
 
 

@@ -41,7 +41,7 @@ def simulate(
     ] = None,
     bytes_per_token: Annotated[
         str, typer.Option(metavar="SIZE", help="KV of a token, of all layers and ranks.")
-    ] = "128KiB",
+    ] = "128KiB",  # noqa: S107  of KV
     engines: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Engines before this server; without them no time is simulated.")
     ] = None,

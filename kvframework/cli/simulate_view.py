@@ -12,15 +12,16 @@ from kvframework.cli.numbers import short_count, short_duration, short_number
 from kvframework.simulation.outcome import Outcome
 
 _NOT = (
-    "not simulated: decoding, batching and chunked prefill (an engine computes one prompt at a time), the copy between L1 "
-    "and the engine, its own prefix cache, several nodes, tenants, codecs, and what a tier forgets by itself"
+    "not simulated: decoding, batching and chunked prefill (an engine computes one prompt at a time), the copy between "
+    "L1 and the engine, its own prefix cache, several nodes, tenants, codecs, and what a tier forgets by itself"
 )
 
 
 def outcome_view(outcome: Outcome, name: str) -> RenderableType:
     """Return the tables of an outcome of the trace `name`."""
     hit = outcome.l1_tokens + outcome.l2_tokens
-    head = f"{name}: {outcome.requests} requests in {short_duration(outcome.seconds)}, {short_count(outcome.tokens)} tokens"
+    tokens = short_count(outcome.tokens)
+    head = f"{name}: {outcome.requests} requests in {short_duration(outcome.seconds)}, {tokens} tokens"
     parts: list[RenderableType] = [Text(head), _hits(outcome, hit)]
     if outcome.ttft_s is not None:
         parts.append(_times(outcome))

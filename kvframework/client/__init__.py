@@ -16,6 +16,8 @@ from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.tracing import current_trace
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys
+from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing.prefill_meter import PrefillMeter
 
 __all__ = [
     "WEIGHT_SUFFIXES",
@@ -23,6 +25,7 @@ __all__ = [
     "CurveKeys",
     "EngineKind",
     "EngineOptions",
+    "EngineSpeed",
     "FileDigest",
     "FileState",
     "KVClient",
@@ -30,6 +33,7 @@ __all__ = [
     "LookupResult",
     "ModelFacts",
     "ModelPart",
+    "PrefillMeter",
     "Progress",
     "RequestHashes",
     "SchedulerAdapter",

@@ -1,10 +1,10 @@
 """A price that is learned from finished work: seconds for each unit of one or two kinds. Pure, with the caller's clock.
 
 The mean over the last `horizon_s` seconds, weighted by work, and robust: a sample counts as at most `CLIP` times more
-or less than expected, and never for more than `MOST_SHARE` of the mean, so one that was taken on a paused machine moves
-the price by 1.75 at most. Where `BELIEVED` samples in a row surprise in the same direction, each begun after the one
-before was known, the past is given up: a change is learned from a handful of samples, and a pause, which spoils all
-that is under way at once, is one surprise.
+or less than expected, and never for more than `MOST_SHARE` of the mean, so one that was taken on a paused machine makes
+usual work dearer by 1.75 at most. Where three samples in a row surprise in the same direction, each begun after the one before
+was known, they are believed, and the price is their median: a change is learned at once, and a pause, which spoils all
+that is under way at the same time, is one surprise.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ CLIP = 4.0
 MOST_SHARE = 0.25
 # The ratio to what was expected from which on a sample is a surprise.
 SURPRISE = 2.0
-BELIEVED = 3
-# Samples before anything is known.
+# Samples before anything is known, and surprises before they are believed.
 SEEDS = 3
 # Seconds for a unit, of whatever kind, and the amounts and times that can be true.
 LEAST, MOST = 1e-15, 1e6
@@ -28,10 +27,12 @@ USUAL = 1 / 8
 
 
 class LearnedPrice:
-    """`seconds = first * prices[0] + second * prices[1]`, both prices never negative. Samples of other mixes of the two
-    kinds are told apart by least squares; as long as all are alike the second kind costs nothing. Not thread-safe."""
+    """`seconds = first * prices[0] + second * prices[1]`, both prices never negative. Samples with other mixes of
+    the two kinds distinguish them, by least squares; as long as all are alike the second kind costs nothing. Not
+    thread-safe."""
 
     __slots__ = (
+        "_direction",
         "_horizon_s",
         "_mass",
         "_moments",
@@ -51,7 +52,9 @@ class LearnedPrice:
         self._moments = [0.0] * 5
         # The expected seconds of the work in the mean, those of `horizon_s` ago counting 1 / e; and of a usual sample.
         self._mass = self._usual = 0.0
-        self._surprises = 0
+        # The last surprises in a row, their direction, and when the last of them was known.
+        self._surprises: list[tuple[float, float, float]] = []
+        self._direction = 0
         self._surprised_at = 0.0
         self.last_at = -math.inf
 
@@ -75,12 +78,14 @@ class LearnedPrice:
             self.last_at = now
             self._seed(seconds, first, second)
             return
-        expected = self._expected(first, second)
         kept = math.exp((self.last_at - now) / self._horizon_s)
         self.last_at = now
-        # However long ago, or given up, the past is as much as makes `MOST_SHARE` of a usual sample.
-        past = self._usual * (1 / MOST_SHARE - 1)
-        self._mass = past if self._gives_up(seconds / expected, began, now) else max(self._mass * kept, past)
+        if self._is_believed(seconds, first, second, began, now):
+            self._begin_anew()
+            return
+        # However long ago, the past is as much as makes `MOST_SHARE` of a usual sample.
+        self._mass = max(self._mass * kept, self._usual * (1 / MOST_SHARE - 1))
+        expected = self._expected(first, second)
         self._learn(seconds, first, second, min(expected / (self._mass + expected), MOST_SHARE))
 
     def _seed(self, seconds: float, first: float, second: float) -> None:
@@ -109,20 +114,31 @@ class LearnedPrice:
         assert self._prices is not None
         return self._prices[0] * first + self._prices[1] * second
 
-    def _gives_up(self, ratio: float, began: float, now: float) -> bool:
-        """Whether what happens now has little to do with the past."""
+    def _is_believed(self, seconds: float, first: float, second: float, began: float, now: float) -> bool:
+        """Whether this is the last of the surprises in a row that are believed."""
+        ratio = seconds / self._expected(first, second)
         direction = 1 if ratio > SURPRISE else -1 if ratio * SURPRISE < 1 else 0
-        if direction * self._surprises <= 0:
-            self._surprises = 0
+        if direction != self._direction:
+            self._direction = direction
+            self._surprises = []
         elif began < self._surprised_at:
             return False
         if direction:
-            self._surprises += direction
+            self._surprises.append((seconds, first, second))
             self._surprised_at = now
-        if abs(self._surprises) < BELIEVED:
-            return False
-        self._surprises = 0
-        return True
+        return len(self._surprises) >= SEEDS
+
+    def _begin_anew(self) -> None:
+        """Take the level of the surprises in the place of the past's, whose ratio of the kinds stays."""
+        assert self._prices is not None
+        level = median(seconds / self._expected(first, second) for seconds, first, second in self._surprises)
+        level = max(level, LEAST)
+        self._surprises, self._direction = [], 0
+        self._prices = _bounded(self._prices[0] * level), min(self._prices[1] * level, MOST)
+        aa, ab, bb, ay, by = self._moments
+        self._moments = [aa / level**2, ab / level**2, bb / level**2, ay / level, by / level]
+        self._usual = max(self._usual * level, LEAST)
+        self._mass = self._usual
 
     def _solved(self) -> tuple[float, float]:
         """Return the least squares of the moments."""

@@ -28,14 +28,16 @@ MOST_REQUESTS = 1024
 
 
 class _Engine:
-    """A client session whose lookups say how fast its engine is. An engine asks again for a request that waits."""
+    """A client session whose lookups say how fast its engine is. An engine asks again for a request that waits.
+    `loading` are its lookups whose loads are under way, with the seconds in which it computes the rest."""
 
-    __slots__ = ("name", "pid", "requests", "speed", "traffic")
+    __slots__ = ("loading", "name", "pid", "requests", "speed", "traffic")
 
     def __init__(self, name: str, pid: int, speed: EngineSpeed, now: float) -> None:
         self.name = name
         self.pid = pid
         self.speed = speed
+        self.loading: dict[Asked, float] = {}
         self.requests: set[str] = set()
         self.traffic = Traffic(now)
 
@@ -95,29 +97,36 @@ class Pricing:
             for store, offer in offers.items()
         ]
         first = asked.key.start + l1 * grid.desc.chunk_tokens
-        wait_s = max(speed.queued_s - (now - asked.began), 0.0)
-        waits = EngineSpeed(speed.tokens_per_s, speed.attention_tokens, wait_s)
+        wait_s, rate = max(speed.queued_s - (now - asked.began), 0.0), 0.0
         with self._lock:
             engine = self._engines.get(asked.client.session_id)
-            rate = engine.rate(now) if engine is not None else 0.0
+            if engine is not None:
+                rate = engine.rate(now)
+                wait_s += sum(engine.loading.values())
             # For the eviction policy; one engine that is mistaken has little weight among others.
             self._storage.compute_s = 1 / median(
                 [each.speed.tokens_per_s for each in self._engines.values()] or [speed.tokens_per_s]
             )
         tokens = stride * grid.desc.chunk_tokens
-        best = cut(parts, waits, Queue(wait_s, rate), first=first, last=asked.key.end, chunk_tokens=tokens)
+        best = cut(parts, speed, Queue(wait_s, rate), first=first, last=asked.key.end, chunk_tokens=tokens)
         chunks = l1 + best.chunks * stride
         if chunks < found:
             chunks = self._probed(offers, now, chunks, found, stride)
         asked.priced = Priced(chunks, found, best.load_s, best.compute_s, best.saved_s)
+        with self._lock:
+            if engine is not None and chunks > l1 and not asked.over:
+                engine.loading[asked] = speed.prefill_s(first + (chunks - l1) * grid.desc.chunk_tokens, asked.key.end)
 
     def ended(self, asked: Asked) -> None:
         """Count a LOOKUP that has ended."""
-        priced = asked.priced
+        asked.over, priced = True, asked.priced
         if priced is None:
             return
         assert asked.grid is not None
         with self._lock:
+            engine = self._engines.get(asked.client.session_id)
+            if engine is not None:
+                engine.loading.pop(asked, None)
             self._priced += 1
             if priced.is_cut:
                 self._cut += 1

@@ -59,12 +59,6 @@ class Fleet:
     def __init__(self, settings: Engines, time: VirtualTime) -> None:
         self.queues = [PrefillQueue(number, time) for number in range(settings.count)]
         self._settings = settings
-        # Of the prompts whose loads have not ended.
-        self._expected_s = 0.0
-
-    def expect(self, about_s: float) -> None:
-        """Prompts are to come of about so many seconds more than was said before, or less."""
-        self._expected_s += about_s
 
     def least_loaded(self) -> PrefillQueue:
         return min(self.queues, key=lambda queue: queue.backlog_s)
@@ -74,7 +68,6 @@ class Fleet:
         return prefill_s(x, y, self._settings.tokens_per_s, self._settings.attention_tokens)
 
     def speed(self, queue: PrefillQueue) -> EngineSpeed:
-        """Return what an engine says of itself with a LOOKUP: its part of the prompts that are to come is before it,
-        too."""
-        queued_s = queue.backlog_s + max(self._expected_s, 0.0) / len(self.queues)
+        """Return what an engine says of itself with a LOOKUP."""
+        queued_s = max(queue.backlog_s, 0.0)
         return EngineSpeed(self._settings.tokens_per_s, self._settings.attention_tokens, queued_s)

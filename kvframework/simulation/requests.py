@@ -57,9 +57,6 @@ class Requests:
             self._ready(request, reply)
             return
         request.hit = reply.hit_tokens
-        if fleet is not None:
-            request.expected_s = self._seconds(request)
-            fleet.expect(request.expected_s)
         answer = self._node.call(session, "QUERY_PREFETCH_STATUS", m.PrefetchQuery(reply.ticket, LONGEST_S))
         if isinstance(answer, Future):
             answer.add_done_callback(lambda later: self._ready(request, later.result(0)))
@@ -73,7 +70,6 @@ class Requests:
             self._begin(request, request.asker)
             self._end(request, request.asker)
             return
-        self._fleet.expect(-request.expected_s)
         queue = self._fleet.least_loaded()
         engine = self._node.sessions[queue.number]
         queue.add(self._seconds(request), partial(self._begin, request, engine), partial(self._end, request, engine))
@@ -156,7 +152,7 @@ class Requests:
 class _Request:
     """One request: its digests, what it hits, and the ticket of that, which belongs to the engine that has asked."""
 
-    __slots__ = ("asker", "came", "digests", "expected_s", "hit", "id", "ticket", "tokens")
+    __slots__ = ("asker", "came", "digests", "hit", "id", "ticket", "tokens")
 
     def __init__(self, request_id: str, came: float, tokens: int, digests: list[bytes], asker: Session) -> None:
         self.id = request_id
@@ -164,7 +160,6 @@ class _Request:
         self.tokens = tokens
         self.digests = digests
         self.asker = asker
-        self.expected_s = 0.0
         self.hit = 0
         self.ticket = ""
 

@@ -138,7 +138,8 @@ class StorageManager:
         self._departures = Departures(self.capacity, ghosts, self._model_of, clock)
         # The seconds in which engines compute a token, as far as they say.
         self.compute_s: float | None = None
-        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, kept.journal, self._prices)
+        journal, was_done = kept.journal, self._departures.was_done
+        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, journal, self._prices, was_done)
         self._journal = kept.journal
         self._serves_at = clock() + SERVED_S
         self._shared = False
@@ -287,7 +288,7 @@ class StorageManager:
                 request_id=request_id,
                 lease_s=lease_s,
                 client=client,
-                prompt=PromptPart(prompt.of(chosen), prompt.chunk_tokens),
+                prompt=prompt._replace(chunks=prompt.of(chosen)),
             )
         result.present -= len(chosen) - len(some)
         result.placed = [(chosen[at], offset) for at, offset in result.placed]
@@ -389,11 +390,14 @@ class StorageManager:
         request_id: str,
         lease_s: float | None,
         use: Use | None = "lookup",
+        prompt: PromptPart = NO_PROMPT,
     ) -> PinLease:
         """Pin objects that `row` has found since the caller took the lock, see `ObjectTable.pin_objects`; a `use` of
         each, unless that is None."""
         deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-        lease = self._table.pin_objects(objects, owner=owner, request_id=request_id, deadline=deadline, use=use)
+        lease = self._table.pin_objects(
+            objects, owner=owner, request_id=request_id, deadline=deadline, use=use, prompt=prompt
+        )
         if use and self._tiers.watches_uses:
             self._tiers.used([stored.key for stored in objects])
         return lease
@@ -406,13 +410,16 @@ class StorageManager:
         owner: int,
         request_id: str,
         lease_s: float | None,
+        prompt: PromptPart = NO_PROMPT,
     ) -> PinLease | None:
         """Pin the objects that `find` finds in the rows of L1, which counts as a use of each; None if `find` returns
         None."""
         objects = find(self.row)
         if objects is None:
             return None
-        return self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s, use="retrieve")
+        return self.pin_objects(
+            objects, owner=owner, request_id=request_id, lease_s=lease_s, use="retrieve", prompt=prompt
+        )
 
     @_locked
     def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:

@@ -324,6 +324,8 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @harmless(list)
     def take_events(self) -> Iterable[KVCacheEvent]:
+        # vLLM asks once for each step, when it takes in what that has computed.
+        self._scheduling().step_ended()
         return [published(event) for event in self._scheduling().events.take()]
 
     # Both sides.

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvf_vllm.step_messages import Served
-from kvframework.client import KVClient, LookupResult, RequestHashes, SchedulerAdapter
+from kvframework.api.retain import Retain
+from kvframework.client import EngineSpeed, KVClient, LookupResult, RequestHashes, SchedulerAdapter
 from kvframework.errors import KVFrameworkError
 
 
@@ -21,15 +22,20 @@ class LookupService(Protocol):
         """Sets the names of content that the workers use, one for each pipeline stage. Called before any other
         method."""
 
-    def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
-        """A new empty digest list; `trace` is the request's traceparent. None as long as the server has never been
-        reached."""
+    def hashes(
+        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = ()
+    ) -> RequestHashes | None:
+        """A new empty digest list; `trace` is the request's traceparent, `retain` what it says of its KV's future. None
+        as long as the server has never been reached."""
 
     def tells(self, salt: str) -> bool:
         """True if the server tells routers of prompts with this salt, and so wants their content."""
 
-    def lookup(self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0) -> LookupResult:
-        """Looks up tokens `[start, end)`, and waits `wait_s` at most for L2 to say whether it has more than L1."""
+    def lookup(
+        self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0, speed: EngineSpeed | None = None
+    ) -> LookupResult:
+        """Looks up tokens `[start, end)`, and waits `wait_s` at most for L2 to say whether it has more than L1. `speed`
+        is this engine's, as far as it is known."""
 
     def too_short(self, request: RequestHashes) -> None:
         """Reports a request that is not looked up, as it has no whole chunk."""
@@ -47,6 +53,7 @@ class StagedResult(LookupResult):
     parts: Sequence[LookupResult] = ()
     request: RequestHashes | None = None
     start: int = 0
+    speed: EngineSpeed | None = None
 
 
 class ServerLookups:
@@ -71,7 +78,9 @@ class ServerLookups:
             for each in served
         ]
 
-    def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
+    def hashes(
+        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = ()
+    ) -> RequestHashes | None:
         # Only `usable` guarantees that no call waits for a first handshake.
         if not self._adapters or not self._client.usable:
             return None
@@ -79,16 +88,21 @@ class ServerLookups:
             hasher = self._client.hasher
         except KVFrameworkError:
             return None
-        return RequestHashes(hasher, self._chunk_tokens, request_id=request_id, cache_salt=salt, trace=trace)
+        return RequestHashes(
+            hasher, self._chunk_tokens, request_id=request_id, cache_salt=salt, trace=trace, retain=retain
+        )
 
     def tells(self, salt: str) -> bool:
         return self._client.wants_tokens(salt)
 
-    def lookup(self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0) -> LookupResult:
+    def lookup(
+        self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0, speed: EngineSpeed | None = None
+    ) -> LookupResult:
         serving = self._serving()
         # All stages together hold up the scheduler for no longer than one.
         wait_s /= len(serving)
-        return self._agreed(request, start, [each.lookup(request, start, end, wait_s=wait_s) for each in serving])
+        parts = [each.lookup(request, start, end, wait_s=wait_s, speed=speed) for each in serving]
+        return self._agreed(request, start, parts, speed)
 
     def too_short(self, request: RequestHashes) -> None:
         self._serving()[0].too_short(request)
@@ -98,7 +112,7 @@ class ServerLookups:
             return self._serving()[0].poll(result)
         assert result.request is not None
         parts = [each.poll(part) for each, part in zip(self._serving(), result.parts, strict=True)]
-        return self._agreed(result.request, result.start, parts)
+        return self._agreed(result.request, result.start, parts, result.speed)
 
     def free(self, result: LookupResult) -> None:
         if not isinstance(result, StagedResult):
@@ -107,7 +121,9 @@ class ServerLookups:
         for each, part in zip(self._serving(), result.parts, strict=True):
             each.free(part)
 
-    def _agreed(self, request: RequestHashes, start: int, parts: list[LookupResult]) -> LookupResult:
+    def _agreed(
+        self, request: RequestHashes, start: int, parts: list[LookupResult], speed: EngineSpeed | None
+    ) -> LookupResult:
         """One result for all stages. Those that have more than another are asked again for no more than that, until
         all have the same; not before each has answered."""
         while not any(part.pending for part in parts) and len({part.hit_tokens for part in parts}) > 1:
@@ -115,19 +131,22 @@ class ServerLookups:
             for index, (each, part) in enumerate(zip(self._serving(), parts, strict=True)):
                 if part.hit_tokens > shortest:
                     # Asked before the other is let go, which pins what it shares with it.
-                    parts[index] = each.lookup(request, start, start + shortest) if shortest else LookupResult(0)
+                    end = start + shortest
+                    parts[index] = each.lookup(request, start, end, speed=speed) if shortest else LookupResult(0)
                     each.free(part)
-        return _together(parts, request, start)
+        return _together(parts, request, start, speed)
 
     def _serving(self) -> Sequence[SchedulerAdapter]:
         assert self._adapters, "lookups come after serve()"
         return self._adapters
 
 
-def _together(parts: Sequence[LookupResult], request: RequestHashes, start: int) -> LookupResult:
+def _together(
+    parts: Sequence[LookupResult], request: RequestHashes, start: int, speed: EngineSpeed | None
+) -> LookupResult:
     if len(parts) == 1:
         return parts[0]
     hit = min(part.hit_tokens for part in parts)
     ticket = next((part.ticket for part in parts if part.ticket), "")
     asked = max(part.asked_tokens for part in parts)
-    return StagedResult(hit, ticket, any(part.pending for part in parts), asked, parts, request, start)
+    return StagedResult(hit, ticket, any(part.pending for part in parts), asked, parts, request, start, speed)

@@ -26,7 +26,7 @@ from kvf_vllm.states import Handover, complete_states
 from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
 from kvframework.api.content import ChunkContent
-from kvframework.client import RequestHashes
+from kvframework.client import EngineSpeed, PrefillMeter, RequestHashes
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,9 @@ class SchedulerSide:
         self._foreign: set[int] = set()
         self._unfinished: dict[int, _Unfinished] = {}
         self._next_store = 0
+        self._told_ignored = False
         self._generation = ""
+        self._meter = PrefillMeter()
 
     # Requests of vLLM's scheduler.
 
@@ -146,7 +148,7 @@ class SchedulerSide:
             tracked.search.release()
             return self._no_hit(tracked, "too_short" if not computed else "held_locally")
         wait_s = 0.0 if self._running or self._has_waited else DECIDED_S
-        hit_end = tracked.search.hit_end(hashes, start, end, wait_s)
+        hit_end = tracked.search.hit_end(hashes, start, end, wait_s, self._speed)
         if hit_end is None:
             self._has_waited = True
             return None, False
@@ -188,6 +190,7 @@ class SchedulerSide:
                 tracked.in_step,
                 tracked.adapter.use,
                 self._content(tracked, tracked.hashes, start, end),
+                tracked.wish.retain,
             )
         )
         tracked.loading = self._workers
@@ -237,12 +240,18 @@ class SchedulerSide:
                 if tracked is not None and tracked.wish.store:
                     stores += self._plan_store(tracked, tokens, tables, states.get(request_id, ()))
         loads, self._planned_loads = self._planned_loads, []
+        self._begin_step(scheduled, counts=not any(load.in_step for load in loads))
         return StepPlan(loads, stores, fence)
+
+    def step_ended(self) -> None:
+        """vLLM has taken in what the first step under way has computed."""
+        self._meter.end_step(self._clock())
 
     def plan_in_doubt(self) -> StepPlan:
         """Replaces `plan_step` after that has raised: planned loads stay, nothing is stored, and all stores end before
         the step, since any of their blocks may be written in it."""
         loads, self._planned_loads = self._planned_loads, []
+        self._begin_step({}, counts=False)
         self._foreign = set()
         self._has_waited = False
         return StepPlan(loads, [], list(self._unfinished))
@@ -307,11 +316,37 @@ class SchedulerSide:
             tracked.search.release()
         self._tracked.clear()
 
+    def _begin_step(self, scheduled: Mapping[str, int], *, counts: bool) -> None:
+        """Tell the meter; `counts`: the step's time is that of computing."""
+        requests = [
+            (self._tracked[each].request, tokens) for each, tokens in scheduled.items() if each in self._tracked
+        ]
+        parts = [(request.num_computed_tokens, request.num_computed_tokens + tokens) for request, tokens in requests]
+        self._meter.begin_step(parts, self._clock(), counts=counts)
+
+    def _speed(self) -> EngineSpeed | None:
+        """How fast this engine is, and what it has still to compute of the prompts before the next."""
+        queued = []
+        for request_id in self._running:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                request = tracked.request
+                queued.append((max(request.num_computed_tokens, tracked.hit_end), request.num_tokens))
+        return self._meter.speed(queued)
+
     def _track(self, request: EngineRequest) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             search = PrefixSearch(self._service, deadline_s=self._options.lookup_deadline_s, clock=self._clock)
-            tracked = self._tracked[request.request_id] = _Tracked(request, wish_of(request), search)
+            wish = wish_of(request)
+            if wish.ignored and not self._told_ignored:
+                self._told_ignored = True
+                log.warning(
+                    "kvframework.retain of request %r is ignored, and so are such ones from now on: %s",
+                    request.request_id,
+                    wish.ignored,
+                )
+            tracked = self._tracked[request.request_id] = _Tracked(request, wish, search)
         return tracked
 
     def _learn(self, answers: Mapping[int, Served | None]) -> None:
@@ -365,7 +400,10 @@ class SchedulerSide:
             return None
         if tracked.hashes is None:
             salt = salted(tracked.wish.salt, self._generation)
-            tracked.hashes = self._service.hashes(tracked.request.request_id, salt, traceparent(tracked.request))
+            retain = tracked.wish.retain
+            tracked.hashes = self._service.hashes(
+                tracked.request.request_id, salt, traceparent(tracked.request), retain
+            )
         if tracked.hashes is not None and tracked.fed < tracked.request.num_tokens:
             tokens = tracked.request.all_token_ids[tracked.fed :]
             content = adapter.content if adapter is not None else ""
@@ -417,7 +455,19 @@ class SchedulerSide:
         event = self.events.of(request, tracked.wish, start, end) if content is None else None
         self._unfinished[number] = _Unfinished(blocks, self._workers, 0, event)
         digests, salt, adapter = hashes.digests(end), hashes.cache_salt, tracked.adapter.use
-        yield StoreOp(number, request.request_id, start, end, digests, salt, block_ids, hashes.trace, adapter, content)
+        yield StoreOp(
+            number,
+            request.request_id,
+            start,
+            end,
+            digests,
+            salt,
+            block_ids,
+            hashes.trace,
+            adapter,
+            content,
+            tracked.wish.retain,
+        )
 
     def _content(self, tracked: _Tracked, hashes: RequestHashes, start: int, end: int) -> ChunkContent | None:
         """The content of tokens `[start, end)`, None unless the server tells routers of them."""

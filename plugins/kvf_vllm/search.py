@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvf_vllm.lookups import LookupService
-from kvframework.client import LookupResult, RequestHashes
+from kvframework.client import EngineSpeed, LookupResult, RequestHashes
 
 # The scheduler may ask about a request at every step for as long as it has no room for it.
 POLL_S = 0.002
@@ -30,14 +30,22 @@ class PrefixSearch:
         self._asked_at = 0.0
         self._polled_at = 0.0
 
-    def hit_end(self, hashes: RequestHashes, start: int, end: int, wait_s: float = 0.0) -> int | None:
+    def hit_end(
+        self,
+        hashes: RequestHashes,
+        start: int,
+        end: int,
+        wait_s: float = 0.0,
+        speed: Callable[[], EngineSpeed | None] = lambda: None,
+    ) -> int | None:
         """The token up to which the server has all chunks from `start` (a multiple of the chunk), None while L2 loads:
-        call again. The hit stays pinned until `release` or another `start`. A lookup waits for L2 for `wait_s`."""
+        call again. The hit stays pinned until `release` or another `start`. A lookup waits for L2 for `wait_s`, and
+        says how fast the engine is then."""
         now = self._clock()
         if self._result is None or self._start != start or self._is_stale(now):
             self.release()
             self._start, self._asked_at, self._polled_at = start, now, now
-            self._result = self._service.lookup(hashes, start, end, wait_s)
+            self._result = self._service.lookup(hashes, start, end, wait_s, speed())
             self.found_after_s = self._clock() - now
         if self._result.pending:
             if now - self._asked_at < self._deadline_s:

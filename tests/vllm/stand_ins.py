@@ -13,8 +13,9 @@ from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvframework.api.futures import Future
 from kvframework.api.keys import DIGEST_BYTES
+from kvframework.api.retain import Retain
 from kvframework.api.transport import LoadOutcome
-from kvframework.client import LookupResult, RequestHashes
+from kvframework.client import EngineSpeed, LookupResult, RequestHashes
 
 BLOCK = 4
 CHUNK = 8
@@ -72,7 +73,9 @@ class FakeServer:
         self.asked: list[tuple[int, int]] = []
         # How long each lookup would have waited for L2.
         self.waits: list[float] = []
+        self.speeds: list[EngineSpeed | None] = []
         self.short: list[str] = []
+        self.requests: list[RequestHashes] = []
         self.polls = 0
         self.reachable = True
         self.telling = False
@@ -81,10 +84,12 @@ class FakeServer:
     def serve(self, served: Sequence[Served]) -> None:
         self.served = served
 
-    def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
+    def hashes(
+        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = ()
+    ) -> RequestHashes | None:
         if not self.reachable:
             return None
-        return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt, trace=trace)
+        return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt, trace=trace, retain=retain)
 
     def tells(self, salt: str) -> bool:
         return self.telling and not salt
@@ -92,9 +97,13 @@ class FakeServer:
     def too_short(self, request: RequestHashes) -> None:
         self.short.append(request.request_id)
 
-    def lookup(self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0) -> LookupResult:
+    def lookup(
+        self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0, speed: EngineSpeed | None = None
+    ) -> LookupResult:
+        self.speeds.append(speed)
         self.asked.append((start, end))
         self.waits.append(wait_s)
+        self.requests.append(request)
         hit = 0
         while start + hit < end and (request.cache_salt, digest(request.digests(end), start + hit)) in self.known:
             hit += CHUNK
@@ -156,6 +165,7 @@ def filled(server: FakeServer, tokens: list[int], **fields: Any) -> None:
         server.stored(op)
     side.finished(request)
     server.asked.clear()
+    server.requests.clear()
 
 
 class FakeInstance:

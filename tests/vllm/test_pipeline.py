@@ -240,8 +240,10 @@ def test_engines_that_are_split_otherwise_share_nothing(make: Any) -> None:
 def test_results_of_stages_are_one_as_far_as_all_have_it() -> None:
     one, other = LookupResult(64, "t1", asked_tokens=96), LookupResult(32, "", pending=True, asked_tokens=96)
     request = RequestHashes(Sha256(), CHUNK, request_id="a")
-    assert _together([one], request, 16) is one
-    assert _together([other, one], request, 16) == StagedResult(32, "t1", True, 96, [other, one], request, 16)
+    assert _together([one], request, 16, None) is one
+    assert _together([other, one], request, 16, None) == StagedResult(
+        32, "t1", True, 96, [other, one], request, 16, None
+    )
 
 
 def test_stages_with_other_chunks_or_one_stage_with_two_names_store_nothing(caplog: pytest.LogCaptureFixture) -> None:

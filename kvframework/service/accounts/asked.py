@@ -17,7 +17,19 @@ class Asked:
     """What a LOOKUP asks for, and what is known of its first missing object. `grid` is None while its namespace is not
     known. `find` may run in a storage thread, under the storage lock."""
 
-    __slots__ = ("began", "client", "grid", "key", "l1_tokens", "missing", "priced", "recorded", "speed", "task")
+    __slots__ = (
+        "began",
+        "client",
+        "grid",
+        "key",
+        "l1_tokens",
+        "missing",
+        "over",
+        "priced",
+        "recorded",
+        "speed",
+        "task",
+    )
 
     def __init__(self, client: ClientInfo, key: CacheKey, began: float, speed: EngineSpeed | None = None) -> None:
         self.client = client
@@ -26,6 +38,8 @@ class Asked:
         # What its engine says of itself, and what its load was decided by, once it was.
         self.speed = speed
         self.priced: Priced | None = None
+        # Whether it has ended.
+        self.over = False
         self.grid: KeyGrid | None = None
         # Present at the begin.
         self.l1_tokens = 0
