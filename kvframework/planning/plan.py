@@ -27,6 +27,8 @@ WRITE_POLICIES: tuple[WritePolicyName, ...] = ("write_through", "write_through_s
 EVICTIONS = ("lru", "two_queues")
 # Without a word on how many: engines that compute this share of the time if nothing is ever found.
 _BUSY = 0.9
+# Uses of chunks that take 20 s to simulate without a tier.
+_LONG = 1_000_000
 # No cache is looked at that is larger than what has this share of the hits of an endless one.
 _NEARLY_ALL = 0.99
 
@@ -217,6 +219,7 @@ def _search(sized: _Sized, wanted: Wanted, engines: int, tell: Callable[[str], o
         whole,
         of_sample if sample is not None else None,
         quick=wanted.quick,
+        long=sized.prompts.uses > _LONG,
     )
 
 

@@ -57,7 +57,7 @@ def first_enough(sizes: Sequence[int], is_enough: Callable[[int], bool]) -> int:
 
 class Search:
     """The search among `sizes`, which ascend. `whole` and `of_sample` simulate a setting; without the latter there is
-    no sample, and with `quick` nothing else."""
+    no sample, and with `quick` nothing else. `long`: also without a tier all sessions take too much time to try."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class Search:
         of_sample: Callable[[Setting], Figures] | None,
         *,
         quick: bool = False,
+        long: bool = False,
     ) -> None:
         self._combinations = combinations
         self._sizes = sizes
@@ -77,6 +78,7 @@ class Search:
         self._whole = whole
         self._of_sample = of_sample
         self._quick = quick
+        self._long = long
         self._known: dict[Setting, Figures] = {}
 
     def rows(self) -> Iterator[Row]:
@@ -122,8 +124,8 @@ class Search:
             yield row
 
     def _row(self, setting: Setting, *, sampled: bool) -> Row:
-        """Simulate; all sessions also if there is no tier, since that takes little time, and each setting once."""
-        if sampled and self._of_sample is not None and setting.tier is not None:
+        """Simulate: all sessions also where there is no tier, since that takes little time; each setting once."""
+        if sampled and self._of_sample is not None and (self._long or setting.tier is not None):
             return Row(setting, self._of_sample(setting), sampled=True)
         if setting not in self._known:
             self._known[setting] = self._whole(setting)
