@@ -128,6 +128,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "s3": ("s3",),
     # Engines that the other parts do without: their examples and models.
     "engines": ("engines",),
+    # A trained model, from its package.
+    "trained": ("trained",),
     # A real Mooncake Store, whose wheel needs libraries of the system.
     "mooncake": ("mooncake",),
     # Indexers of cache-aware routers, from their wheels.

@@ -60,8 +60,9 @@ def simulate(
     """Say what the requests of a trace would find in the cache of a server.
 
     The server's own code runs, with its eviction, write policies and tiers' queues, on a virtual clock: nothing is
-    stored, read or sent, and no tier is connected to. An hour of requests takes seconds. It says what L1 and each tier
-    give, what is written and read, and with --engines and --prefill the time to the first token.
+    stored, read or sent, and no tier is connected to. An hour of requests takes seconds, with tiers up to a minute. It
+    says what L1 and each tier give, what is written and read, and with --engines and --prefill the time to the first
+    token.
     """
     import logging
 
