@@ -73,7 +73,5 @@ def _kit(checkout: Path) -> Step:
 
 def _bench(name: str, *arguments: str) -> Step:
     found = any(each.name == "bench" for each in entry_points(group="kvframework.commands"))
-    missing = (
-        "" if found else f"no kvframework-bench here: {install_command(distribution='kvframework-bench')}"
-    )
+    missing = "" if found else f"no kvframework-bench here: {install_command(distribution='kvframework-bench')}"
     return Step(name, (*_COMMAND, "bench", "cuda", "--json", *arguments), 900.0, missing, True)
