@@ -93,7 +93,7 @@ class Pricing:
         offers = {store: _offer(store, now) for store in set(source.values())}
         stride = found - l1 if grid.has_windows else 1
         parts = [
-            TierPart(offer.queue, list(_load_s(grid, source, store, offer, range(l1, found + 1, stride))))
+            TierPart(offer.turns, list(_load_s(grid, source, store, offer, range(l1, found + 1, stride))))
             for store, offer in offers.items()
         ]
         first = asked.key.start + l1 * grid.desc.chunk_tokens

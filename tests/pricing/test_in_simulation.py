@@ -27,7 +27,7 @@ class Conversations:
     header = Header(CHUNK, "made", MOONCAKE)
 
     def __iter__(self) -> Iterator[Request]:
-        random_ = random.Random(7)  # noqa: S311  a trace, no secret
+        random_ = random.Random(7)
         ids = iter(range(1 << 20))
         going: list[list[int]] = []
         at = 0.0
@@ -51,11 +51,19 @@ def mean_s(*settings: str, engines: int, slow: tuple[SlowTime, ...] = (), gb_per
     """Return the mean time to the first token; without a speed there is no tier."""
     tier = ("l2.0.use=filesystem", "l2.0.path=/nowhere", "l2.0.capacity=1GiB", "l2.0.timeout_s=86400")
     config = load_config(
-        None, (f"l1.capacity={300 * CHUNK * BYTES_PER_TOKEN}", f"server.chunk_size={CHUNK}", *settings, *(tier if gb_per_s else ()))
+        None,
+        (
+            f"l1.capacity={300 * CHUNK * BYTES_PER_TOKEN}",
+            f"server.chunk_size={CHUNK}",
+            *settings,
+            *(tier if gb_per_s else ()),
+        ),
     )
     speeds = [TierSpeed("filesystem", gb_per_s * 1e9, slow=slow, has_all=True)] if gb_per_s else []
     fleet = Engines(engines, TOKENS_PER_S, ATTENTION_TOKENS)
-    outcome = simulate(Conversations(), Settings(config, BYTES_PER_TOKEN, fleet, speeds, whole_chunks=False), registry())
+    outcome = simulate(
+        Conversations(), Settings(config, BYTES_PER_TOKEN, fleet, speeds, whole_chunks=False), registry()
+    )
     assert outcome.ttft_s is not None
     return outcome.ttft_s.mean
 
