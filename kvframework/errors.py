@@ -392,7 +392,7 @@ class TierError(StorageError, OSError):
 
 
 class SimulationError(KVFrameworkError, ValueError):
-    """What is to be simulated cannot be: a setting is missing, out of bounds, or does not fit another.
+    """A simulation cannot be made: a setting is missing, out of bounds, or does not fit another.
 
     What to do: change the setting that it names."""
 
@@ -405,7 +405,7 @@ class SimulationError(KVFrameworkError, ValueError):
 class TraceError(KVFrameworkError, ValueError):
     """A file of requests is no trace, of a format that is not read, or wrong at the place that it names.
 
-    What to do: correct the place that it names, or give a file of a format that it names."""
+    What to do: correct the place that it names, or give a trace of a format in traces.md."""
 
     code = "trace.invalid"
 

@@ -32,6 +32,7 @@ from kvframework.cli import (
 from kvframework.cli.commands import CommandGroup
 from kvframework.cli.demo import command as demo
 from kvframework.cli.top import command as top
+from kvframework.cli.trace import command as trace
 from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, examples
 from kvframework.errors import KVFrameworkError
 
@@ -60,6 +61,7 @@ for command in (
     observe,
     route,
     explain,
+    trace,
     clear,
     config,
     keys,

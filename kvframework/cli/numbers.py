@@ -1,10 +1,13 @@
-"""The one form of measured numbers on a terminal: few digits, never an exponent."""
+"""The one form of measured numbers on a terminal: few digits, never an exponent. And of times that a user gives."""
 
 from __future__ import annotations
 
 import math
+import re
 
 _MOST_PLACES = 12
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+_MOST_SECONDS = 366 * 86_400
 
 
 def short_number(value: float, digits: int = 3) -> str:
@@ -35,3 +38,13 @@ def short_duration(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds / 86_400:.0f} d"
+
+
+def parsed_duration(text: str) -> float:
+    """Return the seconds of a time such as `90`, `90s`, `10m`, `1.5h` or `2d`. Raises `ValueError` with the expected
+    form."""
+    found = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*(s|m|min|h|d|)\s*", text)
+    seconds = float(found[1]) * _SECONDS[found[2]] if found else 0.0
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise ValueError(f"expected a time such as 90s, 10m or 2h, up to {_MOST_SECONDS / 86_400:.0f}d, found {text!r}")
+    return seconds

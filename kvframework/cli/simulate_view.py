@@ -53,8 +53,8 @@ def _times(outcome: Outcome) -> Table:
     table = _table("time to first token", "mean", "p50", "p90", "p99", "engines computed")
     spread = outcome.ttft_s
     assert spread is not None
-    times = [f"{short_number(each)} s" for each in (spread.mean, spread.p50, spread.p90, spread.p99)]
-    table.add_row("", *times, short_duration(outcome.engine_s or 0.0))
+    times = [_seconds(each) for each in (spread.mean, spread.p50, spread.p90, spread.p99)]
+    table.add_row("", *times, _seconds(outcome.engine_s or 0.0))
     return table
 
 
@@ -79,6 +79,10 @@ def _table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right")
     return table
+
+
+def _seconds(seconds: float) -> str:
+    return f"{short_number(seconds)} s"
 
 
 def _share(part: int, whole: int) -> str:

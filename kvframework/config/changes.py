@@ -22,6 +22,7 @@ CHANGED_NOW = frozenset(
         "server.ticket_s",
         "server.price",
         "server.session_timeout_s",
+        "server.trace_memory",
         "l1.high_watermark",
         "l1.low_watermark",
         "l2.timeout_s",

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvframework.api.codec import NO_CODEC
+from kvframework.api.options import ByteSize
 from kvframework.api.tier import MAX_TIER_CALLS
 
 _YEAR_S = 365 * 24 * 3600.0
@@ -99,6 +100,12 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Seconds, msgspec.Meta(description="longest silence of a client without a liveness socket")
     ] = 30.0
     workers: Annotated[int, msgspec.Meta(ge=1, le=256, description="threads that copy the KV of clients over TCP")] = 2
+    trace_memory: Annotated[
+        ByteSize,
+        msgspec.Meta(
+            description="most memory for lookups that `kvframework trace record` has yet to fetch; 0: it is refused"
+        ),
+    ] = ByteSize(32 << 20)
     tcp: Annotated[
         str, msgspec.Meta(description="a second endpoint, `tcp://ADDRESS:PORT`, for other hosts and users; empty: none")
     ] = ""

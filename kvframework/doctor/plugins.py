@@ -53,7 +53,7 @@ def configured(config: Config) -> list[Subject]:
 
 def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list[Finding]:
     """The refusals that are not of one table. `serving`: a server of this user runs at the endpoint."""
-    request = msgspec.msgpack.encode((config, serving))
+    request = msgspec.msgpack.encode((config, serving), enc_hook=int)  # a size
     ran = run_isolated("kvframework.doctor.preflight_process", request, deadline_s=deadline_s)
     found = [msgspec.json.decode(line, type=Finding) for line in ran.lines]
     if ran.ended:

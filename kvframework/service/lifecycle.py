@@ -98,7 +98,13 @@ class CacheService(CacheServices):
         )
         finished = self.finished = FinishedRequests(self.boot_id, storage.clock, self._tenants.name)
         self._lookups = Lookups(
-            storage, self._resolver, finished, ticket_s=config.ticket_s, price=config.price, tenants=self._tenants
+            storage,
+            self._resolver,
+            finished,
+            ticket_s=config.ticket_s,
+            price=config.price,
+            trace_memory=config.trace_memory,
+            tenants=self._tenants,
         )
         self._use = self._lookups.use
         self._miss_facts = self._lookups.miss_facts
@@ -167,6 +173,7 @@ class CacheService(CacheServices):
         )
         self._lookups.tickets.configure(ticket_s=config.ticket_s)
         self._lookups.pricing.on = config.price
+        self._lookups.recording.configure(most_bytes=config.trace_memory)
 
     def welcome(self, _hello: m.Hello, client: ClientInfo, version: int, returns: bool) -> m.HelloReply:
         """The service's part of the answer to HELLO; the message server fills in the session. `returns` means that the
@@ -234,6 +241,7 @@ class CacheService(CacheServices):
         self._lookups.tickets.expire()
         self._chunks.tick()
         self.storage.tick()
+        self._lookups.recording.expire()
         now = time.monotonic()
         if self._report.is_due(now):
             grown = self._report.changes(self._status.parts(), now)

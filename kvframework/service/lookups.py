@@ -18,6 +18,7 @@ from kvframework.service.accounts.asked import Asked
 from kvframework.service.accounts.finished import NOT_MISSED, FinishedRequests, subject_of
 from kvframework.service.accounts.lookup_counts import LookupCounts
 from kvframework.service.accounts.miss_facts import MissFacts
+from kvframework.service.accounts.recording import Recording
 from kvframework.service.accounts.short_prompts import ShortPrompts
 from kvframework.service.accounts.use import Use
 from kvframework.service.keys import KeyResolver, check_key
@@ -33,7 +34,8 @@ from kvframework.wire.table import REQUESTS
 
 class Lookups:
     """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds; `finished`
-    receives each lookup at its end; `price`: what is dear to load is computed, see `Pricing`."""
+    receives each lookup at its end; `price`: what is dear to load is computed, see `Pricing`. `trace_memory` is the most
+    memory of a recorded trace, in bytes."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class Lookups:
         *,
         ticket_s: float,
         price: bool = False,
+        trace_memory: int = 0,
         tenants: TenantNames | None = None,
     ) -> None:
         self._storage = storage
@@ -57,7 +60,9 @@ class Lookups:
         self._counts = LookupCounts(m.REASONS)
         self._finished = finished
         self.pricing = Pricing(storage, on=price)
-        self.use = Use(storage, tenants or TenantNames())
+        self._tenants = tenants or TenantNames()
+        self.use = Use(storage, self._tenants)
+        self.recording = Recording(self._clock, trace_memory)
         self.miss_facts = MissFacts(storage)
         self.short_prompts = ShortPrompts(self._counts, finished)
         # Lookups whose answers were all pending so far, by ticket.
@@ -72,6 +77,7 @@ class Lookups:
         self.miss_facts.end_session(session_id)
         self.short_prompts.end_session(session_id)
         self.pricing.end_session(session_id)
+        self.recording.end_session(session_id)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -80,6 +86,7 @@ class Lookups:
             Handler(REQUESTS["FREE_LOOKUP_LOCKS"], self._free),
             Handler(REQUESTS["END_SESSION"], self._end_session),
             Handler(REQUESTS["CANCEL"], self._cancel),
+            *self.recording.handlers(),
         ]
 
     def answer_waits(self) -> None:
@@ -122,6 +129,8 @@ class Lookups:
                 answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
             held = self._hold(lambda now: now.decided, answer, owner, payload.wait_s, opens=True)
         asked.l1_tokens = answer.hit_tokens
+        if self.recording.on:
+            asked.recorded = self.recording.add(key, asked.grid, asked.began, self._tenants.number(key.cache_salt))
         if answer.pending:
             self._waiting[answer.ticket] = asked
         else:
@@ -214,6 +223,8 @@ class Lookups:
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
         self._counters["hit_tokens"] += hit_tokens
         self.pricing.ended(asked)
+        if asked.recorded is not None:
+            asked.recorded.hit_tokens = hit_tokens
         self.use.looked_up(asked.client, key, grid, tokens, hit_tokens)
         self._counts.ended(key.model_name, tokens, l1_tokens, l2_tokens, named=grid is not None)
         why, missing = NOT_MISSED, -1

@@ -1,4 +1,4 @@
-"""The storage threads without threads: what a controller gave to one of them, step by step."""
+"""What a controller gives to one of its storage threads, step by step: without the thread."""
 
 from __future__ import annotations
 
@@ -9,36 +9,40 @@ from kvframework.storage.l2.threads import Controller
 class Job:
     """`take` takes the step that is due (a call to a tier, something in L1), `go_on` hands its answer to the
     controller, which names the next. Between the two, and before each, anything may happen: that is when a thread
-    waits."""
+    would wait. `step` is the one that is due, if any, and `error` what the last one raised."""
 
     def __init__(self, controller: Controller, steps: Steps[None]) -> None:
         self.controller = controller
         self.ended = False
+        self.step: Step | None = None
+        self.error: Exception | None = None
         self._steps = steps
-        self._step: Step | None = None
         self._answer: object = None
-        self._error: Exception | None = None
         self._began = False
 
     def take(self) -> None:
-        step, self._step = self._step, None
+        step, self.step = self.step, None
         assert step is not None
         try:
             self._answer = step()
         except Exception as error:  # noqa: BLE001  the controller decides
-            self._error = error
+            self.error = error
 
     def go_on(self) -> None:
         """Raises what the controller raises, which is a bug of it."""
-        answer, error = self._answer, self._error
-        self._answer = self._error = None
+        answer, error = self._answer, self.error
+        self._answer = self.error = None
         try:
             if error is not None:
-                self._step = self._steps.throw(error)
+                self.step = self._steps.throw(error)
             elif self._began:
-                self._step = self._steps.send(answer)
+                self.step = self._steps.send(answer)
             else:
                 self._began = True
-                self._step = next(self._steps)
+                self.step = next(self._steps)
         except StopIteration:
             self.ended = True
+
+    def abandon(self) -> None:
+        """End it where it is, as if its process had ended."""
+        self._steps.close()

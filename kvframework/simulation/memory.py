@@ -1,4 +1,4 @@
-"""L1 of a simulation: an arena that nobody writes, so that it takes no memory."""
+"""L1 of a simulation: an arena without bytes of its own, which takes no memory."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Node:
         return answer
 
     def settle(self) -> None:
-        """Let go on what can, at this time: after each event."""
+        """Do what the storage threads and the serving thread would do now: after each event."""
         self._threads.look()
         service = self.service
         while service.next_at() <= self.time.now:

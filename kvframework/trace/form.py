@@ -18,22 +18,25 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     0 to `MAX_ID`: equal ids in one trace are equal prompts from the first token to the end of that chunk. They are as
     many as `tokens` fill, or one more where the trace also counts the chunk that is not full.
 
-    `tenant` and `model` number those of the trace from 0 on. `hit_tokens` is what the recorded server had of the
-    prompt, or `UNKNOWN`. `lost` requests between this and the one before are missing from the trace.
+    The first `start` tokens the engine had itself, and asked only for what follows: whole chunks. `hit_tokens` is what
+    the recorded server had of that, or `UNKNOWN`. `tenant` is the number of a configured one in the order of the
+    server's TOML, 0 for none; `model` numbers those of the trace from 0 on. `lost` requests between this and the one
+    before are missing from the trace.
     """
 
     at: float
     tokens: int
     output_tokens: int
     chunks: Sequence[int]
+    start: int = 0
+    hit_tokens: int = UNKNOWN
     tenant: int = 0
     model: int = 0
-    hit_tokens: int = UNKNOWN
     lost: int = 0
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What is said of a trace as a whole. `form` names the format of its file: one of the three below. `chunk_tokens`
+    """What is said of a trace as a whole. `form` names the format of its file: one of those below. `chunk_tokens`
     is the tokens of each chunk, `name` the name of the file or folder, `recorded_at` seconds since 1970, 0 unknown."""
 
     chunk_tokens: int
@@ -44,4 +47,5 @@ class Header(msgspec.Struct, frozen=True):
 
 KVFRAMEWORK = "kvframework"
 MOONCAKE = "mooncake"
+BAILIAN = "bailian"
 KV_CACHE_TESTER = "kv-cache-tester"

@@ -1,10 +1,9 @@
-"""Traces in JSON lines: ours, and Mooncake's. One line is in memory at a time."""
+"""Traces in JSON lines: ours, Mooncake's and Bailian's. One line is in memory at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isfinite
-from typing import Annotated, BinaryIO
+from typing import Annotated, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -17,7 +16,7 @@ MAX_TOKENS = 1 << 30
 MAX_CHUNK_TOKENS = 1 << 20
 # Ten years: beyond it a time is of another unit.
 MAX_SPAN_S = 10 * 366 * 86400.0
-_MAX_TIMESTAMP_MS = 1e15
+_MAX_SINCE_1970_S = 1e12
 
 FORM = (
     "a JSON object on each line: `timestamp` in ms, in the order of time, `input_length` and `output_length` in "
@@ -29,12 +28,13 @@ Ordinal = Annotated[int, msgspec.Meta(ge=0, le=MAX_ID)]
 
 
 class Line(msgspec.Struct, omit_defaults=True):
-    """A request as it is on disk. The first four fields are Mooncake's, the others ours."""
+    """A request as it is on disk. The first four fields are Mooncake's, and always written; the others are ours."""
 
     timestamp: float
     input_length: Tokens
     hash_ids: list[Ordinal]
-    output_length: Tokens = 0
+    output_length: Tokens | msgspec.UnsetType = msgspec.UNSET
+    start: Tokens = 0
     hit_length: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=MAX_TOKENS)] = UNKNOWN
     tenant: Ordinal = 0
     model: Ordinal = 0
@@ -73,7 +73,19 @@ def read_lines(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def requests(lines: Iterator[tuple[int, bytes]], name: str, chunk_tokens: int) -> Iterator[Request]:
+class Unit(NamedTuple):
+    """Of the times of a form."""
+
+    name: str
+    a_second: int
+
+
+MILLISECONDS, SECONDS = Unit("ms", 1000), Unit("s", 1)
+
+
+def requests(
+    lines: Iterator[tuple[int, bytes]], name: str, chunk_tokens: int, unit: Unit = MILLISECONDS
+) -> Iterator[Request]:
     """Yield the requests of the lines. Raises `TraceError` at the first line that is wrong."""
     first: float | None = None
     before = 0.0
@@ -81,32 +93,51 @@ def requests(lines: Iterator[tuple[int, bytes]], name: str, chunk_tokens: int) -
         where = f"{name}:{number}"
         line = decoded(text, where)
         now = line.timestamp
-        if not 0 <= now <= _MAX_TIMESTAMP_MS or not isfinite(now):
-            raise _wrong_time(where, f"`timestamp` is {now:g} ms", "milliseconds, never negative")
+        if not 0 <= now <= _MAX_SINCE_1970_S * unit.a_second:
+            raise _wrong_time(where, f"`timestamp` is {now:g} {unit.name}", unit)
         if first is None:
             first = before = now
         if now < before:
             raise TraceError(
-                f"`timestamp` is {now:.0f} ms, after a line with {before:.0f} ms",
+                f"`timestamp` is {_time(now)} {unit.name}, after a line with {_time(before)} {unit.name}",
                 where=where,
                 available="lines in the order of time",
                 hint=f"sort it: jq -s -c 'sort_by(.timestamp)[]' {name}",
             )
-        at = (now - first) / 1000
+        at = (now - first) / unit.a_second
         if at > MAX_SPAN_S:
-            raise _wrong_time(where, f"`timestamp` is {at / 86400:.0f} days after the first", "milliseconds")
+            raise _wrong_time(where, f"`timestamp` is {at / 86400:.0f} days after the first", unit)
         before = now
         check_chunks(line.input_length, len(line.hash_ids), chunk_tokens, where, "`hash_ids`", "`input_length`")
+        if line.start % chunk_tokens or line.start > line.input_length:
+            raise TraceError(
+                f"`start` is {line.start} tokens of {line.input_length}",
+                where=where,
+                available=f"whole chunks of {chunk_tokens} tokens within the prompt",
+                hint="correct this field",
+            )
         yield Request(
             at,
             line.input_length,
-            line.output_length,
+            line.output_length or 0,
             line.hash_ids,
+            line.start,
+            line.hit_length,
             line.tenant,
             line.model,
-            line.hit_length,
             line.lost,
         )
+
+
+def of_prefixes(requests: Iterator[Request]) -> Iterator[Request]:
+    """Yield requests whose ids stand for the prompt up to there, from such whose ids stand for a chunk alone."""
+    for request in requests:
+        prefix = 0
+        ids = []
+        for chunk in request.chunks:
+            prefix = hash((prefix, chunk)) & MAX_ID  # of integers: the same in every process
+            ids.append(prefix)
+        yield msgspec.structs.replace(request, chunks=ids)
 
 
 def decoded(text: bytes, where: str) -> Line:
@@ -147,7 +178,14 @@ def check_chunks(tokens: int, chunks: int, chunk_tokens: int, where: str, ids: s
         )
 
 
-def _wrong_time(where: str, fact: str, expected: str) -> TraceError:
+def _time(value: float) -> str:
+    return f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+def _wrong_time(where: str, fact: str, unit: Unit) -> TraceError:
     return TraceError(
-        fact, where=where, available=f"{expected}, within ten years", hint="convert the times to milliseconds"
+        fact,
+        where=where,
+        available=f"{unit.name} since the first or since 1970, never negative, within ten years",
+        hint=f"convert the times to {unit.name}",
     )

@@ -12,11 +12,12 @@ import msgspec
 from kvframework.errors import TraceError
 from kvframework.trace import lines
 from kvframework.trace.conversations import CONVERSATIONS_PER_HOUR, Conversations
-from kvframework.trace.form import KV_CACHE_TESTER, KVFRAMEWORK, MOONCAKE, Header, Request
+from kvframework.trace.form import BAILIAN, KV_CACHE_TESTER, KVFRAMEWORK, MOONCAKE, Header, Request
 from kvframework.trace.recognised import HEAD, recognised
 from kvframework.trace.refusal import RECORD, no_trace, readable
 
 MOONCAKE_CHUNK_TOKENS = 512
+BAILIAN_CHUNK_TOKENS = 16
 _header = msgspec.json.Decoder(lines.HeaderLine)
 
 
@@ -36,7 +37,8 @@ def open_trace(
 ) -> Trace:
     """Open the trace at `path`, and read what says its form.
 
-    Mooncake's form does not say the tokens of a chunk: they are `chunk_tokens`, 512 as in Mooncake's own if it is 0.
+    Mooncake's and Bailian's forms do not say the tokens of a chunk: they are `chunk_tokens`, if it is 0 those of the
+    traces that are out, 512 and 16.
     Conversations of kv-cache-tester do not say when they began: about so many do in an hour. Raises `TraceError` for a
     file that cannot be read, is empty or of another format.
     """
@@ -54,9 +56,11 @@ def open_trace(
         if found.form == KV_CACHE_TESTER:
             return Conversations([path], path.name, conversations_per_hour)
         if found.form == KVFRAMEWORK:
-            return _Lines(path, _read_header(path), after_header=True)
+            return _Lines(path, _read_header(path))
         if found.form == MOONCAKE:
             return _Lines(path, Header(chunk_tokens or MOONCAKE_CHUNK_TOKENS, path.name, MOONCAKE))
+        if found.form == BAILIAN:
+            return _Lines(path, Header(chunk_tokens or BAILIAN_CHUNK_TOKENS, path.name, BAILIAN))
     looks_like = f"this looks like {found.looks_like}" if found.looks_like else "this is of no known format"
     raise no_trace(path, looks_like, found.hint or RECORD)
 
@@ -64,17 +68,20 @@ def open_trace(
 class _Lines:
     """A trace in JSON lines."""
 
-    def __init__(self, path: Path, header: Header, *, after_header: bool = False) -> None:
+    def __init__(self, path: Path, header: Header) -> None:
         self.header = header
         self._path = path
-        self._after_header = after_header
 
     def __iter__(self) -> Iterator[Request]:
+        form, chunk_tokens, name = self.header.form, self.header.chunk_tokens, str(self._path)
         with readable(self._path), self._path.open("rb") as file:
-            numbered = lines.read_lines(file, str(self._path))
-            if self._after_header:
-                next(numbered)
-            yield from lines.requests(numbered, str(self._path), self.header.chunk_tokens)
+            numbered = lines.read_lines(file, name)
+            if form == BAILIAN:
+                yield from lines.of_prefixes(lines.requests(numbered, name, chunk_tokens, lines.SECONDS))
+                return
+            if form == KVFRAMEWORK:
+                next(numbered)  # the header
+            yield from lines.requests(numbered, name, chunk_tokens)
 
 
 def _read_header(path: Path) -> Header:

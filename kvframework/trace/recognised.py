@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from kvframework.trace.form import KV_CACHE_TESTER, KVFRAMEWORK, MOONCAKE
+from kvframework.trace.form import BAILIAN, KV_CACHE_TESTER, KVFRAMEWORK, MOONCAKE
 
 HEAD = 1 << 16
 
@@ -33,6 +33,10 @@ _MAGIC = {
 _TEXT = "it holds text, and no ids of chunks: record a trace of the served requests with kvframework trace record"
 # Fields that no other format has, in the order of preference.
 _FIELDS = {
+    "chunk_hashes": (
+        "a log of LMCache's lookups",
+        "write its lines with the expected fields, hashes as integers",
+    ),
     "conversations": ("dialogues of ShareGPT", _TEXT),
     "messages": ("messages of a chat", _TEXT),
     "prompt": ("prompts", _TEXT),
@@ -70,7 +74,7 @@ def recognised(head: bytes) -> Recognised:
     if _has(text, "requests") and _has(text, "block_size"):
         return Recognised(KV_CACHE_TESTER)
     if _has(first_line, "timestamp") and _has(first_line, "hash_ids"):
-        return Recognised(MOONCAKE)
+        return Recognised(BAILIAN if _has(first_line, "parent_chat_id") else MOONCAKE)
     return _by_fields(text)
 
 

@@ -10,8 +10,8 @@ from kvframework.errors import TraceError
 
 RECORD = "record one: kvframework trace record --for 10m -o trace.jsonl"
 _READ = (
-    "a trace of `kvframework trace record`, of Mooncake (JSON lines with `timestamp`, `input_length`, `hash_ids`) or "
-    "of kv-cache-tester (a JSON file with `requests`, or a folder of them)"
+    "a trace of `kvframework trace record`, of Mooncake (JSON lines with `timestamp`, `input_length`, `hash_ids`), "
+    "of Qwen's Bailian, or of kv-cache-tester (a JSON file with `requests`, or a folder of them)"
 )
 
 

@@ -28,6 +28,8 @@ MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
 MAX_SHORT, MAX_SHORT_ID = 16, 128
 # Records of finished requests that one answer holds at most.
 MAX_RECENT = 1024
+# Lookups of a trace that one answer holds at most.
+MAX_TRACED = 1024
 # How long an answer about a lookup may be held back, in seconds.
 MAX_WAIT_S = 1.0
 # Why a lookup missed, see `Finished.reason`; in the order of docs/operations.md.
@@ -569,6 +571,41 @@ class RecentReply(Message, frozen=True):
     started_at: float
 
 
+class Trace(Message, frozen=True):
+    """TRACE: the LOOKUPs with a number above `after`; with -1 none yet, but those that follow are kept for this client
+    until it asks with `done`, ends, or has not asked for 30 s. Processes of the server's own user on its node only."""
+
+    after: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    done: bool = False
+
+
+class TracedLookup(Message, frozen=True, array_like=True):
+    """A LOOKUP as a trace has it. `number` counts all of them; `began` is of the server's monotonic clock; `tenant` is
+    the number of a configured one, 0 for none; `hit_tokens` count from `start`, -1 while they are not known. `scope`
+    names what the prompt shares with no other, and `digests` its chunks from the first token to `end`, 32 bytes
+    each."""
+
+    number: int
+    began: float
+    model: str
+    tenant: int
+    start: int
+    end: int
+    hit_tokens: int
+    chunk_tokens: int
+    scope: bytes
+    digests: bytes
+
+
+class TraceReply(Message, frozen=True):
+    """The answer to TRACE, the oldest first. Up to the number `last` it is everything: a number that is missing is that
+    of a LOOKUP that could not be kept. `more`: ask again at once."""
+
+    records: Annotated[tuple[TracedLookup, ...], msgspec.Meta(max_length=MAX_TRACED)]
+    last: int
+    more: bool = False
+
+
 class StatusReply(Message, frozen=True):
     """The JSON document that `kvframework status --json` prints, see docs/architecture.md."""
 
@@ -626,6 +663,9 @@ __all__ = [
     "StorePlan",
     "TicketRef",
     "TierCall",
+    "Trace",
+    "TraceReply",
+    "TracedLookup",
     "TransferReply",
     "TransferRequest",
     "Unregister",

@@ -36,6 +36,7 @@ _SPECS = (
     RequestSpec("HAND_OVER", m.HandOver, m.Empty, deadline_s=10.0),
     RequestSpec("DUMP", m.Empty, m.DumpReply, deadline_s=10.0),
     RequestSpec("RECENT", m.Recent, m.RecentReply),
+    RequestSpec("TRACE", m.Trace, m.TraceReply),
 )
 
 REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}

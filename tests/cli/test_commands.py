@@ -47,7 +47,7 @@ def test_the_help_names_it_and_imports_nothing(site: Path, tmp_path: Path) -> No
     add(site, "acme-greet", marking(marker) + COMMAND)
     done = command(site, "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "greet    Greets by name." in done.stdout
+    assert "greet     Greets by name." in done.stdout
     assert not marker.exists()
 
 
@@ -109,4 +109,4 @@ def test_the_benchmarks_say_how_to_get_them(site: Path) -> None:
         "error: [plugin.unavailable] kvframework bench: the command is not installed",
         f"  hint: {command}",
     ]
-    assert f"bench    Not installed: {command}" in run_process("--help", site=site).stdout
+    assert f"bench     Not installed: {command}" in run_process("--help", site=site).stdout

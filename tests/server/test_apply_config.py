@@ -45,6 +45,7 @@ OTHER = {
     "server.ticket_s": ["server.ticket_s=9"],
     "server.session_timeout_s": ["server.session_timeout_s=0.2"],
     "server.workers": ["server.workers=3"],
+    "server.trace_memory": ["server.trace_memory=1MiB"],
     "server.tcp": ["server.tcp=tcp://127.0.0.1:{port}", "server.insecure=true"],
     "server.insecure": ["server.insecure=true"],
     "server.tp_lcm": ["server.tp_lcm=8"],
@@ -172,6 +173,7 @@ IN_FORCE: dict[str, tuple[Callable[[Node], object], object]] = {
     "server.retrieve_lease_s": (lambda node: lease_s(node)[1], 8.0),
     "server.store_share": (lambda node: node.server.service._engine_driven._store_share, 0.25),
     "server.ticket_s": (lambda node: node.server.service._lookups.tickets._table.ticket_s, 9.0),
+    "server.trace_memory": (lambda node: node.server.service._lookups.recording._most_bytes, 1 << 20),
     "server.session_timeout_s": (lambda node: node.server._messages._table.timeout_s, 0.2),
     "l1.high_watermark": (lambda node: node.server.service.storage._high, 0.95),
     "l1.low_watermark": (lambda node: node.server.service.storage._low, 0.4),
@@ -231,7 +233,9 @@ def test_bytes_that_are_no_configuration_are_refused(node: Node, payload: bytes)
     assert node.differs() == {}
 
 
-@pytest.mark.parametrize("request_", [("APPLY_CONFIG", m.ApplyConfig(b"{}", "x")), ("DUMP", m.Empty())])
+@pytest.mark.parametrize(
+    "request_", [("APPLY_CONFIG", m.ApplyConfig(b"{}", "x")), ("DUMP", m.Empty()), ("TRACE", m.Trace())]
+)
 def test_only_the_server_s_own_user_may(node: Node, request_: tuple[str, Any]) -> None:
     with WireClient(node.server.endpoint, hello=False) as unknown:
         unknown.say_hello(liveness=False)

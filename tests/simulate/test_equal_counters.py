@@ -2,8 +2,8 @@
 number by number.
 
 Nothing but time differs. A server writes to its tiers and evicts in threads of their own, so both come to rest before
-the next request; what a tier lacked is remembered for half a second, so a chunk is not asked for again within it, unless
-L1 has it.
+the next request; what a tier lacked is remembered for half a second, so a chunk that L1 may lack is not asked for again
+within it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from kvframework.storage.l2.tiers import AttachedTier
 from kvframework.storage.l2.write_policy import WRITE_POLICIES
 from kvframework.storage.namespaces import NamespaceRecords
 from tests.simulation.dice import Dice
-from tests.simulation.jobs import Job
+from tests.simulation.jobs import PassedOverJob
 from tests.simulation.ledger import Ledger
 from tests.simulation.model import Guard, Model, Writing, must
 from tests.simulation.prompts import PROMPTS
@@ -120,7 +120,7 @@ class World:
         self.ledgers = [Ledger(writer, tier) for writer, tier in zip(self.writers, self.tiers, strict=True)]
         # Answers that are held back, and until when.
         self.held: list[tuple[Future[Message], float]] = []
-        self.jobs: list[Job] = []
+        self.jobs: list[PassedOverJob] = []
         self.copies = Client(Session(INTERNAL_OWNER))
         self.clients = [self.fresh_client() for _ in range(CLIENTS)]
         self.errors: list[str] = []
@@ -148,10 +148,10 @@ class World:
         steps = controller.poll()
         if steps is None:
             return False
-        self.jobs.append(Job(controller, steps))
+        self.jobs.append(PassedOverJob(controller, steps))
         return True
 
-    def drive(self, job: Job) -> bool:
+    def drive(self, job: PassedOverJob) -> bool:
         """One more step of a job, or its answer, unless it has to wait. Some take far longer than others."""
         if job.delay:
             job.delay -= 1
@@ -159,7 +159,7 @@ class World:
         if self.dice.chance(3):
             job.delay = self.dice.of([4, 16, 40])
         if not job.due:
-            job.go_on(self.now)
+            job.go_on()
             if job.ended:
                 self.jobs.remove(job)
             return True

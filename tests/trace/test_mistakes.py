@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 
 from kvframework.errors import TraceError
-from kvframework.trace import lines
+from kvframework.trace import conversations, lines
 from kvframework.trace.form import MAX_ID
 from kvframework.trace.reading import open_trace
 from kvframework.trace.recognised import HEAD
@@ -27,7 +28,9 @@ def _refused(path: Path, **options: Any) -> TraceError:
     with pytest.raises(TraceError) as caught:
         list(open_trace(path, **options))
     error = caught.value
-    assert error.hint and error.available and str(path) in error.where
+    assert error.hint
+    assert error.available
+    assert str(path) in error.where
     return error
 
 
@@ -51,6 +54,10 @@ def _refused(path: Path, **options: Any) -> TraceError:
         ({"hash_ids": [1, 2, 3]}, "`hash_ids` has 3 chunks"),
         ({"hash_ids": [1, 2, 3, 4, 5], "input_length": 1700}, "3.32 chunks of 512"),
         ({"hash_ids": []}, "`hash_ids` has 0 chunks"),
+        ({"start": 100}, "`start` is 100 tokens of 1024"),
+        ({"start": 1536}, "`start` is 1536 tokens of 1024"),
+        ({"hit_length": -2}, "`hit_length`: Expected `int` >= -1"),
+        ({"tenant": -1}, "`tenant`: Expected `int` >= 0"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named_with_its_line(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
@@ -69,7 +76,8 @@ def test_the_part_of_a_chunk_is_counted_or_not(tmp_path: Path, chunks: int) -> N
 @pytest.mark.parametrize("field", ["timestamp", "input_length", "hash_ids"])
 def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     error = _refused(_rows(tmp_path, _GOOD, {name: value for name, value in _GOOD.items() if name != field}))
-    assert f"missing required field `{field}`" in error.fact and error.where.endswith(":2")
+    assert f"missing required field `{field}`" in error.fact
+    assert error.where.endswith(":2")
 
 
 def test_the_number_of_chunks_hints_at_their_size(tmp_path: Path) -> None:
@@ -88,9 +96,11 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, number: str) -> None:
 def test_a_truncated_line_says_that_the_file_ends_within_it(tmp_path: Path) -> None:
     whole = json.dumps(_GOOD)
     error = _refused(_text(tmp_path, f"{whole}\n{whole[:-5]}"))
-    assert error.fact == "the file ends within this line" and error.where.endswith(":2")
+    assert error.fact == "the file ends within this line"
+    assert error.where.endswith(":2")
     error = _refused(_text(tmp_path, f"{whole}\n{whole[:-5]}\n{whole}\n"))
-    assert error.fact.startswith("this is no JSON object") and error.where.endswith(":2")
+    assert error.fact.startswith("this is no JSON object")
+    assert error.where.endswith(":2")
 
 
 def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +110,8 @@ def test_a_line_without_an_end_is_not_read_whole(tmp_path: Path, monkeypatch: py
         file.write(json.dumps(_GOOD) + "\n" + '{"timestamp": 5, "hash_ids": [' + "1," * HEAD)
         file.truncate(1 << 40)  # sparse: a terabyte that nobody may read
     error = _refused(path)
-    assert error.fact == "the line is longer than 1 MiB" and error.where.endswith(":2")
+    assert error.fact == "the line is longer than 1 MiB"
+    assert error.where.endswith(":2")
 
 
 def test_nested_ever_deeper(tmp_path: Path) -> None:
@@ -126,6 +137,7 @@ def test_nested_ever_deeper(tmp_path: Path) -> None:
         (json.dumps([{"id": 1, "conversations": [{"from": "human"}]}]).encode(), "ShareGPT", "trace record"),
         (json.dumps({"conversations": []}).encode(), "ShareGPT", "trace record"),
         (json.dumps({"messages": []}).encode(), "messages of a chat", "trace record"),
+        (b'{"timestamp": 1.5, "seq_len": 9, "chunk_hashes": ["0xab"]}', "LMCache's lookups", "integers"),
         (b'{"prompt": "Tell me"}\n', "prompts", "trace record"),
         (b'{"traceEvents": []}', "Chrome", "trace record"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,4808,10\n", "a CSV file of 3", "no ids"),
@@ -140,7 +152,8 @@ def test_other_formats_are_named(tmp_path: Path, written: bytes, named: str, hin
     path = tmp_path / "trace.jsonl"
     path.write_bytes(written)
     error = _refused(path)
-    assert named in error.fact and hint in error.hint
+    assert named in error.fact
+    assert hint in error.hint
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
@@ -162,7 +175,8 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 )
 def test_a_wrong_header(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
     error = _refused(_rows(tmp_path, {**_HEADER, **changed}, _GOOD))
-    assert said in error.fact and error.where.endswith(":1")
+    assert said in error.fact
+    assert error.where.endswith(":1")
 
 
 _ASKED = {"t": 1.0, "in": 130, "out": 1, "hash_ids": [1, 2]}
@@ -183,7 +197,8 @@ _ASKED = {"t": 1.0, "in": 130, "out": 1, "hash_ids": [1, 2]}
 )  # fmt: skip
 def test_a_wrong_conversation(tmp_path: Path, requests: list[Any], said: str, where: str) -> None:
     error = _refused(_text(tmp_path, json.dumps({"block_size": 64, "requests": requests}), "trace.json"))
-    assert said in error.fact and error.where.endswith(f"trace.json: {where}")
+    assert said in error.fact
+    assert error.where.endswith(f"trace.json: {where}")
 
 
 def test_a_conversation_cut_off(tmp_path: Path) -> None:
@@ -206,6 +221,25 @@ def test_sub_agents_without_end(tmp_path: Path) -> None:
     assert _refused(_text(tmp_path, text, "trace.json")).fact == "sub-agents of sub-agents"
 
 
+def test_a_conversation_that_is_too_large_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _text(tmp_path, json.dumps({"block_size": 64, "requests": [_ASKED]}), "trace.json")
+    os.truncate(path, 1 << 40)  # sparse
+    monkeypatch.setattr(conversations, "MAX_FILE", 1 << 20)
+    with pytest.raises(TraceError, match="the file is larger than 1 MiB"):
+        conversations.Conversations([path], "trace.json")
+
+
+def test_conversations_that_go_on_at_once_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"block_size": 64, "requests": [_ASKED, {**_ASKED, "t": 10**6}]}
+    for name in range(4):
+        size = _text(tmp_path, json.dumps(whole), f"{name}.json").stat().st_size
+    monkeypatch.setattr(conversations, "MAX_OPEN_BYTES", size * 3)
+    with pytest.raises(TraceError, match="4 conversations go on at once"):
+        list(open_trace(tmp_path))
+    monkeypatch.setattr(conversations, "MAX_OPEN_BYTES", size * 4)
+    assert len(list(open_trace(tmp_path))) == 8
+
+
 _WHOLE = {
     "ours": "\n".join(map(json.dumps, (_HEADER, {**_GOOD, "hash_ids": [1, 2, 3, 4]}))) + "\n",
     "mooncake": (json.dumps(_GOOD) + "\n") * 2,
@@ -225,11 +259,9 @@ def test_a_damaged_trace_is_read_or_refused_and_nothing_else(which: str, data: s
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         path.write_bytes(text)
-        try:
+        requests = []
+        with contextlib.suppress(TraceError):
             requests = list(open_trace(path))
-        except TraceError as error:
-            assert error.where and error.hint and error.available
-            return
         before = 0.0
         for each in requests:
             assert before <= each.at < lines.MAX_SPAN_S * 3

@@ -6,6 +6,7 @@ from __future__ import annotations
 from kvframework.api.requests import CacheKey, ClientInfo
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.service.accounts.priced import Priced
+from kvframework.service.accounts.recording import Recorded
 from kvframework.service.keys import KeyGrid
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l2.loading import LoadTask
@@ -16,7 +17,7 @@ class Asked:
     """What a LOOKUP asks for, and what is known of its first missing object. `grid` is None while its namespace is not
     known. `find` may run in a storage thread, under the storage lock."""
 
-    __slots__ = ("began", "client", "grid", "key", "l1_tokens", "missing", "over", "priced", "speed", "task")
+    __slots__ = ("began", "client", "grid", "key", "l1_tokens", "missing", "over", "priced", "recorded", "speed", "task")
 
     def __init__(self, client: ClientInfo, key: CacheKey, began: float, speed: EngineSpeed | None = None) -> None:
         self.client = client
@@ -33,6 +34,8 @@ class Asked:
         # Chunk of the prompt, and key, of the first object that lacked when it was last looked for.
         self.missing: tuple[int, bytes] | None = None
         self.task: LoadTask | None = None
+        # In the trace that somebody records.
+        self.recorded: Recorded | None = None
 
     def find(self, row_of: FindRow) -> tuple[int, list[StoredObject]]:
         assert self.grid is not None

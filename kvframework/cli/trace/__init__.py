@@ -1,0 +1,1 @@
+"""The commands `kvframework trace record`, `info` and `convert`."""

@@ -1,0 +1,120 @@
+"""The commands of `kvframework trace`: their options and what they print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvframework.cli.commands import QuickGroup
+from kvframework.cli.usage import AsJson, Endpoint, EndpointConfig, examples
+
+_app = typer.Typer(cls=QuickGroup, help="Traces: when requests came, and what they share.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.add_typer(_app, name="trace")
+
+
+def _seconds(text: str) -> float:
+    from kvframework.cli.numbers import parsed_duration
+
+    try:
+        return parsed_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, or a folder of kv-cache-tester's.")]
+ChunkTokens = Annotated[
+    int, typer.Option(min=0, max=1 << 20, help="Tokens of a chunk, where the file does not say so.")
+]
+PerHour = Annotated[
+    float,
+    typer.Option(min=0.001, max=1e6, help="How many conversations of a folder begin in an hour; they do not say when."),
+]
+_PER_HOUR = 20.0
+
+
+@_app.command(
+    "record",
+    epilog=examples(
+        "kvframework trace record --for 10m -o node.jsonl",
+        "kvframework trace record -o node.jsonl              until Ctrl-C",
+    ),
+)
+def record(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; it must not exist.")],
+    seconds: Annotated[
+        float | None, typer.Option("--for", metavar="TIME", parser=_seconds, help="How long, such as 90s, 10m or 2h.")
+    ] = None,
+    endpoint: Endpoint = None,
+    config: EndpointConfig = None,
+    timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 5.0,
+) -> None:
+    """Write what a running server is asked into a trace: no text, no token, no name.
+
+    A line holds the time of a lookup, its length, what was hit, and an id for each chunk, which is equal where prompts
+    are equal. The ids mean nothing outside of this file. Run it as the server's user on its node. Whatever ends it,
+    what it has written stays, and the server records no more.
+    """
+    from kvframework.cli.console import print_text
+    from kvframework.cli.status_source import quiet_connection, server_endpoint
+    from kvframework.cli.trace.recording import Recorder
+    from kvframework.client import KVClient
+
+    quiet_connection()
+    with KVClient(server_endpoint(endpoint, config), name="trace", connect_timeout_s=timeout) as client:
+        recorder = Recorder(client, output, timeout_s=timeout)
+        try:
+            recorder.run(seconds or float("inf"))
+        finally:
+            if recorder.begun:
+                print_text(f"{output}: {recorder.said()}")
+
+
+@_app.command("info", epilog=examples("kvframework trace info node.jsonl", "kvframework trace info traces/ --json"))
+def info(
+    file: File,
+    chunk_tokens: ChunkTokens = 0,
+    conversations_per_hour: PerHour = _PER_HOUR,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a trace holds, and the least memory that would have it all."""
+    import msgspec
+
+    from kvframework.cli.console import print_document, print_table
+    from kvframework.cli.trace.view import table_of
+    from kvframework.trace.reading import open_trace
+    from kvframework.trace.summary import summarise
+
+    trace = open_trace(file, chunk_tokens=chunk_tokens, conversations_per_hour=conversations_per_hour)
+    summary = summarise(trace)
+    if as_json:
+        print_document(msgspec.structs.asdict(trace.header) | msgspec.structs.asdict(summary))
+    else:
+        print_table(table_of(trace.header, summary))
+
+
+@_app.command("convert", epilog=examples("kvframework trace convert traces/ agents.jsonl"))
+def convert(
+    file: File,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The file to write; it must not exist.")],
+    chunk_tokens: ChunkTokens = 0,
+    conversations_per_hour: PerHour = _PER_HOUR,
+) -> None:
+    """Write a trace of any form that is read as one of ours: JSON lines with a header."""
+    from kvframework.cli.console import print_text
+    from kvframework.cli.numbers import short_count
+    from kvframework.trace.reading import open_trace
+    from kvframework.trace.writing import TraceFile
+
+    trace = open_trace(file, chunk_tokens=chunk_tokens, conversations_per_hour=conversations_per_hour)
+    count = 0
+    with TraceFile(output) as written:
+        written.begin(trace.header.chunk_tokens, trace.header.recorded_at)
+        for request in trace:
+            written.add(request)
+            count += 1
+    print_text(f"{output}: {short_count(count)} requests of {trace.header.chunk_tokens} tokens a chunk")

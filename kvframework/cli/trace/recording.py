@@ -1,0 +1,124 @@
+"""A recording: lookups are fetched from a running server, and written without what they name."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from kvframework.cli.numbers import short_count, short_duration
+from kvframework.client import KVClient
+from kvframework.errors import UnknownRequest, VersionMismatch
+from kvframework.trace.anonymous import DIGEST_BYTES, Anonymous
+from kvframework.trace.form import Request
+from kvframework.trace.writing import TraceFile
+from kvframework.wire import messages as m
+
+POLL_S = 0.5
+
+
+class Recorder:
+    """Fetches with `client`, which the caller closes, and writes to a new file at `path`."""
+
+    def __init__(self, client: KVClient, path: Path, *, timeout_s: float) -> None:
+        self.begun = False
+        self.requests = 0
+        self.lost = 0
+        self._client = client
+        self._path = path
+        self._timeout_s = timeout_s
+        self._numbers = Anonymous()
+        self._last = 0
+        self._missing = 0  # since the last request that was written
+        self._chunk_tokens = 0
+        self._first = self._until = 0.0
+        self._asked_tokens = self._hit_tokens = 0
+
+    def run(self, seconds: float) -> None:
+        """Record for so long, or until KeyboardInterrupt. Raises what `KVClient` does, `VersionMismatch` for an older
+        server, `RequestError` for another user's, and `TraceError`."""
+        chunk_size = self._client.hello.chunk_size
+        reply = self._ask(m.Trace())
+        self._last = reply.last
+        with TraceFile(self._path) as file:
+            self.begun = True
+            recorded_at = time.time()
+            try:
+                self._follow(file, reply, recorded_at, time.monotonic() + seconds)
+            finally:
+                if not self._chunk_tokens:
+                    file.begin(chunk_size, recorded_at)
+
+    def said(self) -> str:
+        """Return what was recorded, in a sentence."""
+        asked = self._asked_tokens
+        hit = f", {100 * self._hit_tokens / asked:.0f} % of them hit" if asked else ""
+        span = short_duration(self._until - self._first)
+        text = f"{short_count(self.requests)} requests in {span} for {short_count(asked)} tokens{hit}"
+        return f"{text}; {short_count(self.lost)} more could not be kept" if self.lost else text
+
+    def _follow(self, file: TraceFile, reply: m.TraceReply, recorded_at: float, end: float) -> None:
+        try:
+            while (left := end - time.monotonic()) > 0:
+                if not reply.more:
+                    self._pause(min(POLL_S, left))
+                reply = self._ask(m.Trace(after=self._last))
+                self._write(file, reply, recorded_at)
+        except KeyboardInterrupt:
+            pass
+        more = True
+        while more:
+            reply = self._ask(m.Trace(after=self._last, done=True))
+            self._write(file, reply, recorded_at)
+            more = reply.more
+
+    def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def _ask(self, asked: m.Trace) -> m.TraceReply:
+        try:
+            return self._client.request("TRACE", asked, m.TraceReply, timeout=self._timeout_s)
+        except UnknownRequest:
+            raise VersionMismatch(
+                "this server is older: it records no traces",
+                where=self._client.endpoint,
+                hint="install this release beside the server",
+            ) from None
+
+    def _write(self, file: TraceFile, reply: m.TraceReply, recorded_at: float) -> None:
+        for each in reply.records:
+            self._missed(each.number - self._last - 1)
+            self._last = each.number
+            if not self._chunk_tokens:
+                self._chunk_tokens = each.chunk_tokens
+                self._first = each.began
+                file.begin(each.chunk_tokens, recorded_at)
+            if each.chunk_tokens == self._chunk_tokens:
+                file.add(self._request(each))
+            else:  # a trace has one size of chunks
+                self._missed(1)
+        self._missed(reply.last - self._last)
+        self._last = reply.last
+        file.flush()
+
+    def _missed(self, requests: int) -> None:
+        """Count requests that are not written. The numbers of a server that has started again begin at 1."""
+        self._missing += max(requests, 0)
+        self.lost += max(requests, 0)
+
+    def _request(self, each: m.TracedLookup) -> Request:
+        self.requests += 1
+        self._asked_tokens += each.end - each.start
+        self._hit_tokens += max(each.hit_tokens, 0)
+        self._until = each.began
+        missing, self._missing = self._missing, 0
+        return Request(
+            at=each.began - self._first,
+            tokens=len(each.digests) // DIGEST_BYTES * each.chunk_tokens,
+            output_tokens=0,
+            chunks=self._numbers.chunks(each.scope, each.digests),
+            start=each.start,
+            hit_tokens=each.hit_tokens,
+            tenant=each.tenant,
+            model=self._numbers.model(each.model),
+            lost=missing,
+        )

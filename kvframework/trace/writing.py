@@ -1,0 +1,76 @@
+"""Writes a trace of ours: a header, then a line for each request, in JSON that Mooncake's readers take too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from kvframework.errors import TraceError
+from kvframework.trace.form import Request
+from kvframework.trace.lines import VERSION, HeaderLine, Line
+
+_encode = msgspec.json.Encoder().encode
+
+
+class TraceFile:
+    """A new file that only its user may read. Raises `TraceError` if it exists, or cannot be written. What was written
+    before an error stays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._writing():
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._file = os.fdopen(descriptor, "wb", 1 << 20)
+
+    def __enter__(self) -> TraceFile:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        with self._writing():
+            self._file.close()
+
+    def begin(self, chunk_tokens: int, recorded_at: float = 0.0) -> None:
+        """Write the header, once, before any request."""
+        self._write(HeaderLine(VERSION, chunk_tokens, recorded_at))
+
+    def add(self, request: Request) -> None:
+        """Write a request. The caller keeps the order of time."""
+        self._write(
+            Line(
+                timestamp=round(request.at * 1000, 3),
+                input_length=request.tokens,
+                output_length=request.output_tokens,
+                hash_ids=list(request.chunks),
+                start=request.start,
+                hit_length=request.hit_tokens,
+                tenant=request.tenant,
+                model=request.model,
+                lost=request.lost,
+            )
+        )
+
+    def flush(self) -> None:
+        """Give what was written to the system: whole lines."""
+        with self._writing():
+            self._file.flush()
+
+    def _write(self, line: HeaderLine | Line) -> None:
+        with self._writing():
+            self._file.write(_encode(line) + b"\n")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except FileExistsError:
+            raise TraceError(
+                "the file exists", where=str(self.path), available="a new file", hint="name another, or remove it"
+            ) from None
+        except OSError as error:
+            raise TraceError(
+                error.strerror or type(error).__name__, where=str(self.path), available="a file that can be written"
+            ) from None

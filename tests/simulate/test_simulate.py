@@ -1,0 +1,229 @@
+"""What a simulation says of traces whose outcome is known, of chunks of other sizes, and of settings that cannot be
+met."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvframework.config import load_config
+from kvframework.errors import ConfigFieldError, PluginError, SimulationError
+from kvframework.simulation import Engines, Outcome, Settings, SlowTime, TierSpeed, simulate
+from kvframework.simulation.chunks import Chunks
+from kvframework.trace.form import Request
+from tests.simulate.made import MadeTrace, made_trace
+
+CHUNK = 16
+MIB = 1 << 20
+REDIS = ("l2.0.use=redis", "l2.0.url=redis://nowhere")
+
+
+def settings_of(*overrides: str, capacity: str = "256MiB", **fields: Any) -> Settings:
+    """L1 of 256 objects by default: 16 tokens of 64 KiB."""
+    common = (f"server.chunk_size={CHUNK}", f"l1.capacity={capacity}", "l1.eviction.use=lru")
+    config = load_config(overrides=(*common, *overrides), environ={})
+    return Settings(config, **{"bytes_per_token": 64 << 10, **fields})
+
+
+def trace_of(*prompts: tuple[float, list[int]], chunk_tokens: int = CHUNK) -> MadeTrace:
+    requests = [Request(at, chunk_tokens * len(chunks), 0, chunks) for at, chunks in prompts]
+    return MadeTrace(requests, chunk_tokens)
+
+
+def test_a_prompt_that_comes_again_hits_in_l1() -> None:
+    outcome = simulate(trace_of((0, [1, 2, 3]), (1, [1, 2, 4]), (2, [5])), settings_of())
+    assert (outcome.requests, outcome.blocks, outcome.l1_blocks, outcome.l2_blocks) == (3, 7, 2, 0)
+    assert (outcome.tokens, outcome.asked_tokens, outcome.l1_tokens) == (7 * CHUNK, 7 * CHUNK, 2 * CHUNK)
+    assert (outcome.l1_bytes, outcome.l1_capacity_bytes, outcome.evicted) == (5 * MIB, 256 * MIB, 0)
+    assert outcome.misses == {"never_stored": 3}
+    assert (outcome.ttft_s, outcome.engine_s, outcome.tiers) == (None, None, [])
+
+
+def test_the_same_input_gives_the_same_outcome() -> None:
+    settings = settings_of(*REDIS, capacity="64MiB", tiers=[TierSpeed("redis", 1e9)], engines=Engines(2, 2000))
+    outcomes = [simulate(made_trace(60, CHUNK, every_s=0.05), settings) for _ in range(2)]
+    first, second = [msgspec.structs.replace(each, status={}) for each in outcomes]
+    assert first == second
+    assert first.l2_tokens > 0
+
+
+def test_engines_take_their_time() -> None:
+    """100 tokens a second, and half a chunk that fills none is computed each time."""
+    prompt = Request(0.0, CHUNK + 9, 0, [1])
+    again = Request(10.0, CHUNK + 9, 0, [1])
+    outcome = simulate(MadeTrace([prompt, again], CHUNK), settings_of(engines=Engines(1, 100.0)))
+    assert outcome.ttft_s is not None
+    assert (outcome.ttft_s.p99, outcome.ttft_s.mean) == (pytest.approx(0.25), pytest.approx(0.17))
+    assert outcome.engine_s == pytest.approx(0.34)
+    assert outcome.seconds == pytest.approx(10.09)
+
+
+def test_a_prompt_that_is_all_there_still_needs_its_last_token() -> None:
+    outcome = simulate(trace_of((0, [1]), (10, [1])), settings_of(engines=Engines(1, 16.0)))
+    assert outcome.engine_s == pytest.approx(1 + 1 / 16)
+
+
+def test_prompts_wait_for_the_engine_that_is_free_first() -> None:
+    prompts = [(0.0, [number]) for number in range(4)]
+    for count, mean in ((1, 2.5), (2, 1.5), (4, 1.0)):
+        outcome = simulate(trace_of(*prompts), settings_of(engines=Engines(count, 16.0)))
+        assert outcome.ttft_s is not None
+        assert outcome.ttft_s.mean == pytest.approx(mean)
+
+
+def test_a_tier_takes_the_time_of_its_bytes() -> None:
+    """L1 holds 8 objects; 8 others come, then the first ones again: 8 MiB at 1 MiB a second."""
+    first, others = list(range(8)), list(range(100, 108))
+    trace = trace_of((0, first), (100, others), (200, first))
+    speed = TierSpeed("redis", MIB, write_bytes_per_s=8 * MIB)
+    fields: dict[str, Any] = {"engines": Engines(1, 1e9), "capacity": "8MiB"}
+    outcome = simulate(trace, settings_of(*REDIS, "l2.0.timeout_s=60", tiers=[speed], **fields))
+    (tier,) = outcome.tiers
+    assert (outcome.l1_blocks, outcome.l2_blocks) == (0, 8)
+    assert (tier.read_bytes, tier.written_bytes, tier.used_bytes, tier.dropped) == (8 * MIB, 16 * MIB, 16 * MIB, 0)
+    assert outcome.ttft_s is not None
+    assert outcome.ttft_s.p99 == pytest.approx(8.0, abs=1e-3)
+    # With a quarter of its speed.
+    slowed = TierSpeed("redis", MIB, 8 * MIB, slow=[SlowTime(200, 1000, 0.25)])
+    outcome = simulate(trace, settings_of(*REDIS, "l2.0.timeout_s=60", tiers=[slowed], **fields))
+    assert outcome.ttft_s is not None
+    assert outcome.ttft_s.p99 == pytest.approx(32.0, abs=1e-3)
+
+
+def test_a_tier_that_is_too_slow_is_a_miss_after_its_timeout() -> None:
+    first, others = list(range(8)), list(range(100, 108))
+    down = TierSpeed("redis", 100 * MIB, slow=[SlowTime(150, 1000, 0.0)])
+    settings = settings_of(*REDIS, "l2.0.timeout_s=3", capacity="8MiB", tiers=[down], engines=Engines(1, 1e9))
+    outcome = simulate(trace_of((0, first), (100, others), (200, first)), settings)
+    assert outcome.l2_blocks == 0
+    assert outcome.misses["tier_down"] == 1
+    assert outcome.ttft_s is not None
+    assert 3.0 <= outcome.ttft_s.p99 < 10.0
+
+
+def test_a_tier_that_has_all_is_never_written() -> None:
+    first, others = list(range(8)), list(range(100, 108))
+    speed = TierSpeed("redis", 100 * MIB, has_all=True)
+    outcome = simulate(
+        trace_of((0, first), (1, others), (2, first)), settings_of(*REDIS, capacity="8MiB", tiers=[speed])
+    )
+    (tier,) = outcome.tiers
+    assert (outcome.l2_blocks, tier.written_bytes, tier.used_bytes) == (8, 0, 16 * MIB)
+
+
+def test_a_full_tier_forgets_what_was_used_longest_ago() -> None:
+    prompts = [(float(number), [100 * number + chunk for chunk in range(8)]) for number in range(10)]
+    speed = TierSpeed("redis", 100 * MIB, capacity_bytes=40 * MIB)
+    outcome = simulate(trace_of(*prompts), settings_of(*REDIS, capacity="8MiB", tiers=[speed]))
+    (tier,) = outcome.tiers
+    assert 0 < tier.used_bytes <= 40 * MIB
+    assert tier.evicted >= 40
+
+
+def test_what_is_dear_to_load_is_computed() -> None:
+    """A tier of 1 MiB a second before an engine that computes an object's tokens in a hundredth of one."""
+    trace = made_trace(80, CHUNK, every_s=2.0)
+    speed = TierSpeed("redis", MIB, has_all=True)
+    fields: dict[str, Any] = {"tiers": [speed], "engines": Engines(1, 1600.0), "capacity": "16MiB"}
+    always, priced = [
+        simulate(trace, settings_of(*REDIS, f"server.price={price}", **fields)) for price in ("false", "true")
+    ]
+    assert priced.misses["priced"] > 0
+    assert always.ttft_s is not None
+    assert priced.ttft_s is not None
+    assert priced.ttft_s.mean < always.ttft_s.mean / 2
+
+
+# chunks of other sizes
+
+
+@given(st.integers(0, 300), st.sampled_from([4, 8, 16, 32, 64]))
+def test_a_prompt_has_as_many_chunks_as_it_fills(tokens: int, ours: int) -> None:
+    prompt = Request(0.0, tokens, 0, list(range(-(-tokens // 16))))
+    whole = Chunks(ours, 16, whole=True).digests(prompt)
+    assert len(whole) == tokens // ours
+    assert len(set(whole)) == len(whole)
+    all_of_them = Chunks(ours, 16, whole=False).digests(prompt)
+    assert all_of_them[: len(whole)] == whole
+    assert len(all_of_them) == -(-tokens // ours)
+
+
+@given(st.integers(0, 12), st.integers(1, 12), st.sampled_from([4, 8, 16, 32, 64]))
+def test_prompts_share_the_chunks_that_they_share_in_the_trace(shared: int, more: int, ours: int) -> None:
+    first = Request(0.0, 16 * (shared + more), 0, [*range(shared), *range(100, 100 + more)])
+    second = Request(0.0, 16 * (shared + more), 0, [*range(shared), *range(200, 200 + more)])
+    one, other = (Chunks(ours, 16, whole=True).digests(each) for each in (first, second))
+    same = [mine == theirs for mine, theirs in zip(one, other, strict=True)]
+    assert same == [True] * (16 * shared // ours) + [False] * (len(one) - 16 * shared // ours)
+
+
+# what cannot be
+
+
+BAD: dict[str, tuple[Settings, str]] = {
+    "a chunk is larger than L1": (
+        settings_of(capacity="1MiB", bytes_per_token=128 << 10),
+        r"L1 has 1.0 MiB, and one chunk of 16 tokens takes 2.0 MiB",
+    ),
+    "a tier that is not configured": (
+        settings_of(tiers=[TierSpeed("disk", 1e9)]),
+        r"there is no tier 'disk'\n  available: no \[\[l2\]\] is configured",
+    ),
+    "another tier than the configured one": (
+        settings_of(*REDIS, tiers=[TierSpeed("disk", 1e9)]),
+        r"there is no tier 'disk'\n  available: redis",
+    ),
+    "a tier without a speed": (
+        settings_of(*REDIS),
+        r"how fast is the tier 'redis'\?.*\n.*\n  hint: .*--tier redis=3GB/s",
+    ),
+    "two speeds of a tier": (
+        settings_of(*REDIS, tiers=[TierSpeed("redis", 1e9)] * 2),
+        "a tier has two speeds",
+    ),
+    "a tier that stands still": (settings_of(*REDIS, tiers=[TierSpeed("redis", 0.0)]), "read_bytes_per_s: 0.0"),
+    "a tier that writes backwards": (
+        settings_of(*REDIS, tiers=[TierSpeed("redis", 1.0, -1.0)]),
+        "write_bytes_per_s: -1",
+    ),
+    "no latency": (settings_of(*REDIS, tiers=[TierSpeed("redis", 1.0, latency_s=-1)]), "latency_s: -1"),
+    "a slow time that ends first": (
+        settings_of(*REDIS, tiers=[TierSpeed("redis", 1.0, slow=[SlowTime(2, 1, 0.5)])]),
+        "slow: .*out of bounds",
+    ),
+    "a tier without room": (
+        settings_of(*REDIS, tiers=[TierSpeed("redis", 1.0, capacity_bytes=0)]),
+        "capacity_bytes: 0",
+    ),
+    "no engine": (settings_of(engines=Engines(0)), "engines: count: 0"),
+    "engines that compute nothing": (settings_of(engines=Engines(1, 0.0)), "tokens_per_s: 0.0"),
+    "a wrong attention term": (settings_of(engines=Engines(1, 1.0, -1.0)), "attention_tokens: -1"),
+    "tokens without bytes": (settings_of(bytes_per_token=0), "bytes_per_token: 0"),
+    "a chunk that neither divides nor is divided": (
+        settings_of("server.chunk_size=24"),
+        r"the trace has chunks of 16 tokens, the server of 24\n.*\n  hint: .*--set server.chunk_size=16",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_settings_that_cannot_be_met(what: str) -> None:
+    settings, text = BAD[what]
+    with pytest.raises(SimulationError, match=text):
+        simulate(made_trace(1, CHUNK), settings)
+
+
+def test_a_plugin_that_is_not_installed_and_an_option_that_is_none() -> None:
+    with pytest.raises(PluginError, match="nosuch"):
+        simulate(made_trace(1, CHUNK), settings_of("l1.eviction.use=nosuch"))
+    with pytest.raises(ConfigFieldError, match="nosuch"):
+        simulate(made_trace(1, CHUNK), settings_of("l1.eviction.nosuch=1"))
+
+
+def test_an_empty_trace_has_an_outcome() -> None:
+    outcome: Outcome = simulate(trace_of(), settings_of(engines=Engines(1, 1.0)))
+    assert (outcome.requests, outcome.seconds, outcome.ttft_s) == (0, 0.0, None)
