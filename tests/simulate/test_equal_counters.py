@@ -39,7 +39,18 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "kvf-s3fifo"
 # Of the clock, and of how a server has started.
 OF_TIME = {
     "l1": {"evicted_idle_s", "wanted_after_eviction_s", "recovered", "journal_bytes", "ready_bytes"},
-    "l2": {"name", "usage", "details", "state_s", "seconds", "latency_ms", "oldest_call_s", "capabilities"},
+    "l2": {
+        "name",
+        "usage",
+        "details",
+        "state_s",
+        "seconds",
+        "latency_ms",
+        "oldest_call_s",
+        "capabilities",
+        "load_bytes_per_s",
+        "load_call_s",
+    },
 }
 
 

@@ -17,7 +17,19 @@ class Asked:
     """What a LOOKUP asks for, and what is known of its first missing object. `grid` is None while its namespace is not
     known. `find` may run in a storage thread, under the storage lock."""
 
-    __slots__ = ("began", "client", "grid", "key", "l1_tokens", "missing", "over", "priced", "recorded", "speed", "task")
+    __slots__ = (
+        "began",
+        "client",
+        "grid",
+        "key",
+        "l1_tokens",
+        "missing",
+        "over",
+        "priced",
+        "recorded",
+        "speed",
+        "task",
+    )
 
     def __init__(self, client: ClientInfo, key: CacheKey, began: float, speed: EngineSpeed | None = None) -> None:
         self.client = client
