@@ -89,7 +89,7 @@ class LoadTask(PrefetchTask):
         sizes: Sequence[int],
         select: Select,
         on_change: Callable[[], object] = lambda: None,
-        located: Located = lambda _here, _source: None,
+        located: Located | None = None,
     ) -> None:
         self.keys = keys
         self.sizes = sizes
@@ -202,7 +202,8 @@ class Loader:
         available = yield from do(self._l1.which_present, task.keys)
         missing = [index for index, here in enumerate(available) if not here]
         source = yield from self._locate(task, missing, self._stores)
-        yield from do(task.located, tuple(available), source)
+        if task.located is not None:
+            yield from do(task.located, tuple(available), source)
         for index in source:
             available[index] = True
         worth = Worth(task, available)
