@@ -6,13 +6,14 @@ from bisect import bisect
 from collections.abc import Iterable
 from itertools import accumulate
 
-# A tier that is busier than this is taken for one that is: else loads would never end.
-MOST_BUSY = 0.8
+# No more than this share of a tier's time is expected to go to loads that come later: those see this one, and many of
+# them leave theirs.
+MOST_BUSY = 0.3
 
 
 class Turns:
     """`left_s` are the seconds of work that are left of each load under way, `rate` the loads a second that come
-    behind, and `busy` the share of the time that loads take. A load that needs less than the others is over before
+    behind, and `busy` the share of the time that loads have taken. A load that needs less than the others is over before
     them, so of each it waits for as much as it has itself."""
 
     __slots__ = ("_busy", "_left", "_rate", "_sums")
