@@ -33,6 +33,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         "client/test_hazards.py",
         "client/test_lying_server.py",
         "cuda/test_conformance.py",
+        "cuda/test_gpu_report.py",
+        "cuda/test_guesses.py",
         "cuda/test_simulated.py",
         "cuda/test_simulated_streams.py",
         "cuda/test_transport.py",
@@ -79,6 +81,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "server/test_hand_over.py",
         "server/test_l2.py",
         "shards/test_changes.py",
+        "simulate/test_equal_by_policy.py",
         "simulation/test_planted.py",
         "survival",
         "tiers",
@@ -126,6 +129,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "s3": ("s3",),
     # Engines that the other parts do without: their examples and models.
     "engines": ("engines",),
+    # A trained model, from its package.
+    "trained": ("trained",),
     # A real Mooncake Store, whose wheel needs libraries of the system.
     "mooncake": ("mooncake",),
     # Indexers of cache-aware routers, from their wheels.

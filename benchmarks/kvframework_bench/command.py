@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvframework_bench.document import Figures, StoreFigures
     from kvframework_bench.l2.figures import L2Figures
 
+_EXIT_WORSE = 1
 _EXIT_INTERRUPTED = 130
 _WIDTH = 200
 
@@ -35,7 +36,9 @@ app = typer.Typer(
         "kvframework bench route --blocks 1000000",
         "kvframework bench shards --tp 2           an engine of two ranks",
         "kvframework bench policy --trace FILE     hit rates of a trace, too",
+        "kvframework bench blend                   answers over shuffled documents",
         "kvframework bench cuda --sweep            fragments and copy engines",
+        "kvframework bench compare old.json new.json",
     ),
     no_args_is_help=True,
 )
@@ -375,6 +378,37 @@ def policy(
     )
 
 
+@app.command("blend")
+def blend(
+    model: Annotated[
+        str, typer.Option(metavar="smollm2|random|DIR|FILE.gguf", help="As of kvframework demo blend.")
+    ] = "smollm2",
+    questions: Annotated[int | None, typer.Option(min=1, max=50, help="So many of the fifty.")] = None,
+    orders: Annotated[int | None, typer.Option(min=1, max=24, help="So many orders of the documents.")] = None,
+    share: Annotated[
+        list[float] | None, typer.Option(min=0.0, max=1.0, help="How much is computed again; repeatable.")
+    ] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """How near blend's answers are to those of the full computation, over four texts in other orders; and its time.
+
+    Fifty questions, each answered by one of the texts, whose KV was computed alone. --json has every answer.
+    """
+    import msgspec
+
+    from kvframework_bench.errors import require_transformers
+
+    require_transformers()
+    from kvframework_bench.blend.run import FULL, QUICK, bench_blend
+
+    asked = {"questions": questions, "orders": orders, "shares": tuple(share) if share else None}
+    sizes = msgspec.structs.replace(QUICK if quick else FULL, **{name: each for name, each in asked.items() if each})
+    _run("blend", lambda stage: bench_blend(sizes, model=model, stage=stage), quick, as_json, markdown, plot)
+
+
 @app.command("cuda")
 def cuda(
     part: Annotated[list[CudaPart] | None, typer.Option(help="Only this part; repeatable.")] = None,
@@ -405,6 +439,51 @@ def cuda(
     engines = [each.value for each in engine or list(CudaEngine)]
     sizes = (QUICK if quick else FULL).only(shapes=shape or [], blocks=block or [], engines=engines)
     _run("cuda", lambda stage: bench_cuda(sizes, parts=parts, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("compare")
+def compare(
+    first: Annotated[pathlib.Path, typer.Argument(help="What `bench ... --json` printed, before.")],
+    second: Annotated[pathlib.Path, typer.Argument(help="The same bench, after.")],
+    threshold: Annotated[
+        float, typer.Option(min=0.0, max=10.0, help="The smallest difference that counts, as a share.")
+    ] = 0.05,
+    everything: Annotated[bool, typer.Option("--all", help="Every figure, not only those that changed.")] = False,
+    fail: Annotated[bool, typer.Option("--fail", help="Exit with status 1 if a figure got worse.")] = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+) -> None:
+    """What got slower or faster between two results, beyond their noise.
+
+    A figure changed if each median lies outside the other's range of rounds, and they differ by the threshold; one
+    without rounds has to differ by 30 %, a p99 by twice. Absolute figures are judged only on the same machine, if it
+    was not busy, and only where no ratio to a reference of the same run says the same. --all shows the others too, and
+    those of --quick, which are never judged.
+    """
+    from rich.console import Console
+
+    from kvframework.cli.console import print_document, print_text, stdout
+    from kvframework.cli.wide_table import WideTable
+    from kvframework_bench.compare.run import compare as compared
+    from kvframework_bench.compare.run import read_document
+    from kvframework_bench.compare.view import sentences, table_of
+    from kvframework_bench.errors import Incomparable
+
+    found = compared(read_document(first), read_document(second), threshold=threshold)
+    if fail and not any(row.judged for row in found.rows):
+        raise Incomparable(f"--fail has no figure to judge: {'; '.join(found.doubts)}")
+    if as_json:
+        print_document(found)
+    else:
+        for sentence in sentences(found):
+            print_text(sentence)
+        table = table_of(found, everything=everything, markdown=markdown)
+        fitted = stdout.is_terminal and not markdown
+        if table is not None:
+            console = Console(highlight=False) if fitted else Console(width=_WIDTH, highlight=False)
+            console.print(WideTable(table) if fitted else table)
+    if fail and found.of("worse"):
+        raise typer.Exit(_EXIT_WORSE)
 
 
 def _run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvframework_bench.blend.figures import BlendFigures
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures
 from kvframework_bench.events.figures import EventsFigures
@@ -152,7 +153,26 @@ Figures = (
     | RestartFigures
     | ShardsFigures
     | PolicyFigures
+    | BlendFigures
 )
+
+
+# By the name of the bench.
+FIGURES: dict[str, type[Figures]] = {
+    "host": HostFigures,
+    "lookup": LookupFigures,
+    "store": StoreFigures,
+    "l2": L2Figures,
+    "scale": ScaleFigures,
+    "contention": ContentionFigures,
+    "observe": ObserveFigures,
+    "events": EventsFigures,
+    "route": RouteFigures,
+    "cuda": CudaFigures,
+    "restart": RestartFigures,
+    "shards": ShardsFigures,
+    "policy": PolicyFigures,
+}
 
 
 class Document(msgspec.Struct, frozen=True):

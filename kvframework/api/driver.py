@@ -10,7 +10,7 @@ from __future__ import annotations
 import array
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Generic, NamedTuple, TypeVar
 
@@ -236,7 +236,7 @@ class CopierDriver(ABC, Generic[E, S]):
     def open(self, allocation: Allocation) -> int:
         """Maps another process's allocation and returns its address here. Raises `DeviceError` for one that no
         longer exists, is of another device, malformed, or smaller than its `nbytes`: a copy beyond its end would
-        harm others."""
+        harm others. Where the driver cannot tell the size, that is one of `lacks`, and no reason to refuse."""
 
     @abstractmethod
     def close_memory(self, address: int) -> None:
@@ -273,6 +273,11 @@ class CopierDriver(ABC, Generic[E, S]):
     @abstractmethod
     def reached(self, event: E) -> bool:
         """Whether the event was reached, never blocking. Raises `DeviceError` if a copy before it failed."""
+
+    def lacks(self) -> Sequence[str]:
+        """What the device's driver cannot do or tell here, and the transport does without: a line each, for the log and
+        the status, in the order found; never fewer than before. Asked often, by the copier's thread."""
+        return ()
 
 
 def _product(lanes: array.array[int], places: array.array[int], steps: list[tuple[int, int]]) -> array.array[int]:

@@ -12,7 +12,7 @@ import msgspec
 from kvframework.api.keys import PackedKey
 from kvframework.api.plugin import O, Provider, hookimpl
 
-__all__ = ["EvictionPolicy", "EvictionProvider", "PackedKey", "RequestFacts", "Use", "Why", "hookimpl"]
+__all__ = ["EvictionPolicy", "EvictionProvider", "Hint", "PackedKey", "RequestFacts", "Use", "Why", "hookimpl"]
 
 Use = Literal["store", "lookup", "retrieve", "load", "recovered"]
 """What objects are stored or used by: a STORE, also one that would have stored them again; a LOOKUP; a RETRIEVE; a load
@@ -20,6 +20,10 @@ from L2; the start of a server that takes over what an earlier one held."""
 
 Why = Literal["evicted", "removed", "cleared"]
 """Why an object left: for the place or by the watermark; since its bytes were damaged; by CLEAR."""
+
+
+Hint = Literal["", "done", "keep"]
+"""What a request says of the future of objects: nothing; that nobody asks for them again; that they are to be kept."""
 
 
 class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +34,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     `request_id` is the engine's, "" for none; `tenant` a name of `[tenants]`, "" for none; `chunk_tokens` the tokens of
     a chunk, 0 if not known. `compute_s` are the seconds in which an engine computes one token of this request again,
     `load_s` those in which a tier loads one byte; None if not known. `hint` is what the request says of the future of
-    its objects, "" for nothing.
+    these objects; with "keep", `keep_s` is for how many seconds from `at`, and `priority`, 1 to 100, which of such
+    objects to keep longest.
     """
 
     use: Use
@@ -40,7 +45,9 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 0
     compute_s: float | None = None
     load_s: float | None = None
-    hint: str = ""
+    hint: Hint = ""
+    keep_s: float = 0.0
+    priority: int = 0
 
 
 class EvictionPolicy(ABC):

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.retain import MAX_RETAINS, Retain
 from kvframework.api.types import Message
 
-__all__ = ["DIGEST_BYTES", "PACKED_KEY_BYTES", "TOKEN_BYTES", "CacheKey", "PackedKey"]
+__all__ = ["DIGEST_BYTES", "PACKED_KEY_BYTES", "TOKEN_BYTES", "CacheKey", "PackedKey", "Retain"]
 
 DIGEST_BYTES = 32
 NAMESPACE_BYTES = 16
@@ -32,7 +33,8 @@ class CacheKey(Message, frozen=True):
     `worker_id` is the rank, None for all ranks (the scheduler's LOOKUP). The content covers the request from its first
     token to `end`, in exactly one form: `tokens` (packed u32 token ids) or `digests` (packed 32-byte chunk digests);
     `start` selects, in tokens. `start` and `end` are multiples of the namespace's chunk. Beside the name, `request_id`
-    and `trace`, the W3C traceparent of a sampled request ("" for none), say who asks.
+    and `trace`, the W3C traceparent of a sampled request ("" for none), say who asks, and `retain` for how long its
+    content is of use: the first that fits a chunk counts.
     """
 
     model_name: str
@@ -46,6 +48,7 @@ class CacheKey(Message, frozen=True):
     digests: bytes = b""
     cache_salt: str = ""
     trace: str = ""
+    retain: Annotated[tuple[Retain, ...], msgspec.Meta(max_length=MAX_RETAINS)] = ()
 
 
 class ObjectKey(NamedTuple):

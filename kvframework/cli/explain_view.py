@@ -101,8 +101,9 @@ def why(record: Finished, started_at: float) -> str:
         case "refused":
             return f"its store at {at} was refused by the eviction policy"
         case "evicted":
-            by = f", for an object of model {one_line(record.by)}" if record.by else f", {detail}" if detail else ""
-            return f"evicted at {at} after {short_number(record.idle_s)} s without a use{by}"
+            by = f", for an object of model {one_line(record.by)}" if record.by else ""
+            why = f", {detail}" if detail else ""
+            return f"evicted at {at} after {short_number(record.idle_s)} s without a use{by}{why}"
         case "other_namespace":
             return f"stored under another namespace: {detail}"
         case "other_salt":

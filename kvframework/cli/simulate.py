@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 _EPILOG = examples(
     "kvframework simulate trace.jsonl --set l1.capacity=64GiB",
-    "kvframework simulate trace.jsonl --config kvf.toml --tier redis=1GB/s,write=500MB/s",
-    "kvframework simulate trace.jsonl --config kvf.toml --tier filesystem=3GB/s --engines 3 --prefill 25000",
-    "kvframework simulate trace.jsonl --config kvf.toml --tier redis=3GB/s,slow=0.2@600s-1200s --json",
+    "kvframework simulate trace.jsonl --config kvf.toml --tier redis=1GB/s",
+    "kvframework simulate trace.jsonl --engines 3 --prefill 25000",
+    "kvframework simulate t.jsonl --tier redis=3GB/s,slow=0.2@600s-1200s --json",
 )
 
 
@@ -34,14 +34,14 @@ def simulate(
         list[str] | None,
         typer.Option(
             "--tier",
-            metavar="NAME=RATE[,write=RATE][,latency=TIME][,capacity=SIZE][,slow=FACTOR@FROM-TO]",
-            help="The speed of an [[l2]], by its `use`; one for each. Writes share it, unless they have their own;"
-            " write=free: they take no time.",
+            metavar="NAME=RATE[,...]",
+            help="The speed of an [[l2]], by its `use`; one for each. Behind it: write=RATE, of writes that do not"
+            " share it (write=free: they take no time), latency=TIME, capacity=SIZE, slow=FACTOR@FROM-TO.",
         ),
     ] = None,
     bytes_per_token: Annotated[
         str, typer.Option(metavar="SIZE", help="KV of a token, of all layers and ranks.")
-    ] = "128KiB",
+    ] = "128KiB",  # noqa: S107  of KV
     engines: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Engines before this server; without them no time is simulated.")
     ] = None,
@@ -60,8 +60,9 @@ def simulate(
     """Say what the requests of a trace would find in the cache of a server.
 
     The server's own code runs, with its eviction, write policies and tiers' queues, on a virtual clock: nothing is
-    stored, read or sent, and no tier is connected to. An hour of requests takes seconds. It says what L1 and each tier
-    give, what is written and read, and with --engines and --prefill the time to the first token.
+    stored, read or sent, and no tier is connected to. An hour of requests takes seconds, with tiers up to a minute. It
+    says what L1 and each tier give, what is written and read, and with --engines and --prefill the time to the first
+    token.
     """
     import logging
 

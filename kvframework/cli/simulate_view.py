@@ -12,15 +12,16 @@ from kvframework.cli.numbers import short_count, short_duration, short_number
 from kvframework.simulation.outcome import Outcome
 
 _NOT = (
-    "not simulated: decoding, batching and chunked prefill (an engine computes one prompt at a time), the copy between L1 "
-    "and the engine, its own prefix cache, several nodes, tenants, codecs, and what a tier forgets by itself"
+    "not simulated: decoding, batching and chunked prefill (an engine computes one prompt at a time), the copy between "
+    "L1 and the engine, its own prefix cache, several nodes, tenants, codecs, and what a tier forgets by itself"
 )
 
 
 def outcome_view(outcome: Outcome, name: str) -> RenderableType:
     """Return the tables of an outcome of the trace `name`."""
     hit = outcome.l1_tokens + outcome.l2_tokens
-    head = f"{name}: {outcome.requests} requests in {short_duration(outcome.seconds)}, {short_count(outcome.tokens)} tokens"
+    tokens = short_count(outcome.tokens)
+    head = f"{name}: {outcome.requests} requests in {short_duration(outcome.seconds)}, {tokens} tokens"
     parts: list[RenderableType] = [Text(head), _hits(outcome, hit)]
     if outcome.ttft_s is not None:
         parts.append(_times(outcome))
@@ -35,6 +36,14 @@ def outcome_view(outcome: Outcome, name: str) -> RenderableType:
     if outcome.misses:
         reasons = sorted(outcome.misses.items(), key=lambda each: -each[1])
         parts.append(Text("lookups that missed something: " + ", ".join(f"{count} {name}" for name, count in reasons)))
+    price = outcome.status.get("price", {})
+    if price.get("lookups"):
+        parts.append(
+            Text(
+                f"priced: {price['cut']} of {price['lookups']} lookups with more in L2 were cut, by "
+                f"{short_count(price['cut_tokens'])} tokens, which saves {_seconds(price['saved_s'])} as computed"
+            )
+        )
     return Group(*parts, Text(_NOT, style="dim"))
 
 
@@ -59,10 +68,11 @@ def _times(outcome: Outcome) -> Table:
 
 
 def _tiers(outcome: Outcome) -> Table:
-    table = _table("L2", "read", "written", "most held", "not written", "evicted", "busy")
+    table = _table("L2", "chunks loaded", "read", "written", "most held", "not written", "evicted", "busy")
     for tier in outcome.tiers:
         table.add_row(
             tier.name,
+            str(tier.loaded),
             str(ByteSize(tier.read_bytes)),
             str(ByteSize(tier.written_bytes)),
             str(ByteSize(tier.used_bytes)),

@@ -37,6 +37,7 @@ def view_status(encoded: bytes, round_trip_s: float | None = None) -> Renderable
         *([_tiers(tiers)] if tiers else []),
         *_others(tiers),
         *([_devices(devices)] if devices else []),
+        *(_text(line, style="yellow") for line in _lacks(devices)),
         _instances(instances) if instances else Text("no instance is registered"),
     )
 
@@ -197,6 +198,10 @@ def _devices(devices: list[Document]) -> Table:
         cells = (device["device"], pid, device["starts"], device["instances"], device["last_error"] or "-")
         table.add_row(*(_text(cell) for cell in cells))
     return table
+
+
+def _lacks(devices: list[Document]) -> list[str]:
+    return [f"{device['device']} goes without: {each}" for device in devices for each in device.get("lacks", ())]
 
 
 def _instances(instances: list[Document]) -> _Rows:

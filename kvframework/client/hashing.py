@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from kvframework.api.content import ChunkContent, Extra, Image
 from kvframework.api.hasher import DIGEST_BYTES, KeyHasher
+from kvframework.api.retain import Retain
 from kvframework.api.trace import sampled_parent
 from kvframework.errors import BadRange, RequestError
 
@@ -16,7 +17,8 @@ class RequestHashes:
     """Chained chunk digests of one request's tokens, extended as tokens arrive. For one thread at a time.
 
     `digests` are those of its first whole chunks, if another process has made them: with their extras. `trace` is the
-    request's `traceparent` header: if it says that the request is sampled, the server's part gets spans.
+    request's `traceparent` header: if it says that the request is sampled, the server's part gets spans. `retain` says
+    for how long its KV is of use (`kvframework.api.retain.retain_of`), with every lookup, store and load of it.
 
     With `keep_tokens`, for a server that wants them (`KVClient.wants_tokens`), the tokens stay here, 4 bytes each, and
     go along with stores and loads, so that routers learn of them. `lora_name` is the adapter's name to routers.
@@ -31,12 +33,14 @@ class RequestHashes:
         cache_salt: str = "",
         digests: bytes = b"",
         trace: str = "",
+        retain: Sequence[Retain] = (),
         keep_tokens: bool = False,
         lora_name: str = "",
     ) -> None:
         self.request_id = request_id
         self.cache_salt = cache_salt
         self.trace = sampled_parent(trace) if trace else ""
+        self.retain = tuple(retain)
         self.chunk_tokens = chunk_tokens
         self._hasher = hasher
         self._digests = bytearray(digests)

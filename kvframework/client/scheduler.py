@@ -104,6 +104,7 @@ class SchedulerAdapter:
             digests=request.digests(last),
             cache_salt=request.cache_salt,
             trace=request.trace,
+            retain=request.retain,
         )
         held_s = self._held_s(wait_s)
         if speed is not None:

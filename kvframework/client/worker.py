@@ -134,6 +134,7 @@ class WorkerAdapter:
             digests=request.digests(end),
             cache_salt=request.cache_salt,
             trace=request.trace,
+            retain=request.retain,
         )
 
     def submit_store(

@@ -30,6 +30,7 @@ from kvframework.devices.messages import (
     Failure,
     Frames,
     FromCopier,
+    Lacks,
     Open,
     Opened,
     Ready,
@@ -85,6 +86,7 @@ class Copier:
         self._fds: deque[int] = deque()
         self._outbox: list[bytes] = []
         self._next_beat = 0.0
+        self._lacks: tuple[str, ...] = ()
         self._pinned = Pinning(driver, size, slice_bytes)
         self._launcher = Launcher(
             driver,
@@ -109,6 +111,7 @@ class Copier:
                     return
                 wait = SHORTEST_WAIT_S
             self._pinned.check()
+            self._tell_lacks()
             self._answer_opens()
             wait = SHORTEST_WAIT_S if self._launcher.step() else min(wait * 2, LONGEST_WAIT_S)
             self._close_idle()
@@ -131,6 +134,13 @@ class Copier:
         if (self._launcher.busy or self._opening) and now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self.send(Beat(self._launcher.oldest_s()))
+
+    def _tell_lacks(self) -> None:
+        """Before the answer to the open that found them."""
+        lacks = tuple(self._driver.lacks())
+        if lacks != self._lacks:
+            self._lacks = lacks
+            self.send(Lacks(lacks))
 
     def _receive(self) -> bool:
         data, fds, _, _ = socket.recv_fds(self._sock, _RECEIVE, 16)

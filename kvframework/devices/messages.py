@@ -115,13 +115,19 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     oldest_s: float
 
 
+class Lacks(msgspec.Struct, frozen=True, array_like=True, tag="lacks"):
+    """All that the driver does without so far, see `CopierDriver.lacks`."""
+
+    what: tuple[str, ...]
+
+
 class Lost(msgspec.Struct, frozen=True, array_like=True, tag="lost"):
     """The last message of a copier that cannot continue."""
 
     failure: Failure
 
 
-FromCopier = Ready | Opened | Closed | Done | Beat | Lost
+FromCopier = Ready | Opened | Closed | Done | Beat | Lacks | Lost
 
 _to_copier: msgspec.msgpack.Decoder[ToCopier] = msgspec.msgpack.Decoder(ToCopier)
 _from_copier: msgspec.msgpack.Decoder[FromCopier] = msgspec.msgpack.Decoder(FromCopier)

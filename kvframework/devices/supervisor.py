@@ -28,6 +28,7 @@ from kvframework.devices.messages import (
     Done,
     Frames,
     FromCopier,
+    Lacks,
     Lost,
     Open,
     Opened,
@@ -86,6 +87,8 @@ class CopierSupervisor:
         self.pid: int | None = None
         self.starts = 0
         self.last_error = ""
+        self.lacks: tuple[str, ...] = ()
+        self._told_lacks: set[str] = set()
         self._thread = threading.Thread(target=self._run, name=f"kvf-copier-{start.device[:8]}", daemon=True)
         self._thread.start()
 
@@ -105,6 +108,7 @@ class CopierSupervisor:
                 "instances": len(self._instances),
                 "copies": len(self._pending),
                 "last_error": self.last_error,
+                "lacks": list(self.lacks),
             }
 
     # the serving thread, and any thread that cancels
@@ -200,6 +204,7 @@ class CopierSupervisor:
             return
         self.pid = process.popen.pid
         self.starts += 1
+        self.lacks = ()
         log.info("the copier of %s is process %d, start %d", self.device, self.pid, self.starts)
         reason: KVFrameworkError
         try:
@@ -305,7 +310,16 @@ class CopierSupervisor:
             process.lost.fact = f"the copier of {self.device}: {process.lost.fact}"
         elif isinstance(message, Beat):
             process.oldest_s = message.oldest_s
+        elif isinstance(message, Lacks):
+            self._hear_lacks(message.what)
         return isinstance(message, Ready)
+
+    def _hear_lacks(self, what: tuple[str, ...]) -> None:
+        self.lacks = what
+        for each in what:
+            if each not in self._told_lacks:
+                self._told_lacks.add(each)
+                log.warning("the copier of %s goes without: %s", self.device, each)
 
     def _stalled(self, process: SpawnedCopier, ready: bool) -> str:
         """Return why the process has to be killed; "" if it need not be."""

@@ -30,7 +30,7 @@ from kvframework.observe.readings import (
 )
 from kvframework.wire.messages import COLD_REASONS, REASONS
 
-CAUSES = ("room", "watermark", "tenant")
+CAUSES = ("room", "watermark", "tenant", "hinted")
 TIER_VALUES = {
     "hit": "hits",
     "miss": "misses",

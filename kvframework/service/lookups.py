@@ -25,6 +25,7 @@ from kvframework.service.accounts.use import Use
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.lookup_waits import LookupWaits, Wait
 from kvframework.service.pricing import Pricing
+from kvframework.service.prompt_parts import found_part
 from kvframework.service.tenant_names import TenantNames
 from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
@@ -35,8 +36,8 @@ from kvframework.wire.table import REQUESTS
 
 class Lookups:
     """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds; `finished`
-    receives each lookup at its end; `price`: what is dear to load is computed, see `Pricing`. `trace_memory` is the most
-    memory of a recorded trace, in bytes."""
+    receives each lookup at its end; `price`: what is dear to load is computed, see `Pricing`. `trace_memory` is the
+    most memory of a recorded trace, in bytes."""
 
     def __init__(
         self,
@@ -207,7 +208,14 @@ class Lookups:
             )
             return asked.task
 
-        return Wanted(grid.main_prefix, grid.digests, grid.desc.chunk_tokens, asked.find, load)
+        return Wanted(
+            grid.main_prefix,
+            grid.digests,
+            grid.desc.chunk_tokens,
+            asked.find,
+            load,
+            lambda hit: found_part(key, grid, hit),
+        )
 
     def _ticket_ended(self, ticket: str) -> None:
         """Account for a lookup whose ticket ended before its client had another answer than a pending one."""

@@ -5,7 +5,8 @@ engines would wait for their first tokens, and what its tiers would read and wri
 
 `simulate` (`run.py`) takes a trace and `Settings` (`settings.py`) and returns an `Outcome` (`outcome.py`). It is pure:
 it opens no file and no socket, starts no thread and reads no clock; the same input gives the same outcome. It blocks
-for about a second for each hundred thousand chunks of the trace. Raises `ConfigError` and `PluginError` for a
+for about 2 s for each hundred thousand chunks of the trace, and 10 s more for as many that go to a tier or come from
+one. Raises `ConfigError` and `PluginError` for a
 configuration that no server could start with, and `SimulationError` for settings that cannot be met.
 """
 

@@ -126,8 +126,7 @@ class Node:
 
     def call(self, session: Session, name: str, payload: Message) -> Any:
         """Ask the server; return its answer, or a future of it."""
-        answer = self._handle[name](session, payload, ())
-        return answer
+        return self._handle[name](session, payload, ())
 
     def settle(self) -> None:
         """Do what the storage threads and the serving thread would do now: after each event."""

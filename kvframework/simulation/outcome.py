@@ -18,10 +18,12 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class TierOutcome(msgspec.Struct, frozen=True):
-    """One `[[l2]]`. `hit_tokens` came from this tier or a later one; bytes are those of objects. `dropped` objects were
-    not written for want of time, `busy` is the share of the trace's time in which it read or wrote."""
+    """One `[[l2]]`. `loaded` chunks came from it, bytes are those of objects, and `used_bytes` the most that it held.
+    `dropped` objects were not written for want of time or room, `evicted` ones made room. `busy` is the share of the
+    trace's time in which it read, and that in which it wrote, added where they are two ways."""
 
     name: str
+    loaded: int
     read_bytes: int
     written_bytes: int
     used_bytes: int
@@ -31,11 +33,11 @@ class TierOutcome(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """`tokens` are those of all prompts, `asked_tokens` those that fill chunks, and `hit_tokens` what L1 and L2 had of
-    them; `blocks` and `hit_blocks` the same in chunks of the server. `seconds` is the time from the first request to
-    the last first token. `ttft_s` and the engines' seconds are None without engines. `l1_bytes` is the most that L1
-    held. `misses` counts lookups that missed something, by reason. `status` is the server's own status document at the
-    end, with its sizes in units of the simulation: see `byte_scale`, by which they are smaller."""
+    """`tokens` are those of all prompts, `asked_tokens` those that fill chunks, and `l1_tokens` and `l2_tokens` what L1
+    and L2 had of them; `blocks` and theirs are the same in chunks of the server. `seconds` is the time from the first
+    request to the last first token. `ttft_s` and the engines' seconds are None without engines. `l1_bytes` is what L1
+    holds at the end. `misses` counts lookups that missed something, by reason. `status` is the server's own status
+    document at the end; bytes of L1 are smaller there by `byte_scale`, and times are virtual."""
 
     requests: int
     seconds: float

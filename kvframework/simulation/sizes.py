@@ -19,6 +19,8 @@ from kvframework.storage.l1.allocator import rounded
 
 MAX_ENGINES = 1024
 MAX_BYTES_PER_TOKEN = 1 << 30
+# Tiers that hold what other nodes have stored.
+OF_OTHER_NODES = ("peers",)
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,12 @@ def _tiers(settings: Settings, registry: PluginRegistry) -> tuple[SimulatedTier,
         raise SimulationError("a tier has two speeds", where="tiers", available="one for each [[l2]]")
     found = []
     for name, table in zip(names, settings.config.l2, strict=True):
+        if table.tier.use in OF_OTHER_NODES:
+            raise SimulationError(
+                f"the tier {name!r} reads from other nodes, and one node is simulated",
+                where=table.tier.where,
+                hint="leave this [[l2]] out",
+            )
         provider, options = resolve_table(registry, table.tier, TierProvider)
         if name not in speeds:
             raise SimulationError(

@@ -1,5 +1,5 @@
-"""The storage threads under virtual time: all of a manager's controllers, each with as many jobs at once as it would have
-threads. A step takes the time that a tier says it takes, and all else none."""
+"""The storage threads under virtual time: all of a manager's controllers, each with as many jobs at once as it would
+have threads. A step takes the time that a tier says it takes, and all else none."""
 
 from __future__ import annotations
 

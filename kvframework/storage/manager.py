@@ -140,7 +140,10 @@ class StorageManager:
         # tick, for the eviction policy.
         self.compute_s: float | None = None
         self._prices: tuple[float | None, float | None] = None, None
-        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, kept.journal, lambda: self._prices)
+        journal, was_done = kept.journal, self._departures.was_done
+        self._table = ObjectTable(
+            RangeAllocator(), policy, self._left, tenants, journal, lambda: self._prices, was_done
+        )
         self._journal = kept.journal
         self._serves_at = clock() + SERVED_S
         self._shared = False
@@ -289,7 +292,7 @@ class StorageManager:
                 request_id=request_id,
                 lease_s=lease_s,
                 client=client,
-                prompt=PromptPart(prompt.of(chosen), prompt.chunk_tokens),
+                prompt=prompt._replace(chunks=prompt.of(chosen)),
             )
         result.present -= len(chosen) - len(some)
         result.placed = [(chosen[at], offset) for at, offset in result.placed]
@@ -391,11 +394,14 @@ class StorageManager:
         request_id: str,
         lease_s: float | None,
         use: Use | None = "lookup",
+        prompt: PromptPart = NO_PROMPT,
     ) -> PinLease:
         """Pin objects that `row` has found since the caller took the lock, see `ObjectTable.pin_objects`; a `use` of
         each, unless that is None."""
         deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-        lease = self._table.pin_objects(objects, owner=owner, request_id=request_id, deadline=deadline, use=use)
+        lease = self._table.pin_objects(
+            objects, owner=owner, request_id=request_id, deadline=deadline, use=use, prompt=prompt
+        )
         if use and self._tiers.watches_uses:
             self._tiers.used([stored.key for stored in objects])
         return lease
@@ -408,13 +414,16 @@ class StorageManager:
         owner: int,
         request_id: str,
         lease_s: float | None,
+        prompt: PromptPart = NO_PROMPT,
     ) -> PinLease | None:
         """Pin the objects that `find` finds in the rows of L1, which counts as a use of each; None if `find` returns
         None."""
         objects = find(self.row)
         if objects is None:
             return None
-        return self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s, use="retrieve")
+        return self.pin_objects(
+            objects, owner=owner, request_id=request_id, lease_s=lease_s, use="retrieve", prompt=prompt
+        )
 
     @_locked
     def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:

@@ -26,7 +26,11 @@ def diagnose(options: CudaOptions) -> Iterator[Finding]:
         return
     for ordinal in devices:
         shown = f"{driver.model(ordinal)}, {name_of(driver.uuid(ordinal), driver.model(ordinal))}"
-        if driver.shares_events(ordinal):
+        shares = driver.shares_events(ordinal)
+        if shares is None:
+            fact = f"{shown}; the driver does not say whether it shares memory and events"
+            yield Finding("cuda_ipc.devices", "warn", fact, "kvframework doctor --gpu-report FILE tries it")
+        elif shares:
             yield Finding("cuda_ipc.devices", "ok", shown)
         else:
             yield Finding(

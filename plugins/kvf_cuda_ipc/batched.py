@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvf_cuda_ipc.driver import Driver, RawStream, check_status
+from kvf_cuda_ipc.trial import prove
 from kvframework.api.driver import CopyBatch
+from kvframework.errors import DeviceError, DeviceLost
 
 _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _BESIDE_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
@@ -53,10 +55,29 @@ class BatchedCopies:
         self._failed = ctypes.c_size_t(0)
 
     @classmethod
-    def of(cls, driver: Driver) -> BatchedCopies | None:
-        """Return None where the driver is older than CUDA 12.8."""
+    def of(cls, driver: Driver) -> BatchedCopies:
+        """Return those of the current context, proven by a trial. Raises `DeviceError` where the driver is older than
+        CUDA 12.8 or the trial fails."""
         address = driver.batch_copy_address()
-        return cls(address) if address else None
+        if not address:
+            raise DeviceError(
+                "the driver has no batched copies", where="cuda_ipc", hint="install a driver of CUDA 12.8 or later"
+            )
+        made = cls(address)
+        try:
+            prove(driver, made._try)
+        except DeviceLost:
+            raise
+        except DeviceError:
+            if not made._attributes.flags:
+                raise
+            # The flag asks for speed only: without it the copies are the same.
+            made._attributes.flags = 0
+            prove(driver, made._try)
+        return made
+
+    def _try(self, stream: RawStream, batch: CopyBatch, here: int, _further: int | None, to_arena: bool) -> None:
+        self.copy(stream, batch, here, (), to_arena=to_arena)
 
     def copy(self, stream: RawStream, batch: CopyBatch, arena: int, slices: Sequence[int], *, to_arena: bool) -> None:
         """Start a copy; `arena` is the arena's address, `slices` the addresses at which its pinned slices begin."""

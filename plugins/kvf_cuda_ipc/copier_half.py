@@ -5,20 +5,20 @@ The process sees this GPU alone. One thread makes all calls but `pin`, and the c
 
 from __future__ import annotations
 
-import logging
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvf_cuda_ipc.batched import BatchedCopies
-from kvf_cuda_ipc.driver import Driver, Event, RawStream
+from kvf_cuda_ipc.driver import MEMORY_HANDLE_BYTES, Driver, Event, RawStream
 from kvf_cuda_ipc.gathering import GatherKernel
-from kvf_cuda_ipc.identity import name_of
+from kvf_cuda_ipc.identity import name_of, same
 from kvf_cuda_ipc.options import CudaOptions
 from kvframework.api.driver import Allocation, Arena, CopierDriver, CopyBatch
 from kvframework.api.installing import install_command
 from kvframework.errors import DeviceError, DeviceLost
 
-log = logging.getLogger(__name__)
+_NO_KERNEL = "no kernel copies small fragments, the copy engines do, slowly"
 
 
 class Stream(NamedTuple):
@@ -33,53 +33,61 @@ class CudaCopier(CopierDriver[Event, Stream]):
         self._driver = driver
         self._device = device
         self._arena = arena
-        seen = [name_of(driver.uuid(each), driver.model(each)) for each in driver.devices()]
-        if seen != [device]:
-            raise DeviceError(
-                f"{device} is not here",
-                where="cuda_ipc",
-                available=", ".join(seen) or "no GPU",
-                hint="give the server's container the GPUs of the engines",
-            )
-        if not driver.shares_events(0):
-            raise DeviceError(f"{driver.model(0)} cannot share memory and events", where="cuda_ipc")
-        self._context = driver.retain_context(0)
+        self._lock = threading.Lock()
+        self._lacks: dict[str, str] = {}
+        self._slices: list[int] = []
+        self._proven = b""
+        self._kernel_below = int(options.kernel_below)
+        ordinal = _ordinal(driver, device)
+        self._context = driver.retain_context(ordinal)
         driver.set_current(self._context)
-        self._batched = None if options.engine == "kernel" else BatchedCopies.of(driver)
-        self._kernel = None if options.engine == "dma" else _kernel(driver, options)
+        self._batched = None if options.engine == "kernel" else self._copy_engines(driver)
+        self._kernel = None if options.engine == "dma" else self._gather_kernel(driver, options, ordinal)
         if self._batched is None and self._kernel is None:
             raise DeviceError(
-                "nothing can copy here: the driver has no batched copies, and there is no kernel",
+                f"nothing can copy here: {'; '.join(self._lacks.values())}",
                 where="cuda_ipc",
                 hint=f"install a driver of CUDA 12.8 or later, or NVRTC: {install_command('cuda')}, or [cuda12]",
             )
-        self._kernel_below = int(options.kernel_below)
-        self._slices: list[int] = []
-        self._lock = threading.Lock()
+
+    def lacks(self) -> Sequence[str]:
+        return tuple(self._lacks.values())
 
     def pin(self, offset: int, nbytes: int) -> None:
+        start = self._arena.address + offset
         with self._driver.current(self._context):
-            mapped = self._driver.register_host(self._arena.address + offset, nbytes)
-        if mapped != self._arena.address + offset and self._kernel is not None:
-            raise DeviceError(
-                "the arena has another address on this GPU, which the kernel does not know of",
-                where="cuda_ipc",
-                hint='set engine = "dma"',
-            )
+            mapped = self._driver.register_host(start, nbytes)
         with self._lock:
-            self._slices = sorted([*self._slices, self._arena.address + offset])
+            if mapped != start and self._kernel is not None:
+                # Copy engines take the host's own addresses.
+                self._leave_out_kernel(f"the arena is not at its own address on this GPU ({mapped or 'unknown'})")
+            self._slices = sorted([*self._slices, start])
 
     def open(self, allocation: Allocation) -> int:
-        if allocation.device != self._device:
+        if not same(allocation.device, self._device):
             raise DeviceError(f"memory of {allocation.device} on {self._device}", where="cuda_ipc")
-        address = self._driver.open_memory(allocation.handle)
-        base, nbytes = self._driver.allocation_of(address)
+        # Behind the memory's handle that of an event, see `CudaEngine`; an engine of a former release sends none.
+        self._prove(allocation.handle[MEMORY_HANDLE_BYTES:])
+        address = self._driver.open_memory(allocation.handle[:MEMORY_HANDLE_BYTES])
+        try:
+            base, nbytes = self._driver.allocation_of(address)
+        except DeviceLost:
+            raise
+        except DeviceError as error:
+            # The engine's own driver gave it the size, and every view was checked against that.
+            self._lacks.setdefault("size", f"the size of opened memory is not compared with its engine's: {error.fact}")
+            return address
         if address + allocation.nbytes > base + nbytes:
             self._driver.close_memory(address)
             raise DeviceError(
                 f"an allocation of {nbytes} bytes was opened, not of {allocation.nbytes}", where="cuda_ipc"
             )
         return address
+
+    def _prove(self, event: bytes) -> None:
+        if event and event != self._proven:
+            self._driver.destroy_event(self._driver.open_event(event))
+            self._proven = event
 
     def close_memory(self, address: int) -> None:
         self._driver.close_memory(address)
@@ -95,8 +103,14 @@ class CudaCopier(CopierDriver[Event, Stream]):
 
     def create_stream(self, *, loads: bool) -> Stream:
         """Make a stream. Loads have the greatest priority, since a request waits for each; stores have the least."""
-        least, greatest = self._driver.stream_priorities()
-        return Stream(self._driver.create_stream(greatest if loads else least), loads)
+        try:
+            least, greatest = self._driver.stream_priorities()
+            return Stream(self._driver.create_stream(greatest if loads else least), loads)
+        except DeviceLost:
+            raise
+        except DeviceError as error:
+            self._lacks.setdefault("priority", f"loads have no priority over stores: {error.fact}")
+            return Stream(self._driver.create_stream(0), loads)
 
     def wait(self, stream: Stream, event: Event) -> None:
         self._driver.wait_event(stream.raw, event)
@@ -114,14 +128,43 @@ class CudaCopier(CopierDriver[Event, Stream]):
     def reached(self, event: Event) -> bool:
         return self._driver.reached(event)
 
-
-def _kernel(driver: Driver, options: CudaOptions) -> GatherKernel | None:
-    try:
-        return GatherKernel.built(driver, options.kernel_blocks)
-    except DeviceLost:
-        raise
-    except DeviceError as error:
-        if options.engine == "kernel":
+    def _copy_engines(self, driver: Driver) -> BatchedCopies | None:
+        try:
+            return BatchedCopies.of(driver)
+        except DeviceLost:
             raise
-        log.warning("no kernel copies small fragments here, the copy engines do, slowly: %s", error)
-        return None
+        except DeviceError as error:
+            self._lacks["dma"] = f"no copy engine copies: {error.fact}"
+            return None
+
+    def _gather_kernel(self, driver: Driver, options: CudaOptions, ordinal: int) -> GatherKernel | None:
+        try:
+            return GatherKernel.built(driver, options.kernel_blocks, ordinal)
+        except DeviceLost:
+            raise
+        except DeviceError as error:
+            if options.engine == "kernel":
+                raise
+            self._lacks["kernel"] = f"{_NO_KERNEL}: {error.fact}"
+            return None
+
+    def _leave_out_kernel(self, reason: str) -> None:
+        if self._batched is None:
+            raise DeviceError(
+                f"{reason}, and nothing but the kernel copies", where="cuda_ipc", hint='set engine = "dma"'
+            )
+        self._kernel = None
+        self._lacks["kernel"] = f"{_NO_KERNEL}: {reason}"
+
+
+def _ordinal(driver: Driver, device: str) -> int:
+    seen = [name_of(driver.uuid(each), driver.model(each)) for each in driver.devices()]
+    found = [ordinal for ordinal, name in enumerate(seen) if same(name, device)]
+    if len(found) != 1:
+        raise DeviceError(
+            f"{device} is not here",
+            where="cuda_ipc",
+            available=", ".join(seen) or "no GPU",
+            hint="give the server's container the GPUs of the engines",
+        )
+    return found[0]

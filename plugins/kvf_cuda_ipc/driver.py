@@ -58,6 +58,7 @@ _HINTS = {
     "NO_DEVICE": "give the server's process, whose copier looks for it, the GPUs of the engines",
     "INVALID_DEVICE": "give the server's process, whose copier looks for it, the GPUs of the engines",
     "OUT_OF_MEMORY": "leave room on the GPU: the server's copier needs a CUDA context there",
+    "DEVICE_UNAVAILABLE": "set the GPU's compute mode to Default (nvidia-smi -c 0): another admits one process only",
     "COMPAT_NOT_SUPPORTED_ON_DEVICE": "the driver is older than cuda-bindings: install a newer driver",
 }
 
@@ -93,10 +94,11 @@ class Driver:
             _call(cu.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
         )
 
-    def shares_events(self, ordinal: int) -> bool:
-        """Return whether the device can export memory and events to other processes."""
+    def shares_events(self, ordinal: int) -> bool | None:
+        """Return whether the device can export memory and events to other processes; None if the driver does not
+        say."""
         attribute = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED
-        return bool(_call(cu.cuDeviceGetAttribute, attribute, self._device(ordinal)))
+        return _answered(cu.cuDeviceGetAttribute, attribute, self._device(ordinal))
 
     def version(self) -> int:
         """Return the driver's version of CUDA, such as 12080 for 12.8."""
@@ -129,16 +131,28 @@ class Driver:
             _call(cu.cuCtxPopCurrent)
 
     def stream_priorities(self) -> tuple[int, int]:
-        """Return the least and the greatest priority of the current context."""
+        """Return the least and the greatest priority of the current context. Raises `DeviceError` where it knows
+        none."""
         least, greatest = _call(cu.cuCtxGetStreamPriorityRange)
         return int(least), int(greatest)
 
     # memory
 
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """Return the address of the allocation around a device address, and its bytes."""
-        base, nbytes = _call(cu.cuMemGetAddressRange, cu.CUdeviceptr(address))
-        return int(base), int(nbytes)
+        """Return the address of the allocation around a device address, and its bytes. Raises `DeviceError` if the
+        driver has no answer: of memory of another process none is promised."""
+        place, attribute = cu.CUdeviceptr(address), cu.CUpointer_attribute
+        try:
+            found = _call(cu.cuMemGetAddressRange, place)
+        except DeviceLost:
+            raise
+        except DeviceError:
+            ends = (attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE)
+            found = [_call(cu.cuPointerGetAttribute, each, place) for each in ends]
+        base, nbytes = map(int, found)
+        if not base <= address < base + nbytes:
+            raise DeviceError(f"the driver places {address:#x} in {nbytes} bytes at {base:#x}", where="cuda_ipc")
+        return base, nbytes
 
     def ordinal_of(self, address: int) -> int:
         """Return the ordinal of a device address's device. Raises `DeviceError` for host memory."""
@@ -150,11 +164,11 @@ class Driver:
         attribute = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         return int(_call(cu.cuPointerGetAttribute, attribute, cu.CUdeviceptr(address)))
 
-    def is_exportable(self, address: int) -> bool:
+    def is_exportable(self, address: int) -> bool | None:
         """Return whether the memory has a handle for other processes: that of virtual memory management and managed
-        memory has none."""
+        memory has none. None if the driver does not say."""
         attribute = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-        return bool(_call(cu.cuPointerGetAttribute, attribute, cu.CUdeviceptr(address)))
+        return _answered(cu.cuPointerGetAttribute, attribute, cu.CUdeviceptr(address))
 
     def export_memory(self, base: int) -> bytes:
         return _bytes_of(_call(cu.cuIpcGetMemHandle, cu.CUdeviceptr(base)), MEMORY_HANDLE_BYTES)
@@ -167,16 +181,38 @@ class Driver:
         """Close another process's memory. Waits for the device, for a moment."""
         _call(cu.cuIpcCloseMemHandle, cu.CUdeviceptr(address))
 
-    def register_host(self, address: int, nbytes: int) -> int:
-        """Pin host memory and map it for the device; returns its address there. Blocking."""
+    def register_host(self, address: int, nbytes: int) -> int | None:
+        """Pin host memory and map it for the device; returns its address there, None if the driver does not say.
+        Blocking."""
         _call(cu.cuMemHostRegister, address, nbytes, cu.CU_MEMHOSTREGISTER_PORTABLE | cu.CU_MEMHOSTREGISTER_DEVICEMAP)
-        return int(_call(cu.cuMemHostGetDevicePointer, address, 0))
+        return self._on_device(address)
 
-    def allocate_host(self, nbytes: int) -> tuple[int, int]:
-        """Allocate pinned memory, not zeroed; returns its address here and on the device."""
+    def allocate_host(self, nbytes: int) -> tuple[int, int | None]:
+        """Allocate pinned memory, not zeroed; returns its address here and on the device, None if the driver does not
+        say."""
         flags = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP
         address = int(_call(cu.cuMemHostAlloc, nbytes, flags))
-        return address, int(_call(cu.cuMemHostGetDevicePointer, address, 0))
+        return address, self._on_device(address)
+
+    def free_host(self, address: int) -> None:
+        """Free what `allocate_host` gave. Waits for the device."""
+        _call(cu.cuMemFreeHost, address)
+
+    def allocate(self, nbytes: int) -> int:
+        """Allocate memory of the device, not zeroed; may wait for the device."""
+        return int(_call(cu.cuMemAlloc, nbytes))
+
+    def free(self, address: int) -> None:
+        """Free what `allocate` gave. Waits for the device."""
+        _call(cu.cuMemFree, cu.CUdeviceptr(address))
+
+    def _on_device(self, address: int) -> int | None:
+        try:
+            return int(_call(cu.cuMemHostGetDevicePointer, address, 0))
+        except DeviceLost:
+            raise
+        except DeviceError:
+            return None
 
     # events
 
@@ -279,6 +315,16 @@ def _call(function: Any, *arguments: object) -> Any:
         raise DeviceError(f"{function.__name__}: {error}", where="cuda_ipc", hint="install a newer driver") from None
     _check(status, function.__name__)
     return values[0] if len(values) == 1 else values or None
+
+
+def _answered(function: Any, *arguments: object) -> bool | None:
+    """Return the answer to a yes-or-no question; None if the driver cannot tell. Raises `DeviceLost`."""
+    try:
+        return bool(_call(function, *arguments))
+    except DeviceLost:
+        raise
+    except DeviceError:
+        return None
 
 
 def _check(status: Any, call: str) -> None:

@@ -16,7 +16,7 @@ from kvf_cuda_ipc.holds import Words
 from kvf_cuda_ipc.identity import name_of
 from kvf_cuda_ipc.streams import event_of, stream_of
 from kvframework.api.driver import Allocation, EngineDriver, Exported
-from kvframework.errors import DeviceError
+from kvframework.errors import DeviceError, DeviceLost
 
 _EXPORT_HINT = (
     "take expandable_segments:True out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, start vLLM without sleep mode"
@@ -43,6 +43,7 @@ class CudaEngine(EngineDriver[PooledEvent]):
         self._driver = driver
         self._contexts: dict[int, Context] = {}
         self._ordinals: dict[str, int] = {}
+        self._proofs: dict[int, tuple[Event, bytes]] = {}
         self._lock = threading.Lock()
         self._events = 0
         self._closed = False
@@ -54,16 +55,15 @@ class CudaEngine(EngineDriver[PooledEvent]):
             ordinal = self._driver.ordinal_of(address)
         with self._context(ordinal):
             base, nbytes = self._driver.allocation_of(address)
-            if not self._driver.is_exportable(address):
-                raise DeviceError(
-                    f"memory at {address:#x} cannot be exported to other processes: it is virtual or managed memory",
-                    where="cuda_ipc",
-                    available="what cudaMalloc gave",
-                    hint=_EXPORT_HINT,
-                )
-            if not self._driver.shares_events(ordinal):
-                raise DeviceError(f"{self._driver.model(ordinal)} cannot share memory and events", where="cuda_ipc")
-            handle = self._driver.export_memory(base)
+            if self._driver.is_exportable(address) is False:
+                raise _not_exportable(address, "it is virtual or managed memory")
+            proof = self._proof(ordinal)
+            try:
+                handle = self._driver.export_memory(base) + proof
+            except DeviceLost:
+                raise
+            except DeviceError as error:
+                raise _not_exportable(address, error.fact) from None
             with contextlib.suppress(DeviceError):
                 _words_of_process(self._driver, ordinal)  # so that no first `block_stream` allocates in mid work
         return Exported(Allocation(self._name(ordinal), handle, nbytes), address - base)
@@ -116,6 +116,24 @@ class CudaEngine(EngineDriver[PooledEvent]):
                 raise
         return word.release
 
+    def _proof(self, ordinal: int) -> bytes:
+        """Return the handle of an event for the copier to open before it takes memory: what either side cannot do with
+        events costs this transport now, and not every transfer later. Raises `DeviceError`."""
+        if ordinal not in self._proofs:
+            try:
+                event = self._driver.create_event(interprocess=True)
+                try:
+                    self._proofs[ordinal] = event, self._driver.export_event(event)
+                except BaseException:
+                    self._driver.destroy_event(event)
+                    raise
+            except DeviceLost:
+                raise
+            except DeviceError as error:
+                model = self._driver.model(ordinal)
+                raise DeviceError(f"{model} cannot share events: {error.fact}", where="cuda_ipc") from None
+        return self._proofs[ordinal][1]
+
     def close(self) -> None:
         """Release the contexts, once the last event is destroyed; the engine keeps them."""
         with self._lock:
@@ -127,7 +145,11 @@ class CudaEngine(EngineDriver[PooledEvent]):
             if not self._closed or self._events:
                 return
             contexts, self._contexts = self._contexts, {}
-        for ordinal in contexts:
+            proofs, self._proofs = self._proofs, {}
+        for ordinal, context in contexts.items():
+            if ordinal in proofs:
+                with contextlib.suppress(DeviceError), self._driver.current(context):
+                    self._driver.destroy_event(proofs[ordinal][0])
             self._driver.release_context(ordinal)
 
     @contextmanager
@@ -162,6 +184,15 @@ class CudaEngine(EngineDriver[PooledEvent]):
         return self._ordinals[device]
 
 
+def _not_exportable(address: int, reason: str) -> DeviceError:
+    return DeviceError(
+        f"memory at {address:#x} cannot be exported to other processes: {reason}",
+        where="cuda_ipc",
+        available="what cudaMalloc gave",
+        hint=_EXPORT_HINT,
+    )
+
+
 _words: list[Words] = []
 _words_lock = threading.Lock()
 
@@ -172,7 +203,11 @@ def _words_of_process(driver: Driver, ordinal: int) -> Words:
     with _words_lock:
         if not _words:
             driver.retain_context(ordinal)
-            _words.append(Words(*driver.allocate_host(Words.NBYTES)))
+            address, on_device = driver.allocate_host(Words.NBYTES)
+            if on_device is None:
+                driver.free_host(address)
+                raise DeviceError("the driver does not say where the GPU sees pinned memory", where="cuda_ipc")
+            _words.append(Words(address, on_device))
         return _words[0]
 
 

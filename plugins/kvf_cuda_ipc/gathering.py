@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from importlib import resources
 
 from kvf_cuda_ipc.driver import Driver, Function, RawStream
+from kvf_cuda_ipc.trial import prove
 from kvframework.api.driver import CopyBatch, Step
 from kvframework.errors import DeviceError
 
@@ -50,13 +51,21 @@ class GatherKernel:
         self._blocks = blocks
 
     @classmethod
-    def built(cls, driver: Driver, blocks: int) -> GatherKernel:
-        """Compile for the first GPU, in the current context: some 0.2 s. Raises `DeviceError` without NVRTC."""
+    def built(cls, driver: Driver, blocks: int, ordinal: int = 0) -> GatherKernel:
+        """Compile for a GPU, whose context is the current one, and prove it by a trial: some 0.2 s. Raises
+        `DeviceError` without NVRTC, and if the trial fails."""
         from kvf_cuda_ipc.compiling import compiled
 
-        image = compiled(source(), "gather.cu", driver.compute_capability(0))
+        image = compiled(source(), "gather.cu", driver.compute_capability(ordinal))
         names = {size: f"kvf_copy_{size}" for size in _SIZES}
-        return cls(driver, driver.load_functions(image, names), blocks)
+        made = cls(driver, driver.load_functions(image, names), blocks)
+        prove(driver, made._try)
+        return made
+
+    def _try(self, stream: RawStream, batch: CopyBatch, here: int, further: int | None, to_arena: bool) -> None:
+        if further is None:
+            raise DeviceError("the driver does not say where the GPU sees pinned memory", where="cuda_ipc")
+        self.copy(stream, batch, here + further, to_arena=to_arena)
 
     def copy(self, stream: RawStream, batch: CopyBatch, arena: int, *, to_arena: bool) -> None:
         """Start a copy; `arena` is its address on the GPU."""

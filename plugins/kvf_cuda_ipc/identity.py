@@ -19,6 +19,12 @@ def name_of(uuid: bytes, model: str) -> str:
     return ("MIG-" if " MIG " in f"{model} " else "GPU-") + "-".join(parts)
 
 
+def same(one: str, other: str) -> bool:
+    """Return whether both names mean one device: by their UUIDs, since what tells an instance of a divided GPU from a
+    whole one is only the model's name."""
+    return one[4:] == other[4:]
+
+
 def show_only(device: str) -> None:
     """Hide all other GPUs from this process, also those that the server sees; before CUDA is initialised. Raises
     `DeviceError` for an invalid name of a GPU."""

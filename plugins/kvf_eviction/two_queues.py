@@ -4,16 +4,19 @@ storage lock; pure.
 Each queue is in the order of use. Of the two oldest objects that one leaves whose age promises fewer hits for the place
 that it takes up, as learned from the uses of the objects of its queue, those included that came back after they left
 (`kvf_eviction.reuse`). So how much of L1 each queue has follows from the traffic. Where nothing is known yet, and for a
-while where LRU would have found more (`kvf_eviction.against_lru`), the oldest object leaves.
+while where LRU would have found more (`kvf_eviction.against_lru`), the oldest object leaves. What requests say of
+objects comes before all that (`kvf_eviction.hinted`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from kvf_eviction.against_lru import AgainstLru
 from kvf_eviction.ghost_marks import MARK_BITS, WAYS, GhostMarks
+from kvf_eviction.hinted import Hinted
 from kvf_eviction.reuse import BINS, Reuse, age_bin
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
 
@@ -51,12 +54,13 @@ class TwoQueues(EvictionPolicy):
         self._reuse = (Reuse(), Reuse())
         self._ghosts = GhostMarks(WAYS)
         self._lru = AgainstLru()
+        self._hinted = Hinted()
         # In objects that came.
         self._now = 1
         self._learns_at, self._forgets_at = LEAST_TO_LEARN, LEAST_TO_FORGET
 
     def __len__(self) -> int:
-        return len(self._queues[0]) + len(self._queues[1])
+        return len(self._queues[0]) + len(self._queues[1]) + len(self._hinted)
 
     def on_insert(self, key: PackedKey, nbytes: int) -> None:
         self.on_inserts((key,), (nbytes,), (-1,), _NO_FACTS)
@@ -81,6 +85,7 @@ class TwoQueues(EvictionPolicy):
         self._lru.began(len(keys))
         if now >= self._learns_at:
             self._learn()
+        self._heed(keys, facts)
 
     def on_access(self, key: PackedKey) -> None:
         self.on_uses((key,), _NO_FACTS)
@@ -90,11 +95,14 @@ class TwoQueues(EvictionPolicy):
 
     def on_uses(self, keys: Sequence[PackedKey], facts: RequestFacts) -> None:
         once, again = self._queues
+        hinted, given = self._hinted, keys
+        if hinted.has_any(keys):
+            keys = [key for key in keys if key not in hinted.kept]
         now, request = self._now, _request_of(facts)
         new = now << _TIME | request | 1
         began = 0
         for key in keys:
-            mark = again.pop(key, 0) or once.pop(key)
+            mark = again.pop(key, 0) or once.pop(key, 0) or hinted.done.pop(key)
             if request and mark & _REQUEST == request:
                 # No other use, but as young as what this request has stored meanwhile.
                 self._lru.moved(mark >> _TIME)
@@ -105,6 +113,7 @@ class TwoQueues(EvictionPolicy):
             began += 1
         self._reuse[1].began += began
         self._lru.began(began)
+        self._heed(given, facts)
 
     def on_remove(self, key: PackedKey) -> None:
         self.on_removes((key,), "evicted")
@@ -114,11 +123,16 @@ class TwoQueues(EvictionPolicy):
             self._ghosts = GhostMarks(1 << (len(self) * GHOSTS - 1).bit_length())
         once, again = self._queues
         for key in keys:
-            mark = once.pop(key, 0) or again.pop(key)
+            mark = once.pop(key, 0) or again.pop(key, 0) or self._hinted.take(key)
+            assert mark, "only what is in leaves"
             if why == "evicted":
                 self._ghosts.add(key, (mark >> _TIME & _GHOST_TIME) << 1 | mark & 1)
 
     def victims(self) -> Iterator[PackedKey]:
+        self._hinted.full_at(len(self))
+        return chain(self._hinted.done, self._by_worth(), self._hinted.last()) if self._hinted else self._by_worth()
+
+    def _by_worth(self) -> Iterator[PackedKey]:
         once, again = (iter(queue.items()) for queue in self._queues)
         worths, now = [_BY_AGE if self._lru.by_age else reuse.worth for reuse in self._reuse], self._now
         one, other = next(once, None), next(again, None)
@@ -135,6 +149,23 @@ class TwoQueues(EvictionPolicy):
             if head is not None:
                 yield head[0]
                 yield from (key for key, _ in walk)
+
+    def _heed(self, keys: Sequence[PackedKey], facts: RequestFacts) -> None:
+        """Do as the request says, and give back what was kept for long enough, as young as what comes now."""
+        hinted, (once, again) = self._hinted, self._queues
+        for key, mark in hinted.due(facts.at):
+            self._lru.moved(mark >> _TIME)
+            self._queues[mark & 1][key] = self._now << _TIME | mark & (1 << _TIME) - 1
+        if not facts.hint:
+            return
+        for key in dict.fromkeys(keys):
+            is_done = facts.hint == "done"
+            if is_done or hinted.may_keep(key):
+                mark = once.pop(key, 0) or again.pop(key, 0) or hinted.take(key) or 0
+                if is_done:
+                    hinted.add_done(key, mark)
+                else:
+                    hinted.add_kept(key, mark, facts)
 
     def _ended(self, mark: int, now: int) -> None:
         """Count a wait that ends with a use."""

@@ -24,6 +24,7 @@ from kvf_transformers.results import Generated, Restored, Saved
 from kvf_transformers.session import CacheSession, Moved
 from kvf_transformers.shapes import checked_cache, layers_of
 from kvf_transformers.snapshots import Snapshots
+from kvframework.api.retain import retain_of
 from kvframework.errors import DeadlineExceeded, RequestError, ServerGone
 
 _log = logging.getLogger(__name__)
@@ -102,6 +103,11 @@ class TransformersKV:
     def close(self) -> None:
         """Unregister and disconnect. Idempotent."""
         self._session.close()
+
+    def retain(self, hint: object) -> None:
+        """Say for how long the KV of all prompts from now on is of use, None for nothing: as in docs/hints.md. Raises
+        `RequestError`."""
+        self._session.retain = retain_of(hint)
 
     def weights_changed(self) -> None:
         """Have all weights read again; needed after writes to them that torch does not count: through `tensor.data`,

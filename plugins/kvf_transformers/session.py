@@ -27,6 +27,7 @@ from kvf_transformers.view import CacheView
 from kvframework.api.futures import Future
 from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.requests import RequestSpec
+from kvframework.api.retain import Retain
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
 from kvframework.client import KVClient, ModelPart, RequestHashes, SchedulerAdapter, WorkerAdapter, current_trace
 from kvframework.errors import DeadlineExceeded, KVFrameworkError
@@ -76,6 +77,8 @@ class CacheSession:
         requests: Sequence[RequestSpec] = (),
     ) -> None:
         self._salt = cache_salt
+        # What requests say of the future of their KV from now on.
+        self.retain: Sequence[Retain] = ()
         self._transport = transport
         self._timeout_s = transfer_timeout_s
         self._attached: OrderedDict[ModelNow, Attached] = OrderedDict()
@@ -276,6 +279,7 @@ class CacheSession:
             cache_salt=self._salt,
             digests=digests,
             trace=current_trace(),
+            retain=self.retain,
             keep_tokens=self.client.wants_tokens(self._salt),
         )
 

@@ -203,6 +203,7 @@ class AttachedInstance:
             cache_salt=op.salt,
             digests=op.digests,
             trace=op.trace,
+            retain=op.retain,
         )
         # One stage's word is enough, as one rank's is.
         if op.content is not None and not self._stage:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvf_vllm.step_messages import Served
+from kvframework.api.retain import Retain
 from kvframework.client import EngineSpeed, KVClient, LookupResult, RequestHashes, SchedulerAdapter
 from kvframework.errors import KVFrameworkError
 
@@ -21,9 +22,11 @@ class LookupService(Protocol):
         """Sets the names of content that the workers use, one for each pipeline stage. Called before any other
         method."""
 
-    def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
-        """A new empty digest list; `trace` is the request's traceparent. None as long as the server has never been
-        reached."""
+    def hashes(
+        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = ()
+    ) -> RequestHashes | None:
+        """A new empty digest list; `trace` is the request's traceparent, `retain` what it says of its KV's future. None
+        as long as the server has never been reached."""
 
     def tells(self, salt: str) -> bool:
         """True if the server tells routers of prompts with this salt, and so wants their content."""
@@ -75,7 +78,9 @@ class ServerLookups:
             for each in served
         ]
 
-    def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
+    def hashes(
+        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = ()
+    ) -> RequestHashes | None:
         # Only `usable` guarantees that no call waits for a first handshake.
         if not self._adapters or not self._client.usable:
             return None
@@ -83,7 +88,9 @@ class ServerLookups:
             hasher = self._client.hasher
         except KVFrameworkError:
             return None
-        return RequestHashes(hasher, self._chunk_tokens, request_id=request_id, cache_salt=salt, trace=trace)
+        return RequestHashes(
+            hasher, self._chunk_tokens, request_id=request_id, cache_salt=salt, trace=trace, retain=retain
+        )
 
     def tells(self, salt: str) -> bool:
         return self._client.wants_tokens(salt)

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvframework.api.retain import Retain, retain_of
+from kvframework.errors import KVFrameworkError
+
 PREFIX = "kvframework."
 _MAX_SALT = 256
 
@@ -37,18 +40,22 @@ class EngineRequest(Protocol):
 @dataclass(frozen=True)
 class Wish:
     """The permissions of a request. `own_salt`: part of the salt is the connector's own option, which vLLM's block
-    hashes do not cover. `reason` says why the request is left out, "" if it is not."""
+    hashes do not cover. `reason` says why the request is left out, "" if it is not. `retain` is what it says of the
+    future of its KV, and `ignored` what was wrong with that, "" for nothing: it is no more than a hint."""
 
     load: bool = True
     store: bool = True
     salt: str = ""
     own_salt: bool = False
     reason: str = ""
+    retain: tuple[Retain, ...] = ()
+    ignored: str = ""
 
 
 def wish_of(request: EngineRequest) -> Wish:
-    """The wish in the request itself and its `kv_transfer_params`: `kvframework.load`, `kvframework.store` (booleans)
-    and `kvframework.salt`. An unknown key or value leaves the request out."""
+    """The wish in the request itself and its `kv_transfer_params`: `kvframework.load`, `kvframework.store` (booleans),
+    `kvframework.salt` and `kvframework.retain` (see `retain_of`). An unknown key or value leaves the request out; only
+    a wrong `retain` is ignored, since it is a hint."""
     reason = _left_out(request)
     if reason:
         return Wish(False, False, reason=reason)
@@ -62,11 +69,21 @@ def wish_of(request: EngineRequest) -> Wish:
         if isinstance(key, str) and key.startswith(PREFIX)
     }
     load, store, salt = wishes.pop("load", True), wishes.pop("store", True), wishes.pop("salt", "")
+    hint = wishes.pop("retain", None)
     if wishes or not (isinstance(load, bool) and isinstance(store, bool) and isinstance(salt, str)):
         return Wish(False, False, reason="kv_transfer_params")
     # Requests that need every prompt token computed (for their log-probabilities) read no cache.
     load = load and not request.skip_reading_prefix_cache
-    return Wish(load, store, _joined(request.cache_salt or "", salt), own_salt=bool(salt))
+    retain, ignored = _retained(hint)
+    salt_of_both = _joined(request.cache_salt or "", salt)
+    return Wish(load, store, salt_of_both, own_salt=bool(salt), retain=retain, ignored=ignored)
+
+
+def _retained(hint: object) -> tuple[tuple[Retain, ...], str]:
+    try:
+        return retain_of(hint), ""
+    except KVFrameworkError as error:
+        return (), str(error)
 
 
 def traceparent(request: EngineRequest) -> str:

@@ -113,6 +113,7 @@ class SchedulerSide:
         self._foreign: set[int] = set()
         self._unfinished: dict[int, _Unfinished] = {}
         self._next_store = 0
+        self._told_ignored = False
         self._generation = ""
         self._meter = PrefillMeter()
 
@@ -189,6 +190,7 @@ class SchedulerSide:
                 tracked.in_step,
                 tracked.adapter.use,
                 self._content(tracked, tracked.hashes, start, end),
+                tracked.wish.retain,
             )
         )
         tracked.loading = self._workers
@@ -336,7 +338,15 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             search = PrefixSearch(self._service, deadline_s=self._options.lookup_deadline_s, clock=self._clock)
-            tracked = self._tracked[request.request_id] = _Tracked(request, wish_of(request), search)
+            wish = wish_of(request)
+            if wish.ignored and not self._told_ignored:
+                self._told_ignored = True
+                log.warning(
+                    "kvframework.retain of request %r is ignored, and so are such ones from now on: %s",
+                    request.request_id,
+                    wish.ignored,
+                )
+            tracked = self._tracked[request.request_id] = _Tracked(request, wish, search)
         return tracked
 
     def _learn(self, answers: Mapping[int, Served | None]) -> None:
@@ -390,7 +400,10 @@ class SchedulerSide:
             return None
         if tracked.hashes is None:
             salt = salted(tracked.wish.salt, self._generation)
-            tracked.hashes = self._service.hashes(tracked.request.request_id, salt, traceparent(tracked.request))
+            retain = tracked.wish.retain
+            tracked.hashes = self._service.hashes(
+                tracked.request.request_id, salt, traceparent(tracked.request), retain
+            )
         if tracked.hashes is not None and tracked.fed < tracked.request.num_tokens:
             tokens = tracked.request.all_token_ids[tracked.fed :]
             content = adapter.content if adapter is not None else ""
@@ -442,7 +455,19 @@ class SchedulerSide:
         event = self.events.of(request, tracked.wish, start, end) if content is None else None
         self._unfinished[number] = _Unfinished(blocks, self._workers, 0, event)
         digests, salt, adapter = hashes.digests(end), hashes.cache_salt, tracked.adapter.use
-        yield StoreOp(number, request.request_id, start, end, digests, salt, block_ids, hashes.trace, adapter, content)
+        yield StoreOp(
+            number,
+            request.request_id,
+            start,
+            end,
+            digests,
+            salt,
+            block_ids,
+            hashes.trace,
+            adapter,
+            content,
+            tracked.wish.retain,
+        )
 
     def _content(self, tracked: _Tracked, hashes: RequestHashes, start: int, end: int) -> ChunkContent | None:
         """The content of tokens `[start, end)`, None unless the server tells routers of them."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvframework.api.content import ChunkContent
+from kvframework.api.retain import Retain
 
 # One list of block ids per KV cache group of vLLM.
 GroupBlocks = Sequence[Sequence[int]]
@@ -57,6 +58,7 @@ class LoadOp:
     in_step: bool = False
     adapter: AdapterUse | None = None
     content: ChunkContent | None = None
+    retain: tuple[Retain, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class StoreOp:
     trace: str = ""
     adapter: AdapterUse | None = None
     content: ChunkContent | None = None
+    retain: tuple[Retain, ...] = ()
 
 
 @dataclass

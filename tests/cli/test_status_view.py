@@ -179,6 +179,15 @@ def test_devices_are_rows() -> None:
     assert re.split(" {2,}", row.strip()) == ["GPU-1", "none", "3", "2", "it ended"]
 
 
+def test_what_a_device_goes_without_is_a_line() -> None:
+    device = {"device": "GPU-1", "pid": 1, "starts": 1, "instances": 1, "copies": 0, "last_error": ""}
+    told = device | {"lacks": ["no kernel copies:\x1b[2J none is there"]}
+    lines = shown(transports={"cuda": {"devices": [device, told]}})
+    assert [line for line in lines if "goes without" in line] == [
+        "GPU-1 goes without: no kernel copies:\\x1b[2J none is there"
+    ]
+
+
 def test_quarantine_and_hit_rate_are_told() -> None:
     lines = shown(
         l1=DOCUMENT["l1"] | {"quarantined_bytes": 2 << 20},  # type: ignore[operator]

@@ -16,6 +16,9 @@ from typing import Literal, NamedTuple, get_args
 
 Fault = Literal["copy_fails", "poison", "hold"]
 
+# Errors that a driver may answer with.
+NOT_FOUND, NOT_SUPPORTED, DEVICE_UNAVAILABLE = 500, 801, 46
+
 # The variable by which a process finds its node.
 NODE_VARIABLE = "KVF_SIMULATED_CUDA"
 
@@ -36,6 +39,10 @@ class _Device(ctypes.Structure):
 
 class _FaultRow(ctypes.Structure):
     _fields_ = [("remaining", _u32), ("hits", _u32)]
+
+
+class _Refusal(ctypes.Structure):
+    _fields_ = [("what", ctypes.c_char * 56), ("result", _u32), ("given", _u32)]
 
 
 class _Memory(ctypes.Structure):
@@ -94,6 +101,7 @@ class _Table(ctypes.Structure):
         ("virtual_memory", _u32),
         ("devices", _Device * 8),
         ("faults", _FaultRow * 8 * 4),
+        ("refusals", _Refusal * 16),
         ("memories", _Memory * 8192),
         ("openings", _Opening * 8192),
         ("events", _Event * 1024),
@@ -186,6 +194,22 @@ class CudaNode:
                 for row in rows:
                     row.remaining = 0
             self._table.released += 1
+
+    @contextmanager
+    def refusing(self, *calls: str, result: int = NOT_SUPPORTED) -> Iterator[None]:
+        """Make the driver answer each of `calls` with an error meanwhile, in every process: a call, or a call with
+        something in it, by the name that `simulated/*.c` give to `refused`. Fails for one that nobody made."""
+        rows = self._table.refusals[: len(calls)]
+        with self._locked():
+            for row, call in zip(rows, calls, strict=True):
+                row.what, row.result, row.given = call.encode(), result, 0
+        try:
+            yield
+            assert [row.what.decode() for row in rows if not row.given] == [], "nobody was refused"
+        finally:
+            with self._locked():
+                for row in rows:
+                    row.result = 0
 
     def vanish(self, device: str, *, back: bool = False) -> None:
         """Make every call on the device fail, in every process, until `back`."""

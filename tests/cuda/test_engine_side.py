@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
 
 from kvf_cuda_ipc.holds import Word, Words
-from kvf_cuda_ipc.identity import name_of, show_only
+from kvf_cuda_ipc.identity import name_of, same, show_only
 from kvf_cuda_ipc.streams import event_of, stream_of
 from kvframework.errors import DeviceError
 
@@ -39,6 +39,12 @@ def test_what_is_no_name_of_a_gpu_gets_no_further(name: str, monkeypatch: pytest
     with pytest.raises(DeviceError, match="is no name of a GPU"):
         show_only(name)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_devices_are_compared_by_their_uuids() -> None:
+    other = f"GPU-{uuid.UUID(int=UUID.int ^ 1)}"
+    assert same(f"GPU-{UUID}", f"MIG-{UUID}")
+    assert not same(f"GPU-{UUID}", other)
 
 
 class Page:

@@ -40,6 +40,9 @@ class AtOnce(Driver):
     def pin(self, offset: int, nbytes: int) -> None:
         return
 
+    def lacks(self) -> tuple[str, ...]:
+        return ()
+
     def copy(self, stream, batch, *, to_arena):  # type: ignore[no-untyped-def]
         super().copy(stream, batch, to_arena=to_arena)
         self.at.append((stream, self.now, batch.nbytes))

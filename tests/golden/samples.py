@@ -60,6 +60,10 @@ def _value(kind: inspect.Type, name: str, numbers: Iterator[int], *, required_on
             return [_value(item, f"{name}{at}", numbers, required_only=required_only) for at in range(items)]
         case inspect.BoolType():
             return True
+        case inspect.LiteralType(values=values):
+            return values[0]
+        case inspect.IntType(le=int(most)) if most <= 100:
+            return most - 1
         case inspect.IntType():
             return next(numbers)
         case inspect.FloatType(le=None):

@@ -12,7 +12,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import cycle
+from itertools import chain, cycle
 from operator import itemgetter
 from typing import Any
 
@@ -245,6 +245,12 @@ BUGS = {
     "AdmitsTheKeys": bug(admits=lambda s, right, keys, sizes, chunks, facts: keys),
     "AdmitsOneMore": bug(admits=lambda s, right, keys, sizes, chunks, facts: len(keys) + 1),
     "KeepsEachRequest": bug(on_uses=also(lambda s, keys, facts: s.more.append(facts))),
+    # hints: `more` has what was said of keys
+    "HidesWhatIsKept": bug(dict, on_inserts=also(lambda s, keys, sizes, chunks, facts: s.more.update(dict.fromkeys(keys, facts.hint))), victims=lambda s, right: (k for k in right() if s.more.get(k) != "keep")),
+    "OffersWhatIsDoneTwice": bug(dict, on_uses=also(lambda s, keys, facts: s.more.update(dict.fromkeys(keys, facts.hint))), on_remove=also(lambda s, key: s.more.pop(key, None)), victims=lambda s, right: chain((k for k, hint in s.more.items() if hint == "done"), right())),
+    "LosesWhatIsDone": bug(dict, on_uses=also(lambda s, keys, facts: facts.hint == "done" and [s.order.pop(k, None) for k in keys])),
+    "KnowsTwoHints": bug(on_inserts=also(lambda s, keys, sizes, chunks, facts: {"": 0, "done": 1}[facts.hint])),
+    "KeepsAllItIsToldTo": bug(dict, on_inserts=also(lambda s, keys, sizes, chunks, facts: facts.hint == "keep" and s.more.update(dict.fromkeys(keys))), on_remove=also(lambda s, key: s.more.pop(key, None)), victims=lambda s, right: iter(sorted(right(), key=s.more.__contains__))),
     # threads
     "HoldsALockOverYield": bug(threading.Lock, victims=lambda s, right: under(s.more, right()), on_insert=before(lambda s, key, n: s.more.acquire() and s.more.release())),
     "HoldsItsThreadsLockOverYield": bug(threading.RLock, victims=lambda s, right: under(s.more, right()), on_access=before(lambda s, key: s.more.acquire() and s.more.release())),

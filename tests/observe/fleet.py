@@ -131,7 +131,7 @@ def past(age: float, *, models: tuple[str, ...] = MODELS, down: bool = True) -> 
         l1__quarantined_bytes=int(0.02 * CAPACITY * fill),
         l1__objects=int(52_000 * fill),
         l1__evictions=evicted,
-        l1__evicted={"room": int(evicted * 0.91), "watermark": 0, "tenant": int(evicted * 0.09)},
+        l1__evicted={"room": int(evicted * 0.91), "watermark": 0, "tenant": int(evicted * 0.09), "hinted": 0},
         l1__evicted_idle_s={"first": 0.1, "counts": idle, "sum": 1e5},
         l1__wanted_after_eviction_s={"first": 0.1, "counts": [value // 3 for value in idle], "sum": 1e5},
         l1__more_capacity=[

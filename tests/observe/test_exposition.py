@@ -96,7 +96,7 @@ def test_values_come_from_their_places() -> None:
         lookups__misses={"evicted": 2},
         l1__used_bytes=300,
         l1__quarantined_bytes=100,
-        l1__evicted={"room": 5, "watermark": 6, "tenant": 7},
+        l1__evicted={"room": 5, "watermark": 6, "tenant": 7, "hinted": 4},
         l2__1__circuits__write="open",
         l2__1__state="open",
         l2__0__bytes_read=11,

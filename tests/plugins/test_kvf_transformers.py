@@ -222,6 +222,25 @@ def test_nothing_stays_pinned(server):
         assert (status["l1"]["pin_leases"], status["l1"]["write_leases"]) == (0, 0)
 
 
+def test_a_prompt_that_is_done_leaves_first():
+    long = 500
+    with (
+        ServerProcess(f"server.chunk_size={CHUNK}", capacity="1MiB") as small,
+        attach(make_model(transformers.LlamaConfig(**SMALL)), small, "hints") as kv,
+    ):
+        kv.generate(prompt(long, seed=1), 1)
+        kv.retain("done")
+        kv.generate(prompt(long, seed=2), 1)
+        kv.retain(None)
+        kv.generate(prompt(long, seed=3), 1)
+        assert kv.generate(prompt(long, seed=1), 1).restored.hit_tokens == long // CHUNK * CHUNK
+        assert kv.generate(prompt(long, seed=2), 1).restored.hit_tokens < long // CHUNK * CHUNK
+        with small.client() as client:
+            assert client.status()["l1"]["evicted"]["hinted"] > 0
+        with pytest.raises(RequestError, match="later"):
+            kv.retain("later")
+
+
 def test_a_miss_in_l2_is_no_error(tmp_path, caplog):
     l2 = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}")
     with ServerProcess(f"server.chunk_size={CHUNK}", *l2) as running:

@@ -131,7 +131,7 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
             assert lookups._free(client, m.TicketRef(tickets.pop()), ()).pins % RANKS == 0
 
         def retrieve(whole: KeyGrid = whole) -> None:
-            assert pin_whole(storage, whole, 1, request_id="r", lease_s=None) is not None
+            assert pin_whole(storage, key_of(most), whole, 1, lease_s=None) is not None
 
         counted[chunks] = calls(look), calls(free), calls(retrieve)
     for few, many in zip(counted[1], counted[most], strict=True):

@@ -177,6 +177,10 @@ BAD: dict[str, tuple[Settings, str]] = {
         settings_of(*REDIS, tiers=[TierSpeed("disk", 1e9)]),
         r"there is no tier 'disk'\n  available: redis",
     ),
+    "a tier of other nodes": (
+        settings_of("l2.0.use=peers", tiers=[TierSpeed("peers", 1e9)]),
+        r"the tier 'peers' reads from other nodes.*\n  hint: leave this \[\[l2\]\] out",
+    ),
     "a tier without a speed": (
         settings_of(*REDIS),
         r"how fast is the tier 'redis'\?.*\n.*\n  hint: .*--tier redis=3GB/s",

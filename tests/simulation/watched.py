@@ -10,7 +10,7 @@ from typing import Any
 from kvframework.api.eviction import Use
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
-from kvframework.storage.l1.leases import NO_DEADLINE, PinLease, StoredObject
+from kvframework.storage.l1.leases import NO_DEADLINE, NO_PROMPT, PinLease, PromptPart, StoredObject
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.loading import LoadTask, Located
@@ -118,8 +118,11 @@ class WatchedManager(StorageManager):
         request_id: str,
         lease_s: float | None,
         use: Use | None = "lookup",
+        prompt: PromptPart = NO_PROMPT,
     ) -> PinLease:
-        lease = super().pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s, use=use)
+        lease = super().pin_objects(
+            objects, owner=owner, request_id=request_id, lease_s=lease_s, use=use, prompt=prompt
+        )
         self._guard(lease)
         return lease
 

@@ -49,7 +49,7 @@ def test_an_object_that_made_room_has_its_time_its_idle_time_and_the_model_that_
     assert node.manager.ghost_of(packed_key(0)) == Ghost("room", 110.0, 7.0, "other/model")
     assert node.manager.ghost_of(packed_key(1)) == Ghost("room", 110.0, 10.0, "other/model")
     assert node.manager.ghost_of(packed_key(9)) is None
-    assert node.l1("evicted") == {"room": 4, "watermark": 0, "tenant": 0}
+    assert node.l1("evicted") == {"room": 4, "watermark": 0, "tenant": 0, "hinted": 0}
     assert histogram(node, "evicted_idle_s") == {6: 4}, "7 s and 10 s lie between 6.4 and 12.8"
     node.write(some(1, 2))
     assert node.manager.ghost_of(packed_key(1)) is None, "it is here again"
@@ -59,7 +59,7 @@ def test_the_watermark_and_a_clear(make_node: MakeNode) -> None:
     node, _ = nodes(make_node, high_watermark=0.75, low_watermark=0.5)
     node.write(some(0, 4))
     node.manager.tick()
-    assert node.l1("evicted") == {"room": 0, "watermark": 2, "tenant": 0}
+    assert node.l1("evicted") == {"room": 0, "watermark": 2, "tenant": 0, "hinted": 0}
     node.manager.clear()
     causes = [ghost.cause for ghost in map(node.manager.ghost_of, some(0, 4)) if ghost is not None]
     assert sorted(causes) == ["cleared", "cleared", "watermark", "watermark"]
@@ -109,7 +109,7 @@ def test_without_ghosts_evictions_are_counted(make_node: MakeNode) -> None:
     node.write(some(10, 14))
     look_up(node.manager, some(0, 2), 0)
     assert node.manager.ghost_of(packed_key(0)) is None
-    assert node.l1("evicted") == {"room": 4, "watermark": 0, "tenant": 0}
+    assert node.l1("evicted") == {"room": 4, "watermark": 0, "tenant": 0, "hinted": 0}
     assert node.l1("ghosts") == {"held": 0, "most": 0, "bytes": 0}
 
 

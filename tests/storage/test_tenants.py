@@ -276,7 +276,7 @@ def test_loaded_objects_count_for_their_tenant(make_node: MakeNode) -> None:
     for key in keys:
         node.load([key])
     assert node.present(keys) == 2
-    assert node.l1("evicted") == {"room": 0, "watermark": 0, "tenant": 2}
+    assert node.l1("evicted") == {"room": 0, "watermark": 0, "tenant": 2, "hinted": 0}
     assert node.l1("used_bytes") == 2 * SIZE
 
 

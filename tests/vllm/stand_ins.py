@@ -13,6 +13,7 @@ from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvframework.api.futures import Future
 from kvframework.api.keys import DIGEST_BYTES
+from kvframework.api.retain import Retain
 from kvframework.api.transport import LoadOutcome
 from kvframework.client import EngineSpeed, LookupResult, RequestHashes
 
@@ -74,6 +75,7 @@ class FakeServer:
         self.waits: list[float] = []
         self.speeds: list[EngineSpeed | None] = []
         self.short: list[str] = []
+        self.requests: list[RequestHashes] = []
         self.polls = 0
         self.reachable = True
         self.telling = False
@@ -82,10 +84,12 @@ class FakeServer:
     def serve(self, served: Sequence[Served]) -> None:
         self.served = served
 
-    def hashes(self, request_id: str, salt: str, trace: str = "") -> RequestHashes | None:
+    def hashes(
+        self, request_id: str, salt: str, trace: str = "", retain: Sequence[Retain] = ()
+    ) -> RequestHashes | None:
         if not self.reachable:
             return None
-        return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt, trace=trace)
+        return RequestHashes(Sha256(), CHUNK, request_id=request_id, cache_salt=salt, trace=trace, retain=retain)
 
     def tells(self, salt: str) -> bool:
         return self.telling and not salt
@@ -99,6 +103,7 @@ class FakeServer:
         self.speeds.append(speed)
         self.asked.append((start, end))
         self.waits.append(wait_s)
+        self.requests.append(request)
         hit = 0
         while start + hit < end and (request.cache_salt, digest(request.digests(end), start + hit)) in self.known:
             hit += CHUNK
@@ -160,6 +165,7 @@ def filled(server: FakeServer, tokens: list[int], **fields: Any) -> None:
         server.stored(op)
     side.finished(request)
     server.asked.clear()
+    server.requests.clear()
 
 
 class FakeInstance:

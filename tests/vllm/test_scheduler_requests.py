@@ -10,6 +10,7 @@ import pytest
 
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import Served, StepReport
+from kvframework.api.retain import retain_of
 from tests.vllm.stand_ins import (
     CHUNK,
     SERVED,
@@ -211,3 +212,39 @@ def test_a_role_of_one_direction(role: str, does: str) -> None:
     request = FakeRequest("a", list(range(16)))
     assert side.matched_tokens(request, 0) == ((16, True) if does == "loads" else (0, False))
     assert bool(computed(side, request, 16).stores) is (does == "stores")
+
+
+HINTS = [{"end": 8, "priority": 90, "duration": 600}, {"start": 8, "retain": "done"}]
+
+
+def test_what_a_request_says_of_its_future_goes_with_its_lookup_loads_and_stores() -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server)
+    request = FakeRequest("a", list(range(24)), kv_transfer_params={"kvframework.retain": HINTS})
+    assert side.matched_tokens(request, 0) == (16, True)
+    side.allocated(request, table(24), 16)
+    plan = side.plan_step({}, {"a": table(24)}.get)
+    assert [load.retain for load in plan.loads] == [retain_of(HINTS)]
+    assert [asked.retain for asked in server.requests] == [retain_of(HINTS)]
+    other = FakeRequest("b", list(range(100, 116)), kv_transfer_params={"kvframework.retain": "done"})
+    side.matched_tokens(other, 0)
+    stores = computed(side, other, 16).stores
+    assert {store.retain for store in stores} == {retain_of("done")}
+
+
+@pytest.mark.parametrize(
+    "hint", ["later", -1, float("nan"), True, {"ttl": 5}, [{"start": 0}], ["done"] * 100, {"retain": {}}, object()]
+)
+def test_a_wrong_hint_is_told_once_and_ignored(hint: object, caplog: pytest.LogCaptureFixture) -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server)
+    for name in "abc":
+        request = FakeRequest(name, list(range(24)), kv_transfer_params={"kvframework.retain": hint})
+        assert side.matched_tokens(request, 0) == (16, True)
+        side.finished(request)
+    (line,) = [record for record in caplog.records if "kvframework.retain" in record.message]
+    assert (line.levelname, line.args[0]) == ("WARNING", "a")  # type: ignore[index]
+    assert "docs/hints.md" in line.message
+    assert {asked.retain for asked in server.requests} == {()}

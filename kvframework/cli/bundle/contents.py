@@ -43,7 +43,7 @@ class Contents(NamedTuple):
 def collect(path: Path | None, overrides: Sequence[str], endpoint: str | None, *, timeout_s: float) -> Contents:
     """Collect all parts. Blocks for the server up to `timeout_s`, and for the doctor. Raises nothing for a part that
     cannot be had."""
-    redaction = Redaction(_secrets(path, overrides))
+    redaction = Redaction(secrets_in(path, overrides))
     missing: dict[str, str] = {}
     made: dict[str, Callable[[], str]] = {
         "versions.json": lambda: _json(versions()),
@@ -88,7 +88,7 @@ def _own_config(path: Path | None, overrides: Sequence[str]) -> object:
     return msgspec.to_builtins(shown, enc_hook=lambda value: int(value) if isinstance(value, int) else str(value))
 
 
-def _secrets(path: Path | None, overrides: Sequence[str]) -> set[str]:
+def secrets_in(path: Path | None, overrides: Sequence[str]) -> set[str]:
     """Return the secrets of the configuration: the doctor's findings may quote it."""
     found: set[str] = set()
     try:

@@ -1,4 +1,4 @@
-"""The file of `kvframework dump`: a tar archive that only its user may read."""
+"""The file of `kvframework dump` and of the report of a GPU: a tar archive that only its user may read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ def default_name() -> str:
 
 
 class BundleFile:
-    """A new, empty file at `place`. Raises `ConfigFileError` if it exists or cannot be written."""
+    """A new, empty file at `place`, whose texts will lie in `folder`. Raises `ConfigFileError` if it exists or cannot
+    be written."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, folder: str = FOLDER) -> None:
         self.place = place
+        self._folder = folder
         try:
             descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -42,23 +44,21 @@ class BundleFile:
         try:
             # Closed here in any case: what a full disk has not taken would fail once more at the end.
             with self._file:
-                self._file.write(_packed(files))
+                self._file.write(_packed(self._folder, files))
         except OSError as error:
             raise _refusal(self.place, error) from None
 
 
-def _packed(files: Mapping[str, str]) -> bytes:
+def _packed(folder: str, files: Mapping[str, str]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for name, text in files.items():
             data = text.encode("utf-8", "backslashreplace")
-            entry = tarfile.TarInfo(f"{FOLDER}/{name}")
+            entry = tarfile.TarInfo(f"{folder}/{name}")
             entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
             archive.addfile(entry, io.BytesIO(data))
     return packed.getvalue()
 
 
 def _refusal(place: Path, error: OSError) -> ConfigFileError:
-    return ConfigFileError(
-        f"cannot be written: {error.strerror or error}", where=str(place), hint="name a new file with --out"
-    )
+    return ConfigFileError(f"cannot be written: {error.strerror or error}", where=str(place), hint="name a new file")

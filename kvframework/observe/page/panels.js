@@ -68,7 +68,7 @@ export const PANELS = {
 
   evictions({ status, stretches }, place) {
     const evicted = status.l1?.evicted;
-    const words = { room: "for room", watermark: "by the watermark", tenant: "for a tenant's share" };
+    const words = { room: "for room", watermark: "by the watermark", tenant: "for a tenant's share", hinted: "as a request had said" };
     const series = [{ name: "objects", look: "l2", of: (stretch) => stretch.per("evicted_objects") }];
     const causes = Object.entries(evicted ?? {}).map(([cause, number]) => `${count(number)} ${Object.hasOwn(words, cause) ? words[cause] : cause}`);
     return [

@@ -84,7 +84,11 @@ def decide(facts: Facts) -> Why:
 
 
 _NEVER_STORED = Why("never_stored")
-_EVICTED = {"watermark": "to stay below the high watermark", "tenant": "by the share of its tenant"}
+_EVICTED = {
+    "watermark": "to stay below the high watermark",
+    "tenant": "by the share of its tenant",
+    "hinted": "as a request had said that no one asks for it again",
+}
 
 
 class Row(NamedTuple):

@@ -25,8 +25,9 @@ from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
 from kvframework.service.accounts.transfers import TransferAccounts, store_outcome
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.keys import KeyGrid
+from kvframework.service.prompt_parts import prompt_part
 from kvframework.service.transfer_paths.contents import Contents
-from kvframework.service.transfer_paths.engine_driven import outcome_of, prompt_part
+from kvframework.service.transfer_paths.engine_driven import outcome_of
 from kvframework.service.transfer_paths.send_pins import SendPins
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager

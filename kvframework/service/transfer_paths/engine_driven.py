@@ -15,8 +15,9 @@ from kvframework.service.accounts.transfers import TransferAccounts, store_outco
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import Contexts
 from kvframework.service.keys import KeyGrid
+from kvframework.service.prompt_parts import found_part, prompt_part
 from kvframework.service.transfer_paths.contents import Contents
-from kvframework.storage.l1.leases import PinLease, PromptPart, StoredObject
+from kvframework.storage.l1.leases import PinLease, StoredObject
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -110,9 +111,7 @@ class EngineDrivenTransfers:
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
         subject = self._accounts.begun(client, payload.key, "engine" if client.local else "wire")
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
-        lease = pin_whole(
-            self._storage, grid, client.session_id, request_id=payload.key.request_id, lease_s=self._retrieve_lease_s
-        )
+        lease = pin_whole(self._storage, payload.key, grid, client.session_id, lease_s=self._retrieve_lease_s)
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             self._accounts.missed(subject, payload.key, grid)
@@ -144,10 +143,11 @@ def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> 
 
 
 def pin_whole(
-    storage: StorageManager, grid: KeyGrid, owner: int, *, request_id: str, lease_s: float | None
+    storage: StorageManager, key: CacheKey, grid: KeyGrid, owner: int, *, lease_s: float | None
 ) -> PinLease | None:
     """Pin the objects that a hit of the whole key uses; None if any of them is missing."""
-    return storage.pin_found(grid.whole, owner=owner, request_id=request_id, lease_s=lease_s)
+    found = found_part(key, grid, grid.chunks)
+    return storage.pin_found(grid.whole, owner=owner, request_id=key.request_id, lease_s=lease_s, prompt=found)
 
 
 def pinned_ranges(grid: KeyGrid, objects: Sequence[StoredObject]) -> tuple[ArenaRange, ...]:
@@ -157,13 +157,6 @@ def pinned_ranges(grid: KeyGrid, objects: Sequence[StoredObject]) -> tuple[Arena
         ArenaRange(index // count, index % count, stored.offset, stored.length)
         for index, stored in zip(grid.needed(grid.chunks), objects, strict=True)
     )
-
-
-def prompt_part(key: CacheKey, grid: KeyGrid, wanted: Sequence[int]) -> PromptPart:
-    """Return where in the prompt the objects with these indices are."""
-    rows, tokens = len(grid.prefixes), grid.desc.chunk_tokens
-    first = key.start // tokens
-    return PromptPart([first + index // rows for index in wanted], tokens)
 
 
 def outcome_of(result: Reservation, stored: int = 0) -> StoreOutcome:

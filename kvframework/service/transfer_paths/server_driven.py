@@ -25,6 +25,7 @@ from kvframework.service.accounts.transfers import TransferAccounts, store_outco
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import RegisteredContext
 from kvframework.service.keys import KeyGrid
+from kvframework.service.prompt_parts import prompt_part
 from kvframework.service.transfer_paths.block_ids import blocks_of_transfer, one_block_each
 from kvframework.service.transfer_paths.contents import Contents
 from kvframework.service.transfer_paths.engine_driven import (
@@ -32,7 +33,6 @@ from kvframework.service.transfer_paths.engine_driven import (
     pin_whole,
     pinned_ranges,
     placed_ranges,
-    prompt_part,
 )
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
@@ -116,7 +116,7 @@ class ServerDrivenTransfers:
                 f"skip_first_n_tokens is {payload.skip_first_n_tokens}", available="0 up to the key's number of tokens"
             )
         check_skip(context.layout, payload.skip_first_n_tokens)
-        lease = pin_whole(self._storage, grid, INTERNAL_OWNER, request_id=payload.key.request_id, lease_s=None)
+        lease = pin_whole(self._storage, payload.key, grid, INTERNAL_OWNER, lease_s=None)
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             self._accounts.missed(subject, payload.key, grid)

@@ -49,7 +49,7 @@ class Departures:
             self._ghosts.left(stored.key, cause, now)
             return
         self._evicted[cause] += 1
-        idle_s = now - stored.used
+        idle_s = now - abs(stored.used)
         self._idle.add(idle_s)
         if self._ghosts.most:
             units = (stored.length + ALIGNMENT - 1) // ALIGNMENT
@@ -90,6 +90,11 @@ class Departures:
                 return
             self._want(slot, self._clock())
         self._curve.missed(self._places(row_of, prefix, digests[hits:]), tokens)
+
+    def was_done(self, key: PackedKey) -> bool:
+        """Whether a key that is not in L1 left it since no one was to ask again, as far as that is remembered."""
+        slot = self._ghosts.slot(key)
+        return slot >= 0 and self._ghosts.facts(slot)[0] == Cause.HINTED
 
     def ghost(self, key: PackedKey) -> Ghost | None:
         """Return the ghost of a key that is not in L1, None if there is none."""

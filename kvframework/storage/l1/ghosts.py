@@ -33,20 +33,22 @@ _mark_of = _MARK.pack
 class Cause(IntEnum):
     """Why L1 lacks an object."""
 
-    # Evicted: for the place of another object, to get below the watermark, or by the share of its tenant.
+    # Evicted: for the place of another object, to get below the watermark, by the share of its tenant, or for any of
+    # these, as a request had said that nobody asks for it again.
     ROOM = 0
     WATERMARK = 1
     TENANT = 2
-    CLEARED = 3
+    HINTED = 3
+    CLEARED = 4
     # Its value in a tier was damaged.
-    DAMAGED = 4
+    DAMAGED = 5
     # Never stored: L1 had no room, the client had reserved its share, or the eviction policy did not want it.
-    DROPPED_FULL = 5
-    DROPPED_SHARE = 6
-    REFUSED = 7
+    DROPPED_FULL = 6
+    DROPPED_SHARE = 7
+    REFUSED = 8
 
 
-EVICTIONS = (Cause.ROOM, Cause.WATERMARK, Cause.TENANT)
+EVICTIONS = (Cause.ROOM, Cause.WATERMARK, Cause.TENANT, Cause.HINTED)
 # A number, since a member of an enumeration is slow to find.
 LAST_EVICTION = int(max(EVICTIONS))
 CAUSES = tuple(cause.name.lower() for cause in Cause)

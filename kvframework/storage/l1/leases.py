@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvframework.api.eviction import PackedKey, Use
+from kvframework.api.retain import Retain
 from kvframework.errors import LeaseUnknown, RequestError
 from kvframework.storage.l1.accounts import Account
 
@@ -34,7 +35,7 @@ class StoredObject:
     offset: int
     length: int
     pins: int = 0
-    # The time of the last use, to a tick of the table.
+    # The time of the last use, to a tick of the table; its negative once nobody is said to ask again.
     used: float = 0.0
     # Its number in `Tenants`.
     tenant: int = 0
@@ -46,10 +47,11 @@ class StoredObject:
 
 class PromptPart(NamedTuple):
     """Where in its prompt a request's objects are: for each the index of its chunk, and the tokens of a chunk; () and 0
-    if not known."""
+    if not known. `retain` is what the request says of its tokens."""
 
     chunks: Sequence[int] = ()
     chunk_tokens: int = 0
+    retain: Sequence[Retain] = ()
 
     def of(self, indices: Sequence[int]) -> list[int]:
         """Return the chunks of some of the objects, -1 if not known."""
@@ -64,8 +66,8 @@ class WriteLease:
     """Ranges that one writer may fill, then commit. `items` hold key, offset and length; `present` holds the objects of
     the same request that existed already: they stay pinned as long as the lease may be committed, so that all of it is
     a hit. `tenant` is the number of the tenant, see `Tenants`, `account` that of the client;
-    `slots` are those of the items in the journal, `chunks` the places in the prompt; `use` and `prompt` are for the
-    policy."""
+    `slots` are those of the items in the journal, `chunks` and `present_chunks` the places in the prompt; `use` and
+    `prompt` are for the policy."""
 
     id: str
     owner: int
@@ -78,6 +80,7 @@ class WriteLease:
     account: Account = NO_ACCOUNT
     slots: Sequence[int] = ()
     chunks: Sequence[int] = ()
+    present_chunks: Sequence[int] = ()
     use: Use = "store"
     prompt: PromptPart = NO_PROMPT
 

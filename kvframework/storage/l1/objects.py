@@ -20,11 +20,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Use
 from kvframework.storage.l1.accounts import NO_CLIENT, Accounts
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
 from kvframework.storage.l1.departed import Departed
 from kvframework.storage.l1.ghosts import LAST_EVICTION, Cause
+from kvframework.storage.l1.hints import Part, parts_of
 from kvframework.storage.l1.journal.journal import Journal
 from kvframework.storage.l1.journal.reading import Found, FoundObject, FoundReservation
 from kvframework.storage.l1.leases import NO_PROMPT, LeaseBook, PinLease, PromptPart, StoredObject, WriteLease
@@ -58,8 +61,9 @@ class Reservation:
 
 class ObjectTable:
     """The table of objects; see the module. `on_remove` receives each object that leaves, the cause, and the key of the
-    object that it makes place for, None for none. `policy` orders the objects of no named tenant; `journal`
-    records what the table holds, for the next server. `prices` are the seconds to compute a token again and to load a
+    object that it makes place for, None for none. `was_done` says of an object that is not here whether it left since
+    no one was to ask for it again. `policy` orders the objects of no named tenant; `journal` records what the table
+    holds, for the next server. `prices` are the seconds to compute a token again and to load a
     byte, for the policy."""
 
     def __init__(
@@ -70,7 +74,9 @@ class ObjectTable:
         tenants: Sequence[Tenant] = (),
         journal: Journal | None = None,
         prices: Callable[[], tuple[float | None, float | None]] = lambda: (None, None),
+        was_done: Callable[[PackedKey], bool] = lambda _key: False,
     ) -> None:
+        self._was_done = was_done
         self._prices = prices
         self.allocator = allocator
         self._journal = journal
@@ -157,6 +163,8 @@ class ObjectTable:
         here = self._objects.find([key for key, _ in items])
         lease.present = [stored for stored in here if stored is not None]
         self._pin(lease.present)
+        if prompt.retain and lease.present:
+            lease.present_chunks = prompt.of([index for index, stored in enumerate(here) if stored is not None])
         writing, of, length = self._writing, -1, 0
         try:
             end = len(items)
@@ -195,7 +203,7 @@ class ObjectTable:
         if not lease.items:
             result.lease = None
             self._leases.close(lease)
-            self._used(self._let_go(lease), use, request_id, tenant)
+            self._used(self._let_go(lease), use, request_id, tenant, prompt._replace(chunks=lease.present_chunks))
         return result
 
     def lease_size(self, lease_id: str, *, owner: int) -> int:
@@ -226,8 +234,12 @@ class ObjectTable:
         account.added(len(objects), sum([rounded(nbytes) for _, _, nbytes in lease.items]))
         present = self._let_go(lease)
         facts = self._facts(lease.use, lease.request_id, lease.tenant, lease.prompt.chunk_tokens)
-        self.tenants.inserted(lease.tenant, objects, lease.chunks, facts)
-        self._used(present, lease.use, lease.request_id, lease.tenant)
+        if lease.prompt.retain:
+            self._inserted_hinted(objects, lease, facts)
+        else:
+            self.tenants.inserted(lease.tenant, objects, lease.chunks, facts)
+        found = lease.prompt._replace(chunks=lease.present_chunks)
+        self._used(present, lease.use, lease.request_id, lease.tenant, found)
         return objects
 
     def abort(self, lease_id: str, *, owner: int) -> int:
@@ -272,14 +284,15 @@ class ObjectTable:
         request_id: str,
         deadline: float,
         use: Use | None = "lookup",
+        prompt: PromptPart = NO_PROMPT,
     ) -> PinLease:
-        """Pin objects of this table, in the order of a prompt; the lease owns the list. Raises `RequestError` if the
-        owner holds too many leases or pins."""
+        """Pin objects of this table, in the order of a prompt; the lease owns the list. `prompt` has their places if
+        the request says anything of their future. Raises `RequestError` if the owner holds too many leases or pins."""
         self._make_room(owner)
         lease = self._leases.open_pin(owner, request_id, deadline, objects)
         self._pin(objects)
         if use is not None:
-            self._used(objects, use, request_id, objects[0].tenant if objects else 0)
+            self._used(objects, use, request_id, objects[0].tenant if objects else 0, prompt)
         return lease
 
     def pinned(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject] | None:
@@ -530,6 +543,8 @@ class ObjectTable:
     def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None, taken: int = 0) -> None:
         """Remove an object, and free its range unless another one of its tenant takes all `taken` bytes of it;
         `Departed.tell` follows."""
+        if stored.used < 0.0 and cause <= LAST_EVICTION:
+            cause = Cause.HINTED
         self._objects.remove(stored)
         if self._journal is not None:
             self._journal.release((stored.slot,))
@@ -573,8 +588,13 @@ class ObjectTable:
             load_s=load_s,
         )
 
-    def _used(self, objects: list[StoredObject], use: Use, request_id: str, tenant: int) -> None:
+    def _used(
+        self, objects: list[StoredObject], use: Use, request_id: str, tenant: int, prompt: PromptPart = NO_PROMPT
+    ) -> None:
         if not objects:
+            return
+        if prompt.retain:
+            self._used_hinted(objects, self._facts(use, request_id, tenant), prompt)
             return
         now = self._now
         for stored in objects:
@@ -582,6 +602,30 @@ class ObjectTable:
         self._uses.add(objects, self._facts(use, request_id, tenant))
         if self._journal is not None:
             self._journal.used(objects)
+
+    def _used_hinted(self, objects: list[StoredObject], facts: RequestFacts, prompt: PromptPart) -> None:
+        chunks = prompt.chunks or [-1] * len(objects)
+        for part in parts_of(chunks, prompt.chunk_tokens, prompt.retain, [False] * len(objects)):
+            some = objects[part.objects]
+            self._mark(some, part)
+            self._uses.add(some, _with(facts, part))
+        if self._journal is not None:
+            self._journal.used(objects)
+
+    def _inserted_hinted(self, objects: list[StoredObject], lease: WriteLease, facts: RequestFacts) -> None:
+        prompt = lease.prompt
+        is_first = [not self._was_done(stored.key) for stored in objects]
+        for part in parts_of(lease.chunks, prompt.chunk_tokens, prompt.retain, is_first):
+            some = objects[part.objects]
+            self._mark(some, part)
+            self.tenants.inserted(lease.tenant, some, lease.chunks[part.objects], _with(facts, part))
+        if self._journal is not None:
+            self._journal.used(objects)
+
+    def _mark(self, objects: Sequence[StoredObject], part: Part) -> None:
+        used = -self._now if part.hint == "done" else self._now
+        for stored in objects:
+            stored.used = used
 
     def _pin(self, objects: Sequence[StoredObject]) -> None:
         for stored in objects:
@@ -644,6 +688,10 @@ class ObjectTable:
             for lease in self._leases.of(owner):
                 if isinstance(lease, PinLease) and not lease.held:
                     self._drop_pin_lease(lease)
+
+
+def _with(facts: RequestFacts, part: Part) -> RequestFacts:
+    return msgspec.structs.replace(facts, hint=part.hint, keep_s=part.keep_s, priority=part.priority)
 
 
 def _runs(objects: Sequence[FoundObject]) -> Iterator[Sequence[FoundObject]]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvframework.api.requests import PackedKey, PrefetchTask
 from kvframework.errors import LeaseUnknown, RequestError
-from kvframework.storage.l1.leases import StoredObject
+from kvframework.storage.l1.leases import NO_PROMPT, PromptPart, StoredObject
 from kvframework.storage.l1.objects import UNPIN_AT_ONCE
 from kvframework.storage.lookup.ticket_table import Ticket, TicketTable
 from kvframework.storage.manager import FindRow, StorageManager
@@ -22,13 +22,15 @@ class Wanted(NamedTuple):
     """The objects that a LOOKUP requests. `find` gives the chunks of the hit and its objects, by rows of L1; `load`
     starts the load of the rest and receives a callback for its end; None if it was refused. `prefix` and `digests` name
     the objects of one row, which stands for all in the counts. The second callback of `load` is called, in a storage
-    thread, once the tiers have said what they have, when objects have arrived, and at the end."""
+    thread, once the tiers have said what they have, when objects have arrived, and at the end. `prompt` tells where in
+    the prompt the objects of a hit of so many chunks are."""
 
     prefix: bytes
     digests: Sequence[bytes]
     chunk_tokens: int
     find: Callable[[FindRow], tuple[int, list[StoredObject]]]
     load: Callable[[Callable[[], None], Callable[[], None]], PrefetchTask | None]
+    prompt: Callable[[int], PromptPart] = lambda _hit: NO_PROMPT
 
 
 class Answer(NamedTuple):
@@ -200,6 +202,7 @@ class LookupTickets:
                 request_id=ticket.request_id,
                 lease_s=self._table.ticket_s,
                 use="lookup" if use else None,
+                prompt=wanted.prompt(hit),
             ).id
         tokens = hit * wanted.chunk_tokens
         before = self._table.pin(ticket, lease_id, objects=len(objects), hit_tokens=tokens, now=self._clock())

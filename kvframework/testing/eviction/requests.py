@@ -6,12 +6,14 @@ from itertools import count
 
 import pytest
 
-from kvframework.api.eviction import EvictionPolicy, RequestFacts, Use, Why
-from kvframework.testing.eviction.kit import MIB, fresh_keys, must_offer
+from kvframework.api.eviction import EvictionPolicy, Hint, RequestFacts, Use, Why
+from kvframework.testing.eviction.kit import MIB, MakePolicy, fresh_keys, must_offer
 from kvframework.testing.eviction.memory import MemoryTests
+from kvframework.testing.eviction.watched import WatchedPolicy
 
 _USES: tuple[Use, ...] = ("store", "lookup", "retrieve", "load", "recovered")
 _REASONS: tuple[Why, ...] = ("evicted", "removed", "cleared")
+_HINTS: tuple[Hint, ...] = ("", "done", "keep")
 # More than a policy may remember of requests, one each.
 _REQUESTS = 4000
 
@@ -59,6 +61,47 @@ class RequestTests(MemoryTests):
         policy.on_inserts(keys[10:], [MIB] * 20, list(range(20)), facts)
         must_offer(policy, keys)
 
+    @pytest.mark.parametrize("first", _HINTS)
+    @pytest.mark.parametrize("then", _HINTS)
+    def test_a_hint_hides_no_object(self, policy: EvictionPolicy, first: Hint, then: Hint) -> None:
+        """One hint after another, for objects among others; their time passes; all of them leave, and come again."""
+        keys = fresh_keys(40)
+        hinted, sizes = keys[10:20], [MIB] * 10
+        policy.on_inserts(keys[:10], sizes, list(range(10)), _said("", 1.0))
+        for turn in range(2):
+            at = 100.0 * turn
+            policy.on_inserts(hinted, sizes, list(range(10)), _said(first, at))
+            must_offer(policy, keys[:20])
+            policy.on_uses(hinted[:6], _said(then, at + 1.0))
+            policy.on_uses(hinted[3:8], _said("", at + 2.0))
+            must_offer(policy, keys[:20])
+            policy.on_removes(hinted[::2], "evicted")
+            must_offer(policy, [*keys[:10], *hinted[1::2]])
+            policy.on_inserts(hinted[::2], sizes[::2], list(range(5)), _said(then, at + 3.0))
+            policy.on_uses(keys[:10], _said("", at + 90.0))
+            must_offer(policy, keys[:20])
+            policy.on_removes(hinted, "cleared")
+            must_offer(policy, keys[:10])
+        policy.on_inserts(keys[20:], [MIB] * 20, list(range(20)), _said("", 300.0))
+        must_offer(policy, [*keys[:10], *keys[20:]])
+
+    def test_a_client_cannot_have_all_that_it_stores_kept(self, make_policy: MakePolicy) -> None:
+        """Half of a full L1 should be kept, while others store twice as much as it holds."""
+        left = []
+        for hint in _HINTS[0], _HINTS[-1]:
+            policy, mine, others = WatchedPolicy(make_policy()), fresh_keys(60), fresh_keys(300)
+            inside = {*mine, *others[:60]}
+            policy.on_inserts(others[:60], [MIB] * 60, list(range(60)), _said("", 0.0))
+            policy.on_inserts(mine, [MIB] * 60, list(range(60)), _said(hint, 0.0))
+            for index, key in enumerate(others[60:]):
+                victim = next(policy.victims())
+                policy.on_removes([victim], "evicted")
+                policy.on_inserts([key], [MIB], [0], _said("", index / 100))
+                inside = inside - {victim} | {key}
+            left.append(sum(key in inside for key in mine))
+        without, hinted = left
+        assert hinted <= without + 40, f"{hinted} of 60 objects to be kept stay, of 120 that are in; else {without}"
+
     def test_requests_are_not_kept_one_by_one(self, policy: EvictionPolicy) -> None:
         keys, numbers = fresh_keys(100), count()
         policy.on_inserts(keys, [MIB] * 100, list(range(100)), RequestFacts(use="store", at=0.0, request_id="first"))
@@ -70,3 +113,11 @@ class RequestTests(MemoryTests):
         grown = self.grown(use, _REQUESTS)
         assert grown < 6000 * 16, f"{grown} bytes are kept of 6000 requests that used 100 objects"
         must_offer(policy, keys)
+
+
+def _said(hint: Hint, at: float) -> RequestFacts:
+    """The facts of a request of its own; what should be kept, for half a minute."""
+    is_kept = hint == "keep"
+    return RequestFacts(
+        use="store", at=at, request_id=f"{hint} {at}", hint=hint, keep_s=30.0 * is_kept, priority=100 * is_kept
+    )

@@ -125,6 +125,8 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice ordinal)
     };
     uint32_t device;
     CUresult result = device_of(ordinal, &device);
+    if (result == CUDA_SUCCESS)
+        result = refused("cuDeviceGetAttribute %d", attribute);
     if (result != CUDA_SUCCESS)
         return result;
     *value = attribute == 33 ? (int)device + 0x41 : 0;
@@ -140,6 +142,8 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice ordinal)
     CUresult result = device_of(ordinal, &device);
     if (result == CUDA_SUCCESS)
         result = usable(device);
+    if (result == CUDA_SUCCESS && process.contexts[device].retained == 0)
+        result = refused("cuDevicePrimaryCtxRetain, new");
     if (result != CUDA_SUCCESS)
         return result;
     pthread_mutex_lock(&process.lock);
@@ -245,6 +249,10 @@ API CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
 {
     struct context *context;
     CUresult result = entered(&context);
+    if (result == CUDA_SUCCESS)
+        result = refused("cuCtxGetStreamPriorityRange");
+    if (result != CUDA_SUCCESS)
+        return result;
     if (least != NULL)
         *least = 0;
     if (greatest != NULL)

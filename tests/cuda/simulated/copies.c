@@ -187,6 +187,10 @@ API CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *nbyt
     struct stream *stream;
     CUresult result = entered(&context);
     *wrong = SIZE_MAX;
+    if (result == CUDA_SUCCESS)
+        result = refused("cuMemcpyBatchAsync");
+    if (result == CUDA_SUCCESS && number > 0 && attributes[0].flags != 0)
+        result = refused("cuMemcpyBatchAsync, flags");
     if (result != CUDA_SUCCESS)
         return result;
     if ((uintptr_t)handle < 2 || count == 0 || number == 0 || number > count || firsts[0] != 0)
@@ -209,7 +213,8 @@ API CUresult cuMemcpyBatchAsync(CUdeviceptr *to, CUdeviceptr *from, size_t *nbyt
         copies->fragments[at] = (struct fragment){to[at], from[at], nbytes[at]};
     bool fails = take_fault(COPY_FAILS, context->device);
     size_t at;
-    result = add_copies(stream, copies, fails ? count / 2 : count, true, &at);
+    size_t kept = refused("cuMemcpyBatchAsync, its bytes") != CUDA_SUCCESS ? 1 : count; /* and nobody is told */
+    result = add_copies(stream, copies, fails ? count / 2 : kept, true, &at);
     __atomic_add_fetch(&process.table->batches, result == CUDA_SUCCESS, __ATOMIC_RELAXED);
     if (result != CUDA_SUCCESS || fails)
         *wrong = fails ? count / 2 : at;

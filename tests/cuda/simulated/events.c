@@ -309,6 +309,9 @@ API CUresult cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent event)
     if (result != CUDA_SUCCESS)
         return result;
     struct event_handle found = {.kind = "simevt"};
+    result = refused("cuIpcGetEventHandle");
+    if (result != CUDA_SUCCESS)
+        return result;
     pthread_mutex_lock(&process.lock);
     result = known(event);
     if (result == CUDA_SUCCESS && (event->row < 0 || event->opening >= 0))
@@ -328,6 +331,8 @@ API CUresult cuIpcOpenEventHandle(CUevent *event, CUipcEventHandle handle)
     struct context *context;
     struct event_handle told;
     CUresult result = entered(&context);
+    if (result == CUDA_SUCCESS)
+        result = refused("cuIpcOpenEventHandle");
     if (result != CUDA_SUCCESS)
         return result;
     memcpy(&told, &handle, sizeof told);

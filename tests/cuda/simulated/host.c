@@ -88,7 +88,8 @@ API CUresult cuMemHostRegister_v2(void *address, size_t nbytes, unsigned int fla
         return result;
     if (address == NULL || nbytes == 0 || (flags & ~3U) != 0)
         return CUDA_ERROR_INVALID_VALUE;
-    return add((uint64_t)address, nbytes, context->device, false);
+    result = refused("cuMemHostRegister");
+    return result != CUDA_SUCCESS ? result : add((uint64_t)address, nbytes, context->device, false);
 }
 
 API CUresult cuMemHostUnregister(void *address)
@@ -105,6 +106,9 @@ API CUresult cuMemHostAlloc(void **address, size_t nbytes, unsigned int flags)
         return result;
     if (nbytes == 0 || (flags & ~7U) != 0)
         return CUDA_ERROR_INVALID_VALUE;
+    result = refused("cuMemHostAlloc");
+    if (result != CUDA_SUCCESS)
+        return result;
     size_t padded = (nbytes + PAGE - 1) / PAGE * PAGE;
     *address = mmap(NULL, padded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return *address == MAP_FAILED ? CUDA_ERROR_OUT_OF_MEMORY : add((uint64_t)*address, padded, context->device, true);
@@ -126,9 +130,16 @@ API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *device, void *address, un
     if (result != CUDA_SUCCESS)
         return result;
     pthread_mutex_lock(&process.lock);
-    bool pinned = flags == 0 && is_pinned((uint64_t)address, 1);
+    int at = flags == 0 ? range_of((uint64_t)address, 1) : -1;
+    bool pinned = at >= 0, registered = pinned && !ranges[at].allocated;
     pthread_mutex_unlock(&process.lock);
     *device = (CUdeviceptr)address;
+    /* Some devices see what is registered elsewhere. */
+    if (registered && refused("cuMemHostGetDevicePointer, registered, same") != CUDA_SUCCESS)
+        *device += PAGE;
+    result = refused(registered ? "cuMemHostGetDevicePointer, registered" : "cuMemHostGetDevicePointer");
+    if (result != CUDA_SUCCESS)
+        return result;
     return pinned ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -154,7 +165,10 @@ API CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr addres
     size_t nbytes = region != NULL ? region->nbytes : host >= 0 ? ranges[host].high - ranges[host].low : 0;
     bool capable = region != NULL && region->opened == 0 && process.table->memories[region->row].exportable;
     struct context *owner = region != NULL ? &process.contexts[region->device] : current;
+    result = refused("cuPointerGetAttribute %d%s", attribute, region != NULL && region->opened > 0 ? ", opened" : "");
     pthread_mutex_unlock(&process.lock);
+    if (result != CUDA_SUCCESS)
+        return result;
     if (nbytes == 0 || (attribute == HOST_POINTER && region != NULL))
         return CUDA_ERROR_INVALID_VALUE;
     switch ((enum attribute)attribute) {

@@ -113,6 +113,8 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned i
     CUresult result = entered(&context);
     if (result == CUDA_SUCCESS)
         result = stream_of(handle, context, &stream);
+    if (result == CUDA_SUCCESS)
+        result = refused("cuLaunchKernel");
     if (result != CUDA_SUCCESS)
         return result;
     pthread_mutex_lock(&process.lock);
@@ -132,6 +134,8 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned i
     memcpy(launch->parameters, parameters[0], known->nbytes);
     bool fails = take_fault(COPY_FAILS, context->device);
     launch->end = (uint64_t)grid_x * block_x / (fails ? 2 : 1);
+    if (refused("cuLaunchKernel, its bytes") != CUDA_SUCCESS)
+        launch->end = 1; /* and nobody is told */
     __atomic_add_fetch(&process.table->kernels, 1, __ATOMIC_RELAXED);
     stream_add(stream, &launch->work);
     return fails ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;

@@ -202,6 +202,11 @@ API CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *nbytes, CUdevice
         return result;
     pthread_mutex_lock(&process.lock);
     const struct region *region = region_of(address, 1);
+    result = refused(region != NULL && region->opened > 0 ? "cuMemGetAddressRange, opened" : "cuMemGetAddressRange");
+    if (result != CUDA_SUCCESS) {
+        pthread_mutex_unlock(&process.lock);
+        return result;
+    }
     if (region != NULL && base != NULL)
         *base = region->address;
     if (region != NULL && nbytes != NULL)
@@ -278,6 +283,9 @@ API CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, 
     CUresult result = entered(&context);
     if (result != CUDA_SUCCESS || flags != LAZY_ENABLE_PEER_ACCESS)
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_INVALID_VALUE;
+    result = refused("cuIpcOpenMemHandle");
+    if (result != CUDA_SUCCESS)
+        return result;
     memcpy(&told, &handle, sizeof told);
     told.kind[7] = '\0';
     pthread_mutex_lock(&process.lock);

@@ -100,6 +100,7 @@ void table_unlock(void);
 bool lives(const struct owner *owner);
 bool is_self(const struct owner *owner);
 bool take_fault(enum fault kind, uint32_t device);
+CUresult refused(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void violated(const char *kind, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void memory_path(char *path, size_t size, const struct memory_row *row);
 void random_bytes(void *bytes, size_t count);

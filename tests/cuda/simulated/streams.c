@@ -188,7 +188,8 @@ API CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned int flags, in
 {
     struct context *context;
     CUresult result = entered(&context);
-    (void)priority;
+    if (result == CUDA_SUCCESS && priority != 0)
+        result = refused("cuStreamCreateWithPriority");
     if (result != CUDA_SUCCESS || flags > 1)
         return result != CUDA_SUCCESS ? result : CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&process.lock);
@@ -304,7 +305,8 @@ static CUresult add_word(CUstream handle, CUdeviceptr address, uint32_t value, u
 
 API CUresult cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr address, uint32_t value, unsigned int flags)
 {
-    return add_word(stream, address, value, flags, wait_for_word);
+    CUresult result = refused("cuStreamWaitValue32");
+    return result != CUDA_SUCCESS ? result : add_word(stream, address, value, flags, wait_for_word);
 }
 
 API CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr address, uint32_t value, unsigned int flags)

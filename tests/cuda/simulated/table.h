@@ -12,6 +12,7 @@
 enum {
     DEVICES = 8,
     FAULTS = 4,
+    REFUSALS = 16,
     MEMORIES = 8192,
     OPENINGS = 8192,
     EVENTS = 1024,
@@ -44,6 +45,13 @@ struct fault_row {
 };
 
 /* `physical` is where it lies in an address space of the whole node that nothing uses twice. */
+/* What a test has the driver answer: to a call, or to a call with something in it; see `refused`. */
+struct refusal_row {
+    char what[56];
+    uint32_t result; /* 0: the row is unused */
+    uint32_t given;
+};
+
 struct memory_row {
     uint8_t token[16];
     struct owner owner;
@@ -106,6 +114,7 @@ struct table {
     uint32_t virtual_memory; /* what is allocated from now on cannot be exported */
     struct device_row devices[DEVICES];
     struct fault_row faults[FAULTS][DEVICES];
+    struct refusal_row refusals[REFUSALS];
     struct memory_row memories[MEMORIES];
     struct opening_row openings[OPENINGS];
     struct event_row events[EVENTS];

@@ -1,0 +1,1 @@
+"""`kvframework bench compare`: what got slower or faster between two documents of `--json`."""

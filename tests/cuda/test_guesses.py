@@ -1,0 +1,311 @@
+"""What the transport guesses of drivers, one by one, and a driver that says no: it goes without, or is left out with a
+reason, and no byte is ever wrong. The table in docs/deploy/gpu.md names these tests."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvframework.api.driver import Allocation, Exported
+from kvframework.client import KVClient
+from kvframework.errors import DeviceError
+from kvframework.testing.transport.cases import PAGED
+from kvframework.testing.transport.engine import KitEngine
+from kvframework.testing.transport.node import PATIENCE_S, client_of, serving, status_of
+from tests.cuda.node import DEVICE_UNAVAILABLE, NOT_FOUND, CudaNode
+from tests.cuda.rig import CudaRig, make_simulated
+from tests.support.waiting import wait_until
+
+NHD = PAGED["nhd"]
+RANGE_SIZE = "cuPointerGetAttribute 12"
+
+
+@pytest.fixture
+def engine_option() -> str:
+    return "dma"
+
+
+@pytest.fixture
+def rig(cuda_node: CudaNode, engine_option: str) -> Iterator[CudaRig]:
+    made = make_simulated(str(cuda_node.path), device=0, engine=engine_option)
+    made.empty((1,), "uint8")  # an engine uses its GPU before it registers
+    yield made
+    made.close()
+    assert cuda_node.violations() == []
+
+
+@pytest.fixture
+def client(rig: CudaRig) -> Iterator[KVClient]:
+    with serving(rig) as server, client_of(rig, server.endpoint) as connected:
+        yield connected
+
+
+def lacks(client: KVClient) -> list[str]:
+    (device,) = status_of(client)["transports"]["cuda_ipc"]["devices"]  # type: ignore[index]
+    return list(device["lacks"])
+
+
+def stores_and_loads(engine: KitEngine) -> None:
+    request = engine.request()
+    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+    assert engine.load(request, engine.target()).result(PATIENCE_S).ok
+    engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
+    assert engine.differences() == []
+
+
+def goes_without(client: KVClient, rig: CudaRig, caplog: pytest.LogCaptureFixture, told: str) -> None:
+    """Works, and what it goes without is in the status, and once in the log, also when it is met again."""
+    with caplog.at_level(logging.WARNING, logger="kvframework.devices.supervisor"):
+        for instance in (1, 2):
+            engine = KitEngine(rig, client, instance, NHD)
+            stores_and_loads(engine)
+            engine.close()
+    found = lacks(client)
+    logged = [re.fullmatch(r"the copier of \S+ goes without: (.*)", each.message) for each in caplog.records]
+    assert [each[1] for each in logged if each] == found
+    assert len(found) == bool(told)
+    assert all(told in each for each in found)
+
+
+# memory
+
+
+@pytest.mark.parametrize(
+    ("calls", "told"),
+    [
+        (("cuMemGetAddressRange, opened",), ""),
+        (("cuMemGetAddressRange, opened", f"{RANGE_SIZE}, opened"), "the size of opened memory is not compared"),
+        (("cuMemGetAddressRange",), ""),
+        (("cuPointerGetAttribute 10",), ""),
+    ],
+    ids=["one way to ask is left", "an opened allocation has no size", "an own one has it otherwise", "exportable?"],
+)
+def test_memory_of_which_the_driver_does_not_tell_is_used(
+    cuda_node: CudaNode,
+    rig: CudaRig,
+    client: KVClient,
+    caplog: pytest.LogCaptureFixture,
+    calls: tuple[str, ...],
+    told: str,
+) -> None:
+    with cuda_node.refusing(*calls, result=NOT_FOUND):
+        goes_without(client, rig, caplog, told)
+
+
+@pytest.mark.parametrize("refused", [(), ("cuMemGetAddressRange, opened",)], ids=["by its call", "by its attributes"])
+def test_memory_that_is_smaller_than_its_engine_says_is_refused(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient, monkeypatch: pytest.MonkeyPatch, refused: tuple[str, ...]
+) -> None:
+    from kvf_cuda_ipc.engine_half import CudaEngine
+
+    honest = CudaEngine.export
+
+    def boasting(self: CudaEngine, address: int) -> Exported:
+        allocation, offset = honest(self, address)
+        return Exported(Allocation(allocation.device, allocation.handle, allocation.nbytes + 1), offset)
+
+    monkeypatch.setattr(CudaEngine, "export", boasting)
+    with (
+        cuda_node.refusing(*refused),
+        pytest.raises(DeviceError, match=r"an allocation of \d+ bytes was opened, not of"),
+    ):
+        KitEngine(rig, client, 1, NHD)
+    assert cuda_node.mappings() == 0
+
+
+def test_memory_whose_export_alone_says_no_is_refused_with_the_setting(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient
+) -> None:
+    with (
+        cuda_node.refusing("cuPointerGetAttribute 10"),
+        cuda_node.virtual_memory(),
+        pytest.raises(DeviceError, match="cannot be exported to other processes: cuIpcGetMemHandle") as refused,
+    ):
+        KitEngine(rig, client, 1, NHD)
+    assert "expandable_segments:True out of" in refused.value.hint
+
+
+# one way of copying stands in for the other
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("engine_option", ["auto"])
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("cuMemcpyBatchAsync", "no copy engine copies: cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED"),
+        ("cuMemcpyBatchAsync, its bytes", "no copy engine copies: bytes that were copied to the GPU and back are"),
+        ("cuLaunchKernel", "no kernel copies small fragments, the copy engines do, slowly: cuLaunchKernel"),
+        ("cuLaunchKernel, its bytes", "the copy engines do, slowly: bytes that were copied to the GPU and back are"),
+        ("cuMemHostGetDevicePointer", "the driver does not say where the GPU sees pinned memory"),
+        ("cuMemHostGetDevicePointer, registered", "the arena is not at its own address on this GPU"),
+        ("cuMemHostGetDevicePointer, registered, same", "the arena is not at its own address on this GPU"),
+        ("cuMemcpyBatchAsync, flags", ""),
+    ],
+)
+def test_what_copies_wrongly_or_not_at_all_is_left_out(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient, caplog: pytest.LogCaptureFixture, call: str, told: str
+) -> None:
+    with cuda_node.refusing(call):
+        goes_without(client, rig, caplog, told)
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyBatchAsync", "cuMemcpyBatchAsync, its bytes"])
+def test_where_nothing_copies_the_transport_is_refused(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient, call: str
+) -> None:
+    with cuda_node.refusing(call), pytest.raises(DeviceError, match="nothing can copy here: no copy engine copies"):
+        KitEngine(rig, client, 1, NHD)
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("engine_option", ["kernel"])
+def test_a_kernel_that_is_asked_for_and_does_not_reach_the_arena_is_refused(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient
+) -> None:
+    with (
+        cuda_node.refusing("cuMemHostGetDevicePointer, registered, same"),
+        pytest.raises(DeviceError, match="nothing but the kernel copies") as refused,
+    ):
+        KitEngine(rig, client, 1, NHD)
+    assert "dma" in refused.value.hint
+
+
+# streams, events
+
+
+@pytest.mark.parametrize("call", ["cuCtxGetStreamPriorityRange", "cuStreamCreateWithPriority"])
+def test_without_priorities_streams_have_none(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    with cuda_node.refusing(call):
+        goes_without(client, rig, caplog, "loads have no priority over stores")
+
+
+def test_a_stream_that_cannot_wait_has_the_thread_wait(cuda_node: CudaNode, rig: CudaRig, client: KVClient) -> None:
+    engine = KitEngine(rig, client, 1, NHD)
+    request = engine.request()
+    assert engine.store(request, engine.source()).result(PATIENCE_S).ok
+    with cuda_node.refusing("cuStreamWaitValue32"):
+        future = engine.load(request, engine.target())
+        future.to_cuda_future().wait(rig.stream())
+        assert future.wait(0), "the thread did not wait"
+    engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
+    assert engine.differences() == []
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        ("cuIpcGetEventHandle", "cannot share events: cuIpcGetEventHandle"),
+        ("cuIpcOpenEventHandle", "cuIpcOpenEventHandle: CUDA_ERROR_NOT_SUPPORTED"),
+    ],
+)
+def test_events_that_cannot_be_shared_are_known_at_registration(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient, call: str, match: str
+) -> None:
+    before = cuda_node.events()
+    with cuda_node.refusing(call), pytest.raises(DeviceError, match=match):
+        KitEngine(rig, client, 1, NHD)
+    assert (cuda_node.mappings(), cuda_node.events()) == (0, before)
+    engine = KitEngine(rig, client, 1, NHD)
+    stores_and_loads(engine)
+    engine.close()
+    wait_until(lambda: cuda_node.events() == before, what="the end of all events")
+
+
+def test_an_engine_that_sends_no_event_with_its_memory_is_served(
+    rig: CudaRig, client: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a former release."""
+    from kvf_cuda_ipc.driver import MEMORY_HANDLE_BYTES
+    from kvf_cuda_ipc.engine_half import CudaEngine
+
+    honest = CudaEngine.export
+
+    def as_before(self: CudaEngine, address: int) -> Exported:
+        allocation, offset = honest(self, address)
+        assert len(allocation.handle) > MEMORY_HANDLE_BYTES
+        handle = allocation.handle[:MEMORY_HANDLE_BYTES]
+        return Exported(Allocation(allocation.device, handle, allocation.nbytes), offset)
+
+    monkeypatch.setattr(CudaEngine, "export", as_before)
+    engine = KitEngine(rig, client, 1, NHD)
+    stores_and_loads(engine)
+    engine.close()
+
+
+def test_an_event_that_the_copier_cannot_open_later_is_a_miss(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient
+) -> None:
+    engine = KitEngine(rig, client, 1, NHD)
+    request = engine.request()
+    with cuda_node.refusing("cuIpcOpenEventHandle"):
+        assert not engine.store(request, engine.source()).result(PATIENCE_S).ok
+    stores_and_loads(engine)
+    engine.close()
+
+
+# what cannot be gone without: the engine's next transport, and a server that goes on
+
+
+@pytest.mark.parametrize(
+    ("call", "result", "match"),
+    [
+        ("cuMemHostRegister", 2, "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"),
+        ("cuIpcOpenMemHandle", 201, "cuIpcOpenMemHandle: CUDA_ERROR_INVALID_CONTEXT"),
+        ("cuDevicePrimaryCtxRetain, new", DEVICE_UNAVAILABLE, "cuDevicePrimaryCtxRetain: .*DEVICE_UNAVAILABLE"),
+    ],
+    ids=["the arena cannot be pinned", "memory cannot be opened", "the GPU admits one process"],
+)
+def test_what_nothing_replaces_is_the_next_transports_turn(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient, call: str, result: int, match: str
+) -> None:
+    with cuda_node.refusing(call, result=result), pytest.raises(DeviceError, match=match) as refused:
+        KitEngine(rig, client, 1, NHD)
+    assert ("compute mode" in str(refused.value.hint)) == (result == DEVICE_UNAVAILABLE)
+
+    engines: list[KitEngine] = []
+
+    def registers() -> bool:
+        with contextlib.suppress(DeviceError):  # its copier has just died, and pauses
+            engines.append(KitEngine(rig, client, 1, NHD))
+        return bool(engines)
+
+    wait_until(registers, what="a registration after the driver says yes")
+    stores_and_loads(engines[0])
+    engines[0].close()
+
+
+def test_a_driver_that_does_not_say_whether_it_shares_is_asked_by_trying(
+    cuda_node: CudaNode, rig: CudaRig, client: KVClient
+) -> None:
+    from kvf_cuda_ipc.advice import diagnose
+    from kvf_cuda_ipc.options import CudaOptions
+
+    with cuda_node.refusing("cuDeviceGetAttribute 125"):
+        engine = KitEngine(rig, client, 1, NHD)
+        stores_and_loads(engine)
+        engine.close()
+        shown = [each for each in diagnose(CudaOptions(engine="dma")) if each.id == "cuda_ipc.devices"]
+    assert {each.level for each in shown} == {"warn"}
+    assert all("does not say whether it shares" in each.fact for each in shown)
+
+
+def test_every_guess_of_the_page_is_tested_here_and_every_test_is_of_a_guess() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "deploy" / "gpu.md").read_text()
+    section = page.split("\n## Guesses\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(test_\w+)`", section))
+    here = {name for name in globals() if name.startswith("test_")} - {
+        "test_an_engine_that_sends_no_event_with_its_memory_is_served",
+        "test_every_guess_of_the_page_is_tested_here_and_every_test_is_of_a_guess",
+    }
+    assert named >= here
+    others = "".join(each.read_text() for each in Path(__file__).parent.glob("test_*.py"))
+    assert [name for name in named if f"def {name}(" not in others] == []
