@@ -34,9 +34,9 @@ class TierPart(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The first `chunks` of those that may be cut off are loaded. `load_s` and `compute_s` are the prices of the others,
-    or, if there are none, of all: for how long the request waits for their load, and for how long it computes them.
-    `saved_s` is what the cut spares, by these prices, the request and those behind it together."""
+    """The first `chunks` of those that may be cut off are loaded. `load_s` and `compute_s` are the prices of the
+    others, or, if there are none, of all: for how long the request waits for their load, and for how long it computes
+    them. `saved_s` is what the cut spares, by these prices, the request and those behind it together."""
 
     chunks: int
     load_s: float = 0.0

@@ -14,8 +14,8 @@ from kvframework.pricing.rates import LearnedPrice
 from kvframework.pricing.traffic import Traffic
 from kvframework.pricing.turns import Turns
 
-# A tier from which nothing was loaded for so long gets a load that its price is against, so that one that is quick again
-# is used again.
+# A tier from which nothing was loaded for so long gets a load that its price is against, so that one that is quick
+# again is used again.
 PROBE_S = 15.0
 
 

@@ -13,8 +13,8 @@ MOST_BUSY = 0.3
 
 class Turns:
     """`left_s` are the seconds of work that are left of each load under way, `rate` the loads a second that come
-    behind, and `busy` the share of the time that loads have taken. A load that needs less than the others is over before
-    them, so of each it waits for as much as it has itself."""
+    behind, and `busy` the share of the time that loads have taken. A load that needs less than the others is over
+    before them, so of each it waits for as much as it has itself."""
 
     __slots__ = ("_busy", "_left", "_rate", "_sums")
 
