@@ -46,7 +46,7 @@ def plan(
     gpu: Annotated[str, typer.Option(metavar="GPU", help="A GPU of the catalogue.")] = "",
     gpus: Annotated[int, typer.Option(min=0, max=1024, help="GPUs of an engine; 0: as published.")] = 0,
     engines: Annotated[
-        int, typer.Option(min=0, max=10_000, help="Engines at this server; 0: as many as it takes without a cache.")
+        int, typer.Option(min=0, max=1024, help="Engines at this server; 0: as many as it takes without a cache.")
     ] = 0,
     prefill: Annotated[
         float | None, typer.Option(metavar="TOKENS/S", help="Your engine's prefill speed, of short prompts.")
