@@ -132,6 +132,7 @@ class Lookups:
                 answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
             held = self._hold(lambda now: now.decided, answer, owner, payload.wait_s, opens=True)
         asked.l1_tokens = answer.hit_tokens
+        self.recording.count += 1
         if self.recording.on:
             asked.recorded = self.recording.add(key, asked.grid, asked.began, self._tenants.number(key.cache_salt))
         if answer.pending:
