@@ -65,18 +65,23 @@ class VirtualThreads:
     def look(self) -> None:
         """Give idle threads what there is to do, after anything has happened."""
         asked = set()
-        while any(changed.noted for changed in self._changed):
-            for number, (controller, _) in enumerate(self._controllers):
-                if not self._changed[number].noted:
-                    continue
-                asked.add(number)
-                self._changed[number].noted = False
-                while self._idle[number] and (steps := controller.poll()) is not None:
-                    self._idle[number] -= 1
-                    self._drive(Job(controller, steps), number)
+        found = True
+        while found:
+            found = False
+            for number, changed in enumerate(self._changed):
+                if changed.noted:
+                    found, changed.noted = True, False
+                    asked.add(number)
+                    self._give(number)
         for number in asked:
             if self._idle[number]:
                 self._ask_again(number, self._time.now + self._controllers[number][0].wait_s())
+
+    def _give(self, number: int) -> None:
+        controller = self._controllers[number][0]
+        while self._idle[number] and (steps := controller.poll()) is not None:
+            self._idle[number] -= 1
+            self._drive(Job(controller, steps), number)
 
     def _ask_again(self, number: int, when: float) -> None:
         if when <= self._time.now:
