@@ -429,3 +429,14 @@ class DeviceLost(DeviceError):
     device."""
 
     code = "device.lost"
+
+
+# planning
+
+
+class PlanError(KVFrameworkError, ValueError):
+    """`kvframework plan` is asked for something that does not exist, or that the trace cannot tell.
+
+    What to do: correct the option that it names."""
+
+    code = "plan.invalid"

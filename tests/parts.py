@@ -66,6 +66,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "plugins/test_kvf_redis_failover.py",
         "plugins/test_kvf_redis_pieces.py",
         "plugins/test_two_queues.py",
+        "pricing/test_in_simulation.py",
         "restart",
         "route/test_process.py",
         "route/test_real_server.py",
@@ -128,6 +129,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "s3": ("s3",),
     # Engines that the other parts do without: their examples and models.
     "engines": ("engines",),
+    # A trained model, from its package.
+    "trained": ("trained",),
     # A real Mooncake Store, whose wheel needs libraries of the system.
     "mooncake": ("mooncake",),
     # Indexers of cache-aware routers, from their wheels.

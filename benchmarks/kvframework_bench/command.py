@@ -36,6 +36,7 @@ app = typer.Typer(
         "kvframework bench route --blocks 1000000",
         "kvframework bench shards --tp 2           an engine of two ranks",
         "kvframework bench policy --trace FILE     hit rates of a trace, too",
+        "kvframework bench blend                   answers over shuffled documents",
         "kvframework bench cuda --sweep            fragments and copy engines",
         "kvframework bench compare old.json new.json",
     ),
@@ -375,6 +376,37 @@ def policy(
         markdown,
         plot,
     )
+
+
+@app.command("blend")
+def blend(
+    model: Annotated[
+        str, typer.Option(metavar="smollm2|random|DIR|FILE.gguf", help="As of kvframework demo blend.")
+    ] = "smollm2",
+    questions: Annotated[int | None, typer.Option(min=1, max=50, help="So many of the fifty.")] = None,
+    orders: Annotated[int | None, typer.Option(min=1, max=24, help="So many orders of the documents.")] = None,
+    share: Annotated[
+        list[float] | None, typer.Option(min=0.0, max=1.0, help="How much is computed again; repeatable.")
+    ] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """How near blend's answers are to those of the full computation, over four texts in other orders; and its time.
+
+    Fifty questions, each answered by one of the texts, whose KV was computed alone. --json has every answer.
+    """
+    import msgspec
+
+    from kvframework_bench.errors import require_transformers
+
+    require_transformers()
+    from kvframework_bench.blend.run import FULL, QUICK, bench_blend
+
+    asked = {"questions": questions, "orders": orders, "shares": tuple(share) if share else None}
+    sizes = msgspec.structs.replace(QUICK if quick else FULL, **{name: each for name, each in asked.items() if each})
+    _run("blend", lambda stage: bench_blend(sizes, model=model, stage=stage), quick, as_json, markdown, plot)
 
 
 @app.command("cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvframework_bench.blend.figures import BlendFigures
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures
 from kvframework_bench.events.figures import EventsFigures
@@ -152,6 +153,7 @@ Figures = (
     | RestartFigures
     | ShardsFigures
     | PolicyFigures
+    | BlendFigures
 )
 
 

@@ -64,6 +64,15 @@ def measure_or_skip(skipped: list[Skipped], what: str, make: Callable[[], T]) ->
 
 def require_torch() -> None:
     """Raise `BenchUnavailable` without torch, for an engine's tensors. Imports nothing."""
-    missing = [name for name in ("torch", "numpy") if importlib.util.find_spec(name) is None]
+    _require("torch", "torch", "numpy")
+
+
+def require_transformers() -> None:
+    """Raise `BenchUnavailable` without transformers, for a model. Imports nothing."""
+    _require("transformers", "torch", "numpy", "transformers")
+
+
+def _require(extra: str, *modules: str) -> None:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise BenchUnavailable(f"not installed: {', '.join(missing)}", hint=install_command("torch"))
+        raise BenchUnavailable(f"not installed: {', '.join(missing)}", hint=install_command(extra))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvframework.api.options import ByteSize
+from kvframework_bench.blend.figures import FULL, BlendFigures
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures
 from kvframework_bench.document import Figures, HostFigures, LookupFigures, RestartFigures, StoreFigures
@@ -94,6 +95,8 @@ def panels(figures: Figures) -> list[Panel]:
     if isinstance(figures, PolicyFigures):
         bars = [spread_bar(f"{row.policy}, {row.objects}", row.us, row.target_us) for row in figures.rows]
         return [Bars("processor time a block", "µs", bars)]
+    if isinstance(figures, BlendFigures):
+        return _blend(figures)
     return _l2(figures)
 
 
@@ -104,6 +107,19 @@ def _shards(figures: ShardsFigures) -> list[Panel]:
         shares = [spread_bar(*each, figures.target_ratio) for each in zip(names, spreads, strict=True)]
         made.append(Bars(f"{word} with shards, to without", "x", shares))
     return made
+
+
+def _blend(figures: BlendFigures) -> list[Panel]:
+    def bars(values: Sequence[tuple[str, float]]) -> list[Bar]:
+        return [Bar(name, value, value, value) for name, value in values]
+
+    others = [row for row in figures.ways if row.way != FULL]
+    return [
+        Bars("prefill of the documents", "processor s", [spread_bar(row.way, row.prefill_s) for row in figures.ways]),
+        Bars("tokens as those of full", "%", bars([(row.way, 100 * row.agreement) for row in others])),
+        Bars("KL divergence from full", "nats", bars([(row.way, row.divergence) for row in others])),
+        Bars("right answers", "%", bars([(row.way, 100 * row.right) for row in figures.ways])),
+    ]
 
 
 def _scale(rows: Sequence[ScaleRow], *, clients: bool) -> list[Panel]:

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from kvframework.api.options import ByteSize
 from kvframework.cli.numbers import short_number
+from kvframework_bench.blend.figures import BlendFigures, blend_tables
 from kvframework_bench.console import format_latency, format_range, format_rate, format_ratio, format_time, new_table
 from kvframework_bench.contention.figures import ContentionFigures, contention_tables
 from kvframework_bench.cuda.figures import CudaFigures, cuda_tables
@@ -87,6 +88,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = shards_tables(figures)
     elif isinstance(figures, PolicyFigures):
         made = policy_tables(figures)
+    elif isinstance(figures, BlendFigures):
+        made = blend_tables(figures)
     else:
         made = [_store(figures)]
     for table in made:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvframework.api.installing import install_command
+from kvframework_bench.blend.figures import BlendFigures, WayRow
 from kvframework_bench.contention.figures import (
     ContentionFigures,
     HitFigures,
@@ -121,6 +122,11 @@ def shards() -> ShardsFigures:
     return ShardsFigures(8, 1024, 3, TARGET, rows)
 
 
+def blend() -> BlendFigures:
+    ways = [WayRow(way, 1.0, ONE, 1.0, 1.0, 1.0, 0.0, 0.0, 0.5) for way in ("full", "blend 15%")]
+    return BlendFigures("smollm2", 50, 10, 1500, 16, ways, [])
+
+
 FIGURES = {
     "scale": scale(),
     "host": host(),
@@ -130,6 +136,7 @@ FIGURES = {
     "contention": contention(),
     "observe": observe(),
     "shards": shards(),
+    "blend": blend(),
 }
 
 

@@ -22,6 +22,7 @@ from kvframework.cli import (
     keys,
     new,
     observe,
+    plan,
     plugins,
     route,
     serve,
@@ -71,6 +72,7 @@ for command in (
     doctor,
     dump,
     simulate,
+    plan,
     demo,
 ):
     command.register(app)

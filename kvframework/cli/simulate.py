@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 _EPILOG = examples(
     "kvframework simulate trace.jsonl --set l1.capacity=64GiB",
-    "kvframework simulate trace.jsonl --config kvf.toml --tier redis=1GB/s,write=500MB/s",
-    "kvframework simulate trace.jsonl --config kvf.toml --tier filesystem=3GB/s --engines 3 --prefill 25000",
-    "kvframework simulate trace.jsonl --config kvf.toml --tier redis=3GB/s,slow=0.2@600s-1200s --json",
+    "kvframework simulate trace.jsonl --config kvf.toml --tier redis=1GB/s",
+    "kvframework simulate trace.jsonl --engines 3 --prefill 25000",
+    "kvframework simulate t.jsonl --tier redis=3GB/s,slow=0.2@600s-1200s --json",
 )
 
 
@@ -34,9 +34,9 @@ def simulate(
         list[str] | None,
         typer.Option(
             "--tier",
-            metavar="NAME=RATE[,write=RATE][,latency=TIME][,capacity=SIZE][,slow=FACTOR@FROM-TO]",
-            help="The speed of an [[l2]], by its `use`; one for each. Writes share it, unless they have their own;"
-            " write=free: they take no time.",
+            metavar="NAME=RATE[,...]",
+            help="The speed of an [[l2]], by its `use`; one for each. Behind it: write=RATE, of writes that do not"
+            " share it (write=free: they take no time), latency=TIME, capacity=SIZE, slow=FACTOR@FROM-TO.",
         ),
     ] = None,
     bytes_per_token: Annotated[

@@ -97,6 +97,12 @@ def read_layers(path: Path | None, overrides: Sequence[str], environ: Mapping[st
     return Layers(raw, own, default, path, by_variable, tuple(overrides))
 
 
+def layers_of(own: dict[str, object]) -> Layers:
+    """The layers of a file that is not written yet, or not at all."""
+    default = parse_toml(DEFAULT_TOML, where=DEFAULT_SOURCE)
+    return Layers(copy.deepcopy(_with_defaults(own, default)), own, default, None, False, ())
+
+
 def _with_defaults(raw: dict[str, object], default: dict[str, object]) -> dict[str, object]:
     """Missing tables are taken whole from the default. A table in the file keeps its own keys; only its choice of
     plugin may be left out."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvframework.api.futures import Future, Promise
@@ -122,7 +123,8 @@ class Lookups:
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
         asked = Asked(client, key, self._clock(), payload.speed)
-        self.pricing.asked(asked)
+        if payload.speed is not None:
+            self.pricing.asked(asked, payload.speed)
         owner, request_id = client.session_id, key.request_id
         with self._storage.lock:  # whatever changes the ticket afterwards finds its wait
             if record is None:
@@ -216,7 +218,7 @@ class Lookups:
                 select=lambda available: grid.needed(grid.hit(available, asked.priced and asked.priced.chunks)),
                 on_done=on_done,
                 on_change=on_change,
-                located=lambda here, source: self.pricing.located(asked, here, source),
+                located=None if asked.speed is None else partial(self.pricing.located, asked),
             )
             return asked.task
 
@@ -244,7 +246,9 @@ class Lookups:
         l2_tokens = hit_tokens - l1_tokens
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
         self._counters["hit_tokens"] += hit_tokens
-        self.pricing.ended(asked)
+        asked.over = True
+        if asked.priced is not None:
+            self.pricing.ended(asked, asked.priced)
         if asked.recorded is not None:
             asked.recorded.hit_tokens = hit_tokens
         self.use.looked_up(asked.client, key, grid, tokens, hit_tokens)

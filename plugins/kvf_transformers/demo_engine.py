@@ -6,17 +6,17 @@ Started as `python -m kvf_transformers.demo_engine`; everything but the JSON lin
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
-from kvf_transformers.demo_model import SIZES, local_model, random_llama
+from kvf_transformers.demo_events import Emit, run_engine
+from kvf_transformers.demo_model import SIZES, end_tokens, local_model, prompt_tokens, random_llama
 from kvf_transformers.kv import TransformersKV
 from kvf_transformers.results import Restored
 
@@ -29,47 +29,33 @@ _DEADLINE_SCALE = 50.0
 
 def main() -> None:
     """Run the process. Exit status 0 when all steps ran, with any number of hits."""
-    arguments = _parse()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    # Libraries may print: stdout is for events only.
-    events, sys.stdout = sys.stdout, sys.stderr
-    try:
-        _run(arguments, _Events(events))
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-class _Events:
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def emit(self, event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event, **fields}), file=self._stream, flush=True)
+    run_engine(partial(_run, _parse()))
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--model", default="", help="a local directory; default: the random Llama")
+    parser.add_argument("--question", default="", help="asked behind the text")
+    parser.add_argument("--model", default="", help="a local folder or GGUF file; default: the random Llama")
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--tokens", type=int, default=0, help="cut the prompt to so many tokens; 0: all")
+    parser.add_argument("--tokens", type=int, default=0, help="cut the text to so many tokens; 0: all")
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--wait", action="store_true", help="wait for a line of standard input before connecting")
     parser.add_argument("--corrupt-kv", action="store_true", help="spoil what was restored, to see the tokens change")
     return parser.parse_args()
 
 
-def _run(arguments: argparse.Namespace, events: _Events) -> None:
+def _run(arguments: argparse.Namespace, emit: Emit) -> None:
     started = time.perf_counter()
     name, model, tokenizer = local_model(arguments.model) if arguments.model else random_llama(arguments.size)
-    prompt = list(tokenizer.encode(arguments.text.read_text(encoding="utf-8")))
-    if arguments.tokens:
-        prompt = prompt[: arguments.tokens]
+    prompt = prompt_tokens(
+        tokenizer, arguments.text.read_text(encoding="utf-8"), arguments.question, cut_to=arguments.tokens
+    )
     with torch.no_grad():
         # Thread pools and allocators start here, so that both engines are timed alike.
         model(input_ids=torch.tensor([prompt[:_WARM_UP_TOKENS]], device=model.device), use_cache=False)
-        events.emit(
+        emit(
             "ready",
             model=name,
             parameters=sum(weight.numel() for weight in model.parameters()),
@@ -88,15 +74,20 @@ def _run(arguments: argparse.Namespace, events: _Events) -> None:
             deadline_scale=_DEADLINE_SCALE,
             transfer_timeout_s=60.0,
         ) as kv:
-            _serve(arguments, events, kv, prompt, tokenizer)
+            _serve(arguments, emit, kv, prompt, tokenizer, end_tokens(model))
 
 
 def _serve(
-    arguments: argparse.Namespace, events: _Events, kv: TransformersKV, prompt: list[int], tokenizer: Any
+    arguments: argparse.Namespace,
+    emit: Emit,
+    kv: TransformersKV,
+    prompt: list[int],
+    tokenizer: Any,
+    ends: frozenset[int],
 ) -> None:
     started = time.perf_counter()
     restored = kv.restore(prompt)
-    events.emit(
+    emit(
         "restored",
         hit_tokens=restored.hit_tokens,
         nbytes=restored.nbytes,
@@ -107,29 +98,29 @@ def _serve(
         for layer in restored.cache.layers:
             layer.keys.neg_()
             layer.values.neg_()
-    logits, cache = _prefill(events, kv, prompt, restored)
+    logits, cache = _prefill(emit, kv, prompt, restored)
     tokens: list[int] = []
     for token in kv.decode(logits, cache, arguments.new_tokens):
         if not tokens:
-            events.emit("first_token", seconds=time.perf_counter() - started)
+            emit("first_token", seconds=time.perf_counter() - started)
         tokens.append(token)
-        events.emit("token", text=tokenizer.decode([token]), count=len(tokens))
+        emit("token", text=tokenizer.decode([token]), count=len(tokens))
+        if token in ends:
+            break
     # Deliberately damaged KV must not be stored.
     if not arguments.corrupt_kv:
         saved = kv.save(prompt, cache)
-        events.emit(
-            "saved", tokens=saved.tokens, nbytes=saved.nbytes, seconds=saved.seconds, copy_seconds=saved.copy_seconds
-        )
-    events.emit("done", tokens=tokens, text=tokenizer.decode(tokens))
+        emit("saved", tokens=saved.tokens, nbytes=saved.nbytes, seconds=saved.seconds, copy_seconds=saved.copy_seconds)
+    emit("done", tokens=tokens, text=tokenizer.decode(tokens, skip_special_tokens=True), ended=tokens[-1] in ends)
 
 
-def _prefill(events: _Events, kv: TransformersKV, prompt: list[int], restored: Restored) -> tuple[torch.Tensor, Any]:
+def _prefill(emit: Emit, kv: TransformersKV, prompt: list[int], restored: Restored) -> tuple[torch.Tensor, Any]:
     """Compute the rest of the prompt in pieces, so that a long one shows how far it is."""
     done = restored.hit_tokens
     while True:
         end = min(done + _PIECE_TOKENS, len(prompt))
         logits, cache, restored = kv.prefill(prompt[:end], replace(restored, hit_tokens=done))
-        events.emit("computed", tokens=end)
+        emit("computed", tokens=end)
         if end == len(prompt):
             return logits, cache
         done = end

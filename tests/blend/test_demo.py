@@ -66,6 +66,24 @@ def test_it_passes_only_with_every_document_hit_and_far_nearer(result, status, t
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_the_answers_of_a_trained_model_are_shown():
+    result = result_of()
+    result.question = "What do we pledge?"
+    for name, way in result.ways.items():
+        way.text = f" Our {name} Honor"
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=80, file=nowhere)
+        show_blend(result, console)
+        shown = console.export_text().splitlines()
+    at = shown.index("What do we pledge?")
+    assert shown[at + 1 : at + 5] == [
+        "full: Our full Honor …",
+        "blend: Our blend Honor …",
+        "rotated only: Our rotated Honor …",
+        "naive: Our naive Honor …",
+    ]
+
+
 def test_what_it_prints_is_the_table_or_the_document(monkeypatch):
     monkeypatch.setattr(demo_blend_run, "run_blend_demo", lambda *_given: result_of(model=OWN_MODEL + "x"))
     monkeypatch.setattr("signal.signal", lambda *_given: None)

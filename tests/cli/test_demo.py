@@ -49,7 +49,9 @@ def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary):
     [
         (["--text", "/nowhere"], "/nowhere"),
         (["--text", sys.executable], "no UTF-8"),
-        (["--model", "/nowhere"], "/nowhere"),
+        (["--model", "/nowhere"], "/nowhere: there is no such model"),
+        (["--model", sys.executable], "the file is no GGUF"),
+        (["--model", "/etc"], "/etc: transformers does not load this model"),
         (["--redis-url", "redis://localhost"], "--l2 redis"),
         (["--redis-url", "redis://localhost", "--l2", "disk"], "--l2 redis"),
         (["--kill", "--l2", "disk"], "give one of them"),

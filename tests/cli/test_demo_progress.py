@@ -48,16 +48,15 @@ def test_a_prompt_in_pieces_is_computed_as_in_one() -> None:
             logits = Forward(model).compute(tokens[restored.hit_tokens :], restored.cache)
             return logits, restored.cache, restored
 
-    class Events:
-        def emit(self, event: str, tokens: int) -> None:
-            events.append((event, tokens))
+    def emit(event: str, tokens: int) -> None:
+        events.append((event, tokens))
 
     from transformers import DynamicCache
 
     prompt = [number % 250 for number in range(100)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvf_transformers.demo_engine._PIECE_TOKENS", 40)
-        cut, _ = _prefill(Events(), Cold(), prompt, Restored(DynamicCache(), 0, 0, 0.0, 0.0))  # type: ignore[arg-type]
+        cut, _ = _prefill(emit, Cold(), prompt, Restored(DynamicCache(), 0, 0, 0.0, 0.0))  # type: ignore[arg-type]
     whole = Forward(model).compute(prompt, DynamicCache())
     assert events == [("computed", 40), ("computed", 80), ("computed", 100)]
     assert torch.allclose(cut, whole, atol=1e-4)

@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "fleet.md").read_text()
 NODES = sorted(EXAMPLE.glob("node_*.toml"))
 BREAK_EVEN = [row for row in rows(PAGE, "Bandwidth and break-even") if "," in row[2]]
 LONG_PROMPT = [row for row in rows(PAGE, "Bandwidth and break-even") if row not in BREAK_EVEN]
-PLANES, EIGHT_BIT = 0.679, 0.5
+PLANES, EIGHT_BIT = 0.687, 0.5
 
 
 @pytest.mark.parametrize("file", NODES, ids=lambda file: file.name)

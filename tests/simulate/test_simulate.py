@@ -67,6 +67,21 @@ def test_a_prompt_that_is_all_there_still_needs_its_last_token() -> None:
     assert outcome.engine_s == pytest.approx(1 + 1 / 16)
 
 
+def test_what_an_engine_had_itself_is_neither_asked_for_nor_computed_nor_stored() -> None:
+    requests = [
+        Request(0.0, 2 * CHUNK, 0, [1, 2]),
+        Request(10.0, 3 * CHUNK, 0, [1, 2, 3], start=CHUNK),
+        Request(20.0, 2 * CHUNK, 0, [8, 9], start=CHUNK),
+        Request(30.0, 2 * CHUNK, 0, [8, 9]),
+        Request(40.0, CHUNK, 0, [7], start=CHUNK),
+    ]
+    outcome = simulate(MadeTrace(requests, CHUNK), settings_of(engines=Engines(1, float(CHUNK))))
+    assert (outcome.asked_tokens, outcome.l1_tokens, outcome.blocks) == (7 * CHUNK, CHUNK, 7)
+    # The last token of each prompt is always computed.
+    assert outcome.engine_s == pytest.approx(2 + 1 + 1 + 2 + 1 / CHUNK)
+    assert outcome.l1_bytes == 5 * MIB
+
+
 def test_prompts_wait_for_the_engine_that_is_free_first() -> None:
     prompts = [(0.0, [number]) for number in range(4)]
     for count, mean in ((1, 2.5), (2, 1.5), (4, 1.0)):

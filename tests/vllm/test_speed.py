@@ -1,4 +1,4 @@
-"""What the scheduler's side says of the engine's speed: learned from the steps of vLLM's scheduler, told with a LOOKUP."""
+"""What the scheduler's side says of the engine's speed: learned from the steps of vLLM, told with a LOOKUP."""
 
 from __future__ import annotations
 

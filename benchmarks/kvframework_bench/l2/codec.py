@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvframework.api.codec import CodecProvider
+from kvframework.api.types import DTYPE_BYTES
 from kvframework.config import PluginTable
 from kvframework.registry import PluginRegistry, resolve_table
 from kvframework_bench.console import Stage
 from kvframework_bench.errors import BenchUnavailable, WrongBytes
+from kvframework_bench.l2.entropy import entropy_bound
 from kvframework_bench.l2.figures import CodecRow
 from kvframework_bench.l2.sizes import Sizes
 from kvframework_bench.l2.tier import WHERE, check_plugin
@@ -56,6 +58,7 @@ def bench_codec(sizes: Sizes, registry: PluginRegistry, codec: str, kv: Path | N
         content=kv.name if kv else MADE_UP,
         object_bytes=data.nbytes,
         ratio=len(packed) / data.nbytes,
+        bound=entropy_bound(data, DTYPE_BYTES[DTYPE]),
         pack_gb_s=Spread.of(pack_gb_s),
         unpack_gb_s=Spread.of(unpack_gb_s),
     )

@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 
 from kvframework.cli.demo.child import uninterrupted
+from kvframework.cli.demo.models import chosen_model
 from kvframework.cli.demo.prefix import ENGINE_TIMEOUT_S
 from kvframework.cli.demo.processes import DemoFailed, EngineProcess
 from kvframework.cli.demo.result import BlendResult, WayResult
-from kvframework.cli.demo.stage import DemoStage, StageOptions, check_stage, check_texts
+from kvframework.cli.demo.stage import DemoStage, StageOptions, check_stage, check_text
 from kvframework.cli.demo.view import DemoView, copied
 
 _ENGINE = "kvf_blend.engine.demo_engine"
@@ -27,11 +28,11 @@ _TITLES = {
 
 
 class BlendDemoOptions(msgspec.Struct, frozen=True):
-    """The command's options. `size` is for tests."""
+    """The command's options. `model` is a name for `chosen_model`; `size` is for tests."""
 
     text: Path
     question: str
-    model: Path | None
+    model: str
     stage: StageOptions
     tokens: int
     share: float
@@ -42,17 +43,18 @@ def run_blend_demo(options: BlendDemoOptions, view: DemoView) -> BlendResult:
     """Run the demo. Blocks for as long as the model takes; leaves no process and no file behind. Raises
     `DemoFailed`."""
     check_stage(options.stage)
-    check_texts(options.text, options.model)
+    check_text(options.text)
     if not options.question:
         raise DemoFailed("an empty question", hint="give one with --question")
+    model = chosen_model(options.model)
+    view.tell_model(model)
     with DemoStage(options.stage, view) as stage:
         documents = stage.directory / "documents.txt"
         documents.write_bytes(options.text.read_bytes())
         arguments = ["--endpoint", stage.endpoint, "--text", str(documents), "--size", options.size]
         arguments += ["--tokens", str(options.tokens), "--share", str(options.share)]
-        arguments += ["--question", options.question]
-        arguments += ["--model", str(options.model.resolve())] if options.model else []
-        result = BlendResult(l2=options.stage.l2)
+        arguments += ["--question", options.question, *model.arguments]
+        result = BlendResult(l2=options.stage.l2, question=options.question)
         _store(result, arguments, stage.directory, view)
         if options.stage.l2:
             stage.restart_server()

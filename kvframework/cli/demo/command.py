@@ -13,7 +13,7 @@ from kvframework.cli.usage import examples
 
 EXIT_INTERRUPTED = 130
 SHIPPED_TEXT = Path(__file__).with_name("declaration.txt")
-_QUESTION = "What do we mutually pledge to each other?"
+_QUESTION = "What do the signers mutually pledge to each other?"
 
 
 def _complete_tier(incomplete: str) -> list[str]:
@@ -28,7 +28,13 @@ def _complete_setting(context: typer.Context, incomplete: str) -> list[str]:
     return option_words("tier", str(context.params.get("l2") or ""), incomplete)
 
 
-Model = Annotated[Path | None, typer.Option(help="A local transformers model with tokenizer. Default: a random Llama.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        metavar="random|smollm2|DIR|FILE.gguf",
+        help="A Llama with random weights, a trained model from its package, or a local transformers model.",
+    ),
+]
 L2 = Annotated[
     str,
     typer.Option(
@@ -65,6 +71,7 @@ _app = typer.Typer(
     invoke_without_command=True,
     epilog=examples(
         "kvframework demo                    a second process skips the prefill",
+        "kvframework demo --model smollm2    a trained model answers a question",
         "kvframework demo --kill             the server is killed, its L1 is kept",
         "kvframework demo --l2 redis         the server is killed, a tier has all",
         "kvframework demo blend              documents in another order",
@@ -83,12 +90,18 @@ def demo(
         Path,
         typer.Option(help="The prompt: a UTF-8 text. Default: the Declaration of Independence.", show_default=False),
     ] = SHIPPED_TEXT,
-    model: Model = None,
+    question: Annotated[
+        str | None,
+        typer.Option(
+            help="A question about the text. Default: one about the shipped text, if the model is no random one."
+        ),
+    ] = None,
+    model: Model = "random",
     kill: Kill = False,
     l2: L2 = "",
     settings: Settings = None,
     redis_url: RedisUrl = "",
-    tokens: Annotated[int, typer.Option(min=0, help="Cut the prompt to so many tokens; 0: all of it.")] = 0,
+    tokens: Annotated[int, typer.Option(min=0, help="Cut the text to so many tokens; 0: all of it.")] = 0,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 32,
     l1_capacity: L1Capacity = "1GiB",
     as_json: AsJson = False,
@@ -111,6 +124,7 @@ def demo(
 
     options = DemoOptions(
         text=text,
+        question=_question(text, model) if question is None else question,
         model=model,
         stage=StageOptions(l2=l2, settings=settings or [], redis_url=redis_url, capacity=l1_capacity, held=kill),
         tokens=tokens,
@@ -137,7 +151,7 @@ def demo(
     epilog=examples(
         "kvframework demo blend              a random Llama, nothing is downloaded",
         "kvframework demo blend --l2 redis   the server is killed in between",
-        "kvframework demo blend --model DIR --share 0.2",
+        "kvframework demo blend --model smollm2 --share 0.2",
     ),
 )
 def blend(
@@ -149,7 +163,7 @@ def blend(
         ),
     ] = SHIPPED_TEXT,
     question: Annotated[str, typer.Option(help="The question about the four documents.")] = _QUESTION,
-    model: Model = None,
+    model: Model = "random",
     share: Annotated[float, typer.Option(min=0.0, max=1.0, help="How much of the documents is computed again.")] = 0.15,
     l2: L2 = "",
     settings: Settings = None,
@@ -185,6 +199,11 @@ def blend(
     else:
         show_blend(result, console)
     raise typer.Exit(result.exit_status)
+
+
+def _question(text: Path, model: str) -> str:
+    """Return what is asked if no question was given: random weights have no answer, and other texts others."""
+    return _QUESTION if text == SHIPPED_TEXT and model != "random" else ""
 
 
 def _refuse_options(context: typer.Context) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 
 from kvframework.cli.demo.child import uninterrupted
+from kvframework.cli.demo.models import chosen_model
 from kvframework.cli.demo.processes import DemoFailed, EngineProcess
 from kvframework.cli.demo.progress import Progress
 from kvframework.cli.demo.result import DemoResult, EngineRun
-from kvframework.cli.demo.stage import DemoStage, StageOptions, check_stage, check_texts
+from kvframework.cli.demo.stage import DemoStage, StageOptions, check_stage, check_text
 from kvframework.cli.demo.view import DemoView, moved
 
 ENGINE_TIMEOUT_S = 900.0
@@ -25,10 +26,11 @@ _ENGINE = "kvf_transformers.demo_engine"
 
 
 class DemoOptions(msgspec.Struct, frozen=True):
-    """The command's options. `size` and `corrupt_kv` are for tests."""
+    """The command's options. `model` is a name for `chosen_model`; `size` and `corrupt_kv` are for tests."""
 
     text: Path
-    model: Path | None
+    question: str
+    model: str
     stage: StageOptions
     tokens: int
     new_tokens: int
@@ -40,15 +42,17 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
     """Run the demo. Blocks for as long as the model takes; leaves no process and no file behind. Raises
     `DemoFailed`."""
     check_stage(options.stage)
-    check_texts(options.text, options.model)
+    check_text(options.text)
     if 0 < options.tokens <= CHUNK_TOKENS:
         raise DemoFailed(f"no chunk of {options.tokens} tokens can be skipped", hint=_MORE)
+    model = chosen_model(options.model)
+    view.tell_model(model)
     with DemoStage(options.stage, view) as stage:
         prompt = stage.directory / "prompt.txt"
         prompt.write_bytes(options.text.read_bytes())
         arguments = ["--endpoint", stage.endpoint, "--text", str(prompt), "--size", options.size]
         arguments += ["--tokens", str(options.tokens), "--new-tokens", str(options.new_tokens)]
-        arguments += ["--model", str(options.model.resolve())] if options.model else []
+        arguments += ["--question", options.question, *model.arguments]
         cold = _run_engine("engine A", arguments, stage.directory, view)
         if cold.hit_tokens:
             raise DemoFailed(
@@ -65,12 +69,12 @@ def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
         spoiled = ["--corrupt-kv"] if options.corrupt_kv else []
         if not options.stage.held:
             warm = _run_engine("engine B", arguments + spoiled, stage.directory, view)
-            return DemoResult(cold, warm, options.stage.l2)
+            return DemoResult(cold, warm, options.stage.l2, question=options.question)
         # The model is loaded before: what is timed is the cache.
         warm = _run_engine("engine B", [*arguments, *spoiled, "--wait"], stage.directory, view, stage.kill_server)
         recovered = stage.recovered()
         recovered.hit_s = warm.asked_s
-        return DemoResult(cold, warm, recovered=recovered)
+        return DemoResult(cold, warm, recovered=recovered, question=options.question)
 
 
 def _run_engine(

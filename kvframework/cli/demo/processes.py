@@ -164,7 +164,8 @@ class EngineProcess(DemoChild):
         self._late = False
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the engine's events as they happen, up to its end. Raises `DemoFailed` if it ends with an error."""
+        """Yield the engine's events as they happen, up to its end. Raises `DemoFailed` if it ends with an error: that
+        of its event `failed` if there is one."""
         assert self._process.stdout is not None
         watchdog = threading.Timer(self._timeout_s, self._end_late)
         # An interrupt may come during the start; the process must still be able to end.
@@ -172,7 +173,10 @@ class EngineProcess(DemoChild):
         try:
             watchdog.start()
             for line in self._process.stdout:
-                yield json.loads(line)
+                event = json.loads(line)
+                if event["event"] == "failed":
+                    raise DemoFailed(**{part: event[part] for part in ("fact", "where", "available", "hint")})
+                yield event
             status = self._process.wait()
             if self._late:
                 raise DemoFailed(

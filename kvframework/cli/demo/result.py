@@ -15,7 +15,8 @@ OWN_MODEL = "kvframework-demo-"
 
 class WayResult(msgspec.Struct):
     """One way to the first token. `distance` is the relative L2 distance of its logits to those of the full
-    computation, `divergence` the Kullback-Leibler divergence, in nats, of its next-token distribution from theirs."""
+    computation, `divergence` the Kullback-Leibler divergence, in nats, of its next-token distribution from theirs.
+    `text` is the beginning of the answer, "" of random weights."""
 
     ttft_s: float
     hit_tokens: int
@@ -23,12 +24,14 @@ class WayResult(msgspec.Struct):
     distance: float
     divergence: float
     same_token: bool
+    text: str = ""
 
 
 class BlendResult(msgspec.Struct):
     """`documents` are their numbers of tokens; the prompt has them in another order, followed by a question."""
 
     l2: str = ""
+    question: str = ""
     model: str = ""
     parameters: int = 0
     documents: list[int] = []
@@ -71,8 +74,8 @@ EXIT_OK, EXIT_WRONG = 0, 1
 
 
 class EngineRun(msgspec.Struct):
-    """One engine process, filled from its events. `*_s` of bytes are the seconds of copying alone; `asked_s` ends with
-    the server's answer and the copy."""
+    """One engine process, filled from its events. `ended`: the model's last token is its end of an answer. `*_s` of
+    bytes are the seconds of copying alone; `asked_s` ends with the server's answer and the copy."""
 
     model: str = ""
     parameters: int = 0
@@ -86,6 +89,8 @@ class EngineRun(msgspec.Struct):
     stored_bytes: int = 0
     stored_s: float = 0.0
     tokens: list[int] = []
+    text: str = ""
+    ended: bool = False
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Read one event of `kvf_transformers.demo_engine`; unknown events are ignored."""
@@ -102,7 +107,7 @@ class EngineRun(msgspec.Struct):
             self.stored_tokens, self.stored_bytes = event["tokens"], event["nbytes"]
             self.stored_s = event["copy_seconds"]
         elif kind == "done":
-            self.tokens = event["tokens"]
+            self.tokens, self.text, self.ended = event["tokens"], event["text"], event["ended"]
 
 
 class Recovered(msgspec.Struct):
@@ -117,12 +122,13 @@ class Recovered(msgspec.Struct):
 
 class DemoResult(msgspec.Struct):
     """Two engine runs. `cold` ran with an empty cache, so its tokens are those of a run without a cache. `recovered` is
-    of `--kill`."""
+    of `--kill`; without a `question` the model goes on with the text."""
 
     cold: EngineRun
     warm: EngineRun
     l2: str = ""
     recovered: Recovered | None = None
+    question: str = ""
 
     @property
     def ttft_ratio(self) -> float:

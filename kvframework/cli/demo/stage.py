@@ -162,16 +162,14 @@ def check_stage(options: StageOptions) -> None:
         PluginRegistry().offer("tier", options.l2)
 
 
-def check_texts(text: Path, model: Path | None) -> None:
-    """Check that the UTF-8 text and the directory of the model exist. Raises `DemoFailed`."""
+def check_text(text: Path) -> None:
+    """Check that the UTF-8 text exists. Raises `DemoFailed`."""
     if not text.is_file():
         raise DemoFailed("there is no such text", where=str(text))
     try:
         text.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DemoFailed(f"the text is no UTF-8: {error}", where=str(text)) from None
-    if model is not None and not model.is_dir():
-        raise DemoFailed("there is no such directory", where=str(model))
 
 
 def _private_directory() -> tempfile.TemporaryDirectory[str]:

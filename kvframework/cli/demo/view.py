@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvframework.api.options import ByteSize
+from kvframework.cli.demo.models import ChosenModel
 from kvframework.cli.demo.result import FAR_NEARER, OWN_MODEL, BlendResult, DemoResult, EngineRun, Recovered, WayResult
 from kvframework.cli.numbers import short_number
 from kvframework.logs.amounts import counted
@@ -40,6 +41,11 @@ def show_blend(result: BlendResult, console: Console) -> None:
     console.print()
     console.print(table, soft_wrap=False)
     console.print()
+    if result.ways["full"].text:
+        console.print(Text(result.question, style="bold"))
+        for way, name in _NAMES.items():
+            console.print(Text(f"{name}: {result.ways[way].text.strip()} …"))
+        console.print()
     sooner = f"with blend the TTFT is {result.ttft_ratio:.1f} times shorter."
     console.print(Text(f"{len(result.documents)} documents in another order: {sooner}"))
     legend = [*_LEGEND, _OWN_MODEL] if result.model.startswith(OWN_MODEL) else _LEGEND
@@ -83,6 +89,11 @@ class DemoView:
         self._console = console
         self._unicode = console.encoding.lower().startswith("utf")
 
+    def tell_model(self, model: ChosenModel) -> None:
+        """Print what is loaded, and how large it is, if it is not made by the demo itself."""
+        if model.path is not None:
+            self._console.print(Text(f"{model.title}{': ' if model.size else ''}{model.size}"))
+
     @contextmanager
     def step(self, title: str) -> Iterator[Step]:
         """Shows `title` with a spinner and the time; afterwards a line with the text of `Step.done`."""
@@ -111,6 +122,11 @@ class DemoView:
         self._console.print()
         self._console.print(table, soft_wrap=False)
         self._console.print()
+        if result.question:
+            self._console.print(Text(result.question, style="bold"))
+            for name, run in (("A", a), ("B", b)):
+                self._console.print(Text(f"{name}: {run.text.strip()}{'' if run.ended else ' …'}"))
+            self._console.print()
         self._console.print(Text(f"B's TTFT is {result.ttft_ratio:.1f} times shorter than A's.", style="bold"))
         if result.recovered is not None:
             self._console.print(_after_the_kill(result.recovered, hit=b.hit_tokens > 0))

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 import kvframework
+from kvframework.api.installing import install_command
 
 DOCTOR = "doctor"
 KIT = "tests/cuda/test_conformance.py"
@@ -64,7 +65,7 @@ def _kit(checkout: Path) -> Step:
     command = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rsfE", "-p", "no:cacheprovider", KIT)
     missing = ""
     if not (checkout / KIT).is_file():
-        missing = f"kvframework is not installed from a checkout, which has {KIT}: pip install -e DIR-OF-CLONE"
+        missing = f"kvframework is not installed from a checkout, which has {KIT}: install with pip's -e from a clone"
     elif importlib.util.find_spec("pytest") is None:
         missing = "pytest is not installed: pip install --group test, in the checkout"
     return Step("kit", command, 1200.0, missing, True, checkout, " passed")
@@ -72,5 +73,5 @@ def _kit(checkout: Path) -> Step:
 
 def _bench(name: str, *arguments: str) -> Step:
     found = any(each.name == "bench" for each in entry_points(group="kvframework.commands"))
-    missing = "" if found else "kvframework-bench is not installed: pip install DIR-OF-CLONE/benchmarks"
+    missing = "" if found else f"no kvframework-bench here: {install_command(distribution='kvframework-bench')}"
     return Step(name, (*_COMMAND, "bench", "cuda", "--json", *arguments), 900.0, missing, True)

@@ -7,12 +7,9 @@ Started as `python -m kvf_blend.engine.demo_engine`; everything but the JSON lin
 from __future__ import annotations
 
 import argparse
-import json
-import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +17,15 @@ import torch
 
 from kvf_blend.engine.blend import BlendTransformers
 from kvf_blend.engine.demo_model import SIZES, local_llama
-from kvf_blend.engine.placing import Loaded
 from kvf_blend.engine.results import Blended
-from kvf_blend.messages import Piece
-from kvf_transformers.demo_model import ByteTokenizer, local_model
+from kvf_transformers.demo_events import Emit, run_engine
+from kvf_transformers.demo_model import ByteTokenizer, dialogue_of, encode, end_tokens, local_model
 
 DOCUMENTS = 4
 # No document keeps the position that it was computed at, and none follows the same document as there.
 _SHUFFLED = (2, 0, 3, 1)
 _WARM_UP_TOKENS = 64
+_ANSWER_TOKENS = 24
 # An engine that serves one prompt may wait longer than one that serves many.
 _DEADLINE_SCALE = 50.0
 
@@ -40,25 +37,14 @@ def main() -> None:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--question", default="")
-    parser.add_argument("--model", default="", help="a local directory; default: the random Llama")
+    parser.add_argument("--model", default="", help="a local folder or GGUF file; default: the random Llama")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--tokens", type=int, default=0, help="of each document; 0: all")
     parser.add_argument("--share", type=float, default=0.15)
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    # Libraries may print: stdout is for events only.
-    events, sys.stdout = sys.stdout, sys.stderr
-
-    def emit(event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event, **fields}), file=events, flush=True)
-
-    try:
-        _run(arguments, emit)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_engine(partial(_run, parser.parse_args()))
 
 
-def _run(arguments: argparse.Namespace, emit: Callable[..., None]) -> None:
+def _run(arguments: argparse.Namespace, emit: Emit) -> None:
     name, model, tokenizer = local_model(arguments.model) if arguments.model else local_llama(arguments.size)
     documents = _documents(arguments.text.read_text(encoding="utf-8"), tokenizer, arguments.tokens)
     with (
@@ -82,35 +68,62 @@ def _run(arguments: argparse.Namespace, emit: Callable[..., None]) -> None:
             documents=[len(document) for document in documents],
         )
         if arguments.part == "store":
-            tokens, ranges = _joined(documents, ())
+            tokens, ranges = _joined((), documents, ())
             stored = kv.pre_compute(tokens, ranges=ranges)
             emit("stored", documents=stored.held, nbytes=stored.nbytes, seconds=stored.seconds)
         else:
-            question = _encode(tokenizer, arguments.question)
-            _ask(kv, model, _joined([documents[at] for at in _SHUFFLED], question), emit)
+            form = dialogue_of(tokenizer)
+            question = encode(tokenizer, f"{form.between}{arguments.question}{form.behind}")
+            shuffled = [documents[at] for at in _SHUFFLED]
+            answer = partial(_answer, kv, model, tokenizer)
+            _ask(kv, model, _joined(encode(tokenizer, form.before), shuffled, question), answer, emit)
 
 
 def _ask(
-    kv: BlendTransformers, model: Any, prompt: tuple[list[int], list[tuple[int, int]]], emit: Callable[..., None]
+    kv: BlendTransformers,
+    model: Any,
+    prompt: tuple[list[int], list[tuple[int, int]]],
+    answer: Callable[[torch.Tensor, Any], str],
+    emit: Emit,
 ) -> None:
     tokens, ranges = prompt
     emit("prompt", tokens=len(tokens))
     started = time.perf_counter()
     ids = torch.tensor([tokens], device=model.device)
-    full = model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, -1]
-    _tell(emit, "full", time.perf_counter() - started, Blended(len(tokens)), full, full)
+    output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    full, seconds = output.logits[:, -1], time.perf_counter() - started
+    _tell(emit, "full", seconds, Blended(len(tokens)), full, full, answer(full, output.past_key_values))
     # Blend goes first: it brings objects into memory, where the other ways find them.
     for way in ("blend", "rotated", "naive"):
         started = time.perf_counter()
         loaded = kv.restore(tokens, ranges=ranges)
         if way == "naive":
-            loaded = _as_it_is(loaded)
+            loaded = loaded.unrotated()
         done = kv.prefill(tokens, share=None if way == "blend" else 0.0, loaded=loaded)
-        _tell(emit, way, time.perf_counter() - started, done.blended, done.logits, full)
+        seconds = time.perf_counter() - started
+        _tell(emit, way, seconds, done.blended, done.logits, full, answer(done.logits, done.cache))
+
+
+def _answer(kv: BlendTransformers, model: Any, tokenizer: Any, logits: torch.Tensor, cache: Any) -> str:
+    """What the model says then; "" of random weights, which say nothing."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return ""
+    tokens = []
+    for token in kv.decode(logits, cache, _ANSWER_TOKENS):
+        if token in end_tokens(model):
+            break
+        tokens.append(token)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def _tell(
-    emit: Callable[..., None], way: str, ttft_s: float, blended: Blended, logits: torch.Tensor, full: torch.Tensor
+    emit: Emit,
+    way: str,
+    ttft_s: float,
+    blended: Blended,
+    logits: torch.Tensor,
+    full: torch.Tensor,
+    text: str,
 ) -> None:
     found, expected = logits.double().log_softmax(-1), full.double().log_softmax(-1)
     emit(
@@ -122,31 +135,22 @@ def _tell(
         distance=float((logits - full).norm() / full.norm()),
         divergence=max(0.0, float((expected.exp() * (expected - found)).sum())),
         same_token=bool(logits.argmax() == full.argmax()),
+        text=text,
     )
-
-
-def _as_it_is(loaded: Loaded) -> Loaded:
-    """The stored keys at their new positions, without rotation."""
-    pieces = tuple(Piece(piece.source, piece.start, piece.tokens, shift=0) for piece in loaded.pieces)
-    return replace(loaded, pieces=pieces)
 
 
 def _documents(text: str, tokenizer: Any, tokens: int) -> list[list[int]]:
     """The text's quarters, each cut to `tokens` if that is not 0."""
     length = -(-len(text) // DOCUMENTS)
-    parts = [_encode(tokenizer, text[at * length : (at + 1) * length]) for at in range(DOCUMENTS)]
+    parts = [encode(tokenizer, text[at * length : (at + 1) * length]) for at in range(DOCUMENTS)]
     return [part[:tokens] if tokens else part for part in parts]
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    if isinstance(tokenizer, ByteTokenizer):
-        return list(text.encode())
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _joined(documents: Sequence[list[int]], question: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def _joined(
+    before: Sequence[int], documents: Sequence[list[int]], question: Sequence[int]
+) -> tuple[list[int], list[tuple[int, int]]]:
     """All documents and the question as one text, and the range of each document in it."""
-    tokens: list[int] = []
+    tokens = [*before]
     ranges = []
     for document in documents:
         ranges.append((len(tokens), len(tokens) + len(document)))

@@ -4,7 +4,9 @@ process and thread, on the device of the tensors."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from kvf_blend.engine.recompute import Held
 from kvf_blend.engine.rotation import rotate_keys
@@ -30,6 +32,10 @@ class Loaded:
     copy_seconds: float = 0.0
     now: ModelNow | None = None
     rotary: Rotary | None = None
+
+    def unrotated(self) -> Loaded:
+        """The stored keys at their new positions as they are: what blending is compared with, and never an answer."""
+        return replace(self, pieces=tuple(msgspec.structs.replace(piece, shift=0) for piece in self.pieces))
 
 
 def held_of(tokens: int, hits: Hits, plan: LoadPlan, chunk_tokens: int) -> Held:

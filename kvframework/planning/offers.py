@@ -1,0 +1,124 @@
+"""What is on offer: tiers with a rate and a size, and the prices of memory and tiers. Parsed from options; pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from kvframework.api.options import ByteSize
+from kvframework.errors import PlanError
+from kvframework.simulation import TierSpeed
+
+GIB = 1 << 30
+DRAM = "dram"
+# Of a GiB, as parts of the price of a GiB of DRAM. Assumed: prices change, and so does their ratio; --price has yours.
+ASSUMED_PRICES = {DRAM: 1.0, "disk": 0.05, "redis": 1.0, "s3": 0.01}
+
+
+class _Kind(msgspec.Struct, frozen=True):
+    """A tier that a configuration can be written for: its plugin, the options that a file needs, and whether one of
+    them is `capacity`."""
+
+    plugin: str
+    options: dict[str, str]
+    has_capacity: bool
+
+
+KINDS = {
+    "disk": _Kind("filesystem", {"path": "/var/cache/kvframework"}, True),
+    "redis": _Kind("redis", {"url": "redis://127.0.0.1:6379/0"}, False),
+    "s3": _Kind("s3", {"url": "s3://BUCKET/kvframework"}, True),
+}
+
+
+class TierOffer(msgspec.Struct, frozen=True):
+    """A tier and its speed, in bytes a second; `write_bytes_per_s` None: writes share the time of reads. `capacity`
+    None: as large as it has to be."""
+
+    name: str
+    read_bytes_per_s: float
+    write_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    capacity: int | None = None
+
+    @property
+    def kind(self) -> _Kind:
+        return KINDS[self.name]
+
+
+def tier_offer(speed: TierSpeed) -> TierOffer:
+    """Return the offer of a tier that is named by a word of `KINDS` or its plugin. Raises `PlanError` for others."""
+    names = {kind.plugin: name for name, kind in KINDS.items()} | {name: name for name in KINDS}
+    if speed.name not in names:
+        raise PlanError(
+            f"no configuration is written for a tier {speed.name!r}", where="--tier", available=", ".join(KINDS)
+        )
+    if speed.slow:
+        raise PlanError("a plan is for a tier as it always is", where=f"--tier {speed.name}", hint="leave out slow=")
+    return TierOffer(
+        names[speed.name],
+        speed.read_bytes_per_s,
+        speed.write_bytes_per_s,
+        speed.latency_s,
+        speed.capacity_bytes,
+    )
+
+
+def parse_size(text: str, *, where: str) -> int:
+    """Return bytes, at least one. Raises `PlanError`."""
+    try:
+        size = ByteSize.parse(text.strip())
+    except ValueError as error:
+        raise PlanError(str(error), where=where) from None
+    if size < 1:
+        raise PlanError("it is nothing", where=where, available="such as 512MiB or 4TB")
+    return size
+
+
+class Prices(msgspec.Struct, frozen=True):
+    """Of a GiB of DRAM and of each tier. `assumed`: none were given, and the unit is a GiB of DRAM."""
+
+    of: Mapping[str, float]
+    assumed: bool
+
+    def cost(self, l1_bytes: int, tier: str, l2_bytes: int) -> float:
+        """Return the price of so much memory and tier; `tier` "" for none."""
+        return (self.of[DRAM] * l1_bytes + (self.of[tier] * l2_bytes if tier else 0.0)) / GIB
+
+
+def parse_prices(texts: Iterable[str], tiers: Iterable[str]) -> Prices:
+    """Return the prices of `NAME=PRICE` texts, one for DRAM and for each of `tiers`; the assumed ones if there are no
+    texts. Raises `PlanError` if one is missing: a price in euros cannot be compared with a guess."""
+    of: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in ASSUMED_PRICES:
+            raise PlanError(f"nothing is called {name!r}", where="--price", available=", ".join(ASSUMED_PRICES))
+        try:
+            of[name] = float(value)
+        except ValueError:
+            of[name] = math.nan
+        if not 0 <= of[name] < math.inf:
+            raise PlanError(f"{text!r} is no price of a GiB", where="--price", available="such as dram=3.5 or disk=0.1")
+    if not of:
+        return Prices(ASSUMED_PRICES, assumed=True)
+    if missing := [name for name in (DRAM, *tiers) if name not in of]:
+        raise PlanError(
+            f"the price of a GiB is missing: {', '.join(missing)}",
+            where="--price",
+            hint=" ".join(f"--price {name}=…" for name in missing),
+        )
+    return Prices(of, assumed=False)
+
+
+def parse_budget(text: str) -> float:
+    """Return a cost, of a number or of a size of DRAM in GiB. Raises `PlanError`."""
+    try:
+        budget = float(text)
+    except ValueError:
+        return parse_size(text, where="--budget") / GIB
+    if not 0 < budget < math.inf:
+        raise PlanError(f"{text} is no budget", where="--budget", available="such as 5000 or 512GiB")
+    return budget

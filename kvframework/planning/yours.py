@@ -1,0 +1,53 @@
+"""The engine of a plan: of the catalogue, yours, or the one with numbers of the other. Pure."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from kvframework.errors import PlanError
+from kvframework.planning.catalogue import Engine, engine
+from kvframework.planning.offers import parse_size
+
+
+def engine_of(
+    model: str,
+    gpu: str,
+    gpus: int,
+    prefill: float | None,
+    attention_tokens: float | None,
+    bytes_per_token: str,
+) -> Engine:
+    """Return it; "" and None: not given. Raises `PlanError` if the speed or the KV of a token is unknown."""
+    if prefill is not None and not 0 < prefill < math.inf:
+        raise PlanError(f"{prefill} tokens a second", where="--prefill", available="a positive number")
+    if attention_tokens is not None and not 0 <= attention_tokens < math.inf:
+        raise PlanError(f"{attention_tokens} tokens", where="--attention", available="a number, or 0 for none")
+    nbytes = parse_size(bytes_per_token, where="--bytes-per-token") if bytes_per_token else 0
+    if model and gpu:
+        known = engine(model, gpu, gpus)
+    elif prefill is None or not nbytes:
+        raise PlanError(
+            "the engine's speed and the KV of a token are not known",
+            where="kvframework plan",
+            available="--engine MODEL --gpu GPU, or --prefill TOKENS/S --bytes-per-token SIZE",
+            hint="`kvframework plan --catalogue` shows what it knows",
+        )
+    else:
+        known = Engine(
+            name=model or "your engine",
+            gpu=gpu or "your GPU",
+            gpus=max(gpus, 1),
+            tokens_per_s=prefill,
+            attention_tokens=0.0,
+            bytes_per_token=nbytes,
+            basis="yours",
+            note="--prefill",
+            source="",
+        )
+    if prefill is not None:
+        known = msgspec.structs.replace(known, tokens_per_s=prefill, basis="yours", note="--prefill", source="")
+    if attention_tokens is not None:
+        known = msgspec.structs.replace(known, attention_tokens=attention_tokens)
+    return msgspec.structs.replace(known, bytes_per_token=nbytes) if nbytes else known
