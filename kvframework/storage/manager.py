@@ -644,7 +644,7 @@ class StorageManager:
         if pinned is None:
             return None
         objects = [pinned[index] for index in indices]
-        return self._pin_for_itself(objects)
+        return self._table.pin_objects(objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, use=None)
 
     def unpin_internal(self, leases: Sequence[PinLease]) -> None:
         for part in self._in_turns(leases):
@@ -672,7 +672,7 @@ class StorageManager:
             return None
         objects = self._commit(lease_id, INTERNAL_OWNER)
         self.counters["loaded"] += len(objects)
-        return self._pin_for_itself(objects)
+        return self._pin_internal(objects[0].key)
 
     def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None:
         """Report to the tiers the objects that one of them returned."""
@@ -766,9 +766,6 @@ class StorageManager:
 
     def _pin_internal(self, key: PackedKey) -> PinLease | None:
         return self._table.pin([key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, use=None)
-
-    def _pin_for_itself(self, objects: list[StoredObject]) -> PinLease:
-        return self._table.pin_objects(objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, use=None)
 
     def _in_turns(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
         """Yield parts of `items`, each to be handled while this holds the lock; other threads get it in between."""
