@@ -4,7 +4,7 @@ The mean over the last `horizon_s` seconds, weighted by work, and robust: a samp
 or less than expected, and never for more than `MOST_SHARE` of the mean, so one that was taken on a paused machine makes
 usual work dearer by 1.75 at most. Where three samples in a row surprise in the same direction, each begun after the one
 before was known, they are believed, and the price is their median: a change is learned at once, and a pause, which
-spoils all that is under way at the same time, is one surprise, of which the first sample alone is learned.
+spoils all that is under way at the same time, is one surprise, of which only the first sample is learned.
 """
 
 from __future__ import annotations

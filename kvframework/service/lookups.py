@@ -98,11 +98,14 @@ class Lookups:
             if wait.promise.query():
                 self._given_up(number, wait)
                 continue
+            goes_on = not self.waits.closing and now < wait.until
+            if wait.for_end and goes_on and self.tickets.is_loading(wait.ticket, wait.owner):
+                continue  # what has arrived is not pinned again for each batch
             try:
                 answer = self._asked_again(wait.ticket, wait.owner)
             except LeaseUnknown:
                 answer = Answer(0, "", False)
-            if self.waits.closing or wait.until <= now or wait.enough(answer):
+            if not goes_on or wait.enough(answer):
                 self.waits.end(number)
                 wait.promise.set_result(_reply(answer))
 
@@ -146,7 +149,11 @@ class Lookups:
         with self._storage.lock:
             answer = self._asked_again(payload.ticket, owner)
             held = self._hold(
-                lambda now: not now.pending or 0 <= more_than < now.hit_tokens, answer, owner, payload.wait_s
+                lambda now: not now.pending or 0 <= more_than < now.hit_tokens,
+                answer,
+                owner,
+                payload.wait_s,
+                for_end=more_than < 0,
             )
         return held or _reply(answer)
 
@@ -158,14 +165,21 @@ class Lookups:
         return answer
 
     def _hold(
-        self, enough: Callable[[Answer], bool], answer: Answer, owner: int, wait_s: float, *, opens: bool = False
+        self,
+        enough: Callable[[Answer], bool],
+        answer: Answer,
+        owner: int,
+        wait_s: float,
+        *,
+        opens: bool = False,
+        for_end: bool = False,
     ) -> Future[Message] | None:
         """Return a future of an answer that is enough, or of the one in `wait_s`; None if this one is to be given. The
         caller holds the storage lock."""
         if not wait_s or not answer.pending or enough(answer) or not self.waits.has_room(answer.ticket):
             return None
         promise: Promise[Message] = Promise()
-        self.waits.add(Wait(promise, owner, answer.ticket, self._clock() + wait_s, enough, opens))
+        self.waits.add(Wait(promise, owner, answer.ticket, self._clock() + wait_s, enough, opens, for_end))
         return promise
 
     def _free(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.Freed:

@@ -76,8 +76,8 @@ class Recording:
         return [Handler(REQUESTS["TRACE"], self._trace, pooled=True)]
 
     def add(self, key: CacheKey, grid: KeyGrid | None, began: float, tenant: int) -> Recorded | None:
-        """Keep a LOOKUP that has been asked and counted, while `on`; the caller sets its `hit_tokens` later. Returns None for one
-        whose chunks are not known."""
+        """Keep a LOOKUP that has been asked and counted, while `on`; the caller sets its `hit_tokens` later. Returns
+        None for one whose chunks are not known."""
         digests = key.digests
         if not digests and grid is not None and not key.start:
             digests = b"".join(grid.digests)

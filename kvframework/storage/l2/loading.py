@@ -270,8 +270,9 @@ class Loader:
         """Load a batch from `store`, and objects that it failed to return from later tiers; return the indices that
         were lost."""
         yield AskNext(store)
+        before = len(pins)
         yield from self._load_batch(task, store, batch, pins)
-        held = {lease.objects[0].key for lease in pins}
+        held = {lease.objects[0].key for lease in pins[before:]}
         lost = [index for index in batch if task.keys[index] not in held]
         behind = self._stores[self._stores.index(store) + 1 :]
         if not lost or not behind or task.cancelled:
