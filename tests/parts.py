@@ -66,6 +66,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "plugins/test_kvf_redis_failover.py",
         "plugins/test_kvf_redis_pieces.py",
         "plugins/test_two_queues.py",
+        "pricing/test_in_simulation.py",
         "restart",
         "route/test_process.py",
         "route/test_real_server.py",

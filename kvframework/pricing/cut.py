@@ -2,10 +2,10 @@
 
 For a cut behind m chunks, of a prompt of n tokens:
 
-    T(m) = max(longest of (wait of the tier + load of its part), wait of the engine) + C(m, n)
+    T(m) = max(the longest load of a tier's part, the wait of the engine) + C(m, n)
 
-and what the work costs the requests behind it, in the queues of the tiers and of the engine. The cut with the least sum
-is taken, of equal ones the longest.
+and what the work costs other requests, at the tiers and at the engine. The cut with the least sum is taken, of equal
+ones the longest.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.pricing.traffic import Queue
+from kvframework.pricing.turns import Turns
 
 # Cuts that are priced at most: a microsecond or two each.
 MOST_CUTS = 256
@@ -24,14 +25,18 @@ class TierPart(NamedTuple):
     """What one tier has of a hit: `load_s[i]` are the seconds in which it loads its part of the first `i` chunks that
     may be cut off; never less for more of them."""
 
-    queue: Queue
+    turns: Turns
     load_s: Sequence[float]
+
+    def ready_s(self, count: int) -> float:
+        """Return for how long the first `count` chunks wait for this tier."""
+        return self.turns.load_s(self.load_s[count]) if self.load_s[count] else 0.0
 
 
 class Cut(NamedTuple):
-    """The first `chunks` of those that may be cut off are loaded. `load_s` and `compute_s` are the prices of the others,
-    or, if there are none, of all: for how long the request waits for their load, and for how long it computes them.
-    `saved_s` is what the cut spares, by these prices, the request and those behind it together."""
+    """The first `chunks` of those that may be cut off are loaded. `load_s` and `compute_s` are the prices of the
+    others, or, if there are none, of all: for how long the request waits for their load, and for how long it computes
+    them. `saved_s` is what the cut spares, by these prices, the request and those behind it together."""
 
     chunks: int
     load_s: float = 0.0
@@ -54,10 +59,8 @@ def cut(
         compute_s = engine.prefill_s(first + count * chunk_tokens, last)
         ready_s, others_s = queue.wait_s, queue.cost_to_others(compute_s)
         for part in parts:
-            load_s = part.load_s[count]
-            if load_s:
-                ready_s = max(ready_s, part.queue.wait_s + load_s)
-                others_s += part.queue.cost_to_others(load_s)
+            ready_s = max(ready_s, part.ready_s(count))
+            others_s += part.turns.cost_to_others(part.load_s[count])
         return ready_s + compute_s + others_s
 
     stride = -(-chunks // MOST_CUTS) or 1
@@ -70,8 +73,6 @@ def cut(
     if chunks % stride and (costs := price(0)) < least:
         best, least = 0, costs
     begin = best if best < chunks else 0
-    load_s = max(
-        part.queue.wait_s * (not part.load_s[begin]) + part.load_s[chunks] - part.load_s[begin] for part in parts
-    )
+    load_s = max(part.ready_s(chunks) - part.ready_s(begin) for part in parts)
     compute_s = engine.prefill_s(first + begin * chunk_tokens, first + chunks * chunk_tokens)
     return Cut(best, load_s, compute_s, everything - least)

@@ -2,9 +2,9 @@
 
 The mean over the last `horizon_s` seconds, weighted by work, and robust: a sample counts as at most `CLIP` times more
 or less than expected, and never for more than `MOST_SHARE` of the mean, so one that was taken on a paused machine makes
-usual work dearer by 1.75 at most. Where three samples in a row surprise in the same direction, each begun after the one before
-was known, they are believed, and the price is their median: a change is learned at once, and a pause, which spoils all
-that is under way at the same time, is one surprise.
+usual work dearer by 1.75 at most. Where three samples in a row surprise in the same direction, each begun after the one
+before was known, they are believed, and the price is their median: a change is learned at once, and a pause, which
+spoils all that is under way at the same time, is one surprise, of which only the first sample is learned.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class LearnedPrice:
             return
         kept = math.exp((self.last_at - now) / self._horizon_s)
         self.last_at = now
-        if self._is_believed(seconds, first, second, began, now):
+        if self._is_echo(seconds, first, second, began):
+            return
+        if self._is_believed(seconds, first, second, now):
             self._begin_anew()
             return
         # However long ago, the past is as much as makes `MOST_SHARE` of a usual sample.
@@ -114,19 +116,25 @@ class LearnedPrice:
         assert self._prices is not None
         return self._prices[0] * first + self._prices[1] * second
 
-    def _is_believed(self, seconds: float, first: float, second: float, began: float, now: float) -> bool:
+    def _is_echo(self, seconds: float, first: float, second: float, began: float) -> bool:
+        """Whether this is a surprise that the last one has told already: it was under way when that was known."""
+        return began < self._surprised_at and self._surprise(seconds, first, second) == self._direction != 0
+
+    def _is_believed(self, seconds: float, first: float, second: float, now: float) -> bool:
         """Whether this is the last of the surprises in a row that are believed."""
-        ratio = seconds / self._expected(first, second)
-        direction = 1 if ratio > SURPRISE else -1 if ratio * SURPRISE < 1 else 0
+        direction = self._surprise(seconds, first, second)
         if direction != self._direction:
             self._direction = direction
             self._surprises = []
-        elif began < self._surprised_at:
-            return False
         if direction:
             self._surprises.append((seconds, first, second))
             self._surprised_at = now
         return len(self._surprises) >= SEEDS
+
+    def _surprise(self, seconds: float, first: float, second: float) -> int:
+        """Return the direction in which this is a surprise, 0 if it is none."""
+        ratio = seconds / self._expected(first, second)
+        return 1 if ratio > SURPRISE else -1 if ratio * SURPRISE < 1 else 0
 
     def _begin_anew(self) -> None:
         """Take the level of the surprises in the place of the past's, whose ratio of the kinds stays."""

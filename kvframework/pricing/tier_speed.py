@@ -11,31 +11,42 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvframework.pricing.rates import LearnedPrice
-from kvframework.pricing.traffic import Queue, Traffic
+from kvframework.pricing.traffic import Traffic
+from kvframework.pricing.turns import Turns
 
-# A tier from which nothing was loaded for so long gets a load that its price is against, so that one that is quick again
-# is used again.
+# A tier from which nothing was loaded for so long gets a load that its price is against, so that one that is quick
+# again is used again.
 PROBE_S = 15.0
 
 
 class Load:
+    """A request's load from the tier: the bytes that wait for it, or are under way."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+class Call:
     """A call that loads: its bytes, and when it began, by the tier's clock of charges and by the caller's."""
 
-    __slots__ = ("began", "charged", "nbytes")
+    __slots__ = ("began", "charged", "load", "nbytes")
 
-    def __init__(self, nbytes: int, charged: float, began: float) -> None:
+    def __init__(self, load: Load | None, nbytes: int, charged: float, began: float) -> None:
+        self.load = load
         self.nbytes = nbytes
         self.charged = charged
         self.began = began
 
 
 class Offer(NamedTuple):
-    """What a tier offers now: the seconds for a byte and for a call, None while they are not known; its queue; and
-    whether a load is due although its price is against it."""
+    """What a tier offers now: the seconds for a byte and for a call, None while they are not known; the loads
+    that take turns; and whether a load is due although its price is against it."""
 
     byte_s: float | None
     call_s: float
-    queue: Queue
+    turns: Turns
     probe: bool
 
     def load_s(self, nbytes: float, calls: float) -> float:
@@ -47,37 +58,46 @@ class TierSpeed:
     """See the module. Not thread-safe."""
 
     def __init__(self, now: float) -> None:
-        self.queued_bytes = 0
+        self._loads: set[Load] = set()
         self._price = LearnedPrice()
         self._traffic = Traffic(now)
-        self._running: set[Load] = set()
+        self._running: set[Call] = set()
         # Seconds that a load charges which runs since the begin, and when that was last right.
         self._charged = 0.0
         self._at = now
         self._probed_at = now
 
-    def begin(self, nbytes: int, now: float) -> Load:
-        """Begin a call that loads so many bytes; `end` ends it."""
+    def begin(self, nbytes: int, now: float, load: Load | None = None) -> Call:
+        """Begin a call that loads so many bytes, of a `load`; `end` ends it."""
         self._charge(now)
-        load = Load(nbytes, self._charged, now)
-        self._running.add(load)
-        return load
+        call = Call(load, nbytes, self._charged, now)
+        self._running.add(call)
+        return call
 
-    def end(self, load: Load, now: float, *, loaded: int) -> None:
+    def end(self, call: Call, now: float, *, loaded: int) -> None:
         """End a call, which brought `loaded` bytes; nothing is learned from one that brought only a part."""
         self._charge(now)
-        self._running.discard(load)
-        if loaded == load.nbytes:
-            self._price.add(max(self._charged - load.charged, 0.0), loaded, 1.0, began=load.began, now=now)
+        self._running.discard(call)
+        if loaded == call.nbytes:
+            self._price.add(max(self._charged - call.charged, 0.0), loaded, 1.0, began=call.began, now=now)
 
-    def chosen(self, nbytes: int, now: float) -> None:
+    def chosen(self, nbytes: int, now: float) -> Load:
         """Count a request that loads so many bytes, which wait until they are `gone`."""
-        self.queued_bytes += nbytes
-        self._traffic.add(now)
+        load = Load(nbytes)
+        self._loads.add(load)
+        self._traffic.add(now, work=nbytes)
+        return load
 
-    def gone(self, nbytes: int) -> None:
-        """So many bytes wait no longer: loaded, or given up."""
-        self.queued_bytes -= nbytes
+    def gone(self, load: Load, nbytes: int) -> None:
+        """So many bytes of a load wait no longer: they came, or were given up."""
+        load.nbytes -= nbytes
+        if load.nbytes <= 0:
+            self._loads.discard(load)
+
+    @property
+    def queued_bytes(self) -> int:
+        """The bytes of all loads."""
+        return sum(load.nbytes for load in self._loads)
 
     def prices(self) -> tuple[float, float] | None:
         """The seconds for a byte and for a call, None while that is not known."""
@@ -87,12 +107,16 @@ class TierSpeed:
         """Return what a load finds now."""
         prices = self._price.prices
         if prices is None:
-            return Offer(None, 0.0, Queue(), False)
+            return Offer(None, 0.0, Turns(), False)
         # What is under way has taken a part of its time.
         self._charge(now)
-        done_s = sum(min(self._charged - load.charged, load.nbytes * prices[0]) for load in self._running)
-        queue = Queue(max(self.queued_bytes * prices[0] - done_s, 0.0), self._traffic.rate(now))
-        return Offer(*prices, queue, now - max(self._price.last_at, self._probed_at) >= PROBE_S)
+        left_s = {load: load.nbytes * prices[0] for load in self._loads}
+        for call in self._running:
+            if call.load in left_s:
+                left_s[call.load] -= min(self._charged - call.charged, call.nbytes * prices[0])
+        busy = self._traffic.work(now) * prices[0]
+        turns = Turns((max(seconds, 0.0) for seconds in left_s.values()), self._traffic.rate(now), busy)
+        return Offer(*prices, turns, now - max(self._price.last_at, self._probed_at) >= PROBE_S)
 
     def probed(self, now: float) -> None:
         """The next probe is due in `PROBE_S`."""

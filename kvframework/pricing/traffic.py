@@ -1,5 +1,5 @@
-"""What arrives at a queue: requests a second, as learned, and what one more costs the others. Pure, with the caller's
-clock."""
+"""What arrives: requests a second and their work, of the last minutes; and a queue, with what one more request costs
+the others. Pure, with the caller's clock."""
 
 from __future__ import annotations
 
@@ -30,24 +30,37 @@ class Queue(NamedTuple):
 class Traffic:
     """The requests of the last `HORIZON_S` seconds; what was a while ago counts less. Not thread-safe."""
 
-    __slots__ = ("_at", "_began", "_count")
+    __slots__ = ("_at", "_began", "_count", "_work")
 
     def __init__(self, now: float) -> None:
         self._began = self._at = now
-        self._count = 0.0
+        self._count = self._work = 0.0
 
-    def add(self, now: float, requests: int = 1) -> None:
-        """Count requests that have come since the last call."""
+    def add(self, now: float, requests: int = 1, work: float = 0.0) -> None:
+        """Count requests that have come since the last call, with their work in any unit."""
         self._decay(now)
         self._count += requests
+        self._work += work
 
     def rate(self, now: float) -> float:
         """Return the requests a second."""
+        seconds = self._seconds(now)
+        return self._count / seconds
+
+    def work(self, now: float) -> float:
+        """Return the work a second."""
+        seconds = self._seconds(now)
+        return self._work / seconds
+
+    def _seconds(self, now: float) -> float:
+        """Return the seconds that the counts stand for."""
         self._decay(now)
         passed = max(self._at - self._began, LEAST_S)
-        return self._count / (HORIZON_S * (1.0 - exp(-passed / HORIZON_S)))
+        return HORIZON_S * (1.0 - exp(-passed / HORIZON_S))
 
     def _decay(self, now: float) -> None:
         if now > self._at:
-            self._count *= exp((self._at - now) / HORIZON_S)
+            kept = exp((self._at - now) / HORIZON_S)
+            self._count *= kept
+            self._work *= kept
             self._at = now

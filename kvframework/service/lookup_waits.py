@@ -23,7 +23,7 @@ MOST_OF_TICKET = 16
 
 class Wait(NamedTuple):
     """One client that waits for an answer about `ticket`, which is `enough`, until `until` of the clock. It does not
-    know the ticket before the answer that `opens` it."""
+    know the ticket before the answer that `opens` it. `for_end`: only the end of the load is enough."""
 
     promise: Promise[Message]
     owner: int
@@ -31,6 +31,7 @@ class Wait(NamedTuple):
     until: float
     enough: Callable[[Answer], bool]
     opens: bool
+    for_end: bool = False
 
 
 class LookupWaits:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvframework.api.futures import Future, Promise
@@ -97,11 +98,14 @@ class Lookups:
             if wait.promise.query():
                 self._given_up(number, wait)
                 continue
+            goes_on = not self.waits.closing and now < wait.until
+            if wait.for_end and goes_on and self.tickets.is_loading(wait.ticket, wait.owner):
+                continue  # what has arrived is not pinned again for each batch
             try:
                 answer = self._asked_again(wait.ticket, wait.owner)
             except LeaseUnknown:
                 answer = Answer(0, "", False)
-            if self.waits.closing or wait.until <= now or wait.enough(answer):
+            if not goes_on or wait.enough(answer):
                 self.waits.end(number)
                 wait.promise.set_result(_reply(answer))
 
@@ -119,7 +123,8 @@ class Lookups:
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
         asked = Asked(client, key, self._clock(), payload.speed)
-        self.pricing.asked(asked)
+        if payload.speed is not None:
+            self.pricing.asked(asked, payload.speed)
         owner, request_id = client.session_id, key.request_id
         with self._storage.lock:  # whatever changes the ticket afterwards finds its wait
             if record is None:
@@ -130,6 +135,7 @@ class Lookups:
                 answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
             held = self._hold(lambda now: now.decided, answer, owner, payload.wait_s, opens=True)
         asked.l1_tokens = answer.hit_tokens
+        self.recording.count += 1
         if self.recording.on:
             asked.recorded = self.recording.add(key, asked.grid, asked.began, self._tenants.number(key.cache_salt))
         if answer.pending:
@@ -143,7 +149,11 @@ class Lookups:
         with self._storage.lock:
             answer = self._asked_again(payload.ticket, owner)
             held = self._hold(
-                lambda now: not now.pending or 0 <= more_than < now.hit_tokens, answer, owner, payload.wait_s
+                lambda now: not now.pending or 0 <= more_than < now.hit_tokens,
+                answer,
+                owner,
+                payload.wait_s,
+                for_end=more_than < 0,
             )
         return held or _reply(answer)
 
@@ -155,14 +165,21 @@ class Lookups:
         return answer
 
     def _hold(
-        self, enough: Callable[[Answer], bool], answer: Answer, owner: int, wait_s: float, *, opens: bool = False
+        self,
+        enough: Callable[[Answer], bool],
+        answer: Answer,
+        owner: int,
+        wait_s: float,
+        *,
+        opens: bool = False,
+        for_end: bool = False,
     ) -> Future[Message] | None:
         """Return a future of an answer that is enough, or of the one in `wait_s`; None if this one is to be given. The
         caller holds the storage lock."""
         if not wait_s or not answer.pending or enough(answer) or not self.waits.has_room(answer.ticket):
             return None
         promise: Promise[Message] = Promise()
-        self.waits.add(Wait(promise, owner, answer.ticket, self._clock() + wait_s, enough, opens))
+        self.waits.add(Wait(promise, owner, answer.ticket, self._clock() + wait_s, enough, opens, for_end))
         return promise
 
     def _free(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.Freed:
@@ -202,7 +219,7 @@ class Lookups:
                 select=lambda available: grid.needed(grid.hit(available, asked.priced and asked.priced.chunks)),
                 on_done=on_done,
                 on_change=on_change,
-                located=lambda here, source: self.pricing.located(asked, here, source),
+                located=None if asked.speed is None else partial(self.pricing.located, asked),
             )
             return asked.task
 
@@ -230,7 +247,9 @@ class Lookups:
         l2_tokens = hit_tokens - l1_tokens
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
         self._counters["hit_tokens"] += hit_tokens
-        self.pricing.ended(asked)
+        asked.over = True
+        if asked.priced is not None:
+            self.pricing.ended(asked, asked.priced)
         if asked.recorded is not None:
             asked.recorded.hit_tokens = hit_tokens
         self.use.looked_up(asked.client, key, grid, tokens, hit_tokens)

@@ -62,11 +62,9 @@ class Pricing:
         self._priced = self._cut = self._cut_tokens = 0
         self._saved_s = 0.0
 
-    def asked(self, asked: Asked) -> None:
+    def asked(self, asked: Asked, speed: EngineSpeed) -> None:
         """Note a LOOKUP whose engine says how fast it is."""
-        speed, client = asked.speed, asked.client
-        if speed is None:
-            return
+        client = asked.client
         with self._lock:
             engine = self._engines.get(client.session_id)
             if engine is None:
@@ -93,7 +91,7 @@ class Pricing:
         offers = {store: _offer(store, now) for store in set(source.values())}
         stride = found - l1 if grid.has_windows else 1
         parts = [
-            TierPart(offer.queue, list(_load_s(grid, source, store, offer, range(l1, found + 1, stride))))
+            TierPart(offer.turns, list(_load_s(grid, source, store, offer, range(l1, found + 1, stride))))
             for store, offer in offers.items()
         ]
         first = asked.key.start + l1 * grid.desc.chunk_tokens
@@ -117,11 +115,8 @@ class Pricing:
             if engine is not None and chunks > l1 and not asked.over:
                 engine.loading[asked] = speed.prefill_s(first + (chunks - l1) * grid.desc.chunk_tokens, asked.key.end)
 
-    def ended(self, asked: Asked) -> None:
-        """Count a LOOKUP that has ended."""
-        asked.over, priced = True, asked.priced
-        if priced is None:
-            return
+    def ended(self, asked: Asked, priced: Priced) -> None:
+        """Count a LOOKUP that is over."""
         assert asked.grid is not None
         with self._lock:
             engine = self._engines.get(asked.client.session_id)

@@ -48,6 +48,8 @@ class Channel:
         return end
 
     def _end(self, nbytes: float, at: float) -> float:
+        if not self._changes:
+            return at + nbytes / self._rate
         for change in self._changes:
             if change <= at:
                 continue

@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Callable
 
 from kvframework.api.memory import Memory
+from kvframework.errors import SimulationError
 
 
 class VirtualMemory(Memory):
@@ -15,7 +16,12 @@ class VirtualMemory(Memory):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._map = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        try:
+            self._map = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        except (OSError, OverflowError) as error:
+            raise SimulationError(
+                f"L1 is too large to be simulated: {error}", where="[l1] capacity", hint="no node has as much"
+            ) from None
 
     def start(self, on_ready: Callable[[int], None]) -> None:
         on_ready(self.capacity)

@@ -31,6 +31,9 @@ from kvframework.wire import messages as m
 from kvframework.wire.canonical_registration import non_gpu_namespace
 
 TICK_S = 0.1
+# Ticks with nothing to do, after which they become rare: no one sees a difference, and a night takes no time.
+QUIET_TICKS = 600
+MOST_DOUBLINGS = 64
 MODEL = "simulated"
 TRANSPORT = "virtual"
 
@@ -103,6 +106,8 @@ class Node:
             messaging_status=dict,
             request_durations=dict,
         )
+        # Ticks in a row with nothing to do, and the number of the chain of ticks that goes on.
+        self._quiet = self._chain = 0
         self._handle = {handler.spec.name: handler.call for handler in self.service.handlers()}
         self.sessions = [Session(number) for number in range(1, engines + 1)]
         for session in self.sessions:
@@ -122,15 +127,20 @@ class Node:
         self._having_all = [tier for tier in self.tiers if tier.speed.has_all]
         (self._prefix,) = self.service.key_prefixes(self.namespace, "", (0,))
         self._object_bytes = sizes.chunk_tokens * sizes.token_bytes
-        time.at(time.now + TICK_S, self._tick)
+        self._tick_in(TICK_S)
 
     def call(self, session: Session, name: str, payload: Message) -> Any:
         """Ask the server; return its answer, or a future of it."""
+        if self._quiet > QUIET_TICKS:
+            self._awake()
+        self._quiet = 0
         return self._handle[name](session, payload, ())
 
     def settle(self) -> None:
         """Do what the storage threads and the serving thread would do now: after each event."""
         self._threads.look()
+        if self._quiet > QUIET_TICKS and not self.at_rest:
+            self._awake()
         service = self.service
         while service.next_at() <= self.time.now:
             service.on_time()
@@ -149,6 +159,19 @@ class Node:
     def close(self) -> None:
         self.service.close()
 
-    def _tick(self) -> None:
+    def _tick(self, chain: int) -> None:
+        if chain != self._chain:
+            return
         self.service.tick()
-        self.time.at(self.time.now + TICK_S, self._tick)
+        self._quiet = self._quiet + 1 if self.at_rest else 0
+        self._tick_in(TICK_S * 2.0 ** min(max(self._quiet - QUIET_TICKS, 0), MOST_DOUBLINGS))
+
+    def _tick_in(self, seconds: float) -> None:
+        self.time.at(self.time.now + seconds, partial(self._tick, self._chain))
+
+    def _awake(self) -> None:
+        """Catch up with the ticks that were left out, and go on with those that are not."""
+        self._quiet = 0
+        self._chain += 1
+        self.service.tick()
+        self._tick_in(TICK_S)

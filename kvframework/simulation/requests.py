@@ -1,5 +1,5 @@
 """What engines do with a prompt: LOOKUP as it comes, then a load from the tiers; in its turn RETRIEVE of the hit, the
-computation of the rest, and STORE of the whole."""
+computation of the rest, and STORE of the whole, all of them behind what the engine had itself."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ class Requests:
     def arrived(self, prompt: Prompt) -> None:
         """A request has come, now."""
         digests = self._chunks.digests(prompt)
+        first = min(prompt.start // self._chunks.tokens, len(digests))
         self._came += 1
         self._tokens += prompt.tokens
-        self._blocks += len(digests)
+        self._blocks += len(digests) - first
         if self._came == 1:
             self._first = self._node.time.now
         fleet, speed, session = self._fleet, None, self._node.sessions[0]
         if fleet is not None:
             queue = fleet.least_loaded()
             speed, session = fleet.speed(queue), self._node.sessions[queue.number]
-        request = _Request(f"r{self._came}", self._node.time.now, prompt.tokens, digests, session)
+        request = _Request(f"r{self._came}", self._node.time.now, prompt.tokens, first, digests, session)
         self.under_way += 1
-        if not digests:
+        if first == len(digests):
             self._ready(request, m.LookupReply(0))
             return
         reply = self._node.call(session, "LOOKUP", m.Lookup(self._key(request, len(digests), None), speed=speed))
@@ -76,7 +77,7 @@ class Requests:
     def _begin(self, request: _Request, engine: Session) -> float:
         """Load the hit; return the seconds that the rest takes."""
         if request.hit:
-            key = self._key(request, request.hit // self._chunks.tokens, 0)
+            key = self._key(request, request.first + request.hit // self._chunks.tokens, 0)
             plan = self._node.call(engine, "PREPARE_RETRIEVE", m.Prepare(key, engine.session_id))
             if not plan.hit or not self._node.call(engine, "COMMIT_RETRIEVE", m.Commit(plan.lease)).held:
                 request.hit = 0
@@ -86,7 +87,7 @@ class Requests:
 
     def _end(self, request: _Request, engine: Session) -> None:
         """It has its first token."""
-        if request.digests:
+        if request.first < len(request.digests):
             key = self._key(request, len(request.digests), 0)
             plan = self._node.call(engine, "PREPARE_STORE", m.Prepare(key, engine.session_id))
             if plan.lease:
@@ -98,14 +99,14 @@ class Requests:
 
     def _seconds(self, request: _Request) -> float:
         # The last token is always computed.
-        first = min(request.hit, max(request.tokens - 1, 0))
+        had = request.first * self._chunks.tokens + request.hit
+        first = min(had, max(request.tokens - 1, 0))
         return 0.0 if self._fleet is None else self._fleet.seconds(first, request.tokens)
 
     def _key(self, request: _Request, chunks: int, rank: int | None) -> CacheKey:
         digests = b"".join(request.digests[:chunks])
-        return CacheKey(
-            MODEL, 1, rank, self._node.namespace, 0, chunks * self._chunks.tokens, request.id, digests=digests
-        )
+        start, end = (each * self._chunks.tokens for each in (request.first, chunks))
+        return CacheKey(MODEL, 1, rank, self._node.namespace, start, end, request.id, digests=digests)
 
     def outcome(self, sizes: Sizes) -> Outcome:
         status = self._node.service.report()
@@ -150,14 +151,18 @@ class Requests:
 
 
 class _Request:
-    """One request: its digests, what it hits, and the ticket of that, which belongs to the engine that has asked."""
+    """One request: its digests, what it hits, and the ticket of that, which belongs to the engine that has asked. The
+    chunks before `first` the engine had itself."""
 
-    __slots__ = ("asker", "came", "digests", "hit", "id", "ticket", "tokens")
+    __slots__ = ("asker", "came", "digests", "first", "hit", "id", "ticket", "tokens")
 
-    def __init__(self, request_id: str, came: float, tokens: int, digests: list[bytes], asker: Session) -> None:
+    def __init__(
+        self, request_id: str, came: float, tokens: int, first: int, digests: list[bytes], asker: Session
+    ) -> None:
         self.id = request_id
         self.came = came
         self.tokens = tokens
+        self.first = first
         self.digests = digests
         self.asker = asker
         self.hit = 0

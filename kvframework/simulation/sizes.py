@@ -161,10 +161,11 @@ def _check_numbers(settings: Settings) -> None:
 def _check_engines(engines: Engines) -> None:
     if not 1 <= engines.count <= MAX_ENGINES:
         raise _out_of_bounds("engines: count", engines.count, f"1 to {MAX_ENGINES}")
-    if not 0 < engines.tokens_per_s < math.inf:
-        raise _out_of_bounds("engines: tokens_per_s", engines.tokens_per_s, "more than 0")
-    if not 0 <= engines.attention_tokens < math.inf:
-        raise _out_of_bounds("engines: attention_tokens", engines.attention_tokens, "0 for no term, or more")
+    # Those of `EngineSpeed`: longer times than that are none.
+    if not 1e-3 <= engines.tokens_per_s <= 1e12:
+        raise _out_of_bounds("engines: tokens_per_s", engines.tokens_per_s, "0.001 to 1e12")
+    if not 0 <= engines.attention_tokens <= 1e12:
+        raise _out_of_bounds("engines: attention_tokens", engines.attention_tokens, "0 for no term, to 1e12")
 
 
 def _out_of_bounds(where: str, value: object, available: str) -> SimulationError:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from kvframework.simulation.channel import Waiting
 from kvframework.simulation.events import VirtualTime
@@ -13,6 +15,32 @@ from kvframework.simulation.jobs import Job
 from kvframework.storage.l2.threads import Controller
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Changed(threading.Condition):
+    """A controller's `changed` where there is one thread: no lock, and `noted` says that there may be work."""
+
+    def __init__(self) -> None:
+        self.noted = True
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def notify(self, n: int = 1) -> None:
+        self.noted = True
+
+    def notify_all(self) -> None:
+        self.noted = True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return False
+
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
+        return predicate()
 
 
 class VirtualThreads:
@@ -21,6 +49,9 @@ class VirtualThreads:
     def __init__(self, time: VirtualTime, controllers: Sequence[tuple[Controller, int]], waiting: Waiting) -> None:
         self._time = time
         self._controllers = controllers
+        self._changed = [Changed() for _ in controllers]
+        for (controller, _), changed in zip(controllers, self._changed, strict=True):
+            controller.changed = changed
         self._idle = [count for _, count in controllers]
         # When each controller is asked again without another reason.
         self._asked_at = [math.inf] * len(controllers)
@@ -33,26 +64,37 @@ class VirtualThreads:
 
     def look(self) -> None:
         """Give idle threads what there is to do, after anything has happened."""
+        asked = set()
         found = True
         while found:
             found = False
-            for number, (controller, _) in enumerate(self._controllers):
-                while self._idle[number] and (steps := controller.poll()) is not None:
-                    found = True
-                    self._idle[number] -= 1
-                    self._drive(Job(controller, steps), number)
-        for number, (controller, _) in enumerate(self._controllers):
+            for number, changed in enumerate(self._changed):
+                if changed.noted:
+                    found, changed.noted = True, False
+                    asked.add(number)
+                    self._give(number)
+        for number in asked:
             if self._idle[number]:
-                self._ask_again(number, self._time.now + controller.wait_s())
+                self._ask_again(number, self._time.now + self._controllers[number][0].wait_s())
+
+    def _give(self, number: int) -> None:
+        controller = self._controllers[number][0]
+        while self._idle[number] and (steps := controller.poll()) is not None:
+            self._idle[number] -= 1
+            self._drive(Job(controller, steps), number)
 
     def _ask_again(self, number: int, when: float) -> None:
-        if when < self._asked_at[number] and when > self._time.now:
+        if when <= self._time.now:
+            # It is due but for a rounding: after the next event.
+            self._changed[number].noted = True
+        elif when < self._asked_at[number]:
             self._asked_at[number] = when
             self._time.at(when, lambda: self._asked(number, when))
 
     def _asked(self, number: int, when: float) -> None:
         if self._asked_at[number] == when:
             self._asked_at[number] = math.inf
+            self._changed[number].notify()
 
     def _drive(self, job: Job, number: int) -> None:
         """Take steps until one takes time, or the job has ended."""
@@ -70,3 +112,6 @@ class VirtualThreads:
                 self._time.at(until, lambda: self._drive(job, number))
                 return
         self._idle[number] += 1
+        # What it learned of a tier may be news to all.
+        for changed in self._changed:
+            changed.notify()

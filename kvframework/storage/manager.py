@@ -136,10 +136,14 @@ class StorageManager:
         self._lowering = False
         self._tiers = Tiers(self, tiers, self.records, clock, events)
         self._departures = Departures(self.capacity, ghosts, self._model_of, clock)
-        # The seconds in which engines compute a token, as far as they say.
+        # The seconds in which engines compute a token, as far as they say, and a byte is loaded: both as of the last
+        # tick, for the eviction policy.
         self.compute_s: float | None = None
+        self._prices: tuple[float | None, float | None] = None, None
         journal, was_done = kept.journal, self._departures.was_done
-        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, journal, self._prices, was_done)
+        self._table = ObjectTable(
+            RangeAllocator(), policy, self._left, tenants, journal, lambda: self._prices, was_done
+        )
         self._journal = kept.journal
         self._serves_at = clock() + SERVED_S
         self._shared = False
@@ -443,14 +447,15 @@ class StorageManager:
         select: Select | None = None,
         on_done: Callable[[], None] = lambda: None,
         on_change: Callable[[], object] = lambda: None,
-        located: Located = lambda _here, _source: None,
+        located: Located | None = None,
     ) -> LoadTask | None:
         """Load the objects of `keys` that L1 lacks from L2, in the background, keeping their order.
 
         Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have reported
         what they hold, the indices worth having (default: all); it is called again after a loss. `on_done` runs once in
         a storage thread while the chosen objects that were found are still pinned, even after a failure or a cancel;
-        `on_change` and `located`: see `LoadTask`. Returns None if there is no tier, too much is in flight, or the manager is closed.
+        `on_change` and `located`: see `LoadTask`. Returns None if there is no tier, too much is in flight, or the
+        manager is closed.
         """
         by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
         sizes = [by_group[key[36:40]] for key in keys]
@@ -537,6 +542,8 @@ class StorageManager:
         must write before. Called about every 100 ms; each call is bounded, and the next ones continue."""
         self._table.expire(self.clock())
         self._table.tell_uses()
+        known = [prices[0] for prices in (store.speed.prices() for store in self._tiers.stores) if prices is not None]
+        self._prices = self.compute_s, min(known, default=None)
         if self._journal is not None:
             self._tend(self._journal)
         self._writers_ended()
@@ -746,11 +753,6 @@ class StorageManager:
         self._departures.left(stored, cause, by)
         self._tiers.removed(stored.key)
         self._events.went(stored.key)
-
-    def _prices(self) -> tuple[float | None, float | None]:
-        """Return the seconds to compute a token again, and to load a byte from the quickest tier."""
-        known = [prices[0] for prices in (store.speed.prices() for store in self._tiers.stores) if prices is not None]
-        return self.compute_s, min(known, default=None)
 
     def _model_of(self, namespace: bytes) -> str:
         record = self.records.get(namespace)

@@ -26,6 +26,7 @@ MAX_NAMESPACES = 4096
 MAX_ORDERS = 64
 _SALT = b"kvf/namespace/1\0"
 _RANK = 0xFFFFFFFF
+_OF_RECORD = _SALT + _RANK.to_bytes(4, "little")
 _NATURAL: Mapping[int, bytes] = {}
 
 
@@ -205,7 +206,7 @@ def record_key(namespace: bytes) -> PackedKey:
 
 
 def is_record_key(key: PackedKey) -> bool:
-    return key[16:36] == _SALT + _RANK.to_bytes(4, "little")
+    return key[16:36] == _OF_RECORD
 
 
 def decode_record(value: bytes) -> NamespaceRecord | None:

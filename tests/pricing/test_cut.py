@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvframework.pricing.cut import MOST_CUTS, TierPart, cut
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.pricing.traffic import Queue
+from kvframework.pricing.turns import Turns
 
 CHUNK = 256
 chunk_counts = st.integers(0, 40)
@@ -20,7 +21,10 @@ speeds = st.builds(EngineSpeed, st.floats(100, 1e6), st.just(0.0) | st.floats(1,
 @st.composite
 def parts(draw: st.DrawFn, chunks: int) -> list[TierPart]:
     return [
-        TierPart(Queue(draw(waits), draw(rates)), [count * draw_s for count in range(chunks + 1)])
+        TierPart(
+            Turns(draw(st.lists(waits, max_size=4)), draw(rates), draw(st.floats(0, 2))),
+            [count * draw_s for count in range(chunks + 1)],
+        )
         for draw_s in draw(st.lists(st.floats(0, 10), min_size=1, max_size=3))
     ]
 
@@ -28,9 +32,9 @@ def parts(draw: st.DrawFn, chunks: int) -> list[TierPart]:
 def cost(tiers: list[TierPart], engine: EngineSpeed, rate: float, first: int, last: int, count: int) -> float:
     """The formula once more, word by word."""
     compute = engine.prefill_s(first + count * CHUNK, last)
-    io = [tier.queue.wait_s + tier.load_s[count] for tier in tiers if tier.load_s[count]]
+    io = [tier.turns.load_s(tier.load_s[count]) for tier in tiers if tier.load_s[count]]
     others = Queue(engine.queued_s, rate).cost_to_others(compute)
-    others += sum(tier.queue.cost_to_others(tier.load_s[count]) for tier in tiers)
+    others += sum(tier.turns.cost_to_others(tier.load_s[count]) for tier in tiers)
     return max([engine.queued_s, *io]) + compute + others
 
 
@@ -59,7 +63,7 @@ def test_a_slower_tier_never_loads_more(
     engine: EngineSpeed, rate: float, chunks: int, chunk_s: float, slower: float
 ) -> None:
     def loaded(seconds: float) -> int:
-        tiers = [TierPart(Queue(), [count * seconds for count in range(chunks + 1)])]
+        tiers = [TierPart(Turns(), [count * seconds for count in range(chunks + 1)])]
         queue = Queue(engine.queued_s, rate)
         return cut(tiers, engine, queue, first=0, last=chunks * CHUNK, chunk_tokens=CHUNK).chunks
 
@@ -68,29 +72,29 @@ def test_a_slower_tier_never_loads_more(
 
 @given(speeds, rates, chunk_counts)
 def test_what_costs_nothing_is_loaded(engine: EngineSpeed, rate: float, chunks: int) -> None:
-    tiers = [TierPart(Queue(), [0.0] * (chunks + 1))]
+    tiers = [TierPart(Turns(), [0.0] * (chunks + 1))]
     queue = Queue(engine.queued_s, rate)
     assert cut(tiers, engine, queue, first=0, last=chunks * CHUNK + 1, chunk_tokens=CHUNK).chunks == chunks
 
 
 def test_what_is_loaded_while_the_engine_is_busy_costs_nothing() -> None:
-    tiers = [TierPart(Queue(), [count * 0.1 for count in range(11)])]
+    tiers = [TierPart(Turns(), [count * 0.1 for count in range(11)])]
     idle, busy = EngineSpeed(25_000), EngineSpeed(25_000, 0.0, 0.65)
     assert cut(tiers, idle, Queue(), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks == 0
     assert cut(tiers, busy, Queue(0.65), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks == 6
 
 
 def test_what_it_costs_others_counts() -> None:
-    tiers = [TierPart(Queue(0.0, 50.0), [count * 0.005 for count in range(11)])]
+    tiers = [TierPart(Turns((), 50.0), [count * 0.005 for count in range(11)])]
     engine = EngineSpeed(25_000)
-    quiet = [TierPart(Queue(), tiers[0].load_s)]
+    quiet = [TierPart(Turns(), tiers[0].load_s)]
     assert cut(quiet, engine, Queue(), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks == 10
     assert cut(tiers, engine, Queue(), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks < 10
 
 
 def test_of_a_very_long_hit_some_cuts_are_priced() -> None:
     chunks = 20 * MOST_CUTS + 7
-    tiers = [TierPart(Queue(), [count * 0.1 for count in range(chunks + 1)])]
+    tiers = [TierPart(Turns(), [count * 0.1 for count in range(chunks + 1)])]
     slow, quick = EngineSpeed(1.0), EngineSpeed(1e9)
     assert cut(tiers, slow, Queue(), first=0, last=chunks * CHUNK, chunk_tokens=CHUNK).chunks == chunks
     assert cut(tiers, quick, Queue(), first=0, last=chunks * CHUNK, chunk_tokens=CHUNK).chunks == 0

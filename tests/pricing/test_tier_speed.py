@@ -64,16 +64,27 @@ def test_what_brought_only_a_part_teaches_nothing() -> None:
     assert speed.offer(11.0).load_s(1e9, 1) == 0.0
 
 
-def test_bytes_wait_until_they_are_gone() -> None:
+def test_a_load_waits_for_others_until_their_bytes_are_gone() -> None:
     speed = TierSpeed(0.0)
-    speed.chosen(BYTES, 0.0)
-    assert speed.offer(0.0).queue.wait_s == 0.0  # its speed is not known
+    load = speed.chosen(BYTES, 0.0)
+    assert speed.offer(0.0).turns.load_s(1.0) == 1.0  # its speed is not known
     for number in range(3):
         speed.end(speed.begin(BYTES, number), number + 0.5, loaded=BYTES)
-    assert speed.offer(3.0).queue.wait_s == pytest.approx(0.5)
-    assert speed.offer(3.0).queue.rate > 0
-    speed.gone(BYTES)
-    assert speed.offer(3.0).queue.wait_s == 0.0
+    assert speed.queued_bytes == BYTES
+    with_it = speed.offer(3.0).turns.load_s(0.1)
+    speed.gone(load, BYTES)
+    assert speed.queued_bytes == 0
+    assert speed.offer(3.0).turns.load_s(0.1) == pytest.approx(with_it / 2)
+
+
+def test_what_is_under_way_is_partly_done() -> None:
+    speed = TierSpeed(0.0)
+    for number in range(3):
+        speed.end(speed.begin(BYTES, number), number + 1.0, loaded=BYTES)
+    load = speed.chosen(2 * BYTES, 3.0)
+    before = speed.offer(3.0).turns.cost_to_others(10.0)
+    speed.begin(BYTES, 3.0, load)
+    assert speed.offer(3.5).turns.cost_to_others(10.0) < before
 
 
 def test_a_probe_is_due_once_in_a_while_without_loads() -> None:

@@ -3,6 +3,7 @@ met."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -12,8 +13,12 @@ from hypothesis import strategies as st
 
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, PluginError, SimulationError
+from kvframework.service.lifecycle import CacheService
 from kvframework.simulation import Engines, Outcome, Settings, SlowTime, TierSpeed, simulate
 from kvframework.simulation.chunks import Chunks
+from kvframework.simulation.node import TICK_S
+from kvframework.simulation.requests import Requests
+from kvframework.simulation.run import START
 from kvframework.trace.form import Request
 from tests.simulate.made import MadeTrace, made_trace
 
@@ -65,6 +70,21 @@ def test_engines_take_their_time() -> None:
 def test_a_prompt_that_is_all_there_still_needs_its_last_token() -> None:
     outcome = simulate(trace_of((0, [1]), (10, [1])), settings_of(engines=Engines(1, 16.0)))
     assert outcome.engine_s == pytest.approx(1 + 1 / 16)
+
+
+def test_what_an_engine_had_itself_is_neither_asked_for_nor_computed_nor_stored() -> None:
+    requests = [
+        Request(0.0, 2 * CHUNK, 0, [1, 2]),
+        Request(10.0, 3 * CHUNK, 0, [1, 2, 3], start=CHUNK),
+        Request(20.0, 2 * CHUNK, 0, [8, 9], start=CHUNK),
+        Request(30.0, 2 * CHUNK, 0, [8, 9]),
+        Request(40.0, CHUNK, 0, [7], start=CHUNK),
+    ]
+    outcome = simulate(MadeTrace(requests, CHUNK), settings_of(engines=Engines(1, float(CHUNK))))
+    assert (outcome.asked_tokens, outcome.l1_tokens, outcome.blocks) == (7 * CHUNK, CHUNK, 7)
+    # The last token of each prompt is always computed.
+    assert outcome.engine_s == pytest.approx(2 + 1 + 1 + 2 + 1 / CHUNK)
+    assert outcome.l1_bytes == 5 * MIB
 
 
 def test_prompts_wait_for_the_engine_that_is_free_first() -> None:
@@ -205,6 +225,8 @@ BAD: dict[str, tuple[Settings, str]] = {
     ),
     "no engine": (settings_of(engines=Engines(0)), "engines: count: 0"),
     "engines that compute nothing": (settings_of(engines=Engines(1, 0.0)), "tokens_per_s: 0.0"),
+    "engines beyond all numbers": (settings_of(engines=Engines(1, 1e13)), "tokens_per_s: 1"),
+    "more memory than addresses": (settings_of(capacity="999999999999999999GiB"), "L1 is too large to be simulated"),
     "a wrong attention term": (settings_of(engines=Engines(1, 1.0, -1.0)), "attention_tokens: -1"),
     "tokens without bytes": (settings_of(bytes_per_token=0), "bytes_per_token: 0"),
     "a chunk that neither divides nor is divided": (
@@ -231,3 +253,37 @@ def test_a_plugin_that_is_not_installed_and_an_option_that_is_none() -> None:
 def test_an_empty_trace_has_an_outcome() -> None:
     outcome: Outcome = simulate(trace_of(), settings_of(engines=Engines(1, 1.0)))
     assert (outcome.requests, outcome.seconds, outcome.ttft_s) == (0, 0.0, None)
+
+
+def test_a_time_without_requests_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine years between two requests, which would be 3e9 ticks of a server, and prompts that take a night."""
+    ticks, tick = itertools.count(1), CacheService.tick
+
+    def counted(service: CacheService) -> None:
+        assert next(ticks) < 10_000
+        tick(service)
+
+    monkeypatch.setattr(CacheService, "tick", counted)
+    nine_years = 9 * 366 * 86400.0
+    outcome = simulate(trace_of((0, [1, 2, 3]), (nine_years, [1, 2, 3])), settings_of(engines=Engines(1, 1e-3)))
+    assert outcome.l1_tokens == 3 * CHUNK
+    assert outcome.seconds >= nine_years
+
+
+def test_what_a_quiet_node_left_out_is_done_before_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock is never seen to be late: the server has had a tick in the 0.1 s before each request."""
+    ticked, late = [0.0], []
+    tick, look_up = CacheService.tick, Requests.arrived
+
+    def told(service: CacheService) -> None:
+        ticked.append(service.storage.clock())
+        tick(service)
+
+    def arrived(requests: Requests, prompt: Request) -> None:
+        look_up(requests, prompt)
+        late.append(START + prompt.at - ticked[-1])
+
+    monkeypatch.setattr(CacheService, "tick", told)
+    monkeypatch.setattr(Requests, "arrived", arrived)
+    simulate(trace_of(*((at, [1, 2]) for at in (1.0, 50.0, 1000.0, 1000.05, 9e6, 9e6 + 1))), settings_of())
+    assert max(late) <= 2 * TICK_S

@@ -154,7 +154,7 @@ class WatchedManager(StorageManager):
         select: Select | None = None,
         on_done: Callable[[], None] = lambda: None,
         on_change: Callable[[], object] = lambda: None,
-        located: Located = lambda _here, _source: None,
+        located: Located | None = None,
     ) -> LoadTask | None:
         load, told = self._once(on_done)
         task = super().submit_prefetch_task(

@@ -42,6 +42,7 @@ class _World:
     def look_up(self, chunks: int = 1, *, hit: int | None = 0, **fields: Any) -> recording.Recorded | None:
         key = CacheKey("m", 1, None, bytes(16), 0, chunks * 16, "r", digests=bytes(32) * chunks)
         grid = KeyGrid(_DESC, [0], [bytes(72)], [bytes(32)] * chunks)
+        self.ring.count += 1
         entry = self.ring.add(key, fields.get("grid", grid), self.now, 0)
         if entry is not None and hit is not None:
             entry.hit_tokens = hit
@@ -57,12 +58,12 @@ def test_it_keeps_nothing_until_somebody_records() -> None:
     world = _World()
     assert world.look_up() is None
     assert not world.ring.on
-    assert world.ask() == m.TraceReply((), 0)
+    assert world.ask() == m.TraceReply((), 1), "it has a number, and was not kept"
     assert world.ring.on
     world.look_up(2, hit=16)
-    reply = world.ask(0)
-    assert [(each.number, each.end, each.hit_tokens, len(each.digests)) for each in reply.records] == [(1, 32, 16, 64)]
-    assert reply.last == 1
+    reply = world.ask(1)
+    assert [(each.number, each.end, each.hit_tokens, len(each.digests)) for each in reply.records] == [(2, 32, 16, 64)]
+    assert reply.last == 2
 
 
 def test_what_a_reader_has_is_forgotten_once_every_reader_has_it() -> None:
@@ -167,3 +168,17 @@ def test_a_number_of_a_server_before() -> None:
     world.ask()
     world.look_up()
     assert world.ask(1000) == m.TraceReply((), 1)
+
+
+def test_a_reader_that_was_forgotten_and_comes_back_sees_what_it_lacks() -> None:
+    world = _World()
+    world.ask()
+    world.look_up()
+    assert world.ask(0).last == 1
+    world.now += READER_S + 1
+    world.ring.expire()
+    for _ in range(3):
+        world.look_up()
+    assert world.ask(1) == m.TraceReply((), 4), "3 are missing"
+    world.look_up()
+    assert [each.number for each in world.ask(4).records] == [5]

@@ -59,12 +59,15 @@ class Recording:
 
     def __init__(self, clock: Callable[[], float], most_bytes: int) -> None:
         self.on = False
+        # All LOOKUPs so far, counted by the one thread that also calls `add`, whether it is on or not: so a reader that
+        # was forgotten and comes back sees how many it lacks.
+        self.count = 0
         self._clock = clock
         self._most_bytes = most_bytes
         self._lock = threading.Lock()
         self._ring: deque[Recorded] = deque()
         self._bytes = 0
-        # All LOOKUPs so far. One that cannot be kept takes a number too, so that readers see that it lacks.
+        # The last number, of a LOOKUP or of one that could not be kept.
         self._last = 0
         # By session: until when it may be silent, and the last number that it has.
         self._readers: dict[int, tuple[float, int]] = {}
@@ -73,15 +76,15 @@ class Recording:
         return [Handler(REQUESTS["TRACE"], self._trace, pooled=True)]
 
     def add(self, key: CacheKey, grid: KeyGrid | None, began: float, tenant: int) -> Recorded | None:
-        """Keep a LOOKUP that has been asked, while `on`; the caller sets its `hit_tokens` later. Returns None for one
-        whose chunks are not known."""
+        """Keep a LOOKUP that has been asked and counted, while `on`; the caller sets its `hit_tokens` later. Returns
+        None for one whose chunks are not known."""
         digests = key.digests
         if not digests and grid is not None and not key.start:
             digests = b"".join(grid.digests)
         with self._lock:
             if not self.on:
                 return None
-            self._last += 1
+            self._last = self.count
             if grid is None or not 0 < len(digests) <= MAX_DIGEST_BYTES:
                 return None
             entry = Recorded(self._last, began, key, grid, digests, tenant)
@@ -118,6 +121,8 @@ class Recording:
             )
         now = self._clock()
         with self._lock:
+            if not self.on:
+                self._last = self.count
             after = self._last if payload.after < 0 else min(payload.after, self._last)
             if not self.on:
                 log.info("a trace of the lookups is recorded, for %s (process %d)", client.name, client.pid)

@@ -472,6 +472,9 @@ class ObjectTable:
 
     def _place(self, length: int, key: PackedKey, tenant: int) -> int | None:
         tenants, walk = self.tenants, self._walk
+        if walk is None and len(tenants.policies) == 1 and self.allocator.largest_free < length:
+            walk, self._full = self._walks.of(0), length
+            self._walk = walk
         if walk is not None and length >= self._full:
             # The usual case: one leaves, and the other takes its very place.
             first = walk.next()

@@ -51,9 +51,12 @@ class ObjectRows:
 
     def unpinned(self, keys: Iterable[PackedKey]) -> Iterator[StoredObject]:
         """Yield the objects of those of `keys` that are here and not pinned."""
-        row_of, none = self._rows.get, dict[bytes, StoredObject]()
+        of, row, none = b"", dict[bytes, StoredObject](), dict[bytes, StoredObject]()
         for key in keys:
-            stored = row_of(key[:PREFIX_BYTES], none).get(key[PREFIX_BYTES:])
+            prefix = key[:PREFIX_BYTES]
+            if prefix != of:
+                of, row = prefix, self._rows.get(prefix, none)
+            stored = row.get(key[PREFIX_BYTES:])
             if stored is not None and not stored.pins:
                 yield stored
 

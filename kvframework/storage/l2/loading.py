@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvframework.api.requests import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
+from kvframework.pricing.tier_speed import Load
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.l1_interface import L1
 from kvframework.storage.l2.sealed_tier import L2Store
@@ -88,7 +89,7 @@ class LoadTask(PrefetchTask):
         sizes: Sequence[int],
         select: Select,
         on_change: Callable[[], object] = lambda: None,
-        located: Located = lambda _here, _source: None,
+        located: Located | None = None,
     ) -> None:
         self.keys = keys
         self.sizes = sizes
@@ -100,8 +101,8 @@ class LoadTask(PrefetchTask):
         self.loaded = 0
         self.cancelled = False
         self.calls: list[TierCall] = []
-        # Bytes that are worth loading and wait for it.
-        self._waiting: Counter[L2Store] = Counter()
+        # What is worth loading and waits for it, by tier.
+        self.loads: dict[L2Store, Load] = {}
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], object]] | None = []
 
@@ -120,20 +121,12 @@ class LoadTask(PrefetchTask):
         if objects:
             _call(self.on_change)
 
-    def wait_for(self, store: L2Store, nbytes: int, now: float) -> None:
-        """Count bytes that wait to be loaded from a tier, until `no_longer`."""
-        with self._lock:
-            self._waiting[store] += nbytes
-        with store.pricing:
-            store.speed.chosen(nbytes, now)
-
     def no_longer(self, store: L2Store, nbytes: int | None = None) -> None:
-        """So many bytes wait no longer, None: no byte of this tier does."""
-        with self._lock:
-            gone = min(self._waiting[store], self._waiting[store] if nbytes is None else nbytes)
-            self._waiting[store] -= gone
-        with store.pricing:
-            store.speed.gone(gone)
+        """So many bytes of a tier wait no longer, None: no byte of it does."""
+        load = self.loads.get(store)
+        if load is not None:
+            with store.pricing:
+                store.speed.gone(load, load.nbytes if nbytes is None else min(nbytes, load.nbytes))
 
     def call_back(self) -> None:
         """Run the callbacks; a callback added later runs at once."""
@@ -209,7 +202,8 @@ class Loader:
         available = yield from do(self._l1.which_present, task.keys)
         missing = [index for index, here in enumerate(available) if not here]
         source = yield from self._locate(task, missing, self._stores)
-        yield from do(task.located, tuple(available), source)
+        if task.located is not None:
+            yield from do(task.located, tuple(available), source)
         for index in source:
             available[index] = True
         worth = Worth(task, available)
@@ -223,7 +217,8 @@ class Loader:
             if index in source:
                 wanted[source[index]] += task.sizes[index] * source[index].scale
         for store, nbytes in wanted.items():
-            task.wait_for(store, nbytes, self._clock())
+            with store.pricing:
+                task.loads[store] = store.speed.chosen(nbytes, self._clock())
         batches = _batches([index for index in chosen if index in source], source, task.sizes, self._at_once)
         parts = [self._load_worthy(task, source[batch[0]], batch, worth, pins) for batch in batches]
         if parts:
@@ -266,8 +261,9 @@ class Loader:
         """Load a batch from `store`, and objects that it failed to return from later tiers; return the indices that
         were lost."""
         yield AskNext(store)
+        before = len(pins)
         yield from self._load_batch(task, store, batch, pins)
-        held = {lease.objects[0].key for lease in pins}
+        held = {lease.objects[0].key for lease in pins[before:]}
         lost = [index for index in batch if task.keys[index] not in held]
         behind = self._stores[self._stores.index(store) + 1 :]
         if not lost or not behind or task.cancelled:
@@ -313,7 +309,7 @@ class Loader:
             if places:
                 keys = [task.keys[index] for index, _, _ in places]
                 views = [view for _, _, view in places]
-                getting = self._timed(store, views, store.get_steps(keys, views))
+                getting = self._timed(task, store, views, store.get_steps(keys, views))
                 good = yield from self._noted(task, store, "get", len(keys), getting)
         except TierError:
             log.debug("tier %s failed during a load", store.name)
@@ -343,10 +339,13 @@ class Loader:
                 seconds, ok = self._clock() - began, answers is not None
                 task.calls.append(TierCall(store.name, operation, began, seconds, values, sum(answers or ()), ok))
 
-    def _timed(self, store: L2Store, views: Sequence[memoryview], steps: Steps[list[bool]]) -> Steps[list[bool]]:
+    def _timed(
+        self, task: LoadTask, store: L2Store, views: Sequence[memoryview], steps: Steps[list[bool]]
+    ) -> Steps[list[bool]]:
         """Learn the tier's speed from a call that loads."""
         with store.pricing:
-            load = store.speed.begin(store.scale * sum(view.nbytes for view in views), self._clock())
+            nbytes = store.scale * sum(view.nbytes for view in views)
+            call = store.speed.begin(nbytes, self._clock(), task.loads.get(store))
         loaded = 0
         try:
             good = yield from steps
@@ -354,7 +353,7 @@ class Loader:
             return good
         finally:
             with store.pricing:
-                store.speed.end(load, self._clock(), loaded=loaded)
+                store.speed.end(call, self._clock(), loaded=loaded)
 
     def _record(self, namespace: bytes) -> LoadSteps[NamespaceRecord | None]:
         for store in self._stores:

@@ -13,12 +13,13 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvframework.errors import KVFrameworkError, TierError
 from kvframework.histogram import Histogram
 from kvframework.storage.l2.breaker import Breaker
-from kvframework.storage.l2.steps import Steps, do
+from kvframework.storage.l2.steps import Steps
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -114,7 +115,8 @@ class TierCalls:
 
     def count(self, **amounts: int) -> None:
         with self._lock:
-            self.counters.update(amounts)
+            for name, amount in amounts.items():
+                self.counters[name] += amount
 
     def close(self) -> bool:
         """Refuse later calls; return False if already closed."""
@@ -146,7 +148,7 @@ class TierCalls:
         refused."""
         call = self._begin(name, timeout_s or self.timeout_s)
         try:
-            result = yield from do(operation, call.deadline)
+            result: R = yield partial(operation, call.deadline)
         except Exception as error:
             failure = error if isinstance(error, TierError) else self._failure_of(name, error)
             self._failed(name, call.number, failure)

@@ -236,17 +236,18 @@ class TierWriter:
 
     def _put_record(self, namespace: bytes) -> Steps[None]:
         """Put the namespace's record as well, unless it was put recently."""
-        record = self._records.encoded(namespace)
         now = self._clock()
         with self.changed:
             self._record_put = {each: at for each, at in self._record_put.items() if now - at < RECORD_EVERY_S}
-            if record is None or namespace in self._record_put:
+            if namespace in self._record_put:
                 return
             # Set at once, so that no two writers put it: the older record might be written last.
             self._record_put[namespace] = now
         stored = False
         try:
-            stored = (yield from self.store.put_steps([record[0]], [record[1]]))[0]
+            record = self._records.encoded(namespace)
+            if record is not None:
+                stored = (yield from self.store.put_steps([record[0]], [record[1]]))[0]
         finally:
             if not stored:
                 with self.changed:

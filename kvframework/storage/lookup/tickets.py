@@ -146,6 +146,12 @@ class LookupTickets:
                 self._table.load_begun(ticket, None)
             return self._answer(ticket)
 
+    def is_loading(self, ticket_id: str, owner: int) -> bool:
+        """Whether a ticket's load is under way; False for a ticket that has ended. Does not pin what has arrived."""
+        with self._lock, contextlib.suppress(LeaseUnknown):
+            return self._table.get(ticket_id, owner).pending
+        return False
+
     def ask_again(self, ticket_id: str, owner: int) -> Answer:
         """Return the state of a ticket. Raises `LeaseUnknown`."""
         with self._lock:
