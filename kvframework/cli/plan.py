@@ -59,8 +59,8 @@ def plan(
         str, typer.Option(metavar="SIZE", help="KV of a token, all ranks, such as 128KiB: `kvframework status` has it.")
     ] = "",
     ttft: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="The goal: the time to the first token.")
-    ] = None,
+        str, typer.Option(metavar="TIME", help="The goal: the time to the first token, in s, or such as 500ms.")
+    ] = "",
     at: Annotated[At, typer.Option(help="Of which time that is the goal.")] = At.mean,
     budget: Annotated[
         str, typer.Option(metavar="COST", help="The most that it may cost, in the unit of --price; or GiB of DRAM.")
@@ -119,7 +119,8 @@ def plan(
     from kvframework.cli.console import stderr
     from kvframework.cli.plan_output import check_out, write_out
     from kvframework.cli.plan_view import print_plan
-    from kvframework.cli.speeds import parse_tier
+    from kvframework.cli.speeds import parse_seconds, parse_tier
+    from kvframework.errors import PlanError
     from kvframework.planning.goal import goal_of
     from kvframework.planning.offers import parse_budget, parse_prices, parse_size, tier_offer
     from kvframework.planning.plan import EVICTIONS, WRITE_POLICIES, Wanted, make_plan
@@ -130,14 +131,19 @@ def plan(
     if plot is not None:
         check_plot(plot)
     if out is not None:
+        if not ttft:
+            raise PlanError(
+                "without a goal nothing is chosen to be written", where=f"--out {out}", hint="add the goal: --ttft 1.5"
+            )
         check_out(out)
+    ttft_s = parse_seconds(ttft if ttft[-1].isalpha() else f"{ttft}s", "--ttft") if ttft else None
     tiers = tuple(tier_offer(parse_tier(each)) for each in tier or ())
     wanted: Wanted = Wanted(
         engine=engine_of(engine, gpu, gpus, prefill, attention, bytes_per_token),
         engines=engines,
         tiers=tiers,
         prices=parse_prices(price or (), [each.name for each in tiers]),
-        goal=goal_of(ttft, at.value, parse_budget(budget) if budget else None, drive_writes),
+        goal=goal_of(ttft_s, at.value, parse_budget(budget) if budget else None, drive_writes),
         chunk_tokens=tuple(dict.fromkeys(chunk_size or ())),
         evictions=tuple(dict.fromkeys(eviction or EVICTIONS)),
         write_policies=tuple(dict.fromkeys(each.value for each in write_policy)) if write_policy else WRITE_POLICIES,
@@ -152,5 +158,5 @@ def plan(
         draw(made, plot)
     if made.chosen is not None and out is not None:
         write_out(made, out)
-    if made.chosen is None and ttft is not None:
+    if made.chosen is None and ttft_s is not None:
         raise typer.Exit(EXIT_FOUND)

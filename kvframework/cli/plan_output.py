@@ -33,7 +33,7 @@ def write_out(plan: Plan, file: Path) -> None:
             out.write(toml_of(plan.chosen.setting, about(plan, plan.chosen)))
     except OSError as error:
         raise PlanError(f"cannot be written: {error.strerror}", where=f"--out {file}") from None
-    stderr.print(f"written: {file}; check it on the machine: kvframework config check {file}", markup=False)
+    stderr.print(f"written: {file}; check it on the machine: kvframework doctor --config {file}", markup=False)
 
 
 def about(plan: Plan, row: Row) -> list[str]:
@@ -46,7 +46,7 @@ def about(plan: Plan, row: Row) -> list[str]:
     mean, p99 = (short_number(figures.ttft_s[at]) for at in ("mean", "p99"))
     lines = [
         f"Planned by kvframework {__version__} for {trace}",
-        f"{plan.engines} x {engine.name} on {engine.gpus} {engine.gpu}: {speed},",
+        f"{plan.engines} x {engine.words}: {speed},",
         f"{ByteSize(engine.bytes_per_token)} of KV a token.",
         f"Found of prompts: {figures.l1_hit:.1%} in L1, {figures.l2_hit:.1%} in L2.",
         f"Time to the first token: mean {mean} s, p99 {p99} s; {wanted}",

@@ -63,7 +63,7 @@ def verdict(plan: Plan) -> list[str]:
     """Return what to take, or which limit nothing keeps, by how much, and what comes closest."""
     goal = plan.goal
     if goal.ttft_s is None:
-        return ["no goal was given: --ttft SECONDS chooses a row"]
+        return ["no goal was given: --ttft TIME chooses a row"]
     if plan.chosen is not None:
         return [f"chosen, the cheapest that meets the goal: {_said(plan.chosen)}", *_wear(plan.chosen, goal)]
     row = closest([each for each in plan.rows if plan.quick or not each.sampled] or plan.rows, goal)
@@ -99,18 +99,20 @@ def _said(row: Row) -> str:
 def _load(plan: Plan) -> str:
     rate = plan.requests / max(plan.seconds, 1.0)
     why = " (as many as the trace needs without a cache)" if plan.engines_by_load else ""
+    engines = "1 engine" if plan.engines == 1 else f"{plan.engines} engines"
     return (
         f"{plan.trace}: {plan.requests:,} requests in {short_duration(plan.seconds)}, {short_number(rate)} a second, "
-        f"{plan.tokens / max(plan.requests, 1):,.0f} tokens each; {plan.engines} engines{why}"
+        f"{plan.tokens / max(plan.requests, 1):,.0f} tokens each; {engines}{why}"
     )
 
 
 def _speed(engine: Engine) -> str:
     source = f"; {engine.source}" if engine.source else ""
+    twice = f"half as many at {engine.attention_tokens:,.0f} tokens of context"
+    context = twice if engine.attention_tokens else "at any length of context"
     return (
-        f"{engine.name} on {engine.gpus} {engine.gpu}: {engine.tokens_per_s:,.0f} tokens of prompts/s, "
-        f"A {engine.attention_tokens:,.0f}, {ByteSize(engine.bytes_per_token)} of KV a token "
-        f"({engine.basis}: {engine.note}{source})"
+        f"{engine.words}: {engine.tokens_per_s:,.0f} tokens of prompts/s, {context}; "
+        f"{ByteSize(engine.bytes_per_token)} of KV a token ({engine.basis}: {engine.note}{source})"
     )
 
 

@@ -41,9 +41,12 @@ def parse_tier(text: str) -> TierSpeed:
 def parse_rate(text: str, where: str) -> float:
     """Return bytes a second: `3GB/s`. Raises `SimulationError`."""
     size, slash, second = text.partition("/")
-    if not slash or second != "s":
-        raise SimulationError(f"{text!r} is no rate", where=where, available="such as 3GB/s or 800MiB/s")
-    return float(parse_size(size, where))
+    try:
+        if slash and second == "s":
+            return float(ByteSize.parse(size))
+    except ValueError:
+        pass  # bits, a misspelt unit
+    raise SimulationError(f"{text!r} is no rate", where=where, available="bytes a second, such as 3GB/s or 800MiB/s")
 
 
 def parse_size(text: str, where: str) -> int:

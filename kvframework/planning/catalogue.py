@@ -95,6 +95,11 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     note: str
     source: str
 
+    @property
+    def words(self) -> str:
+        """The model and its GPUs, for people; the GPUs only where they are known."""
+        return f"{self.name} on {self.gpus} {self.gpu}" if self.gpu else self.name
+
 
 @functools.cache
 def catalogue() -> Catalogue:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvframework.api.options import ByteSize
 from kvframework.config.schema import WritePolicyName
 from kvframework.errors import PlanError
 from kvframework.planning.catalogue import Engine
@@ -225,7 +226,7 @@ def _search(sized: _Sized, wanted: Wanted, engines: int, tell: Callable[[str], o
 
 def _word(setting: Setting) -> str:
     tier = f", {setting.tier.name} {setting.write_policy}" if setting.tier is not None else ""
-    return f"{setting.l1_bytes / (1 << 30):g} GiB, {setting.eviction}{tier}"
+    return f"{ByteSize(setting.l1_bytes)}, {setting.eviction}{tier}"
 
 
 def _chunks(sized: _Sized, wanted: Wanted, engines: int) -> Chunks:

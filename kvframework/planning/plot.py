@@ -42,7 +42,7 @@ def draw(plan: Plan, file: Path) -> None:
     figure = Figure(figsize=(12.4, 4.8), layout="constrained")
     engine = plan.engine
     figure.suptitle(
-        f"{plan.trace}: {plan.requests:,} requests; {plan.engines} x {engine.name} on {engine.gpus} {engine.gpu}",
+        f"{plan.trace}: {plan.requests:,} requests; {plan.engines} x {engine.words}",
         fontsize=10,
     )
     curve, rows = figure.subplots(1, 2)

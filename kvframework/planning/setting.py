@@ -20,9 +20,9 @@ from kvframework.planning.offers import TierOffer
 _HIGH, _LOW = 0.95, 0.9
 _PRICED = "# What an engine computes sooner than the tier loads it is computed: no tier makes anything slower."
 _WHY = {
-    "write_through": "all that is computed goes to the tier: most is found again, and most is written",
-    "write_through_selective": "only what is used a second time: the tier wears least, and the first repeat is lost",
-    "write_back": "only what L1 evicts: L1 and the tier hold different things",
+    "write_through": "All that is computed goes to the tier: most is found again, and most is written",
+    "write_through_selective": "Only what is used a second time: the tier wears least, and the first repeat is lost",
+    "write_back": "Only what L1 evicts: L1 and the tier hold different things",
 }
 
 

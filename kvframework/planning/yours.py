@@ -28,8 +28,9 @@ def engine_of(
     if model and gpu:
         known = engine(model, gpu, gpus)
     elif prefill is None or not nbytes:
+        unknown = ["the engine's speed"] * (prefill is None) + ["the KV of a token"] * (not nbytes)
         raise PlanError(
-            "the engine's speed and the KV of a token are not known",
+            f"not known: {' and '.join(unknown)}",
             where="kvframework plan",
             available="--engine MODEL --gpu GPU, or --prefill TOKENS/S --bytes-per-token SIZE",
             hint="`kvframework plan --catalogue` shows what it knows",
@@ -37,7 +38,7 @@ def engine_of(
     else:
         known = Engine(
             name=model or "your engine",
-            gpu=gpu or "your GPU",
+            gpu=gpu,
             gpus=max(gpus, 1),
             tokens_per_s=prefill,
             attention_tokens=0.0,

@@ -76,7 +76,7 @@ def sizes_of(settings: Settings, registry: PluginRegistry) -> Sizes:
             f"L1 has {ByteSize(capacity)}, and one chunk of {chunk} tokens takes {ByteSize(rounded(whole))}",
             where=config.l1.memory.where,
             available=f"{ByteSize(settings.bytes_per_token)} a token",
-            hint="give L1 more bytes, or [server] chunk_size fewer tokens",
+            hint="say the bytes of your model's token (--bytes-per-token), or give L1 more",
         )
     return Sizes(
         config,

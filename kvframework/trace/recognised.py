@@ -61,6 +61,8 @@ def recognised(head: bytes) -> Recognised:
         if head.startswith(magic):
             return Recognised(looks_like=looks_like, hint=hint)
     text = head.lstrip()
+    if re.match(rb"(#.*\n\s*)*\[{1,2}[a-z]\w*(\.\w+)*\]{1,2}\s*(#.*)?(\n|$)", text):
+        return Recognised(looks_like="a TOML file", hint="name the trace's file; a configuration goes behind --config")
     if b"\0" in text:
         return Recognised(looks_like="a binary file", hint="name the trace's file")
     if text.startswith(b"["):

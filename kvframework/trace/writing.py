@@ -72,5 +72,8 @@ class TraceFile:
             ) from None
         except OSError as error:
             raise TraceError(
-                error.strerror or type(error).__name__, where=str(self.path), available="a file that can be written"
+                error.strerror or type(error).__name__,
+                where=str(self.path),
+                available="a file that can be written",
+                hint="check its folder, and the room on its disk",
             ) from None

@@ -37,6 +37,7 @@ def test_it_writes_the_cheapest_that_meets_the_goal(trace: str, tmp_path: Path) 
     config = load_config(out, environ={})
     assert config.l1.eviction.use == chosen[2]
     assert config.server.chunk_size == 16
+    assert f"kvframework doctor --config {out}" in done.stderr
     assert out.read_text().startswith("# Planned by kvframework")
 
 
@@ -95,6 +96,9 @@ def test_the_document(trace: str) -> None:
         (("--price", "dram=1", "--tier", "disk=1GB/s"), "the price of a GiB is missing: disk"),
         (("--budget", "much"), "expected a size"),
         (("--ttft", "0"), "0.0 is no limit"),
+        (("--ttft", "soon"), "'soon' is no time"),
+        (("--tier", "disk=1Gbit/s"), "'1Gbit/s' is no rate"),
+        (("--out", "never.toml"), "without a goal nothing is chosen"),
         (("--drive-writes", "nan"), "nan is no limit"),
         (("--l1", "0"), "it is nothing"),
         (("--eviction", "mine"), "mine"),
@@ -135,10 +139,31 @@ def test_a_plot(trace: str, tmp_path: Path, ending: str) -> None:
     assert drawn.startswith(b"\x89PNG") if ending == "png" else b"<svg" in drawn
 
 
-def test_an_engine_is_needed(trace: str) -> None:
-    done = run("plan", trace)
+@pytest.mark.parametrize(
+    ("options", "unknown"),
+    [
+        ((), "the engine's speed and the KV of a token"),
+        (("--engine", "llama-3-8b"), "the engine's speed and the KV of a token"),
+        (("--prefill", "2000"), "the KV of a token"),
+        (("--bytes-per-token", "1KiB"), "the engine's speed"),
+    ],
+)
+def test_an_engine_is_needed(trace: str, options: tuple[str, ...], unknown: str) -> None:
+    done = run("plan", trace, *options)
     assert done.returncode == 2
+    assert f"not known: {unknown}\n" in done.stderr
     assert "--prefill TOKENS/S --bytes-per-token SIZE" in done.stderr
+
+
+def test_a_goal_has_a_unit_or_is_seconds_and_the_words_are_for_people(trace: str) -> None:
+    small = ("--l1", "2MiB", "--eviction", "lru", "--quick")
+    milliseconds = run("plan", trace, *ENGINE, *small, "--ttft", "5000ms")
+    assert (milliseconds.returncode, milliseconds.stderr) == (0, "")
+    assert milliseconds.stdout == run("plan", trace, *ENGINE, *small, "--ttft", "5").stdout
+    assert "; 1 engine\n" in milliseconds.stdout
+    assert "your engine: 2,000 tokens of prompts/s, at any length of context; " in milliseconds.stdout
+    twice = run("plan", trace, "--engine", "llama-3-8b", "--gpu", "h100", "--engines", "1", "--l1", "1GiB", "--quick")
+    assert "llama-3-8b on 1 h100: 25,000 tokens of prompts/s, half as many at 30,632 tokens of" in twice.stdout
 
 
 def test_a_trace_of_short_prompts_is_refused(tmp_path: Path) -> None:

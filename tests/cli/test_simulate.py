@@ -56,6 +56,10 @@ REFUSED = {
     "engines without a speed": (("TRACE", "--engines", "3"), "how fast are the engines?"),
     "no size": (("TRACE", "--bytes-per-token", "many"), "--bytes-per-token: 'many' is no size"),
     "a chunk larger than L1": (("TRACE", "--bytes-per-token", "64MiB"), "one chunk of 256 tokens takes 16.0 GiB"),
+    "a token of the default's size": (
+        ("TRACE", "--set", "l1.capacity=1MiB"),
+        "of your model's token (--bytes-per-token)",
+    ),
     "a policy that is not installed": (("TRACE", "--set", "l1.eviction.use=nosuch"), "nosuch"),
     "a chunk of another size": (("TRACE", "--set", "server.chunk_size=100"), "--set server.chunk_size=512"),
 }

@@ -74,9 +74,12 @@ def refused(line: str) -> str:
     if not words or "--help" in words or hasattr(command, "commands"):
         return ""  # a group, or a command as it is spoken of
     try:
-        command.make_context(command.name, words)
+        command.make_context(command.name, [*words])  # which it empties
     except USAGE_ERROR as error:
-        return "" if type(error).__name__ == "MissingParameter" else error.format_message()
+        if type(error).__name__ != "MissingParameter":
+            return error.format_message()
+        surplus = command.make_context(command.name, words, resilient_parsing=True).args
+        return f"{error.format_message()} And nothing takes {surplus[0]!r}" if surplus else ""
     return ""
 
 
@@ -97,6 +100,7 @@ def test_wrong_lines_are_found() -> None:
     assert [refused(line) for line in lines(page)] == ["no command 'serv'", "no option --chek", "no command 'lst'"]
     right = "`kvframework status --check` `kvframework plugins info tier.redis` `kvframework new tier mystore`"
     assert [refused(line) for line in lines(right)] == ["", "", ""]
+    assert "nothing takes 'monday.jsonl'" in refused("trace record monday.jsonl")
     assert len([line for page in CHECKED for line in lines(page.read_text())]) > 100
 
 
