@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -46,14 +47,27 @@ def simulate(trace: Trace, settings: Settings, registry: PluginRegistry | None =
     chunks = Chunks(sizes.chunk_tokens, trace.header.chunk_tokens, whole=settings.whole_chunks)
     time = VirtualTime(START)
     fleet = None if settings.engines is None else Fleet(settings.engines, time)
-    node = Node(sizes, registry, time, 1 if fleet is None else len(fleet.queues))
+    with _unlogged():
+        node = Node(sizes, registry, time, 1 if fleet is None else len(fleet.queues))
+        try:
+            requests = Requests(node, chunks, fleet)
+            with _uncollected():
+                _run(trace, node, requests)
+            return requests.outcome(sizes)
+        finally:
+            node.close()
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without log lines: what a simulated server would say is no news of this process."""
+    logger = logging.getLogger("kvframework")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
-        requests = Requests(node, chunks, fleet)
-        with _uncollected():
-            _run(trace, node, requests)
-        return requests.outcome(sizes)
+        yield
     finally:
-        node.close()
+        logger.setLevel(level)
 
 
 @contextmanager
