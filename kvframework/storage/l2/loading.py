@@ -136,7 +136,7 @@ class LoadTask(PrefetchTask):
             _call(call)
 
     def forget(self) -> None:
-        """Let go of the functions of a load that is over: they refer to this task in turn."""
+        """Drop the functions of a load that is over: they refer to this task in turn."""
         self.select, self.on_change, self.located = _nothing, lambda: None, None
 
     def cancel(self) -> None:
