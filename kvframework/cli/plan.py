@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 _EPILOG = examples(
     "kvframework plan trace.jsonl --engine llama-3-8b --gpu h100 --ttft 1.5",
-    "kvframework plan trace.jsonl --engine llama-3-8b --gpu h100 --ttft 1.5 --tier disk=3GB/s --out kvf.toml",
-    "kvframework plan trace.jsonl --prefill 25000 --bytes-per-token 128KiB --engines 3 --quick",
-    "kvframework plan --catalogue               the models and GPUs that it knows, with sources",
+    "kvframework plan t.jsonl --engine llama-3-8b --gpu h100 --tier disk=3GB/s",
+    "kvframework plan t.jsonl --engine qwen3-8b --gpu h100 --ttft 1 --out k.toml",
+    "kvframework plan t.jsonl --prefill 25000 --bytes-per-token 128KiB --quick",
+    "kvframework plan --catalogue            the models and GPUs, with sources",
 )
 
 
