@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 _EPILOG = examples(
     "kvframework plan trace.jsonl --engine llama-3-8b --gpu h100 --ttft 1.5",
     "kvframework plan t.jsonl --engine llama-3-8b --gpu h100 --tier disk=3GB/s",
-    "kvframework plan t.jsonl --engine qwen3-8b --gpu h100 --ttft 1 --out k.toml",
     "kvframework plan t.jsonl --prefill 25000 --bytes-per-token 128KiB --quick",
-    "kvframework plan --catalogue            the models and GPUs, with sources",
+    "kvframework plan --catalogue      the models and GPUs that it knows",
 )
 
 
@@ -47,7 +46,7 @@ def plan(
     gpu: Annotated[str, typer.Option(metavar="GPU", help="A GPU of the catalogue.")] = "",
     gpus: Annotated[int, typer.Option(min=0, max=1024, help="GPUs of an engine; 0: as published.")] = 0,
     engines: Annotated[
-        int, typer.Option(min=0, max=10_000, help="Engines at this server; 0: as many as it takes without a cache.")
+        int, typer.Option(min=0, max=1024, help="Engines at this server; 0: as many as it takes without a cache.")
     ] = 0,
     prefill: Annotated[
         float | None, typer.Option(metavar="TOKENS/S", help="Your engine's prefill speed, of short prompts.")
@@ -72,8 +71,9 @@ def plan(
     tier: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=RATE[,write=RATE][,latency=TIME][,capacity=SIZE]",
-            help="A tier on offer: disk, redis or s3; repeatable. Writes share its rate, unless they have their own.",
+            metavar="NAME=RATE[,...]",
+            help="A tier on offer: disk, redis or s3; repeatable. Behind it: write=RATE, of writes that do not share"
+            " it, latency=TIME, capacity=SIZE.",
         ),
     ] = None,
     price: Annotated[
@@ -115,8 +115,6 @@ def plan(
         return
     if trace is None:
         raise typer.BadParameter("name a trace, or give --catalogue", param_hint="TRACE")
-    import logging
-
     from kvframework.cli.console import stderr
     from kvframework.cli.plan_output import check_out, write_out
     from kvframework.cli.plan_view import print_plan
@@ -151,7 +149,6 @@ def plan(
         l1_bytes=tuple(parse_size(each, where="--l1") for each in l1 or ()),
         quick=quick,
     )
-    logging.getLogger("kvframework").setLevel(logging.CRITICAL)  # what simulated servers would log
     with stderr.status("reading") as status:
         made = make_plan(open_trace(trace, chunk_tokens=chunk_tokens), wanted, status.update)
     print_plan(made, as_json=as_json)

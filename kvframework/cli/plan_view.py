@@ -7,7 +7,7 @@ from rich.table import Table
 
 from kvframework.api.options import ByteSize
 from kvframework.cli.console import print_document, print_table, print_text, print_view
-from kvframework.cli.numbers import short_duration, short_number
+from kvframework.cli.numbers import short_count, short_duration, short_number
 from kvframework.cli.wide_table import WideTable
 from kvframework.planning.catalogue import Engine, catalogue
 from kvframework.planning.goal import Goal, Row, Shortfall, closest, shortfalls
@@ -45,7 +45,7 @@ def print_catalogue(*, as_json: bool) -> None:
     models = _table("model", "KV of a token", "A, tokens", "active parameters", "source", text=(4,))
     for name, model in known.models.items():
         size, a = str(ByteSize(model.bytes_per_token)), f"{model.attention_tokens:,.0f}"
-        models.add_row(name, size, a, f"{model.active_parameters / 1e9:g}e9", model.source)
+        models.add_row(name, size, a, short_count(model.active_parameters), model.source)
     speeds = _table("model", "GPUs", "tokens/s", "at prompts of", "basis", "note", "source", text=(4, 5, 6))
     for each in known.speeds:
         at = f"{each.prompt_tokens:,}" if each.prompt_tokens else ""

@@ -64,8 +64,6 @@ def simulate(
     says what L1 and each tier give, what is written and read, and with --engines and --prefill the time to the first
     token.
     """
-    import logging
-
     from kvframework.cli.console import print_document, print_view
     from kvframework.cli.simulate_view import outcome_view
     from kvframework.cli.speeds import parse_size, parse_tier
@@ -74,7 +72,6 @@ def simulate(
     from kvframework.simulation import simulate as run
     from kvframework.trace.reading import open_trace
 
-    logging.getLogger("kvframework").setLevel(logging.CRITICAL)  # what the simulated server would log
     settings = Settings(
         load_config(config, overrides or ()),
         bytes_per_token=parse_size(bytes_per_token, "--bytes-per-token"),

@@ -55,6 +55,8 @@ def tier_offer(speed: TierSpeed) -> TierOffer:
         raise PlanError(
             f"no configuration is written for a tier {speed.name!r}", where="--tier", available=", ".join(KINDS)
         )
+    if speed.read_bytes_per_s <= 0 or speed.write_bytes_per_s == 0:
+        raise PlanError("a rate of nothing", where=f"--tier {speed.name}", available="such as 3GB/s")
     if speed.slow:
         raise PlanError("a plan is for a tier as it always is", where=f"--tier {speed.name}", hint="leave out slow=")
     return TierOffer(

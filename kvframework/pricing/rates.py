@@ -117,7 +117,7 @@ class LearnedPrice:
         return self._prices[0] * first + self._prices[1] * second
 
     def _is_echo(self, seconds: float, first: float, second: float, began: float) -> bool:
-        """Whether this is a surprise that the last one has told already: it was under way when that was known."""
+        """Return whether this repeats the last surprise: it was under way when that one ended."""
         return began < self._surprised_at and self._surprise(seconds, first, second) == self._direction != 0
 
     def _is_believed(self, seconds: float, first: float, second: float, now: float) -> bool:

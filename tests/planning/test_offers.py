@@ -19,6 +19,9 @@ def test_a_tier_is_named_by_a_word_or_its_plugin() -> None:
     assert error.value.available == "disk, redis, s3"
     with pytest.raises(PlanError, match="slow="):
         tier_offer(parse_tier("disk=1GB/s,slow=0.5@1s-2s"))
+    for still in ("disk=0B/s", "disk=1GB/s,write=0B/s"):
+        with pytest.raises(PlanError, match="a rate of nothing"):
+            tier_offer(parse_tier(still))
 
 
 def test_prices_are_all_given_or_all_assumed() -> None:

@@ -87,7 +87,7 @@ def test_the_speed_and_the_attention_of_an_engine_are_told_apart(
     tokens_per_s: float, attention: float, steps: list[tuple[int, int]]
 ) -> None:
     found = LearnedPrice()
-    spread = [(4096, 0), (4096, 50_000)] * 20
+    spread = [(4096, 0), (4096, 50_000)] * 60
     for number, (tokens, context) in enumerate([*steps, *spread]):
         end = context + tokens
         seconds = prefill_s(context, end, tokens_per_s, attention)

@@ -3,6 +3,7 @@ met."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 
@@ -287,3 +288,22 @@ def test_what_a_quiet_node_left_out_is_done_before_the_next_request(monkeypatch:
     monkeypatch.setattr(Requests, "arrived", arrived)
     simulate(trace_of(*((at, [1, 2]) for at in (1.0, 50.0, 1000.0, 1000.05, 9e6, 9e6 + 1))), settings_of())
     assert max(late) <= 2 * TICK_S
+
+
+@pytest.mark.parametrize("price", ["true", "false"])
+def test_what_is_over_takes_no_memory(monkeypatch: pytest.MonkeyPatch, price: str) -> None:
+    """The collector of garbage hardly runs in a simulation: a circle that each lookup leaves would fill the memory."""
+    circles: list[int] = []
+    arrived = Requests.arrived
+
+    def counted(requests: Requests, prompt: Request) -> None:
+        circles.append(gc.collect() if prompt.at in (0.0, 59.5) else 0)
+        arrived(requests, prompt)
+
+    monkeypatch.setattr(Requests, "arrived", counted)
+    tiers = [TierSpeed("redis", 2e9)]
+    settings = settings_of(*REDIS, f"server.price={price}", capacity="64MiB", tiers=tiers, engines=Engines(2, 2000))
+    outcome = simulate(made_trace(120, CHUNK), settings)
+    assert outcome.l2_tokens > 0
+    assert circles[-1] < 60, "fewer than there are requests"
+    assert len(circles) == 120

@@ -29,9 +29,7 @@ def _seconds(text: str) -> float:
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, or a folder of kv-cache-tester's.")]
 ChunkTokens = Annotated[
     int,
-    typer.Option(
-        min=0, max=1 << 20, help="Tokens of a chunk, where the file does not say it; 0: 512, Bailian: 16."
-    ),
+    typer.Option(min=0, max=1 << 20, help="Tokens of a chunk, where the file does not say it; 0: 512, Bailian: 16."),
 ]
 PerHour = Annotated[
     float,

@@ -135,9 +135,17 @@ class LoadTask(PrefetchTask):
         for call in callbacks:
             _call(call)
 
+    def forget(self) -> None:
+        """Drop the functions of a load that is over: they refer to this task in turn."""
+        self.select, self.on_change, self.located = _nothing, lambda: None, None
+
     def cancel(self) -> None:
         """End the load after the batch in flight; objects it has loaded stay in L1. `on_done` runs in any case."""
         self.cancelled = True
+
+
+def _nothing(_available: Sequence[bool]) -> Sequence[int]:
+    return ()
 
 
 class Worth:
@@ -188,6 +196,7 @@ class Loader:
             self._l1.unpin_internal(pins)
             task.done = True
             _call(task.on_change)
+            task.forget()
 
     def record(self, namespace: bytes, on_done: Callable[[NamespaceRecord | None], None]) -> LoadSteps[None]:
         """Read a namespace's record from the tiers; `on_done` runs once, in any case."""

@@ -1,0 +1,77 @@
+"""The threads of a simulation ask a controller when it says that there may be work, and when its time has come."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+from kvframework.simulation.channel import Waiting
+from kvframework.simulation.events import VirtualTime
+from kvframework.simulation.threads import VirtualThreads
+from kvframework.storage.l2.steps import Steps, do
+
+
+class Work:
+    """A controller with as much work as it is given; `due_s` is its wait."""
+
+    name = "work"
+    closing = False
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.todo = self.done = self.polls = 0
+        self.due_s = math.inf
+
+    def wait_s(self) -> float:
+        return self.due_s
+
+    def poll(self) -> Steps[None] | None:
+        self.polls += 1
+        if not self.todo:
+            return None
+        self.todo -= 1
+        return self._work()
+
+    def _work(self) -> Steps[None]:
+        yield from do(self._finish)
+
+    def _finish(self) -> None:
+        self.done += 1
+
+
+def test_it_is_asked_once_it_says_so() -> None:
+    work, time = Work(), VirtualTime()
+    threads = VirtualThreads(time, [(work, 1)], Waiting())
+    threads.look()
+    polls = work.polls
+    threads.look()
+    assert work.polls == polls
+    with work.changed:
+        work.todo = 3
+        work.changed.notify_all()
+    threads.look()
+    assert work.done == 3
+    assert not threads.busy
+
+
+def test_it_is_asked_at_its_time() -> None:
+    work, time = Work(), VirtualTime()
+    work.due_s = 2.0
+    threads = VirtualThreads(time, [(work, 1)], Waiting())
+    threads.look()
+    assert time.next_at() == 2.0
+    work.todo, work.due_s = 1, math.inf
+    time.happen()
+    threads.look()
+    assert work.done == 1
+
+
+def test_what_is_due_but_for_a_rounding_is_asked_after_the_next_event() -> None:
+    work, time = Work(), VirtualTime(1e9)
+    work.due_s = 1e-12
+    threads = VirtualThreads(time, [(work, 1)], Waiting())
+    threads.look()
+    assert not len(time)
+    work.todo, work.due_s = 1, math.inf
+    threads.look()
+    assert work.done == 1
