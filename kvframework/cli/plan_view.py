@@ -135,7 +135,7 @@ def _curve(chunks: Chunks) -> Table:
 
 
 def _rows(plan: Plan) -> Table:
-    heads = ["L1", "eviction", "tier", "L1 + L2 found", "mean TTFT", "p99", "engines, h"]
+    heads = ["L1", "eviction", "tier", "L1 + L2 found", "mean TTFT", "p99", "engine hours"]
     heads += ["L2 used", "written + read", "busy", "not written", "size a day", "cost"]
     table = _table(*heads, text=(1, 2))
     several = len(plan.chunks) > 1
