@@ -17,7 +17,7 @@ from tests.tiers.prompts import CHUNK_TOKENS
 
 _ANSWER_S = 2.0
 _AT_ONCE_S = 1.0
-# The newest object is evicted last: after fewer evictions than this it must still be there.
+# Under LRU the newest object is evicted last: after fewer evictions than this it must still be there.
 _FEW_EVICTIONS = 16
 
 

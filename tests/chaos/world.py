@@ -29,6 +29,8 @@ MARK = "KVFRAMEWORK_CHAOS_RUN"
 L1 = "40MiB"  # some 320 objects, fewer than the engines use
 ENGINES = 4
 _START_S = 180.0
+# The witness knows until when an object must be there by the order in which objects leave.
+_ORDER = "l1.eviction.use=lru"
 _SHORT = ("server.store_lease_s=2", "server.retrieve_lease_s=2", "server.ticket_s=3", "server.session_timeout_s=5")
 _REDIS = ("--maxmemory", "48mb", "--maxmemory-policy", "allkeys-lru")
 
@@ -100,7 +102,7 @@ class World:
 
     def _settings(self) -> list[str]:
         if not self.plan.l2:
-            return list(_SHORT)
+            return [_ORDER, *_SHORT]
         self._stack.enter_context(self.redis)
         self.proxy = self._stack.enter_context(FaultProxy(str(self.redis.socket_path)))
         tables = (
@@ -108,6 +110,7 @@ class World:
             {"use": "filesystem", "path": self.disk, "capacity": "24MiB", "timeout_s": 1},
         )
         return [
+            _ORDER,
             *_SHORT,
             *(f"l2.{at}.{name}={value}" for at, table in enumerate(tables) for name, value in table.items()),
         ]

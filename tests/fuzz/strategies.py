@@ -47,6 +47,8 @@ def _of(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.lists(_of(item), max_size=min(most or 4, 4)).map(tuple)
         case inspect.TupleType(item_types=items):
             return st.tuples(*(_of(each) for each in items))
+        case inspect.LiteralType(values=values):
+            return st.sampled_from(values)
         case inspect.BoolType():
             return st.booleans()
         case inspect.IntType(ge=least, le=most):

@@ -189,7 +189,7 @@ def test_a_hit_of_more_than_was_asked_for_is_a_miss(hit: int) -> None:
             assert kind == "lookups"
 
     class Hashes:
-        hashed_tokens, request_id, cache_salt, trace = 512, "r", "", ""
+        hashed_tokens, request_id, cache_salt, trace, retain = 512, "r", "", "", ()
 
         def digests(self, end: int) -> bytes:
             return bytes(end // 256 * 32)
