@@ -22,7 +22,7 @@ from kvframework.planning.setting import Setting
 _MIB = 1 << 20
 # Without a goal: these of the sizes, in parts of three.
 _SPREAD = (0, 1, 2)
-# A sample's times are no further off: those of conversations are 3 to 9 % too long.
+# A sample's times are no further off: those of conversations are 3 to 10 % too long.
 _SAMPLES_ERROR = 0.15
 
 
