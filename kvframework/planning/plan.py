@@ -13,7 +13,6 @@ from kvframework.errors import PlanError
 from kvframework.planning.catalogue import Engine
 from kvframework.planning.estimate import Estimate, estimate
 from kvframework.planning.goal import Figures, Goal, Row, cheapest
-from kvframework.planning.live_set import LiveSet, live_set
 from kvframework.planning.lru_curve import LruCurve, lru_curve
 from kvframework.planning.offers import Prices, TierOffer
 from kvframework.planning.prompts import Prompts, joined, prompts_of
@@ -22,6 +21,7 @@ from kvframework.planning.search import Combination, Search, capacities, first_e
 from kvframework.planning.setting import Setting
 from kvframework.planning.simulated import simulated
 from kvframework.pricing.prefill import EngineSpeed
+from kvframework.trace.live_set import LiveSet
 from kvframework.trace.reading import Trace
 
 WRITE_POLICIES: tuple[WritePolicyName, ...] = ("write_through", "write_through_selective", "write_back")
@@ -230,7 +230,7 @@ def _word(setting: Setting) -> str:
 
 
 def _chunks(sized: _Sized, wanted: Wanted, engines: int) -> Chunks:
-    live = live_set(sized.prompts)
+    live = sized.prompts.live_set()
     endless = sized.curve.token_hit_rate(len(sized.curve.hits))
     points = []
     for size in sized.sizes:

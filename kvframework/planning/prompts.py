@@ -14,6 +14,7 @@ import msgspec
 
 from kvframework.errors import PlanError
 from kvframework.trace.form import Request
+from kvframework.trace.live_set import LiveCount, LiveSet
 
 # A prefix that more than this share of all prompts begin with belongs to no session.
 _SHARED = 0.01
@@ -48,6 +49,13 @@ class Prompts(msgspec.Struct, frozen=True):
     def seconds(self) -> float:
         """From the first request to the last."""
         return self.prompts[-1].at - self.prompts[0].at if self.prompts else 0.0
+
+    def live_set(self) -> LiveSet:
+        """Count the live set of all prompts."""
+        count = LiveCount()
+        for prompt in self.prompts:
+            count.add(prompt.at, prompt.nodes)
+        return count.found()
 
 
 def joined(chunk_tokens: int, wanted: int) -> int:

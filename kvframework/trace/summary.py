@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 
 import msgspec
 
 from kvframework.trace.form import UNKNOWN, Request
+from kvframework.trace.live_set import LiveCount
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -33,46 +33,34 @@ class Summary(msgspec.Struct, frozen=True):
 
 def summarise(requests: Iterable[Request]) -> Summary:
     """Return the numbers of a trace. Raises what reading it does."""
-    count = tokens = asked_tokens = output_tokens = chunks = lost = hit_tokens = 0
+    count = tokens = asked_tokens = output_tokens = lost = hit_tokens = 0
     span_s = 0.0
     said = False
     tenants, models = set(), set()
-    last: dict[int, int] = {}
-    # By request, how many chunks begin to be worth keeping with it, less those that are no more.
-    worth = array("q")
-    for number, request in enumerate(requests):
-        worth.append(0)
+    counted = LiveCount()
+    for request in requests:
         count += 1
         span_s = request.at
         tokens += request.tokens
         asked_tokens += request.tokens - request.start
         output_tokens += request.output_tokens
-        chunks += len(request.chunks)
         lost += request.lost
         tenants.add(request.tenant)
         models.add(request.model)
         if request.hit_tokens != UNKNOWN:
             said = True
             hit_tokens += request.hit_tokens
-        for chunk in request.chunks:
-            before = last.get(chunk)
-            if before is not None:
-                worth[before] += 1
-                worth[number] -= 1
-            last[chunk] = number
-    live = most = 0
-    for change in worth:
-        live += change
-        most = max(most, live)
+        counted.add(request.at, request.chunks)
+    live = counted.found()
     return Summary(
         count,
         span_s,
         tokens,
         asked_tokens,
         output_tokens,
-        chunks,
-        len(last),
-        most,
+        live.uses,
+        live.stored,
+        live.most,
         hit_tokens if said else UNKNOWN,
         len(tenants),
         len(models),

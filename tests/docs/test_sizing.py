@@ -15,7 +15,6 @@ import pytest
 
 from kvframework.api.options import ByteSize
 from kvframework.planning.catalogue import catalogue
-from kvframework.planning.live_set import live_set
 from kvframework.planning.lru_curve import lru_curve
 from kvframework.planning.prompts import prompts_of
 from kvframework.trace.reading import open_trace
@@ -101,7 +100,7 @@ def test_what_is_worth_keeping_follows_from_the_chunks_of_the_trace(model: Model
 @pytest.mark.skipif(not TRACE, reason="KVFRAMEWORK_TRACE names no trace")
 def test_the_curve_is_that_of_the_trace() -> None:
     prompts = prompts_of(open_trace(TRACE), CHUNK)
-    found, curve = live_set(prompts), lru_curve(prompts)
+    found, curve = prompts.live_set(), lru_curve(prompts)
     assert (found.most, found.stored) == (LIVE, EVER)
     for name, _, _, *shares in rows(PAGE, "How much L1"):
         chunk_bytes = CHUNK * {model.name: model.nbytes for model in models()}[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from kvframework.planning.live_set import live_set
 from kvframework.planning.prompts import prompts_of
 from tests.planning.traces import MadeTrace, traces
 
@@ -17,7 +16,7 @@ def test_it_is_what_will_be_asked_for_again(trace: MadeTrace) -> None:
         for node in prompt.nodes:
             uses.setdefault(node, []).append(index)
     live = [sum(1 for each in uses.values() if each[0] <= index < each[-1]) for index in range(len(prompts.prompts))]
-    found = live_set(prompts)
+    found = prompts.live_set()
     assert found.most == max(live)
     assert found.reused == sum(1 for each in uses.values() if len(each) > 1)
     assert (found.stored, found.uses) == (len(uses), sum(map(len, uses.values())))

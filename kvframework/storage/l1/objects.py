@@ -472,7 +472,7 @@ class ObjectTable:
 
     def _place(self, length: int, key: PackedKey, tenant: int) -> int | None:
         tenants, walk = self.tenants, self._walk
-        if walk is None and len(tenants.policies) == 1 and self.allocator.largest_free < length:
+        if walk is None and not tenants.any_named and self.allocator.largest_free < length:
             walk, self._full = self._walks.of(0), length
             self._walk = walk
         if walk is not None and length >= self._full:
