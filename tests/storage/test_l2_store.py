@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tracemalloc
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Shares, Watermarks, victims
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.steps import run
+from kvframework.storage.l2.steps import Steps, run
 from tests.storage.memory import packed_key
 from tests.storage.tier import MemoryTier, in_envelope
 
@@ -171,17 +171,20 @@ def test_what_failed_stays_and_what_is_damaged_is_deleted(outcome: Outcome) -> N
     assert store.counters["misses"] == 0, "missing is another answer"
 
 
+class Small(MemoryTier):
+    """Of 10,000 bytes, that lists its values."""
+
+    has = frozenset({"scan", "usage"})
+
+    def usage(self, *, deadline: float) -> TierUsage:
+        return TierUsage(sum(map(len, self.values.values())), 10_000)
+
+    def scan(self, *, deadline: float) -> Iterator[TierEntry]:
+        yield from [TierEntry(key, len(value), number) for number, (key, value) in enumerate(self.values.items())]
+
+
 def test_two_writers_do_not_take_the_same_room() -> None:
     """Each asks how full the tier is before either has written."""
-
-    class Small(MemoryTier):
-        has = frozenset({"scan", "usage"})
-
-        def usage(self, *, deadline: float) -> TierUsage:
-            return TierUsage(sum(map(len, self.values.values())), 10_000)
-
-        def scan(self, *, deadline: float) -> Iterator[TierEntry]:
-            yield from [TierEntry(key, len(value), number) for number, (key, value) in enumerate(self.values.items())]
 
     tier = Small({K[number]: bytes(1000) for number in range(6)})
     store = store_of(tier, watermarks=Watermarks(0.9, 0.7))
@@ -204,6 +207,45 @@ def test_two_writers_do_not_take_the_same_room() -> None:
     assert sum(map(len, tier.values.values())) <= 9000
     assert store.counters["evicted"] == 3
     first.close()
+
+
+@pytest.mark.parametrize("steps_before", range(1, 6))
+@pytest.mark.parametrize("steps_between", range(6))
+def test_two_writers_do_not_make_the_same_room_twice(steps_before: int, steps_between: int) -> None:
+    """Whatever the other has done between the question how full the tier is and its answer."""
+    tier = Small({K[number]: bytes(1000) for number in range(9)})
+    store = store_of(tier, watermarks=Watermarks(0.9, 0.5))
+    value = memoryview(bytes(1000 - HEADER_BYTES))
+    first, second = (_Stepwise(store.put_steps([key], [value])) for key in K[10:12])
+    first.take(steps_before)
+    second.take(1)
+    first.take(steps_between)
+    second.take_all()
+    first.take_all()
+    assert {K[10], K[11]} <= set(tier.values)
+    assert 5 <= store.counters["evicted"] <= 6
+    assert sum(map(len, tier.values.values())) <= 6000
+
+
+class _Stepwise:
+    """The steps of one writer, taken when the test says so."""
+
+    def __init__(self, steps: Steps[object]) -> None:
+        self._steps = steps
+        self._step: Callable[[], object] | None = next(steps)
+
+    def take(self, number: int) -> None:
+        for _ in range(number):
+            if self._step is not None:
+                answer = self._step()
+                try:
+                    self._step = self._steps.send(answer)
+                except StopIteration:
+                    self._step = None
+
+    def take_all(self) -> None:
+        while self._step is not None:
+            self.take(1)
 
 
 def test_damage_that_shows_without_reading_is_deleted_too() -> None:

@@ -167,10 +167,10 @@ def test_what_was_used_longest_ago_leaves_a_folder_at_its_capacity(tmp_path: Pat
             await_written(engine.client)
         assert count(engine.client, "evicted") == 0
         assert tier(engine.client)["usage"]["capacity_bytes"] == 4 * MIB
-        used_before = values_in(folder)[0].stat().st_mtime
-        assert engine.load(prompts[0]) == 10
         used = [folder / path_of(object_key(engine.namespace, digest)) for digest in prompts[0].digests]
-        known = lambda: all(each.stat().st_mtime > used_before + 0.5 for each in used)  # noqa: E731
+        stored_at = [each.stat().st_mtime_ns for each in used]
+        assert engine.load(prompts[0]) == 10
+        known = lambda: all(each.stat().st_mtime_ns > at for each, at in zip(used, stored_at, strict=True))  # noqa: E731
         wait_until(known, 30, "uses that the folder knows of")
         for each in prompts[10:14]:
             engine.store(each)

@@ -26,6 +26,7 @@ from kvframework.storage.l2.absences import Absences
 from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.codecs import CodecTable
 from kvframework.storage.l2.full_tier_victims import Shares, Watermarks, victims
+from kvframework.storage.l2.room import Room, Taken
 from kvframework.storage.l2.steps import Steps, run
 from kvframework.storage.l2.tier_calls import TierCalls
 from kvframework.storage.namespaces import is_record_key
@@ -94,9 +95,7 @@ class L2Store:
         self._usage: TierUsage | None = None
         self._problems: list[str] = []
         self._details: Mapping[str, object] = {}
-        # Bytes that are being written.
-        self._taken = 0
-        self._room = threading.Lock()
+        self._room = Room()
         # What loads learn of its speed; whoever uses it holds `pricing`.
         self.speed = TierSpeed(clock())
         self.pricing = threading.Lock()
@@ -253,13 +252,12 @@ class L2Store:
                 self._stands_for(key, sum(part.nbytes for part in each))
                 for key, each in zip(keys[rest], parts[rest], strict=True)
             ]
-            number, taken = yield from self._make_room(sizes)
+            taken = yield from self._make_room(sizes)
+            now = slice(len(stored), len(stored) + taken.number)
             try:
-                stored += yield from self._put_together(
-                    keys[rest][:number], values[rest][:number], parts[rest][:number]
-                )
+                stored += yield from self._put_together(keys[now], values[now], parts[now])
             finally:
-                self._give_back(taken)
+                self._room.give_back(taken)
         return stored
 
     def _put_together(
@@ -398,40 +396,42 @@ class L2Store:
     def _keeps_room(self) -> bool:
         return self.capabilities >= {"scan", "usage"}
 
-    def _make_room(self, sizes: Sequence[int]) -> Steps[tuple[int, int]]:
+    def _make_room(self, sizes: Sequence[int]) -> Steps[Taken]:
         """Delete the least recently used values, if values of `sizes` and those of concurrent writers would fill the
-        tier beyond its high watermark. Returns how many of them, the first ones, may be written now, and the bytes
-        reserved for them until `_give_back`."""
+        tier beyond its high watermark. Returns the room of those that may be written now, which the caller gives
+        back."""
         if not self._keeps_room:
-            return len(sizes), 0
+            return Taken(len(sizes), 0, 0)
+        deleted = self._room.asking()
         usage = yield from self._ask_usage()
-        number = self._watermarks.at_once(usage, sizes)
-        taken = sum(sizes[:number])
-        with self._room:
-            excess = self._watermarks.excess(
-                TierUsage(usage.used_bytes + self._taken, usage.capacity_bytes), sizes[:number]
-            )
-            self._taken += taken
+        taken = self._room.take(usage, sizes, self._watermarks, deleted)
+        if taken.excess:
+            try:
+                yield from self._delete_oldest(taken.excess, usage.capacity_bytes)
+            except BaseException:
+                self._room.give_back(taken)
+                raise
+        return taken
+
+    def _delete_oldest(self, nbytes: int, capacity: int) -> Steps[None]:
+        left = nbytes
         try:
-            if excess:
-                leaving = yield from self._calls.call(
-                    "scan",
-                    lambda at: victims(self._tier.scan(deadline=at), excess, usage.capacity_bytes, self.shares),
-                    timeout_s=SCAN_S,
-                )
-                for first in range(0, len(leaving), DELETE_AT_ONCE):
-                    self.count(evicted=(yield from self.delete_steps(leaving[first : first + DELETE_AT_ONCE])))
-        except BaseException:
-            self._give_back(taken)
-            raise
-        return number, taken
+            leaving = yield from self._calls.call(
+                "scan",
+                lambda at: victims(self._tier.scan(deadline=at), nbytes, capacity, self.shares),
+                timeout_s=SCAN_S,
+            )
+            for first in range(0, len(leaving), DELETE_AT_ONCE):
+                part = leaving[first : first + DELETE_AT_ONCE]
+                self.count(evicted=(yield from self.delete_steps(part)))
+                gone = nbytes * len(part) // len(leaving)
+                left -= gone
+                self._room.deleted(gone)
+        finally:
+            self._room.deleted(left)
 
     def _stands_for(self, key: PackedKey, nbytes: int) -> int:
         return nbytes if self.scale == 1 or is_record_key(key) else nbytes * self.scale
-
-    def _give_back(self, taken: int) -> None:
-        with self._room:
-            self._taken -= taken
 
     def _ask_usage(self) -> Steps[TierUsage]:
         self._usage = yield from self._calls.call("usage", lambda at: self._tier.usage(deadline=at))
