@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,24 +15,27 @@ from kvframework.trace.form import Request
 from kvframework.trace.lines import VERSION, HeaderLine, Line
 
 _encode = msgspec.json.Encoder().encode
+_MOST_PENDING = 1 << 20
 
 
 class TraceFile:
-    """A new file that only its user may read. Raises `TraceError` if it exists, or cannot be written. What was written
-    before an error stays."""
+    """A new file that only its user may read. Raises `TraceError` if it exists, or cannot be written. It holds what the
+    last `flush` that did not fail has left, in whole lines: a full disk takes back what it has cut off."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with self._writing():
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._file = os.fdopen(descriptor, "wb", 1 << 20)
+            self._file = os.fdopen(descriptor, "wb", 0)
+        self._pending = bytearray()
+        self._written = 0
 
     def __enter__(self) -> TraceFile:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        with self._writing():
-            self._file.close()
+        with self._file:
+            self.flush()
 
     def begin(self, chunk_tokens: int, recorded_at: float = 0.0) -> None:
         """Write the header, once, before any request."""
@@ -54,13 +58,24 @@ class TraceFile:
         )
 
     def flush(self) -> None:
-        """Give what was written to the system: whole lines."""
-        with self._writing():
-            self._file.flush()
+        """Give all lines since the last time to the system, or none: those are forgotten then."""
+        lines, self._pending = memoryview(self._pending), bytearray()
+        try:
+            with self._writing():
+                left = lines
+                while left:
+                    left = left[self._file.write(left) :]
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._written)
+            raise
+        self._written += len(lines)
 
     def _write(self, line: HeaderLine | Line) -> None:
-        with self._writing():
-            self._file.write(_encode(line) + b"\n")
+        self._pending += _encode(line)
+        self._pending += b"\n"
+        if len(self._pending) >= _MOST_PENDING:
+            self.flush()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

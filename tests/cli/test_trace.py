@@ -56,7 +56,9 @@ def run_digest(salt: str) -> str:
 
 
 @contextlib.contextmanager
-def recording(server: ServerProcess, *files: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def recording(
+    server: ServerProcess, *files: Path, ended_by: signal.Signals = signal.SIGINT
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Recorders of their own, one a file; they are asked to end behind the block."""
     already = server.log.count(BEGUN)
     started = [
@@ -75,7 +77,7 @@ def recording(server: ServerProcess, *files: Path) -> Iterator[list[subprocess.P
         wait_until(lambda: server.log.count(BEGUN) == already + 1, what="the line of the log")
         yield started
         for process in started:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(ended_by)
             out, err = process.communicate(timeout=60)
             assert (process.returncode, err) == (0, ""), out
     finally:
@@ -316,22 +318,59 @@ def test_a_server_that_ends_leaves_what_was_recorded(tmp_path: Path) -> None:
     assert len(list(open_trace(file))) == 1
 
 
-def test_a_full_disk_is_said(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def full_disk(at: int = 4096) -> Iterator[None]:
+    """No file grows beyond `at` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-        file = TraceFile(tmp_path / "t.jsonl")
-        file.begin(CHUNK)
-        for _ in range(1000):
-            file.add(Request(0.0, 512, 0, [1, 2]))
-        with pytest.raises(TraceError, match="File too large"):
-            file.flush()
-        with pytest.raises(TraceError, match="File too large"):
-            file.__exit__()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (at, before[1]))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_full_disk_leaves_the_lines_that_were_whole_before(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    with full_disk(), pytest.raises(TraceError, match="File too large"), TraceFile(path) as file:
+        file.begin(CHUNK)
+        for each in range(1000):
+            file.add(Request(float(each), 512, 0, [1, 2]))
+            if each == 9:
+                file.flush()
+    assert len(list(open_trace(path))) == 10
+
+
+def test_a_recording_that_fills_the_disk_says_what_is_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    with serving() as server, WireClient(server.endpoint) as client:
+        registered = client.register()
+
+        def crowd(_recorder: Recorder, _seconds: float) -> None:
+            for _ in range(10):
+                client.lookup(key_for(registered, TOKENS))
+
+        with mock.patch.object(Recorder, "_pause", crowd), full_disk():
+            done = run("trace", "record", "-o", str(path), "--endpoint", server.endpoint)
+    assert done.returncode == 2
+    assert "File too large" in done.stderr
+    requests = len(list(open_trace(path)))
+    assert requests > 0
+    assert f"t.jsonl: {requests} requests in " in done.stdout
+    assert "; 10 more could not be kept" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_lookup_leaves_an_empty_trace(
+    server: ServerProcess, tmp_path: Path, number: signal.Signals
+) -> None:
+    file = tmp_path / "t.jsonl"
+    with recording(server, file, ended_by=number) as (process,):
+        pass
+    assert process.returncode == 0
+    assert list(open_trace(file)) == []
+    wait_until(lambda: ended(server), what="the end of the recording")
 
 
 def test_info_of_a_trace(tmp_path: Path) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
 from kvframework.cli.numbers import short_count, short_duration
 from kvframework.client import KVClient
@@ -16,13 +22,22 @@ from kvframework.wire import messages as m
 POLL_S = 0.5
 
 
+class _Counts(NamedTuple):
+    """Of requests. `first` and `until`: when the first and the last of them began."""
+
+    requests: int = 0
+    lost: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    first: float = 0.0
+    until: float = 0.0
+
+
 class Recorder:
     """Fetches with `client`, which the caller closes, and writes to a new file at `path`."""
 
     def __init__(self, client: KVClient, path: Path, *, timeout_s: float) -> None:
         self.begun = False
-        self.requests = 0
-        self.lost = 0
         self._client = client
         self._path = path
         self._timeout_s = timeout_s
@@ -30,16 +45,16 @@ class Recorder:
         self._last = 0
         self._missing = 0  # since the last request that was written
         self._chunk_tokens = 0
-        self._first = self._until = 0.0
-        self._asked_tokens = self._hit_tokens = 0
+        self._fetched = self._written = _Counts()
+        self._stop = threading.Event()
 
     def run(self, seconds: float) -> None:
-        """Record for so long, or until KeyboardInterrupt. Raises what `KVClient` does, `VersionMismatch` for an older
+        """Record for so long, or until SIGINT or SIGTERM. In the main thread. Raises what `KVClient` does, `VersionMismatch` for an older
         server, `RequestError` for another user's, and `TraceError`."""
         chunk_size = self._client.hello.chunk_size
         reply = self._ask(m.Trace())
         self._last = reply.last
-        with TraceFile(self._path) as file:
+        with self._until_signal(), TraceFile(self._path) as file:
             self.begun = True
             recorded_at = time.time()
             try:
@@ -49,22 +64,36 @@ class Recorder:
                     file.begin(chunk_size, recorded_at)
 
     def said(self) -> str:
-        """Return what was recorded, in a sentence."""
-        asked = self._asked_tokens
-        hit = f", {100 * self._hit_tokens / asked:.0f} % of them hit" if asked else ""
-        span = short_duration(self._until - self._first)
-        text = f"{short_count(self.requests)} requests in {span} for {short_count(asked)} tokens{hit}"
-        return f"{text}; {short_count(self.lost)} more could not be kept" if self.lost else text
+        """Return what is in the file, in a sentence."""
+        counts = self._written
+        asked = counts.asked_tokens
+        hit = f", {100 * counts.hit_tokens / asked:.0f} % of them hit" if asked else ""
+        span = short_duration(counts.until - counts.first)
+        text = f"{short_count(counts.requests)} requests in {span} for {short_count(asked)} tokens{hit}"
+        lost = self._fetched.lost + self._fetched.requests - counts.requests
+        return f"{text}; {short_count(lost)} more could not be kept" if lost else text
+
+    @contextmanager
+    def _until_signal(self) -> Iterator[None]:
+        """The first signal ends the recording between two questions, a second one interrupts what it still does."""
+
+        def stop(number: int, _frame: FrameType | None) -> None:
+            self._stop.set()
+            signal.signal(number, signal.default_int_handler)
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _follow(self, file: TraceFile, reply: m.TraceReply, recorded_at: float, end: float) -> None:
-        try:
-            while (left := end - time.monotonic()) > 0:
-                if not reply.more:
-                    self._pause(min(POLL_S, left))
-                reply = self._ask(m.Trace(after=self._last))
-                self._write(file, reply, recorded_at)
-        except KeyboardInterrupt:
-            pass
+        while (left := end - time.monotonic()) > 0 and not self._stop.is_set():
+            if not reply.more:
+                self._pause(min(POLL_S, left))
+            reply = self._ask(m.Trace(after=self._last))
+            self._write(file, reply, recorded_at)
         more = True
         while more:
             reply = self._ask(m.Trace(after=self._last, done=True))
@@ -72,7 +101,7 @@ class Recorder:
             more = reply.more
 
     def _pause(self, seconds: float) -> None:
-        time.sleep(seconds)
+        self._stop.wait(seconds)
 
     def _ask(self, asked: m.Trace) -> m.TraceReply:
         try:
@@ -90,7 +119,7 @@ class Recorder:
             self._last = each.number
             if not self._chunk_tokens:
                 self._chunk_tokens = each.chunk_tokens
-                self._first = each.began
+                self._fetched = self._fetched._replace(first=each.began)
                 file.begin(each.chunk_tokens, recorded_at)
             if each.chunk_tokens == self._chunk_tokens:
                 file.add(self._request(each))
@@ -99,20 +128,24 @@ class Recorder:
         self._missed(reply.last - self._last)
         self._last = reply.last
         file.flush()
+        self._written = self._fetched
 
     def _missed(self, requests: int) -> None:
         """Count requests that are not written. The numbers of a server that has started again begin at 1."""
         self._missing += max(requests, 0)
-        self.lost += max(requests, 0)
+        self._fetched = self._fetched._replace(lost=self._fetched.lost + max(requests, 0))
 
     def _request(self, each: m.TracedLookup) -> Request:
-        self.requests += 1
-        self._asked_tokens += each.end - each.start
-        self._hit_tokens += max(each.hit_tokens, 0)
-        self._until = each.began
+        counts = self._fetched
+        self._fetched = counts._replace(
+            requests=counts.requests + 1,
+            asked_tokens=counts.asked_tokens + each.end - each.start,
+            hit_tokens=counts.hit_tokens + max(each.hit_tokens, 0),
+            until=each.began,
+        )
         missing, self._missing = self._missing, 0
         return Request(
-            at=each.began - self._first,
+            at=each.began - counts.first,
             tokens=len(each.digests) // DIGEST_BYTES * each.chunk_tokens,
             output_tokens=0,
             chunks=self._numbers.chunks(each.scope, each.digests),
