@@ -121,7 +121,7 @@ def plan(
     from kvframework.cli.speeds import parse_seconds, parse_tier
     from kvframework.errors import PlanError
     from kvframework.planning.goal import goal_of
-    from kvframework.planning.offers import parse_budget, parse_prices, parse_size, tier_offer
+    from kvframework.planning.offers import parse_budget, parse_prices, parse_size, tier_offers
     from kvframework.planning.plan import EVICTIONS, WRITE_POLICIES, Wanted, make_plan
     from kvframework.planning.plot import check_plot, draw
     from kvframework.planning.yours import engine_of
@@ -136,7 +136,7 @@ def plan(
             )
         check_out(out)
     ttft_s = parse_seconds(ttft if ttft[-1].isalpha() else f"{ttft}s", "--ttft") if ttft else None
-    tiers = tuple(tier_offer(parse_tier(each)) for each in tier or ())
+    tiers = tier_offers(parse_tier(each) for each in tier or ())
     wanted: Wanted = Wanted(
         engine=engine_of(engine, gpu, gpus, prefill, attention, bytes_per_token),
         engines=engines,

@@ -48,8 +48,24 @@ class TierOffer(msgspec.Struct, frozen=True):
         return KINDS[self.name]
 
 
-def tier_offer(speed: TierSpeed) -> TierOffer:
-    """Return the offer of a tier that is named by a word of `KINDS` or its plugin. Raises `PlanError` for others."""
+def tier_offers(speeds: Iterable[TierSpeed]) -> tuple[TierOffer, ...]:
+    """Return the offers of tiers that are named by a word of `KINDS` or its plugin. Raises `PlanError` for others, and
+    for one that is there twice: prices are by name."""
+    offers: dict[str, TierOffer] = {}
+    for speed in speeds:
+        offer = _tier_offer(speed)
+        if offer.name in offers:
+            raise PlanError(
+                f"there are two tiers {offer.name!r}",
+                where=f"--tier {speed.name}",
+                available=f"one of each: {', '.join(KINDS)}",
+                hint="plan with one, then with the other",
+            )
+        offers[offer.name] = offer
+    return tuple(offers.values())
+
+
+def _tier_offer(speed: TierSpeed) -> TierOffer:
     names = {kind.plugin: name for name, kind in KINDS.items()} | {name: name for name in KINDS}
     if speed.name not in names:
         raise PlanError(

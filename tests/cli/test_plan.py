@@ -93,6 +93,7 @@ def test_the_document(trace: str) -> None:
         (("--chunk-size", "8"), "nothing is known of chunks of 8"),
         (("--tier", "tape=1GB/s"), "no configuration is written for a tier 'tape'"),
         (("--tier", "disk"), "a tier without a speed"),
+        (("--tier", "disk=1GB/s", "--tier", "disk=3GB/s"), "there are two tiers 'disk'"),
         (("--price", "dram=1", "--tier", "disk=1GB/s"), "the price of a GiB is missing: disk"),
         (("--budget", "much"), "expected a size"),
         (("--ttft", "0"), "0.0 is no limit"),

@@ -6,22 +6,28 @@ import pytest
 
 from kvframework.cli.speeds import parse_tier
 from kvframework.errors import PlanError
-from kvframework.planning.offers import GIB, TierOffer, parse_budget, parse_prices, tier_offer
+from kvframework.planning.offers import GIB, TierOffer, parse_budget, parse_prices, tier_offers
 
 
 def test_a_tier_is_named_by_a_word_or_its_plugin() -> None:
-    assert tier_offer(parse_tier("disk=3GB/s,capacity=4TB,latency=1ms,write=1GB/s")) == TierOffer(
-        "disk", 3e9, 1e9, 1e-3, 4 * 10**12
+    assert tier_offers([parse_tier("disk=3GB/s,capacity=4TB,latency=1ms,write=1GB/s")]) == (
+        TierOffer("disk", 3e9, 1e9, 1e-3, 4 * 10**12),
     )
-    assert tier_offer(parse_tier("filesystem=3GB/s")) == TierOffer("disk", 3e9)
+    assert tier_offers([parse_tier("filesystem=3GB/s")]) == (TierOffer("disk", 3e9),)
     with pytest.raises(PlanError, match="no configuration is written for a tier 'tape'") as error:
-        tier_offer(parse_tier("tape=1GB/s"))
+        tier_offers([parse_tier("tape=1GB/s")])
     assert error.value.available == "disk, redis, s3"
     with pytest.raises(PlanError, match="slow="):
-        tier_offer(parse_tier("disk=1GB/s,slow=0.5@1s-2s"))
+        tier_offers([parse_tier("disk=1GB/s,slow=0.5@1s-2s")])
     for still in ("disk=0B/s", "disk=1GB/s,write=0B/s"):
         with pytest.raises(PlanError, match="a rate of nothing"):
-            tier_offer(parse_tier(still))
+            tier_offers([parse_tier(still)])
+
+
+def test_a_tier_is_there_once() -> None:
+    assert [each.name for each in tier_offers(map(parse_tier, ["redis=1GB/s", "disk=3GB/s"]))] == ["redis", "disk"]
+    with pytest.raises(PlanError, match="there are two tiers 'disk'"):
+        tier_offers(map(parse_tier, ["disk=3GB/s", "filesystem=1GB/s"]))
 
 
 def test_prices_are_all_given_or_all_assumed() -> None:
