@@ -333,12 +333,15 @@ def full_disk(at: int = 4096) -> Iterator[None]:
 
 def test_a_full_disk_leaves_the_lines_that_were_whole_before(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    with full_disk(), pytest.raises(TraceError, match="File too large"), TraceFile(path) as file:
+    with full_disk(), TraceFile(path) as file:
         file.begin(CHUNK)
-        for each in range(1000):
-            file.add(Request(float(each), 512, 0, [1, 2]))
-            if each == 9:
+        for count in (10, 1000):
+            for each in range(count):
+                file.add(Request(float(each), 512, 0, [1, 2]))
+            if count == 10:
                 file.flush()
+        with pytest.raises(TraceError, match="File too large"):
+            file.flush()
     assert len(list(open_trace(path))) == 10
 
 

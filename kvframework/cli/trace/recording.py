@@ -49,8 +49,8 @@ class Recorder:
         self._stop = threading.Event()
 
     def run(self, seconds: float) -> None:
-        """Record for so long, or until SIGINT or SIGTERM. In the main thread. Raises what `KVClient` does, `VersionMismatch` for an older
-        server, `RequestError` for another user's, and `TraceError`."""
+        """Record for so long, or until SIGINT or SIGTERM. In the main thread. Raises what `KVClient` does,
+        `VersionMismatch` for an older server, `RequestError` for another user's, and `TraceError`."""
         chunk_size = self._client.hello.chunk_size
         reply = self._ask(m.Trace())
         self._last = reply.last
