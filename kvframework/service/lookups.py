@@ -25,7 +25,7 @@ from kvframework.service.accounts.use import Use
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.lookup_waits import LookupWaits, Wait
 from kvframework.service.pricing import Pricing
-from kvframework.service.prompt_parts import found_part
+from kvframework.service.prompt_parts import found_part, prompt_part
 from kvframework.service.tenant_names import TenantNames
 from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
@@ -220,6 +220,7 @@ class Lookups:
                 on_done=on_done,
                 on_change=on_change,
                 located=None if asked.speed is None else partial(self.pricing.located, asked),
+                prompt=prompt_part(key, grid, range(len(grid.flat))),
             )
             return asked.task
 

@@ -448,18 +448,19 @@ class StorageManager:
         on_done: Callable[[], None] = lambda: None,
         on_change: Callable[[], object] = lambda: None,
         located: Located | None = None,
+        prompt: PromptPart = NO_PROMPT,
     ) -> LoadTask | None:
         """Load the objects of `keys` that L1 lacks from L2, in the background, keeping their order.
 
         Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have reported
         what they hold, the indices worth having (default: all); it is called again after a loss. `on_done` runs once in
         a storage thread while the chosen objects that were found are still pinned, even after a failure or a cancel;
-        `on_change` and `located`: see `LoadTask`. Returns None if there is no tier, too much is in flight, or the
-        manager is closed.
+        `on_change`, `located` and `prompt`: see `LoadTask`. Returns None if there is no tier, too much is in flight, or
+        the manager is closed.
         """
         by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
         sizes = [by_group[key[36:40]] for key in keys]
-        task = LoadTask(keys, sizes, select or (lambda available: range(len(available))), on_change, located)
+        task = LoadTask(keys, sizes, select or (lambda available: range(len(available))), on_change, located, prompt)
         return task if self._prefetcher.submit(task, on_done) else None
 
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
@@ -655,9 +656,11 @@ class StorageManager:
         stored = lease.objects[0]
         return self._arena[stored.offset : stored.offset + stored.length]
 
-    def reserve_load(self, key: PackedKey, nbytes: int) -> tuple[str, memoryview] | None:
+    def reserve_load(self, key: PackedKey, nbytes: int, prompt: PromptPart) -> tuple[str, memoryview] | None:
         """Return a place to load one object into; None if it is present, being written, or there is no room."""
-        result = self.reserve([(key, nbytes)], owner=INTERNAL_OWNER, request_id="", lease_s=None, use="load")
+        result = self.reserve(
+            [(key, nbytes)], owner=INTERNAL_OWNER, request_id="", lease_s=None, use="load", prompt=prompt
+        )
         if result.lease is None:
             return None
         offset = result.placed[0][1]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from kvframework.api.eviction import EvictionPolicy, EvictionProvider, PackedKey, RequestFacts, Use, hookimpl
 from kvframework.api.retain import MAX_RETAINS, Retain, retain_of
 from kvframework.client import RequestHashes
 from kvframework.errors import InvalidPayload
 from kvframework.wire import messages as m
 from tests.client.engine import CHUNK, Engine
+from tests.server.in_process import serving
 from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
 OBJECTS = 32  # in 1 MiB, of the tiny model
@@ -154,3 +159,54 @@ class _Raw(msgspec.Struct, omit_defaults=True):
 
     key: dict[str, object]
     instance_id: int = 0
+
+
+class Places(EvictionPolicy):
+    """Writes down where in its prompt each new object is, and what it came by."""
+
+    name = "places"
+
+    def __init__(self) -> None:
+        self.order: dict[PackedKey, None] = {}
+        self.told: list[tuple[Use, int, int]] = []
+
+    def on_insert(self, key: PackedKey, nbytes: int) -> None:
+        self.order[key] = None
+
+    def on_access(self, key: PackedKey) -> None: ...
+
+    def on_remove(self, key: PackedKey) -> None:
+        del self.order[key]
+
+    def victims(self) -> Iterator[PackedKey]:
+        return iter(self.order)
+
+    def on_inserts(
+        self, keys: Sequence[PackedKey], sizes: Sequence[int], chunks: Sequence[int], facts: RequestFacts
+    ) -> None:
+        self.told += [(facts.use, chunk, facts.chunk_tokens) for chunk in chunks]
+        super().on_inserts(keys, sizes, chunks, facts)
+
+
+def test_a_policy_learns_where_what_comes_from_a_tier_is_in_the_prompt(tmp_path: Path) -> None:
+    policy = Places()
+
+    class Plugin:
+        @hookimpl
+        def kvf_eviction_policies(self) -> list[EvictionProvider[Any]]:
+            return [EvictionProvider(name="places", summary="tells", create=lambda _: policy)]
+
+    disk = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "l2.0.capacity=1GiB")
+    with serving(*disk, "l1.eviction.use=places", plugins=(Plugin(),)) as server, WireClient(server.endpoint) as client:
+        registered = client.register()
+        client.store(key_for(registered, prompt(1, 8)), b"x")
+        wait_until(lambda: client.status()["l2"][0]["write_pending"] == 0, what="the write to L2")
+        client.call("CLEAR", m.Clear())
+        policy.told.clear()
+        # The first two chunks are the engine's own; a hint does not make a load another one.
+        key = key_for(registered, prompt(1, 8), start=2 * CHUNK, retain=(Retain("keep"),))
+        reply = client.lookup(key)
+        while reply.pending:
+            reply = client.call("QUERY_PREFETCH_STATUS", m.PrefetchQuery(reply.ticket, wait_s=1.0))
+        assert reply.hit_tokens == 6 * CHUNK
+    assert sorted(policy.told) == [("load", chunk, CHUNK) for chunk in range(2, 8)]

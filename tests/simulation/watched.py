@@ -155,10 +155,11 @@ class WatchedManager(StorageManager):
         on_done: Callable[[], None] = lambda: None,
         on_change: Callable[[], object] = lambda: None,
         located: Located | None = None,
+        prompt: PromptPart = NO_PROMPT,
     ) -> LoadTask | None:
         load, told = self._once(on_done)
         task = super().submit_prefetch_task(
-            keys, layout_desc, select=select, on_done=told, on_change=on_change, located=located
+            keys, layout_desc, select=select, on_done=told, on_change=on_change, located=located, prompt=prompt
         )
         if task is not None:
             self.accepted[load] = 0

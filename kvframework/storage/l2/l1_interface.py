@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.leases import PinLease
+from kvframework.storage.l1.leases import PinLease, PromptPart
 from kvframework.storage.l2.sealed_tier import L2Store
 
 
@@ -24,7 +24,7 @@ class L1(Protocol):
 
     def bytes_of(self, lease: PinLease) -> memoryview: ...
 
-    def reserve_load(self, key: PackedKey, nbytes: int) -> tuple[str, memoryview] | None: ...
+    def reserve_load(self, key: PackedKey, nbytes: int, prompt: PromptPart) -> tuple[str, memoryview] | None: ...
 
     def finish_load(self, lease_id: str, good: bool) -> PinLease | None: ...
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvframework.api.requests import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
 from kvframework.pricing.tier_speed import Load
-from kvframework.storage.l1.leases import PinLease
+from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart
 from kvframework.storage.l2.l1_interface import L1
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import Step, Steps, do
@@ -81,7 +81,7 @@ class LoadTask(PrefetchTask):
     """One load. `done` turns True after `on_done` and all callbacks have run; `loaded` counts objects, and `calls` are
     its first `MAX_CALLS` calls to tiers. `decided` turns True once the tiers have said what they have. `on_change` is
     called in a storage thread after that, when objects have arrived, and at the end; it must not block. `located` is
-    called there, too, before the first `select`."""
+    called there, too, before the first `select`. `prompt` says where the objects are, for the eviction policy."""
 
     def __init__(
         self,
@@ -90,12 +90,14 @@ class LoadTask(PrefetchTask):
         select: Select,
         on_change: Callable[[], object] = lambda: None,
         located: Located | None = None,
+        prompt: PromptPart = NO_PROMPT,
     ) -> None:
         self.keys = keys
         self.sizes = sizes
         self.select = select
         self.on_change = on_change
         self.located = located
+        self.prompt = prompt
         self.decided = False
         self.done = False
         self.loaded = 0
@@ -310,7 +312,8 @@ class Loader:
         try:
             store.spare_the_request("get_into")
             for index in batch:
-                place = yield from do(self._l1.reserve_load, task.keys[index], task.sizes[index])
+                part = PromptPart(task.prompt.of([index]), task.prompt.chunk_tokens)
+                place = yield from do(self._l1.reserve_load, task.keys[index], task.sizes[index], part)
                 if place is None:
                     elsewhere.append(index)
                 else:
