@@ -34,8 +34,9 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     `request_id` is the engine's, "" for none; `tenant` a name of `[tenants]`, "" for none; `chunk_tokens` the tokens of
     a chunk, 0 if not known. `compute_s` are the seconds in which an engine computes one token of this request again,
     `load_s` those in which a tier loads one byte; None if not known. `hint` is what the request says of the future of
-    these objects; with "keep", `keep_s` is for how many seconds from `at`, and `priority`, 1 to 100, which of such
-    objects to keep longest.
+    these objects; with "keep", `keep_s` is for how many seconds from `at`, `priority`, 1 to 100, which of such objects
+    to keep longest, and `sizes` has the bytes of each key of the call. `held` are the bytes of all objects of this
+    policy, and of what is being stored; 0 if not known.
     """
 
     use: Use
@@ -48,6 +49,8 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     hint: Hint = ""
     keep_s: float = 0.0
     priority: int = 0
+    sizes: Sequence[int] = ()
+    held: int = 0
 
 
 class EvictionPolicy(ABC):

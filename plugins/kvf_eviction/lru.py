@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from kvf_eviction.hinted import Hinted
+from kvf_eviction.hinted import Hinted, sized
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
 
 
@@ -55,7 +55,7 @@ class Lru(EvictionPolicy):
         deque(map(self._order.pop, keys), maxlen=0)
 
     def victims(self) -> Iterator[PackedKey]:
-        self._hinted.full_at(len(self))
+        self._hinted.full()
         if not self._hinted:
             return iter(self._order)
         return chain(self._hinted.done, self._order, self._hinted.last())
@@ -72,16 +72,16 @@ class Lru(EvictionPolicy):
     def _heed(self, keys: Sequence[PackedKey], facts: RequestFacts) -> None:
         """Do as the request says, and give back what was kept for long enough."""
         hinted, order = self._hinted, self._order
-        for key, _ in hinted.due(facts.at):
+        for key, _ in hinted.due(facts):
             order[key] = None
         if not facts.hint:
             return
-        for key in dict.fromkeys(keys):
-            if facts.hint == "done":
+        is_done = facts.hint == "done"
+        for key, nbytes in sized(keys, facts):
+            if is_done or hinted.may_keep(key, nbytes):
                 hinted.take(key)
                 order.pop(key, None)
-                hinted.add_done(key, 0)
-            elif hinted.may_keep(key):
-                hinted.take(key)
-                order.pop(key, None)
-                hinted.add_kept(key, 0, facts)
+                if is_done:
+                    hinted.add_done(key, 0)
+                else:
+                    hinted.add_kept(key, nbytes, 0, facts)

@@ -16,7 +16,7 @@ from itertools import chain
 
 from kvf_eviction.against_lru import AgainstLru
 from kvf_eviction.ghost_marks import MARK_BITS, WAYS, GhostMarks
-from kvf_eviction.hinted import Hinted
+from kvf_eviction.hinted import Hinted, sized
 from kvf_eviction.reuse import BINS, Reuse, age_bin
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
 
@@ -129,7 +129,7 @@ class TwoQueues(EvictionPolicy):
                 self._ghosts.add(key, (mark >> _TIME & _GHOST_TIME) << 1 | mark & 1)
 
     def victims(self) -> Iterator[PackedKey]:
-        self._hinted.full_at(len(self))
+        self._hinted.full()
         return chain(self._hinted.done, self._by_worth(), self._hinted.last()) if self._hinted else self._by_worth()
 
     def _by_worth(self) -> Iterator[PackedKey]:
@@ -153,19 +153,19 @@ class TwoQueues(EvictionPolicy):
     def _heed(self, keys: Sequence[PackedKey], facts: RequestFacts) -> None:
         """Do as the request says, and give back what was kept for long enough, as young as what comes now."""
         hinted, (once, again) = self._hinted, self._queues
-        for key, mark in hinted.due(facts.at):
+        for key, mark in hinted.due(facts):
             self._lru.moved(mark >> _TIME)
             self._queues[mark & 1][key] = self._now << _TIME | mark & (1 << _TIME) - 1
         if not facts.hint:
             return
-        for key in dict.fromkeys(keys):
-            is_done = facts.hint == "done"
-            if is_done or hinted.may_keep(key):
+        is_done = facts.hint == "done"
+        for key, nbytes in sized(keys, facts):
+            if is_done or hinted.may_keep(key, nbytes):
                 mark = once.pop(key, 0) or again.pop(key, 0) or hinted.take(key) or 0
                 if is_done:
                     hinted.add_done(key, mark)
                 else:
-                    hinted.add_kept(key, mark, facts)
+                    hinted.add_kept(key, nbytes, mark, facts)
 
     def _ended(self, mark: int, now: int) -> None:
         """Count a wait that ends with a use."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,7 @@ from kvf_eviction.hinted import LONGEST_S, MOST_DUE, SHARE, TICK_S, Hinted
 from kvframework.api.eviction import EvictionPolicy, Hint, RequestFacts
 from kvframework.api.retain import MAX_DURATION_S
 
+MIB = 1 << 20
 Make = Callable[[], EvictionPolicy]
 BOTH = pytest.mark.parametrize("make", [Lru, TwoQueues])
 
@@ -22,11 +23,16 @@ def keys_of(first: int, count: int) -> list[bytes]:
 
 
 def facts(
-    hint: Hint = "", at: float = 0.0, keep_s: float = 60.0, priority: int = 50, request: str = ""
+    hint: Hint = "",
+    at: float = 0.0,
+    keep_s: float = 60.0,
+    priority: int = 50,
+    request: str = "",
+    sizes: Sequence[int] = (),
+    held: int = 0,
 ) -> RequestFacts:
-    return RequestFacts(
-        use="store", at=at, request_id=request, hint=hint, keep_s=keep_s if hint == "keep" else 0.0, priority=priority
-    )
+    kept = {"keep_s": keep_s, "priority": priority, "sizes": sizes} if hint == "keep" else {}
+    return RequestFacts(use="store", at=at, request_id=request, hint=hint, held=held, **kept)  # type: ignore[arg-type]
 
 
 def insert(policy: EvictionPolicy, keys: list[bytes], told: RequestFacts) -> None:
@@ -87,19 +93,20 @@ def test_hints_keep_a_share_at_most_and_an_hour_at_most(make: Make) -> None:
     insert(policy, others, facts())
     for _ in range(3):
         for key in mine:
-            told = facts("keep", keep_s=1e300, priority=1 << 40)
+            told = facts("keep", keep_s=1e300, priority=1 << 40, sizes=[MIB], held=len(list(policy.victims())) * MIB)
             if key in set(policy.victims()):
                 policy.on_uses([key], facts("done"))
                 policy.on_uses([key], told)
             else:
                 insert(policy, [key], told)
+    policy.on_uses(others[:1], facts(held=600 * MIB))
     next(policy.victims())  # L1 is full
-    policy.on_uses(others[:1], facts())
+    policy.on_uses(others[:1], facts(held=600 * MIB))
     order = list(policy.victims())
     assert len(order) == 600
     kept = [key for key in order[-150:] if key in mine]
     assert len(kept) == SHARE * 600
-    policy.on_uses(others, facts(at=1.0))
+    policy.on_uses(others, facts(at=1.0, held=600 * MIB))
     assert set(list(policy.victims())[:150]) == set(mine) - set(kept), "the rest of the attacker's objects is older"
     for _ in range(len(kept) // MOST_DUE + 1):
         policy.on_uses(others[:1], facts(at=LONGEST_S + 2 * TICK_S))
@@ -170,14 +177,14 @@ def test_nothing_is_kept_beyond_its_time_and_nothing_given_back_before(
     hinted, until, now = Hinted(), dict[bytes, float](), 0.0
     for number, passed, keep_s, priority in steps:
         now += passed
-        for key, mark in hinted.due(now):
+        for key, mark in hinted.due(facts(at=now)):
             assert mark == key[-1] + 1
             assert until.pop(key) <= now
         assert all(end > now - TICK_S for end in until.values())
         key = number.to_bytes(72, "big")
         hinted.take(key)
         hinted.add_kept(
-            key, number + 1, RequestFacts(use="store", at=now, hint="keep", keep_s=keep_s, priority=priority)
+            key, 1, number + 1, RequestFacts(use="store", at=now, hint="keep", keep_s=keep_s, priority=priority)
         )
         until[key] = now + min(keep_s, LONGEST_S)
         assert hinted.kept.keys() == until.keys()
@@ -187,8 +194,8 @@ def test_nothing_is_kept_beyond_its_time_and_nothing_given_back_before(
 def test_a_crowd_whose_time_has_passed_comes_back_in_parts() -> None:
     hinted = Hinted()
     for key in keys_of(0, 3 * MOST_DUE):
-        hinted.add_kept(key, 1, facts("keep", keep_s=1.0))
-    assert [len(hinted.due(100.0)) for _ in range(4)] == [MOST_DUE, MOST_DUE, MOST_DUE, 0]
+        hinted.add_kept(key, 1, 1, facts("keep", keep_s=1.0))
+    assert [len(hinted.due(facts(at=100.0))) for _ in range(4)] == [MOST_DUE, MOST_DUE, MOST_DUE, 0]
 
 
 def test_what_was_kept_before_l1_was_full_comes_back_beyond_the_share() -> None:
@@ -196,10 +203,15 @@ def test_what_was_kept_before_l1_was_full_comes_back_beyond_the_share() -> None:
     low, high = keys_of(0, 300), keys_of(1000, 300)
     for keys, priority in (high, 90), (low, 10):
         for key in keys:
-            assert hinted.may_keep(key)
-            hinted.add_kept(key, 1, facts("keep", priority=priority))
-    assert hinted.due(1.0) == []
-    hinted.full_at(1000)
-    assert [key for key, _ in hinted.due(1.0)] == [*low, *high[:50]]
-    assert (hinted.due(1.0), len(hinted.kept)) == ([], 250)
-    assert (hinted.may_keep(low[0]), hinted.may_keep(high[-1])) == (False, True)
+            assert hinted.may_keep(key, 10)
+            hinted.add_kept(key, 10, 1, facts("keep", priority=priority))
+    told = facts(at=1.0, held=10_000)
+    assert hinted.due(told) == []
+    hinted.full()
+    assert [key for key, _ in hinted.due(told)] == [*low, *high[:50]]
+    assert (hinted.due(told), len(hinted.kept), hinted.kept_bytes) == ([], 250, 2500)
+    assert (hinted.may_keep(low[0], 1), hinted.may_keep(high[-1], 10)) == (False, True)
+    for key in high[50:]:
+        hinted.take(key)
+    assert hinted.kept_bytes == 0
+    assert (hinted.may_keep(low[0], 2500), hinted.may_keep(low[0], 2501)) == (True, False)

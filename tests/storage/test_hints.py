@@ -88,12 +88,13 @@ def test_a_policy_hears_of_each_part_the_last_one_first() -> None:
     hints = (Retain("keep", 60.0, 90, 0, 2 * TOKENS), Retain("done", start=3 * TOKENS))
     store(table, K[:5], now=7.0, prompt=prompt(range(5), *hints))
     inserts = [call for call in policy.last() if call[0] == "inserts"]
-    facts = RequestFacts(use="store", at=7.0, request_id="r1", chunk_tokens=TOKENS)
+    facts = RequestFacts(use="store", at=7.0, request_id="r1", chunk_tokens=TOKENS, held=5 * ALIGNMENT)
     assert [(keys, chunks, told.hint, told.keep_s, told.priority) for _, keys, _, chunks, told in inserts] == [
         ([K[4], K[3]], [4, 3], "done", 0.0, 0),
         ([K[2]], [2], "", 0.0, 0),
         ([K[1], K[0]], [1, 0], "keep", 60.0, 90),
     ]
+    assert [told.sizes for *_, told in inserts] == [(), (), [ALIGNMENT] * 2]
     assert inserts[1][4] == facts
     look(table, K[:4], *hints)
     assert [(keys, told.hint) for _, keys, told in policy.last()] == [
@@ -222,3 +223,29 @@ def test_a_policy_that_knows_no_hints_goes_on_as_before(policy: type[OrderedLru]
     store(table, K[10:12], now=2.0, prompt=prompt(range(2), *DONE))
     store(table, K[20:21], now=3.0)
     assert left(table, K[:12]) == [1, *range(2, 10)]
+
+
+@pytest.mark.parametrize("by", ["store", "lookup"])
+@pytest.mark.parametrize("tenant", [False, True])
+def test_a_few_large_objects_are_no_more_than_a_quarter_of_the_bytes(by: str, tenant: bool) -> None:
+    """A tenth of the objects is most of the bytes: all of them are to be kept, and the others are in use."""
+    policy = Lru()
+    named = [Tenant("theirs", 0, 100 * ALIGNMENT, OrderedLru())] if tenant else []
+    table = table_of(policy, 100, tenants=named)
+    small, large = K[:20], K[20:24]
+    keep = (Retain("keep", 60.0, 50),)
+    for keys, units in (small, 1), (large, 20):
+        items = [(key, units * ALIGNMENT) for key in keys]
+        told = keep if by == "store" and keys is large else ()
+        part = prompt(range(len(keys)), *told)
+        result = table.reserve(items, owner=1, request_id="r", deadline=NO_DEADLINE, prompt=part)
+        assert result.lease is not None
+        table.commit(result.lease.id, owner=1, now=0.0)
+    next(iter(policy.victims()))  # L1 is full
+    if by == "lookup":
+        look(table, large, *keep)
+    for _ in range(2):  # what is given back comes behind what that request uses
+        look(table, small)
+    order = list(policy.victims())
+    assert len(order) == 24
+    assert len([key for key in order[-4:] if key in large]) == 1, "one of them is a fifth of L1, two would be more"

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
@@ -93,7 +94,7 @@ def test_a_policy_learns_what_a_request_is() -> None:
     table = table_of(policy, 4, prices=lambda: (1e-4, 1e-9))
     store(table, K[:3], now=7.0, prompt=PromptPart((5, 6, 7), 256))
     facts = RequestFacts(use="store", at=0.0, request_id="r1", chunk_tokens=256, compute_s=1e-4, load_s=1e-9)
-    later = RequestFacts(use="store", at=7.0, request_id="r1", chunk_tokens=256, compute_s=1e-4, load_s=1e-9)
+    later = msgspec.structs.replace(facts, at=7.0, held=3 * ALIGNMENT)
     assert policy.last() == [
         ("admits", K[:3], [ALIGNMENT] * 3, [5, 6, 7], facts),
         ("inserts", K[2::-1], [ALIGNMENT] * 3, [7, 6, 5], later),

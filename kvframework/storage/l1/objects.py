@@ -589,6 +589,7 @@ class ObjectTable:
             chunk_tokens=chunk_tokens,
             compute_s=compute_s,
             load_s=load_s,
+            held=self.tenants.used[tenant],
         )
 
     def _used(

@@ -90,16 +90,24 @@ class Tenants:
         that one by recency evicts a prefix from its end."""
         last_first = objects[::-1]
         sizes = [stored.length for stored in last_first]
+        if facts.hint == "keep":
+            facts = msgspec.structs.replace(facts, sizes=sizes)
         self.policies[tenant].on_inserts(list(map(_key_of, last_first)), sizes, chunks[::-1], facts)
 
     def accessed(self, objects: Sequence[StoredObject], facts: RequestFacts) -> None:
         """Report uses of objects, in the order of the policy's calls."""
         if len(self.policies) == 1:
-            self.policies[0].on_uses(list(map(_key_of, objects)), facts)
+            self._accessed(0, objects, facts)
             return
         for tenant in {stored.tenant for stored in objects}:
-            keys = [stored.key for stored in objects if stored.tenant == tenant]
-            self.policies[tenant].on_uses(keys, msgspec.structs.replace(facts, tenant=self.names[tenant]))
+            own = [stored for stored in objects if stored.tenant == tenant]
+            told = msgspec.structs.replace(facts, tenant=self.names[tenant], held=self.used[tenant])
+            self._accessed(tenant, own, told)
+
+    def _accessed(self, tenant: int, objects: Sequence[StoredObject], facts: RequestFacts) -> None:
+        if facts.hint == "keep":
+            facts = msgspec.structs.replace(facts, sizes=[stored.length for stored in objects])
+        self.policies[tenant].on_uses(list(map(_key_of, objects)), facts)
 
     def removed(self, objects: Sequence[StoredObject], why: Why) -> None:
         """Report objects that left, in the order in which they did."""

@@ -70,14 +70,14 @@ class RequestTests(MemoryTests):
         policy.on_inserts(keys[:10], sizes, list(range(10)), _said("", 1.0))
         for turn in range(2):
             at = 100.0 * turn
-            policy.on_inserts(hinted, sizes, list(range(10)), _said(first, at))
+            policy.on_inserts(hinted, sizes, list(range(10)), _said(first, at, objects=10))
             must_offer(policy, keys[:20])
-            policy.on_uses(hinted[:6], _said(then, at + 1.0))
+            policy.on_uses(hinted[:6], _said(then, at + 1.0, objects=6))
             policy.on_uses(hinted[3:8], _said("", at + 2.0))
             must_offer(policy, keys[:20])
             policy.on_removes(hinted[::2], "evicted")
             must_offer(policy, [*keys[:10], *hinted[1::2]])
-            policy.on_inserts(hinted[::2], sizes[::2], list(range(5)), _said(then, at + 3.0))
+            policy.on_inserts(hinted[::2], sizes[::2], list(range(5)), _said(then, at + 3.0, objects=5))
             policy.on_uses(keys[:10], _said("", at + 90.0))
             must_offer(policy, keys[:20])
             policy.on_removes(hinted, "cleared")
@@ -91,12 +91,12 @@ class RequestTests(MemoryTests):
         for hint in _HINTS[0], _HINTS[-1]:
             policy, mine, others = WatchedPolicy(make_policy()), fresh_keys(60), fresh_keys(300)
             inside = {*mine, *others[:60]}
-            policy.on_inserts(others[:60], [MIB] * 60, list(range(60)), _said("", 0.0))
-            policy.on_inserts(mine, [MIB] * 60, list(range(60)), _said(hint, 0.0))
+            policy.on_inserts(others[:60], [MIB] * 60, list(range(60)), _said("", 0.0, 60))
+            policy.on_inserts(mine, [MIB] * 60, list(range(60)), _said(hint, 0.0, 120, objects=60))
             for index, key in enumerate(others[60:]):
                 victim = next(policy.victims())
                 policy.on_removes([victim], "evicted")
-                policy.on_inserts([key], [MIB], [0], _said("", index / 100))
+                policy.on_inserts([key], [MIB], [0], _said("", index / 100, 120))
                 inside = inside - {victim} | {key}
             left.append(sum(key in inside for key in mine))
         without, hinted = left
@@ -115,9 +115,16 @@ class RequestTests(MemoryTests):
         must_offer(policy, keys)
 
 
-def _said(hint: Hint, at: float) -> RequestFacts:
-    """The facts of a request of its own; what should be kept, for half a minute."""
+def _said(hint: Hint, at: float, held: int = 20, objects: int = 0) -> RequestFacts:
+    """The facts of a request of its own for so many objects; what should be kept, for half a minute."""
     is_kept = hint == "keep"
     return RequestFacts(
-        use="store", at=at, request_id=f"{hint} {at}", hint=hint, keep_s=30.0 * is_kept, priority=100 * is_kept
+        use="store",
+        at=at,
+        request_id=f"{hint} {at}",
+        hint=hint,
+        keep_s=30.0 * is_kept,
+        priority=100 * is_kept,
+        sizes=[MIB] * objects * is_kept,
+        held=held * MIB,
     )
