@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvf_vllm.kv_hints import retain_action
 from kvframework.api.retain import Retain, retain_of
 from kvframework.errors import KVFrameworkError
 
@@ -54,8 +55,8 @@ class Wish:
 
 def wish_of(request: EngineRequest) -> Wish:
     """The wish in the request itself and its `kv_transfer_params`: `kvframework.load`, `kvframework.store` (booleans),
-    `kvframework.salt` and `kvframework.retain` (see `retain_of`). An unknown key or value leaves the request out; only
-    a wrong `retain` is ignored, since it is a hint."""
+    `kvframework.salt` and `kvframework.retain` (see `retain_of`), without which vLLM's `kv_hints` count. An unknown key
+    or value leaves the request out; only a wrong `retain` is ignored, since it is a hint."""
     reason = _left_out(request)
     if reason:
         return Wish(False, False, reason=reason)
@@ -74,13 +75,16 @@ def wish_of(request: EngineRequest) -> Wish:
         return Wish(False, False, reason="kv_transfer_params")
     # Requests that need every prompt token computed (for their log-probabilities) read no cache.
     load = load and not request.skip_reading_prefix_cache
-    retain, ignored = _retained(hint)
+    retain, ignored = _retained(hint, request)
     salt_of_both = _joined(request.cache_salt or "", salt)
     return Wish(load, store, salt_of_both, own_salt=bool(salt), retain=retain, ignored=ignored)
 
 
-def _retained(hint: object) -> tuple[tuple[Retain, ...], str]:
+def _retained(hint: object, request: EngineRequest) -> tuple[tuple[Retain, ...], str]:
     try:
+        if hint is None:
+            # Releases before 0.32 have none.
+            return retain_action(getattr(request, "kv_hints", None), request.num_tokens), ""
         return retain_of(hint), ""
     except KVFrameworkError as error:
         return (), str(error)

@@ -40,6 +40,7 @@ class FakeRequest:
     resumable: bool = False
     skip_reading_prefix_cache: bool = False
     trace_headers: dict[str, str] | None = None
+    kv_hints: object | None = None
 
     @property
     def num_tokens(self) -> int:

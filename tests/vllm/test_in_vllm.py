@@ -53,6 +53,21 @@ def test_subscribers_read_the_salt_where_they_look_for_it() -> None:
     assert list(read.extra_keys) == [("dynamo-cache-salt:tenant",), None]
 
 
+def test_vllms_own_hints_are_read_from_its_own_request() -> None:
+    hints = pytest.importorskip("vllm.v1.kv_hints", reason="from vLLM 0.32 on")
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    from kvf_vllm.requests import wish_of
+    from kvframework.api.retain import Retain
+
+    said = {"directives": [{"start": 0, "end": 256, "priority": 90, "duration": 60}]}
+    actions = [hints.KvHintAction(action_id="1", action_type="kv.retain", action_version="1.0", payload=said)]
+    envelope = hints.KvHintsEnvelope(protocol_version="0.1", message_id="m", actions=actions)
+    request = Request("r", list(range(300)), SamplingParams(max_tokens=1), None, kv_hints=envelope)
+    assert wish_of(request).retain == (Retain("keep", 60.0, 90, 0, 256),)
+
+
 def test_the_multi_connector_finds_the_class_of_statistics_by_its_name() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 

@@ -3,14 +3,16 @@ before workers and server have spoken."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvf_vllm.requests import wish_of
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import Served, StepReport
-from kvframework.api.retain import retain_of
+from kvframework.api.retain import MAX_RETAINS, Retain, retain_of
 from tests.vllm.stand_ins import (
     CHUNK,
     SERVED,
@@ -231,6 +233,66 @@ def test_what_a_request_says_of_its_future_goes_with_its_lookup_loads_and_stores
     side.matched_tokens(other, 0)
     stores = computed(side, other, 16).stores
     assert {store.retain for store in stores} == {retain_of("done")}
+
+
+@dataclass
+class Action:
+    """vLLM's `KvHintAction`."""
+
+    payload: object
+    action_type: str = "kv.retain"
+    action_version: str = "1.0"
+    action_id: str = "a"
+
+
+def envelope(*actions: Action) -> SimpleNamespace:
+    return SimpleNamespace(protocol_version="0.1", message_id="m", actions=list(actions))
+
+
+def test_vllms_own_hints_say_the_same() -> None:
+    first, second = {"end": 8, "priority": 90, "duration": 600}, {"start": 8, "end": 16, "priority": 0}
+    for_ever = {"start": 16, "end": 24, "priority": 7, "duration": None}
+    answer = {"covers_output": True, "priority": 1, "duration": 1e9}
+    hints = envelope(
+        Action({"anything": 1}, action_type="kv.prefetch"),
+        Action({"scope": None, "directives": [first, second]}),
+        Action({"directives": [for_ever, answer]}, action_version="1.4"),
+    )
+    wish = wish_of(FakeRequest("a", list(range(24)), kv_hints=hints))
+    assert wish.ignored == ""
+    assert wish.retain == (
+        Retain("keep", 600.0, 90, 0, 8),
+        Retain("done", start=8, end=16),
+        Retain("keep", 3600.0, 7, 16, 24),
+        Retain("keep", 3600.0, 1, 24),
+    )
+    many = envelope(*[Action({"directives": [first] * 10})] * 9)
+    assert len(wish_of(FakeRequest("a", [1], kv_hints=many)).retain) == MAX_RETAINS
+    # The connector's own word goes before.
+    params = {"kvframework.retain": "done"}
+    assert wish_of(FakeRequest("a", [1], kv_hints=hints, kv_transfer_params=params)).retain == retain_of("done")
+    assert wish_of(FakeRequest("a", [1], kv_hints=envelope())).retain == ()
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        Action({}),
+        Action(None),
+        Action({"directives": {}}),
+        Action({"directives": [3]}),
+        Action({"directives": [{"start": 0}]}),
+        Action({"directives": [{"priority": 101}]}),
+        Action({"directives": [{"priority": 1, "duration": float("nan")}]}),
+        Action({"directives": [{"priority": 1, "end": 0}]}),
+        Action({"directives": [{"priority": 1, "unknown": 1}]}),
+        Action({"directives": []}, action_version="2.0"),
+    ],
+)
+def test_vllms_own_hints_that_are_wrong_are_ignored(action: Action) -> None:
+    wish = wish_of(FakeRequest("a", list(range(24)), kv_hints=envelope(action)))
+    assert (wish.load, wish.store, wish.retain) == (True, True, ())
+    assert "docs/hints.md" in wish.ignored
 
 
 @pytest.mark.parametrize(
