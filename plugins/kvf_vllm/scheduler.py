@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 
 from kvf_vllm.adapter_names import NO_ADAPTER, Adapted, AdapterNames
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 # How long an idle engine waits for L2 to say whether it has more than L1, which a quick tier does in a millisecond: a
 # new prompt is then computed in this step of the scheduler. A slower tier answers to later steps.
 DECIDED_S = 0.002
+# Requests before another that are counted. vLLM asks near a request's turn, so that there are few.
+MOST_WAITING = 1024
 
 
 @dataclass
@@ -107,6 +110,8 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         # The requests that have blocks. A step that computes any is held up by no lookup, others by one at most.
         self._running: set[str] = set()
+        # Those that have none yet, in the order in which they came.
+        self._waiting: dict[str, EngineRequest] = {}
         self._has_waited = False
         self._planned_loads: list[LoadOp] = []
         # Blocks that another connector may load into, which begins before vLLM schedules them.
@@ -118,6 +123,10 @@ class SchedulerSide:
         self._meter = PrefillMeter()
 
     # Requests of vLLM's scheduler.
+
+    def came(self, request: EngineRequest) -> None:
+        """vLLM's `on_new_request`: the request is the last one in the queue."""
+        self._waiting[request.request_id] = request
 
     def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`: the number of tokens beyond `computed` that can be loaded, and True if
@@ -148,7 +157,7 @@ class SchedulerSide:
             tracked.search.release()
             return self._no_hit(tracked, "too_short" if not computed else "held_locally")
         wait_s = 0.0 if self._running or self._has_waited else DECIDED_S
-        hit_end = tracked.search.hit_end(hashes, start, end, wait_s, self._speed)
+        hit_end = tracked.search.hit_end(hashes, start, end, wait_s, lambda: self._speed(request.request_id))
         if hit_end is None:
             self._has_waited = True
             return None, False
@@ -162,6 +171,7 @@ class SchedulerSide:
     def allocated(self, request: EngineRequest, table: GroupBlocks, external: int) -> None:
         """vLLM's `update_state_after_alloc`: the request has its blocks, all of them in `table`."""
         self._running.add(request.request_id)
+        self._waiting.pop(request.request_id, None)
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.loading:
             return
@@ -295,6 +305,7 @@ class SchedulerSide:
         tracked = self._tracked.pop(request.request_id, None)
         self._adapters.forget(request.request_id)
         self._running.discard(request.request_id)
+        self._waiting.pop(request.request_id, None)
         if tracked is not None:
             tracked.search.release()
 
@@ -324,14 +335,21 @@ class SchedulerSide:
         parts = [(request.num_computed_tokens, request.num_computed_tokens + tokens) for request, tokens in requests]
         self._meter.begin_step(parts, self._clock(), counts=counts)
 
-    def _speed(self) -> EngineSpeed | None:
-        """How fast this engine is, and what it has still to compute of the prompts before the next."""
+    def _speed(self, request_id: str) -> EngineSpeed | None:
+        """How fast this engine is, and what it has still to compute before this request: of prompts that have begun,
+        and of those that came earlier. The server knows those whose loads are under way."""
         queued = []
-        for request_id in self._running:
-            tracked = self._tracked.get(request_id)
+        for each in self._running:
+            tracked = self._tracked.get(each)
             if tracked is not None:
                 request = tracked.request
                 queued.append((max(request.num_computed_tokens, tracked.hit_end), request.num_tokens))
+        for each, request in islice(self._waiting.items(), MOST_WAITING):
+            if each == request_id:
+                break
+            tracked = self._tracked.get(each)
+            if tracked is None or not tracked.search.pending:
+                queued.append((0 if tracked is None else tracked.hit_end, request.num_tokens))
         return self._meter.speed(queued)
 
     def _track(self, request: EngineRequest) -> _Tracked:
@@ -342,7 +360,7 @@ class SchedulerSide:
             if wish.ignored and not self._told_ignored:
                 self._told_ignored = True
                 log.warning(
-                    "kvframework.retain of request %r is ignored, and so are such ones from now on: %s",
+                    "kvframework.retain or kv_hints of request %r are ignored, and so are such ones from now on: %s",
                     request.request_id,
                     wish.ignored,
                 )

@@ -40,3 +40,29 @@ def test_an_engine_says_how_fast_it_is_once_it_knows() -> None:
     speed = server.speeds[-1]
     assert speed is not None
     assert speed.queued_s == pytest.approx(prefill_s(0, 2048, SPEED, ATTENTION), rel=0.05)
+
+    # So does what came earlier and has not begun, asked about or not, unless it waits for its load; what came later
+    # does not.
+    early, loading, asked, late = (
+        FakeRequest(name, list(range(10_000 * number, 10_000 * number + 1024)))
+        for number, name in enumerate(("early", "loading", "asked", "late"), 2)
+    )
+    for request in early, loading, asked, late:
+        side.came(request)
+    server.pending = 3
+    assert side.matched_tokens(loading, 0) == (None, False)
+    server.pending = 0
+    assert side.matched_tokens(asked, 0) == (0, False)
+    before = prefill_s(0, 2048, SPEED, ATTENTION) + prefill_s(0, 1024, SPEED, ATTENTION)
+    assert server.speeds[-1] is not None
+    assert server.speeds[-1].queued_s == pytest.approx(before, rel=0.05)
+    assert side.matched_tokens(early, 0) == (0, False)
+    side.allocated(early, [[0]], 0)
+    side.finished(loading)
+    side.finished(asked)
+    assert side.matched_tokens(late, 0) == (0, False)
+    assert server.speeds[-1] is not None
+    assert server.speeds[-1].queued_s == pytest.approx(before, rel=0.05), "each is counted once"
+    for request in early, late:
+        side.finished(request)
+    assert not side._waiting
