@@ -20,6 +20,7 @@ from kvf_transformers.cache_form import check_empty, empty_cache, fill, read_sta
 from kvf_transformers.forward import Forward, token_list
 from kvf_transformers.misses import warn
 from kvf_transformers.named_model import ModelNow, NamedModel
+from kvf_transformers.prefill_speed import PrefillSpeed
 from kvf_transformers.results import Generated, Restored, Saved
 from kvf_transformers.session import CacheSession, Moved
 from kvf_transformers.shapes import checked_cache, layers_of
@@ -73,6 +74,7 @@ class TransformersKV:
             raise RequestError(f"state_interval is {state_interval}", available="0 or more tokens")
         self._interval = state_interval
         self._forward = Forward(model)
+        self._speed = PrefillSpeed()
         self._config = model.config
         self._model = NamedModel(model, model_name, revision, weights)
         self._begun: weakref.WeakKeyDictionary[Any, _Begun] = weakref.WeakKeyDictionary()
@@ -131,7 +133,7 @@ class TransformersKV:
         try:
             now = self._model.now()
             if now.holds(len(tokens)):
-                moved = self._session.load(now, tokens)
+                moved = self._session.load(now, tokens, self._speed.now())
         except Exception as error:  # noqa: BLE001 - whatever fails, the prompt is computed
             warn(_log, "the prompt is computed, nothing was restored", error)
         begun = self._begun[cache] = _Begun(now)
@@ -207,7 +209,8 @@ class TransformersKV:
         begun = self._begun.get(cache)
         if begun and begun.snapshots and begun.snapshots.tokens != int(cache.get_seq_length()):
             begun.snapshots = None  # others have computed into this cache
-        logits = self._forward.compute(tokens, cache)
+        first = int(cache.get_seq_length())
+        logits = self._speed.measured(first, len(tokens), lambda: self._forward.compute(tokens, cache))
         if begun and begun.now and begun.snapshots and begun.snapshots.computed(tokens):
             states = read_states(begun.now.form, cache)
             if states:

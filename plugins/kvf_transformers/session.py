@@ -29,7 +29,15 @@ from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.requests import RequestSpec
 from kvframework.api.retain import Retain
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
-from kvframework.client import KVClient, ModelPart, RequestHashes, SchedulerAdapter, WorkerAdapter, current_trace
+from kvframework.client import (
+    EngineSpeed,
+    KVClient,
+    ModelPart,
+    RequestHashes,
+    SchedulerAdapter,
+    WorkerAdapter,
+    current_trace,
+)
 from kvframework.errors import DeadlineExceeded, KVFrameworkError
 
 # A DynamicCache has no pages; 16 keeps chunks at the configured size for every usual chunk size.
@@ -136,13 +144,14 @@ class CacheSession:
         )
         return Attached(now.form, worker, scheduler, registration)
 
-    def load(self, now: ModelNow, tokens: Sequence[int]) -> Moved:
-        """Return new tensors with the server's part of `tokens`, always leaving at least one token to compute."""
+    def load(self, now: ModelNow, tokens: Sequence[int], speed: EngineSpeed | None = None) -> Moved:
+        """Return new tensors with the server's part of `tokens`, always leaving at least one token to compute. With the
+        engine's `speed` a server may leave out what is sooner computed than loaded."""
         attached = self.attach(now)
         request = self._hashed(tokens, attached)
         scheduler = attached.scheduler
         # The ticket of the last answer is the one to free: the server has ended that of a wait without a hit.
-        last = scheduler.lookup(request, 0, len(tokens) - 1, wait_s=self._timeout_s)
+        last = scheduler.lookup(request, 0, len(tokens) - 1, wait_s=self._timeout_s, speed=speed)
 
         def arrived() -> Iterator[int]:
             nonlocal last

@@ -377,3 +377,44 @@ def test_sessions_share_by_names_alone(server):
     for other in ({"weights": "x"}, {}):
         with attach(model, server, "named", **other) as kv:
             assert kv.restore(ids).hit_tokens == 0
+
+
+def test_a_server_hears_how_fast_the_model_computes(server):
+    model = make_model(FAMILIES["llama with grouped heads"](transformers))
+    with attach(model, server, "speed") as kv:
+        told = []
+        for number in range(8):
+            ids = prompt(8 * CHUNK, seed=500 + number)
+            restored = kv.restore(ids)
+            told += [each for each in server.status()["price"]["engines"] if each["client"] == "transformers"]
+            kv.prefill(ids, restored)
+    assert 0 < len(told) < 8, "the first ones are not known yet"
+    assert told[-1]["tokens_per_s"] > 0
+    assert told[-1]["queued_s"] == 0
+
+
+def test_the_speed_is_that_of_prefills_alone():
+    from kvf_transformers.prefill_speed import PrefillSpeed
+
+    now = [100.0]
+    speed = PrefillSpeed(lambda: now[0])
+
+    def takes(seconds):
+        def compute():
+            now[0] += seconds
+            return torch.zeros(1, VOCABULARY)
+
+        return compute
+
+    def fails():
+        now[0] += 60.0
+        raise RuntimeError("out of memory")
+
+    for number in range(8):
+        assert (speed.now() is None) is (number < 3)
+        assert speed.measured(0, 512, takes(0.512)).shape == (1, VOCABULARY)
+        for _ in range(20):  # tokens that are generated take longer
+            speed.measured(512, 1, takes(0.1))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            speed.measured(0, 512, fails)
+    assert speed.now().tokens_per_s == pytest.approx(1000, rel=0.01)
