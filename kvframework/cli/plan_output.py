@@ -53,8 +53,6 @@ def about(plan: Plan, row: Row) -> list[str]:
     ]
     if row.setting.tier is not None:
         written, read = (short_number(rate / 1e9) for rate in (figures.written_per_s, figures.read_per_s))
-        lines.append(
-            f"The tier is written {written} GB/s, {short_number(figures.drive_writes)} times its size a day, and read "
-            f"{read} GB/s."
-        )
+        a_day = f" ({short_number(figures.drive_writes)} times its size a day)" if plan.says_a_day else ""
+        lines.append(f"The tier is written {written} GB/s{a_day}, and read {read} GB/s.")
     return lines

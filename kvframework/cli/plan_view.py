@@ -10,7 +10,7 @@ from kvframework.cli.console import print_document, print_table, print_text, pri
 from kvframework.cli.numbers import short_count, short_duration, short_number
 from kvframework.cli.wide_table import WideTable
 from kvframework.planning.catalogue import Engine, catalogue
-from kvframework.planning.goal import Goal, Row, Shortfall, closest, shortfalls
+from kvframework.planning.goal import Row, Shortfall, closest, shortfalls
 from kvframework.planning.plan import Chunks, Plan
 
 _LIMITS = {"ttft": "time to the first token", "budget": "cost", "drive_writes": "writes of the whole tier a day"}
@@ -27,6 +27,8 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
         print_text(_needs(chunks))
         print_table(_curve(chunks))
     print_view(WideTable(_rows(plan)))
+    if not plan.says_a_day and any(row.setting.tier for row in plan.rows):
+        print_text(f"size a day: {short_duration(plan.seconds)} are too short a trace to say that")
     if any(row.sampled for row in plan.rows):
         print_text("~ simulated for a part of the sessions, the others for all of them")
     if plan.prices.assumed:
@@ -42,17 +44,24 @@ def print_catalogue(*, as_json: bool) -> None:
     if as_json:
         print_document(known)
         return
-    models = _table("model", "KV of a token", "A, tokens", "active parameters", "source", text=(4,))
+    sources: dict[str, int] = {}
+    models = _table("model", "KV of a token", "A, tokens", "active parameters", "source")
     for name, model in known.models.items():
         size, a = str(ByteSize(model.bytes_per_token)), f"{model.attention_tokens:,.0f}"
-        models.add_row(name, size, a, short_count(model.active_parameters), model.source)
-    speeds = _table("model", "GPUs", "tokens/s", "at prompts of", "basis", "note", "source", text=(4, 5, 6))
+        number = sources.setdefault(model.source, len(sources) + 1)
+        models.add_row(name, size, a, short_count(model.active_parameters), str(number))
+    speeds = _table("model", "GPUs", "tokens/s", "at prompts of", "basis", "source", text=(4,))
     for each in known.speeds:
         at = f"{each.prompt_tokens:,}" if each.prompt_tokens else ""
-        gpus = f"{each.gpus} x {each.gpu}"
-        speeds.add_row(each.model, gpus, f"{each.tokens_per_s:,.0f}", at, each.basis, each.note, each.source)
+        said = "; ".join(part for part in (each.note, each.source) if part)
+        number = sources.setdefault(said, len(sources) + 1)
+        speeds.add_row(
+            each.model, f"{each.gpus} x {each.gpu}", f"{each.tokens_per_s:,.0f}", at, each.basis, str(number)
+        )
     print_view(WideTable(models))
     print_view(WideTable(speeds))
+    for said, number in sources.items():
+        print_text(f"{number}: {said}")
     print_text(
         f"others are assumed: {known.assumed.dense:.0%} of the peak of a GPU for dense models, "
         f"{known.assumed.mixture:.0%} for mixtures of experts; GPUs: {', '.join(known.gpus)}"
@@ -65,16 +74,17 @@ def verdict(plan: Plan) -> list[str]:
     if goal.ttft_s is None:
         return ["no goal was given: --ttft TIME chooses a row"]
     if plan.chosen is not None:
-        return [f"chosen, the cheapest that meets the goal: {_said(plan.chosen)}", *_wear(plan.chosen, goal)]
+        return [f"chosen, the cheapest that meets the goal: {_said(plan.chosen)}", *_wear(plan)]
     row = closest([each for each in plan.rows if plan.quick or not each.sampled] or plan.rows, goal)
     lines = ["nothing that was tried meets the goal, so nothing is chosen"]
     lines += [_short(each, goal.at) for each in shortfalls(row, goal)]
     return [*lines, f"that is what comes closest: {_said(row)}"]
 
 
-def _wear(row: Row, goal: Goal) -> list[str]:
-    times = row.figures.drive_writes
-    if times < 1 or goal.drive_writes is not None:
+def _wear(plan: Plan) -> list[str]:
+    assert plan.chosen is not None
+    times = plan.chosen.figures.drive_writes
+    if times < 1 or plan.goal.drive_writes is not None or not plan.says_a_day:
         return []
     often = f"the tier would be written {short_number(times)} times its size a day"
     return [f"{often}: a disk's maker says how often it may be; --drive-writes N is a limit"]
@@ -152,7 +162,8 @@ def _rows(plan: Plan) -> Table:
         cells.append(f"{figures.engine_s / 3600:.2f}")
         rates = f"{figures.written_per_s / 1e9:.2f} + {figures.read_per_s / 1e9:.2f} GB/s"
         of_tier = [str(ByteSize(figures.l2_used)), rates, f"{min(figures.busy, 1.0):.0%}", f"{figures.dropped:.0%}"]
-        cells += [*of_tier, f"{figures.drive_writes:.1f} x"] if tier else [""] * 5
+        a_day = f"{figures.drive_writes:.1f} x" if plan.says_a_day else "?"
+        cells += [*of_tier, a_day] if tier else [""] * 5
         table.add_row(*cells, short_number(figures.cost), style="bold" if row is plan.chosen else None)
     return table
 

@@ -96,4 +96,4 @@ def _seconds(seconds: float) -> str:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else ""
+    return f"{part / whole:.1%}" if whole else ""

@@ -14,6 +14,11 @@ from kvframework.errors import ConfigFieldError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+_UNQUOTED = {
+    "bool": "write true or false, without quotes",
+    "int": "write the number without quotes",
+    "float": "write the number without quotes",
+}
 _PLACE = re.compile(r"^(?P<fact>.*) - at `\$\.?(?P<field>[^`]*)`$", re.DOTALL)
 
 
@@ -62,6 +67,7 @@ def _field_error(text: str, struct: type[msgspec.Struct], where: str) -> ConfigF
         fact[:1].lower() + fact[1:],
         where=f"{where} {field}" if field else where,
         available=_choices(struct, field) if match else ", ".join(sorted(struct.__struct_encode_fields__)),
+        hint=next((hint for expected, hint in _UNQUOTED.items() if fact == f"Expected `{expected}`, got `str`"), ""),
     )
 
 

@@ -32,6 +32,7 @@ _BUSY = 0.9
 _LONG = 1_000_000
 # No cache is looked at that is larger than what has this share of the hits of an endless one.
 _NEARLY_ALL = 0.99
+_DAY_FROM_S = 600.0
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +88,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
     quick: bool
     chosen: Row | None
+
+    @property
+    def says_a_day(self) -> bool:
+        """Whether the trace is long enough to say how much is written in a day."""
+        return self.seconds >= _DAY_FROM_S
 
 
 class _Sized(msgspec.Struct, frozen=True):

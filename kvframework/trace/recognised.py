@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from kvframework.trace.form import BAILIAN, KV_CACHE_TESTER, KVFRAMEWORK, MOONCAKE
+from kvframework.trace.refusal import RECORD
 
 HEAD = 1 << 16
 
@@ -89,6 +90,8 @@ def _by_fields(text: bytes) -> Recognised:
 
 def _by_line(line: bytes) -> Recognised:
     """Return what text is whose first line begins no JSON."""
+    if re.search(rb"\b(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b", line) and re.search(rb"\d\d:\d\d:\d\d", line):
+        return Recognised(looks_like="a log", hint="a log does not say what prompts share; " + RECORD)
     columns = line.count(b",")
     if columns and re.search(rb"(?i)timestamp|token|length|time", line):
         hint = "a CSV has lengths, but no ids of chunks: what prompts share is not in it"

@@ -123,7 +123,18 @@ def test_a_table_that_is_there_keeps_its_own_keys(load: Load) -> None:
 FIELD_ERRORS = {
     "unknown table": ('[sever]\nendpoint = "x"', "kvf.toml", "unknown key 'sever'", "did you mean 'server'?"),
     "unknown key": ("[server]\nchunksize = 1", "kvf.toml: [server]", "unknown key", "did you mean 'chunk_size'?"),
-    "wrong type": ('[server]\nchunk_size = "256"', "kvf.toml: [server] chunk_size", "expected `int`, got `str`", ""),
+    "wrong type": (
+        '[server]\nchunk_size = "256"',
+        "kvf.toml: [server] chunk_size",
+        "expected `int`, got `str`",
+        "the number without quotes",
+    ),
+    "a word for a switch": (
+        '[server]\nprice = "yes"',
+        "kvf.toml: [server] price",
+        "expected `bool`",
+        "true or false, without quotes",
+    ),
     "no coercion": ("[server]\nchunk_size = 256.5", "kvf.toml: [server] chunk_size", "expected `int`", ""),
     "zero": ("[server]\nchunk_size = 0", "kvf.toml: [server] chunk_size", ">= 1", ""),
     "too large": ("[server]\nchunk_size = 65537", "kvf.toml: [server] chunk_size", "<= 65536", ""),

@@ -145,6 +145,8 @@ def test_nested_ever_deeper(tmp_path: Path) -> None:
         (b'{"traceEvents": []}', "Chrome", "trace record"),
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,4808,10\n", "a CSV file of 3", "no ids"),
         (b"a,b\n", "a CSV file", "JSON lines"),
+        (b"2026-11-23 18:02:11,204 INFO kvframework.server: 2 tiers, L1 of 1.0 GiB\n", "a log", "trace record"),
+        (b"INFO 11-23 18:02:11 [core.py:72] Initializing a V1 LLM engine, config: x\n", "a log", "trace record"),
         (b"model: x\n", "text that is no JSON", "name the trace"),
         (b'{"a": 1}\n', "no known format", "trace record"),
         (b"", "empty", "trace record"),

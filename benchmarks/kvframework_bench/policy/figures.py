@@ -41,6 +41,6 @@ def policy_tables(figures: PolicyFigures) -> list[Table]:
     )
     for row in figures.rows:
         target = f"{row.target_us:.0f} µs" if row.target_us else ""
-        rate = f"{100 * row.hit_rate:.1f} %"
+        rate = f"{row.hit_rate:.1%}"
         table.add_row(row.policy, str(row.objects), f"{row.us.median:.2f} µs", format_range(row.us), target, rate)
     return [table]

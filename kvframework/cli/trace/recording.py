@@ -66,8 +66,10 @@ class Recorder:
     def said(self) -> str:
         """Return what is in the file, in a sentence."""
         counts = self._written
+        if not self._fetched.requests and not self._fetched.lost:
+            return f"no request: no engine looked up a prompt at {self._client.endpoint} meanwhile"
         asked = counts.asked_tokens
-        hit = f", {100 * counts.hit_tokens / asked:.0f} % of them hit" if asked else ""
+        hit = f", {100 * counts.hit_tokens / asked:.0f}% of them hit" if asked else ""
         span = short_duration(counts.until - counts.first)
         text = f"{short_count(counts.requests)} requests in {span} for {short_count(asked)} tokens{hit}"
         lost = self._fetched.lost + self._fetched.requests - counts.requests

@@ -42,4 +42,4 @@ def _live(header: Header, summary: Summary) -> str:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "none"
+    return f"{part / whole:.1%}" if whole else "none"

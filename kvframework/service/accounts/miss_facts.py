@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, CacheKey
+from kvframework.logs.amounts import timed
 from kvframework.service.accounts.asked import Asked
 from kvframework.service.accounts.misses import Facts, Row, Why, decide, elsewhere
 from kvframework.storage.manager import StorageManager
@@ -44,7 +45,7 @@ class MissFacts:
         priced = ""
         cut = asked.priced
         if cut is not None and cut.is_cut and asked.missing is not None and asked.missing[0] == cut.chunks:
-            priced = f"its load would take {cut.load_s:.3g} s, its computation {cut.compute_s:.3g} s"
+            priced = f"its load would take {timed(cut.load_s)}, its computation {timed(cut.compute_s)}"
         return self._why(asked.key, missing, asked.client.session_id, asked.began, unanswered, refused, priced)
 
     def of_retrieve(self, key: CacheKey, missing: bytes | None, session_id: int, began: float) -> Why:
