@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.usage import EXIT_FOUND, AsJson, examples
+from kvframework.cli.usage import EXIT_FOUND, AsJson, count_of, examples, seconds_of, size_of
 
 if TYPE_CHECKING:
     from kvframework.planning.plan import Wanted
@@ -49,18 +49,29 @@ def plan(
         int, typer.Option(min=0, max=1024, help="Engines at this server; 0: as many as it takes without a cache.")
     ] = 0,
     prefill: Annotated[
-        float | None, typer.Option(metavar="TOKENS/S", help="Your engine's prefill speed, of short prompts.")
+        float | None,
+        typer.Option(
+            metavar="TOKENS/S", parser=count_of, help="Your engine's prefill speed, of short prompts, such as 25k."
+        ),
     ] = None,
     attention: Annotated[
         float | None,
         typer.Option(metavar="TOKENS", help="Length of context at which a token takes twice as long; 0: never."),
     ] = None,
     bytes_per_token: Annotated[
-        str, typer.Option(metavar="SIZE", help="KV of a token, all ranks, such as 128KiB: `kvframework status` has it.")
-    ] = "",
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=size_of,
+            help="KV of a token, all ranks, such as 128KiB: `kvframework status` has it.",
+        ),
+    ] = None,
     ttft: Annotated[
-        str, typer.Option(metavar="TIME", help="The goal: the time to the first token, in s, or such as 500ms.")
-    ] = "",
+        float | None,
+        typer.Option(
+            metavar="TIME", parser=seconds_of, help="The goal: the time to the first token, in s, or such as 500ms."
+        ),
+    ] = None,
     at: Annotated[At, typer.Option(help="Of which time that is the goal.")] = At.mean,
     budget: Annotated[
         str, typer.Option(metavar="COST", help="The most that it may cost, in the unit of --price; or GiB of DRAM.")
@@ -93,7 +104,8 @@ def plan(
         list[WritePolicy] | None, typer.Option(help="A write policy of tiers; repeatable. Without it all of them.")
     ] = None,
     l1: Annotated[
-        list[str] | None, typer.Option(metavar="SIZE", help="A capacity of L1; repeatable. Without it 2^n, 3 x 2^n.")
+        list[int] | None,
+        typer.Option(metavar="SIZE", parser=size_of, help="A capacity of L1; repeatable. Without it 2^n, 3 x 2^n."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Simulate a part of the sessions, and no more.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen configuration.")] = None,
@@ -118,10 +130,10 @@ def plan(
     from kvframework.cli.console import stderr
     from kvframework.cli.plan_output import check_out, write_out
     from kvframework.cli.plan_view import print_plan
-    from kvframework.cli.speeds import parse_seconds, parse_tier
+    from kvframework.cli.speeds import parse_tier
     from kvframework.errors import PlanError
     from kvframework.planning.goal import goal_of
-    from kvframework.planning.offers import parse_budget, parse_prices, parse_size, tier_offers
+    from kvframework.planning.offers import parse_budget, parse_prices, tier_offers
     from kvframework.planning.plan import EVICTIONS, WRITE_POLICIES, Wanted, make_plan
     from kvframework.planning.plot import check_plot, draw
     from kvframework.planning.yours import engine_of
@@ -130,23 +142,22 @@ def plan(
     if plot is not None:
         check_plot(plot)
     if out is not None:
-        if not ttft:
+        if ttft is None:
             raise PlanError(
                 "without a goal nothing is chosen to be written", where=f"--out {out}", hint="add the goal: --ttft 1.5"
             )
         check_out(out)
-    ttft_s = parse_seconds(ttft if ttft[-1].isalpha() else f"{ttft}s", "--ttft") if ttft else None
     tiers = tier_offers(parse_tier(each) for each in tier or ())
     wanted: Wanted = Wanted(
         engine=engine_of(engine, gpu, gpus, prefill, attention, bytes_per_token),
         engines=engines,
         tiers=tiers,
         prices=parse_prices(price or (), [each.name for each in tiers]),
-        goal=goal_of(ttft_s, at.value, parse_budget(budget) if budget else None, drive_writes),
+        goal=goal_of(ttft, at.value, parse_budget(budget) if budget else None, drive_writes),
         chunk_tokens=tuple(dict.fromkeys(chunk_size or ())),
         evictions=tuple(dict.fromkeys(eviction or EVICTIONS)),
         write_policies=tuple(dict.fromkeys(each.value for each in write_policy)) if write_policy else WRITE_POLICIES,
-        l1_bytes=tuple(parse_size(each, where="--l1") for each in l1 or ()),
+        l1_bytes=tuple(l1 or ()),
         quick=quick,
     )
     with stderr.status("reading") as status:
@@ -156,5 +167,5 @@ def plan(
         draw(made, plot)
     if made.chosen is not None and out is not None:
         write_out(made, out)
-    if made.chosen is None and ttft_s is not None:
+    if made.chosen is None and ttft is not None:
         raise typer.Exit(EXIT_FOUND)

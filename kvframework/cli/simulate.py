@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.usage import AsJson, ConfigFile, Overrides, examples
+from kvframework.cli.usage import AsJson, ConfigFile, Overrides, count_of, examples, size_of
 
 if TYPE_CHECKING:
     from kvframework.simulation import Engines
@@ -40,14 +40,18 @@ def simulate(
         ),
     ] = None,
     bytes_per_token: Annotated[
-        str, typer.Option(metavar="SIZE", help="KV of a token, of all layers and ranks.")
-    ] = "128KiB",  # noqa: S107  of KV
+        int, typer.Option(metavar="SIZE", parser=size_of, help="KV of a token, of all layers and ranks.")
+    ] = "128KiB",  # type: ignore[assignment]  # noqa: S107  of KV; parsed, too
     engines: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Engines before this server; without them no time is simulated.")
     ] = None,
     prefill: Annotated[
         float | None,
-        typer.Option(metavar="TOKENS", help="Tokens that one engine computes in a second, at the start of a prompt."),
+        typer.Option(
+            metavar="TOKENS",
+            parser=count_of,
+            help="Tokens that one engine computes in a second, at the start of a prompt, such as 25k.",
+        ),
     ] = None,
     attention: Annotated[
         float, typer.Option(metavar="TOKENS", help="Length of context at which a token takes twice as long; 0: never.")
@@ -66,7 +70,7 @@ def simulate(
     """
     from kvframework.cli.console import print_document, print_view
     from kvframework.cli.simulate_view import outcome_view
-    from kvframework.cli.speeds import parse_size, parse_tier
+    from kvframework.cli.speeds import parse_tier
     from kvframework.config import load_config
     from kvframework.simulation import Settings
     from kvframework.simulation import simulate as run
@@ -74,7 +78,7 @@ def simulate(
 
     settings = Settings(
         load_config(config, overrides or ()),
-        bytes_per_token=parse_size(bytes_per_token, "--bytes-per-token"),
+        bytes_per_token=bytes_per_token,
         engines=_engines(engines, prefill, attention),
         tiers=[parse_tier(text) for text in tier or ()],
     )

@@ -1,16 +1,20 @@
-"""The speed of a tier as text on a command line. Pure."""
+"""The speed of a tier as text on a command line. Pure; sizes and times are those of `kvframework.cli.numbers`."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from kvframework.api.options import ByteSize
+from kvframework.cli.numbers import parsed_duration, parsed_size
 from kvframework.errors import SimulationError
 from kvframework.simulation.settings import SlowTime, TierSpeed
 
 FORM = "NAME=RATE[,write=RATE][,latency=TIME][,capacity=SIZE][,slow=FACTOR@FROM-TO]"
-_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+T = TypeVar("T")
 
 
 def parse_tier(text: str) -> TierSpeed:
@@ -28,9 +32,9 @@ def parse_tier(text: str) -> TierSpeed:
         if key == "write":
             write = math.inf if value == "free" else parse_rate(value, where)
         elif key == "latency":
-            latency_s = parse_seconds(value, where)
+            latency_s = _seconds(value, where)
         elif key == "capacity":
-            capacity = parse_size(value, where)
+            capacity = _parsed(parsed_size, value, where)
         elif key == "slow":
             slow.append(_slow(value, where))
         else:
@@ -49,26 +53,21 @@ def parse_rate(text: str, where: str) -> float:
     raise SimulationError(f"{text!r} is no rate", where=where, available="bytes a second, such as 3GB/s or 800MiB/s")
 
 
-def parse_size(text: str, where: str) -> int:
-    """Return bytes: `64MiB`. Raises `SimulationError`."""
-    try:
-        return ByteSize.parse(text)
-    except ValueError:
-        raise SimulationError(f"{text!r} is no size", where=where, available="such as 128KiB, 64MiB or 3GB") from None
-
-
-def parse_seconds(text: str, where: str) -> float:
-    """Return seconds: `0.5ms`, `10min`. Raises `SimulationError`."""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)(us|ms|s|min|m|h)", text)
-    if match is None:
-        raise SimulationError(f"{text!r} is no time", where=where, available="such as 0.5ms, 30s, 10min or 1h")
-    return float(match[1]) * _UNITS_S[match[2]]
-
-
 def _slow(text: str, where: str) -> SlowTime:
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,12})?)@([^-]+)-([^-]+)", text)
     if match is None:
         raise SimulationError(
             f"{text!r} is no slow time", where=where, available="FACTOR@FROM-TO, such as 0.2@10min-20min"
         )
-    return SlowTime(parse_seconds(match[2], where), parse_seconds(match[3], where), float(match[1]))
+    return SlowTime(_seconds(match[2], where), _seconds(match[3], where), float(match[1]))
+
+
+def _seconds(text: str, where: str) -> float:
+    return _parsed(partial(parsed_duration, least=0.0), text, where)
+
+
+def _parsed(parse: Callable[[str], T], text: str, where: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise SimulationError(str(error), where=where, available=FORM) from None

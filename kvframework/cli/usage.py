@@ -5,16 +5,47 @@ A command's module holds its options alone and imports its work when it runs, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
+
+T = TypeVar("T")
 
 EXIT_UNFORESEEN = 1
 EXIT_FOUND = 1  # a check that found a problem
 EXIT_ERROR = 2
 
 CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded default."
+
+
+def size_of(text: str) -> int:
+    """Parses an option that is a size."""
+    from kvframework.cli.numbers import parsed_size
+
+    return _parsed(parsed_size, text)
+
+
+def seconds_of(text: str) -> float:
+    """Parses an option that is a time."""
+    from kvframework.cli.numbers import parsed_duration
+
+    return _parsed(parsed_duration, text)
+
+
+def count_of(text: str) -> float:
+    """Parses an option that is a positive number, perhaps of thousands."""
+    from kvframework.cli.numbers import parsed_count
+
+    return _parsed(parsed_count, text)
+
+
+def _parsed(parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def examples(*lines: str) -> str:

@@ -84,17 +84,6 @@ def _tier_offer(speed: TierSpeed) -> TierOffer:
     )
 
 
-def parse_size(text: str, *, where: str) -> int:
-    """Return bytes, at least one. Raises `PlanError`."""
-    try:
-        size = ByteSize.parse(text.strip())
-    except ValueError as error:
-        raise PlanError(str(error), where=where) from None
-    if size < 1:
-        raise PlanError("it is nothing", where=where, available="such as 512MiB or 4TB")
-    return size
-
-
 class Prices(msgspec.Struct, frozen=True):
     """Of a GiB of DRAM and of each tier. `assumed`: none were given, and the unit is a GiB of DRAM."""
 
@@ -136,7 +125,10 @@ def parse_budget(text: str) -> float:
     try:
         budget = float(text)
     except ValueError:
-        return parse_size(text, where="--budget") / GIB
+        try:
+            budget = ByteSize.parse(text) / GIB
+        except ValueError as error:
+            raise PlanError(str(error), where="--budget") from None
     if not 0 < budget < math.inf:
         raise PlanError(f"{text} is no budget", where="--budget", available="such as 5000 or 512GiB")
     return budget

@@ -8,7 +8,6 @@ import msgspec
 
 from kvframework.errors import PlanError
 from kvframework.planning.catalogue import Engine, engine
-from kvframework.planning.offers import parse_size
 
 
 def engine_of(
@@ -17,18 +16,17 @@ def engine_of(
     gpus: int,
     prefill: float | None,
     attention_tokens: float | None,
-    bytes_per_token: str,
+    bytes_per_token: int | None,
 ) -> Engine:
     """Return it; "" and None: not given. Raises `PlanError` if the speed or the KV of a token is unknown."""
     if prefill is not None and not 0 < prefill < math.inf:
         raise PlanError(f"{prefill} tokens a second", where="--prefill", available="a positive number")
     if attention_tokens is not None and not 0 <= attention_tokens < math.inf:
         raise PlanError(f"{attention_tokens} tokens", where="--attention", available="a number, or 0 for none")
-    nbytes = parse_size(bytes_per_token, where="--bytes-per-token") if bytes_per_token else 0
     if model and gpu:
         known = engine(model, gpu, gpus)
-    elif prefill is None or not nbytes:
-        unknown = ["the engine's speed"] * (prefill is None) + ["the KV of a token"] * (not nbytes)
+    elif prefill is None or not bytes_per_token:
+        unknown = ["the engine's speed"] * (prefill is None) + ["the KV of a token"] * (not bytes_per_token)
         raise PlanError(
             f"not known: {' and '.join(unknown)}",
             where="kvframework plan",
@@ -42,7 +40,7 @@ def engine_of(
             gpus=max(gpus, 1),
             tokens_per_s=prefill,
             attention_tokens=0.0,
-            bytes_per_token=nbytes,
+            bytes_per_token=bytes_per_token,
             basis="yours",
             note="--prefill",
             source="",
@@ -51,4 +49,4 @@ def engine_of(
         known = msgspec.structs.replace(known, tokens_per_s=prefill, basis="yours", note="--prefill", source="")
     if attention_tokens is not None:
         known = msgspec.structs.replace(known, attention_tokens=attention_tokens)
-    return msgspec.structs.replace(known, bytes_per_token=nbytes) if nbytes else known
+    return msgspec.structs.replace(known, bytes_per_token=bytes_per_token) if bytes_per_token else known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from pathlib import Path
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.cli.numbers import short_count, short_duration, short_number
+from kvframework.cli.numbers import (
+    parsed_count,
+    parsed_duration,
+    parsed_size,
+    short_count,
+    short_duration,
+    short_number,
+)
+from kvframework.logs.amounts import timed
 
 ROOT = Path(__file__).resolve().parents[2]
 # A format with `g` or `e`, which may write an exponent.
@@ -50,7 +59,7 @@ def test_a_number_is_near(value: float, digits: int) -> None:
 def test_commands_format_numbers_in_this_one_place() -> None:
     found = [
         f"{file.relative_to(ROOT)}: {line.strip()}"
-        for folder in ("kvframework/cli", "benchmarks/kvframework_bench")
+        for folder in ("kvframework/cli", "kvframework/service", "benchmarks/kvframework_bench")
         for file in sorted((ROOT / folder).rglob("*.py"))
         for line in file.read_text().splitlines()
         if EXPONENT.search(line)
@@ -79,3 +88,33 @@ def test_amounts_have_three_digits_and_a_unit(value: float, text: str) -> None:
 )
 def test_times_have_their_largest_unit(seconds: float, text: str) -> None:
     assert short_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (3.84e-05, "38.4 us"),
+        (0, "0 us"),
+        (1e-9, "0 us"),
+        (0.0016, "1.6 ms"),
+        (0.99996, "1 s"),
+        (0.5, "500 ms"),
+        (2.31, "2.31 s"),
+        (100, "100 s"),
+        (1234.5, "1234 s"),
+    ],
+)
+def test_short_times_have_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert timed(seconds) == text
+
+
+@given(st.text(max_size=20) | st.from_regex(r"\s*[0-9.]{1,8}\s*(us|ms|s|m|min|h|d|k|M|KiB|GB)?\s*", fullmatch=True))
+def test_what_is_given_is_a_bounded_number_or_refused(text: str) -> None:
+    for parse, least in ((parsed_duration, 1e-9), (parsed_count, 1e-12), (parsed_size, 1)):
+        with contextlib.suppress(ValueError):
+            assert least <= parse(text) < math.inf
+
+
+@pytest.mark.parametrize(("text", "count"), [("2000", 2000), ("20k", 20_000), ("1.5M", 1.5e6), ("0.5", 0.5)])
+def test_counts_that_a_user_gives(text: str, count: float) -> None:
+    assert parsed_count(text) == count

@@ -60,6 +60,16 @@ def test_a_real_server_starts_with_what_it_wrote(
     assert [tier["write_policy"] for tier in status["l2"]] == (["write_back"] if tiered else [])
 
 
+def test_seconds_do_not_say_what_is_written_in_a_day(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "kvf.toml"
+    options = ("--ttft", "0.06", "--tier", "disk=1GB/s", "--l1", "1MiB", "--eviction", "lru", "--out", str(out))
+    done = run("plan", trace, *ENGINE, *options)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"chosen.*of disk by", done.stdout)
+    assert "size a day: 16 s are too short a trace to say that" in done.stdout
+    assert "its size a day" not in done.stdout + out.read_text()
+
+
 def test_a_goal_that_nothing_meets_is_named_and_nothing_is_written(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "kvf.toml"
     done = run("plan", trace, *ENGINE, "--ttft", "0.001", "--out", str(out))
@@ -96,12 +106,13 @@ def test_the_document(trace: str) -> None:
         (("--tier", "disk=1GB/s", "--tier", "disk=3GB/s"), "there are two tiers 'disk'"),
         (("--price", "dram=1", "--tier", "disk=1GB/s"), "the price of a GiB is missing: disk"),
         (("--budget", "much"), "expected a size"),
-        (("--ttft", "0"), "0.0 is no limit"),
-        (("--ttft", "soon"), "'soon' is no time"),
+        (("--ttft", "0"), "'--ttft': expected a time such as"),
+        (("--ttft", "soon"), "'--ttft': expected a time such as"),
+        (("--prefill", "20 kilo"), "'--prefill': expected a positive number such as 25000 or 25k"),
         (("--tier", "disk=1Gbit/s"), "'1Gbit/s' is no rate"),
         (("--out", "never.toml"), "without a goal nothing is chosen"),
         (("--drive-writes", "nan"), "nan is no limit"),
-        (("--l1", "0"), "it is nothing"),
+        (("--l1", "0"), "'--l1': expected a size such as"),
         (("--eviction", "mine"), "mine"),
         (("--plot", "plan.gif"), "a plot is no .gif"),
         (("--engine", "llama-3-8c", "--gpu", "h100"), "did you mean 'llama-3-8b'?"),
@@ -181,4 +192,6 @@ def test_the_catalogue_names_its_sources() -> None:
     done = run("plan", "--catalogue")
     assert done.returncode == 0
     assert "https://docs.nvidia.com/nim/benchmarking" in done.stdout
+    tables = [line for line in done.stdout.splitlines() if not re.match(r"\d+: |others are", line)]
+    assert max(map(len, tables)) <= 80, "notes and sources stand below"
     assert json.loads(run("plan", "--catalogue", "--json").stdout)["models"]["deepseek-v3"]["latent"] == 576

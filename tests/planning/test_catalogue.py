@@ -71,15 +71,15 @@ def test_an_unknown_name_is_an_error_with_a_near_one() -> None:
 
 
 def test_your_numbers_go_before_the_catalogues() -> None:
-    mine = engine_of("llama-3-8b", "h100", 0, 9000.0, 0.0, "64KiB")
+    mine = engine_of("llama-3-8b", "h100", 0, 9000.0, 0.0, 1 << 16)
     assert (mine.tokens_per_s, mine.attention_tokens, mine.bytes_per_token) == (9000.0, 0.0, 65536)
     assert mine.basis == "yours"
-    alone = engine_of("", "", 0, 9000.0, None, "64KiB")
+    alone = engine_of("", "", 0, 9000.0, None, 1 << 16)
     assert (alone.tokens_per_s, alone.attention_tokens, alone.gpus) == (9000.0, 0.0, 1)
     for given in (
-        ("", "", 0, 9000.0, None, ""),
-        ("llama-3-8b", "", 0, None, None, ""),
-        ("", "", 0, -1.0, None, "1KiB"),
+        ("", "", 0, 9000.0, None, None),
+        ("llama-3-8b", "", 0, None, None, None),
+        ("", "", 0, -1.0, None, 1024),
     ):
         with pytest.raises(PlanError):
             engine_of(*given)  # type: ignore[arg-type]

@@ -8,22 +8,13 @@ from typing import Annotated
 import typer
 
 from kvframework.cli.commands import QuickGroup
-from kvframework.cli.usage import AsJson, Endpoint, EndpointConfig, examples
+from kvframework.cli.usage import AsJson, Endpoint, EndpointConfig, examples, seconds_of
 
 _app = typer.Typer(cls=QuickGroup, help="Traces: when requests came, and what they share.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
     app.add_typer(_app, name="trace")
-
-
-def _seconds(text: str) -> float:
-    from kvframework.cli.numbers import parsed_duration
-
-    try:
-        return parsed_duration(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, or a folder of kv-cache-tester's.")]
@@ -48,7 +39,7 @@ _PER_HOUR = 20.0
 def record(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; it must not exist.")],
     seconds: Annotated[
-        float | None, typer.Option("--for", metavar="TIME", parser=_seconds, help="How long, such as 90s, 10m or 2h.")
+        float | None, typer.Option("--for", metavar="TIME", parser=seconds_of, help="How long, such as 90s, 10m or 2h.")
     ] = None,
     endpoint: Endpoint = None,
     config: EndpointConfig = None,
