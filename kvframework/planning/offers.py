@@ -50,19 +50,18 @@ class TierOffer(msgspec.Struct, frozen=True):
 
 def tier_offers(speeds: Iterable[TierSpeed]) -> tuple[TierOffer, ...]:
     """Return the offers of tiers that are named by a word of `KINDS` or its plugin. Raises `PlanError` for others, and
-    for one that is there twice: prices are by name."""
-    offers: dict[str, TierOffer] = {}
+    for one that is there twice; of one name there may be several speeds to compare."""
+    offers: list[TierOffer] = []
     for speed in speeds:
         offer = _tier_offer(speed)
-        if offer.name in offers:
+        if offer in offers:
             raise PlanError(
-                f"there are two tiers {offer.name!r}",
+                f"the same tier is there twice: {offer.name}",
                 where=f"--tier {speed.name}",
-                available=f"one of each: {', '.join(KINDS)}",
-                hint="plan with one, then with the other",
+                hint="leave one out, or give it another speed or capacity",
             )
-        offers[offer.name] = offer
-    return tuple(offers.values())
+        offers.append(offer)
+    return tuple(offers)
 
 
 def _tier_offer(speed: TierSpeed) -> TierOffer:

@@ -1,7 +1,7 @@
-"""vLLM's `kv_hints`: what of the envelope of a request says for how long its KV is of use. Pure.
+"""Retention in vLLM's `kv_hints`: what the envelope of a request says of how long its KV is of use. Pure.
 
 The envelope is vLLM's (`vllm.v1.kv_hints`, from 0.32 on): actions with a type, a version and a payload, which vLLM
-hands on unread. The action `kv.retain` is that of vLLM's proposals for retention; all others are for somebody else.
+hands on unread. The action `kv.retain` is that of vLLM's proposals for retention; all others are left alone.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvframework.api.retain import MAX_DURATION_S, MAX_RETAINS, Retain, retain_of
+from kvframework.api.retain import MAX_RETAINS, Retain, retain_of
 from kvframework.errors import RequestError
 
 TYPE, MAJOR = "kv.retain", "1"
+# The longest time that `retain_of` takes.
+_LONGEST_S = 3600.0
 
 
 def retain_action(envelope: Any, prompt_tokens: int) -> tuple[Retain, ...]:
@@ -41,9 +43,9 @@ def _range(item: object, prompt_tokens: int) -> object:
         said["start"] = prompt_tokens
     if "priority" not in said:
         raise _wrong("a directive without a priority", "0 to 100")
-    duration = said.setdefault("duration", MAX_DURATION_S)
-    if isinstance(duration, (int, float)) and duration > MAX_DURATION_S:
-        said["duration"] = MAX_DURATION_S
+    duration = said.setdefault("duration", _LONGEST_S)
+    if isinstance(duration, (int, float)) and duration > _LONGEST_S:
+        said["duration"] = _LONGEST_S
     return {"start": 0, **said}
 
 

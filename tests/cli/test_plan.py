@@ -103,7 +103,7 @@ def test_the_document(trace: str) -> None:
         (("--chunk-size", "8"), "nothing is known of chunks of 8"),
         (("--tier", "tape=1GB/s"), "no configuration is written for a tier 'tape'"),
         (("--tier", "disk"), "a tier without a speed"),
-        (("--tier", "disk=1GB/s", "--tier", "disk=3GB/s"), "there are two tiers 'disk'"),
+        (("--tier", "disk=1GB/s", "--tier", "disk=1GB/s"), "the same tier is there twice: disk"),
         (("--price", "dram=1", "--tier", "disk=1GB/s"), "the price of a GiB is missing: disk"),
         (("--budget", "much"), "expected a size"),
         (("--ttft", "0"), "'--ttft': expected a time such as"),

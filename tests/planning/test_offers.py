@@ -25,9 +25,10 @@ def test_a_tier_is_named_by_a_word_or_its_plugin() -> None:
 
 
 def test_a_tier_is_there_once() -> None:
-    assert [each.name for each in tier_offers(map(parse_tier, ["redis=1GB/s", "disk=3GB/s"]))] == ["redis", "disk"]
-    with pytest.raises(PlanError, match="there are two tiers 'disk'"):
-        tier_offers(map(parse_tier, ["disk=3GB/s", "filesystem=1GB/s"]))
+    several = ["redis=1GB/s", "disk=3GB/s", "disk=10GB/s"]
+    assert [each.name for each in tier_offers(map(parse_tier, several))] == ["redis", "disk", "disk"]
+    with pytest.raises(PlanError, match="the same tier is there twice: disk"):
+        tier_offers(map(parse_tier, [*several, "filesystem=3GB/s"]))
 
 
 def test_prices_are_all_given_or_all_assumed() -> None:
