@@ -1,0 +1,114 @@
+"""Hits that are cut at every chunk, and the tokens that an engine says then.
+
+The server cuts the load of a prompt that a tier has, behind 0, 1, ... chunks; the engine computes the rest. Beside it
+the same with nobody's help: an engine whose own prefix cache has as many chunks, of another prompt of the same length
+and beginning. `python -m tests.vllm.cuts --dtype bfloat16` prints how often the tokens are not those of a cold engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvframework.wire import messages as m
+from tests.support.server_process import ServerProcess
+from tests.vllm.engine import Ask
+from tests.vllm.model import make, prompt
+from tests.vllm.rows import CHUNK, Answer, Bench, written_back
+
+CHUNKS = 8
+# The last tokens fill no chunk.
+TOKENS = CHUNKS * CHUNK + 52
+# What is computed behind a cut may be rounded in another way: every cut is of the KV of the cold answer.
+_AS_IT_IS = {"kvframework.store": False}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The answers to one prompt: without a hit, and by the number of chunks hit, from the server and from the engine's
+    own cache, 0 to `CHUNKS` of them."""
+
+    cold: Answer
+    loaded: Sequence[Answer]
+    own: Sequence[Answer]
+
+
+def cuts(bench: Bench, seeds: Sequence[int]) -> Iterator[Cut]:
+    """Two engine processes, one after the other, for all prompts."""
+    prompts = [prompt(TOKENS, seed=seed) for seed in seeds]
+    with tempfile.TemporaryDirectory(dir=bench.directory, prefix="cuts-") as name:
+        loaded = _loaded(bench, prompts, Path(name))
+    own = _own(bench, prompts)
+    for number in range(len(prompts)):
+        first, rest = number * (CHUNKS + 2), number * (CHUNKS + 1)
+        yield Cut(loaded[first], loaded[first + 1 : first + CHUNKS + 2], own[rest : rest + CHUNKS + 1])
+
+
+def _loaded(bench: Bench, prompts: Sequence[list[int]], folder: Path) -> list[Answer]:
+    """For each prompt a cold answer, which is stored, and one for each cut."""
+    cut, asks, turns = folder / "cut", [], []
+    cut.write_text("0")
+    for given in prompts:
+        asks.append(Ask(given, tokens=bench.new_tokens, reset=True))
+        for chunks in range(CHUNKS + 1):
+            turns.append((folder / f"go-{len(turns)}", chunks))
+            asks.append(Ask(given, tokens=bench.new_tokens, reset=True, params=_AS_IT_IS, wait_file=str(turns[-1][0])))
+    disk = ("l2.0.use=filesystem", f"l2.0.path={folder / 'l2'}", "l2.0.capacity=4GiB", "server.price=true")
+    program = ("-m", "tests.vllm.cutting_server", str(cut))
+    with ServerProcess(*disk, capacity="1GiB", program=program) as server:
+        waiting = iter(turns)
+
+        def turn() -> None:
+            go, chunks = next(waiting)
+            written_back(server)
+            with server.client() as client:
+                assert client.call("CLEAR", m.Clear()).in_use == 0
+            cut.write_text(str(chunks))
+            go.touch()
+
+        answers = bench.run(server, *asks, on_wait=turn)
+        priced = server.status()["price"]
+        assert (priced["lookups"], priced["cut"]) == (len(turns), len(prompts) * CHUNKS)
+    return answers
+
+
+def _own(bench: Bench, prompts: Sequence[list[int]]) -> list[Answer]:
+    """For each prompt and number of chunks an answer of an engine whose own cache has these. They were computed in a
+    prompt of the same length: what is computed beside them may change how they are rounded."""
+    asks, others = [], prompt(TOKENS, seed=1 << 30)
+    for given in prompts:
+        for chunks in range(CHUNKS + 1):
+            hit = chunks * CHUNK
+            asks.append(Ask(given[:hit] + others[hit:], tokens=1, reset=True))
+            asks.append(Ask(given, tokens=bench.new_tokens))
+    return bench.run(None, *asks)[1::2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--model", type=Path, help="a folder with a model, instead of one with random weights")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "kvf-vllm-models")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="kvf-cuts-") as directory:
+        model = given.model or make(given.models / given.size, given.size)
+        bench = Bench(model, Path(directory), [], given.new_tokens, engine={"dtype": given.dtype})
+        found = list(cuts(bench, range(given.prompts)))
+    print(f"{given.dtype}, {given.prompts} prompts of {TOKENS} tokens, {given.new_tokens} generated")
+    print("| chunks hit | differ from cold: cut hit | own cache | cut hit and own cache differ |")
+    print("|-----------:|--------------------------:|----------:|-----------------------------:|")
+    for chunks in range(CHUNKS + 1):
+        loaded = sum(cut.loaded[chunks].tokens != cut.cold.tokens for cut in found)
+        own = sum(cut.own[chunks].tokens != cut.cold.tokens for cut in found)
+        apart = sum(cut.loaded[chunks].tokens != cut.own[chunks].tokens for cut in found)
+        print(f"| {chunks:10} | {loaded:25} | {own:9} | {apart:28} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""A server whose prices cut each hit behind as many chunks as a file says, whatever a tier or an engine is like.
+
+Run as `python -m tests.vllm.cutting_server FILE serve ...`; for the tests of cut hits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvframework.cli.main import main
+from kvframework.pricing.prefill import EngineSpeed
+from kvframework.service.accounts.asked import Asked
+from kvframework.service.accounts.priced import Priced
+from kvframework.service.pricing import Pricing
+from kvframework.storage.l2.sealed_tier import L2Store
+
+FILE = Path(sys.argv.pop(1))
+# A LOOKUP without a speed is never cut, and an engine is quick to ask before it knows its own.
+_SPEED = EngineSpeed(1000.0, 0.0)
+
+
+class FixedCut(Pricing):
+    def located(self, asked: Asked, here: Sequence[bool], source: Mapping[int, L2Store]) -> None:
+        assert asked.grid is not None
+        if not source:
+            return
+        found = asked.grid.hit([there or index in source for index, there in enumerate(here)])
+        asked.priced = Priced(min(int(FILE.read_text()), found), found, 2.0, 1.0, 1.0)
+
+
+def _asked(self: Asked, *given: object) -> None:
+    _init(self, *given)  # type: ignore[arg-type]
+    self.speed = self.speed or _SPEED
+
+
+_init = Asked.__init__
+Asked.__init__ = _asked  # type: ignore[method-assign]
+Pricing.located = FixedCut.located  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    main()
