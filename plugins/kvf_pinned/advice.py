@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from kvf_pinned.available import available_memory
 from kvf_pinned.nodes import choose
 from kvf_pinned.options import Numa, PinnedOptions
 from kvf_pinned.placement import hint, place
+from kvframework.api.available_memory import available_memory
 from kvframework.api.findings import Finding
 from kvframework.api.options import ByteSize
 

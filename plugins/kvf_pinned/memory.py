@@ -11,10 +11,10 @@ import resource
 import threading
 from collections.abc import Callable
 
-from kvf_pinned.available import available_memory
 from kvf_pinned.nodes import ANYWHERE, Choice
 from kvf_pinned.placement import hint, place
 from kvf_pinned.touch import Toucher
+from kvframework.api.available_memory import available_memory
 from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
 from kvframework.errors import ArenaError

@@ -6,8 +6,10 @@ import contextlib
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 
+from kvframework.client.connecting.resident_pages import map_ahead
 from kvframework.messaging.fork import close_after_fork
 
 
@@ -41,7 +43,13 @@ class MappedArena:
         self._file = status.st_dev, status.st_ino
         self._map = mapped
         self.view = memoryview(mapped)
+        self._ahead = threading.Lock()
         close_after_fork(self)
+
+    def map_ahead(self) -> None:
+        """Map the resident pages in the background, once. Never blocks."""
+        if self._ahead.acquire(blocking=False):
+            map_ahead(self)
 
     def close_in_child(self) -> None:
         """Leave the memory mapped in a forked child: its addresses may belong to other mappings by now, so it must
