@@ -1,5 +1,5 @@
 """The optional part of the build, where there is a C compiler: the copy kernel of `kvf_cpu_gather`, the plane kernel of
-`kvf_codecs`, the hash kernel of `kvf_hashers`, and the token kernel of the client.
+`kvf_codecs`, the hash kernel of `kvf_hashers`, the token kernel of the client, and the streaming kernel.
 
 Without one the wheel is pure Python: torch copies, NumPy splits planes, hashlib hashes. `KVFRAMEWORK_NATIVE=0` leaves
 the kernels out, `=1` requires them; `CC` names the compiler. The libraries do not link to Python, so one wheel serves
@@ -23,6 +23,7 @@ KERNELS = {
     Path("kvf_cpu_gather", "native", "libkvf_copy.so"): Path("plugins", "kvf_cpu_gather", "native", "copy.c"),
     Path("kvf_codecs", "native", "libkvf_planes.so"): Path("plugins", "kvf_codecs", "native", "planes.c"),
     Path("kvf_hashers", "native", "libkvf_sha256.so"): Path("plugins", "kvf_hashers", "native", "sha256.c"),
+    Path("kvframework", "api", "native", "libkvf_streaming.so"): Path("kvframework", "api", "native", "streaming.c"),
     Path("kvframework", "client", "native", "libkvf_token_ids.so"): Path(
         "kvframework", "client", "native", "token_ids.c"
     ),
