@@ -15,6 +15,7 @@ An object's last use has the latest time that a call has passed: that of the las
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,16 @@ from kvframework.storage.l1.ghosts import LAST_EVICTION, Cause
 from kvframework.storage.l1.hints import Part, parts_of
 from kvframework.storage.l1.journal.journal import Journal
 from kvframework.storage.l1.journal.reading import Found, FoundObject, FoundReservation
-from kvframework.storage.l1.leases import NO_PROMPT, LeaseBook, PinLease, PromptPart, StoredObject, WriteLease
+from kvframework.storage.l1.leases import (
+    INTERNAL_OWNER,
+    NO_DEADLINE,
+    NO_PROMPT,
+    LeaseBook,
+    PinLease,
+    PromptPart,
+    StoredObject,
+    WriteLease,
+)
 from kvframework.storage.l1.rows import ObjectRows
 from kvframework.storage.l1.tenants import SALT, Tenant, Tenants
 from kvframework.storage.l1.uses import Uses
@@ -100,6 +110,9 @@ class ObjectTable:
         self.prefixes_with = self._objects.prefixes_with
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
+        # Pins of the server itself, see `hold`.
+        self._held: dict[str, PinLease] = {}
+        self._numbers = itertools.count(1)
         self._uses = Uses(self.tenants, self._objects)
         self._departed = Departed(self.tenants)
         # The victims of the STORE that is being placed; no free range has as many bytes as `_full`.
@@ -122,7 +135,7 @@ class ObjectTable:
 
     @property
     def pin_leases(self) -> int:
-        return len(self._leases.pins)
+        return len(self._leases.pins) + len(self._held)
 
     def any_writing(self, keys: Iterable[PackedKey]) -> bool:
         return any(key in self._writing for key in keys)
@@ -305,6 +318,28 @@ class ObjectTable:
         lease = self._own_pin_lease(lease_id, owner, now)
         self._drop_pin_lease(lease)
         return lease
+
+    def hold(self, key: PackedKey) -> PinLease | None:
+        """Pin an object for the server itself, until `release`; None if it is missing. Counts as no use. Such pins are
+        many and short, and in no lease book."""
+        stored = self._objects.get(key)
+        if stored is None:
+            return None
+        lease = PinLease(f"hold-{next(self._numbers):x}", INTERNAL_OWNER, "", NO_DEADLINE, [stored])
+        self._held[lease.id] = lease
+        stored.pins += 1
+        self.pins += 1
+        return lease
+
+    def release(self, leases: Sequence[PinLease]) -> None:
+        """End pins of the server itself: of `hold`, and leases of `INTERNAL_OWNER`. Raises `LeaseUnknown` for one that
+        has ended."""
+        for lease in leases:
+            if self._held.pop(lease.id, None) is not None:
+                lease.objects[0].pins -= 1
+                self.pins -= 1
+            else:
+                self._drop_pin_lease(self._leases.pin(lease.id, INTERNAL_OWNER))
 
     # time and ends
 
