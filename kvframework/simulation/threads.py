@@ -57,6 +57,8 @@ class VirtualThreads:
         # When each controller is asked again without another reason.
         self._asked_at = [math.inf] * len(controllers)
         self._waiting = waiting
+        # So many times as late are idle controllers asked at their time: more than 1 while nothing can happen.
+        self.rarely = 1.0
         # Whether any step has failed so far.
         self._failed = False
 
@@ -78,7 +80,13 @@ class VirtualThreads:
                     self._give(number)
         for number in sorted(asked):
             if self._idle[number]:
-                self._ask_again(number, self._time.now + self._controllers[number][0].wait_s())
+                self._ask_again(number, self._time.now + self.rarely * self._controllers[number][0].wait_s())
+
+    def awake(self) -> None:
+        """Ask all controllers again, no later than they say."""
+        self.rarely = 1.0
+        for changed in self._changed:
+            changed.notify()
 
     def _give(self, number: int) -> None:
         controller = self._controllers[number][0]
@@ -125,5 +133,5 @@ class VirtualThreads:
         self._changed[number].notify()
         if self._failed:
             # What it learned of a tier may be news to all.
-            for changed in self._changed:
-                changed.notify()
+            for each in self._changed:
+                each.notify()

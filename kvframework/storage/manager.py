@@ -768,6 +768,10 @@ class StorageManager:
 
     def _in_turns(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
         """Yield parts of `items`, each to be handled while this holds the lock; other threads get it in between."""
+        if 0 < len(items) <= AT_ONCE:
+            with self.lock:
+                yield items
+            return
         for first in range(0, len(items), AT_ONCE):
             if first:
                 # A thread that only releases a lock takes it again before a waiting thread has woken up.
