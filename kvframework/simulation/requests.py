@@ -1,5 +1,5 @@
-"""What engines do with a prompt: LOOKUP, as it comes or near its turn, and a load from the tiers; in its turn RETRIEVE of
-the hit, the computation of the rest, and STORE of the whole, all of them behind what the engine had itself."""
+"""What engines do with a prompt: LOOKUP as it comes, or near its turn, and a load from the tiers; in its turn RETRIEVE
+of the hit, the computation of the rest, and STORE of the whole, all of them behind what the engine had itself."""
 
 from __future__ import annotations
 
