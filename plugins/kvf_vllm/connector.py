@@ -276,6 +276,10 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     # The scheduler's side.
 
+    @harmless()
+    def on_new_request(self, request: Any) -> None:
+        self._scheduling().came(request)
+
     @harmless(lambda: (0, False), then=lambda self, request, *_: self._scheduling().leave_out(request.request_id))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduling().matched_tokens(request, num_computed_tokens)

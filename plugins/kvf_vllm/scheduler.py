@@ -25,6 +25,7 @@ from kvf_vllm.search import PrefixSearch
 from kvf_vllm.states import Handover, complete_states
 from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
+from kvf_vllm.waiting import Waiting
 from kvframework.api.content import ChunkContent
 from kvframework.client import EngineSpeed, PrefillMeter, RequestHashes
 
@@ -116,12 +117,19 @@ class SchedulerSide:
         self._told_ignored = False
         self._generation = ""
         self._meter = PrefillMeter()
+        self._waiting = Waiting()
 
     # Requests of vLLM's scheduler.
+
+    def came(self, request: EngineRequest) -> None:
+        """vLLM's `on_new_request`: it waits, and is asked for when its turn is near."""
+        if request.request_id not in self._tracked:
+            self._waiting.came(request.request_id, request.num_tokens)
 
     def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`: the number of tokens beyond `computed` that can be loaded, and True if
         they are loaded between steps; a number of None asks vLLM to call again."""
+        self._waiting.gone(request.request_id)
         tracked = self._track(request)
         tracked.miss, tracked.own_end = "", computed
         if request.lora_request is not None and self._awaits_adapter(tracked):
@@ -292,6 +300,7 @@ class SchedulerSide:
     def finished(self, request: EngineRequest) -> None:
         """vLLM's `request_finished`, aborts included. A load in progress goes on, with a pin of its own: vLLM keeps the
         blocks until the workers have reported its end."""
+        self._waiting.gone(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         self._adapters.forget(request.request_id)
         self._running.discard(request.request_id)
@@ -325,14 +334,16 @@ class SchedulerSide:
         self._meter.begin_step(parts, self._clock(), counts=counts)
 
     def _speed(self) -> EngineSpeed | None:
-        """How fast this engine is, and what it has still to compute of the prompts before the next."""
+        """How fast this engine is, and what it has still to compute: of the prompts before the next, and of those that
+        wait, which it computes while a load is under way."""
         queued = []
         for request_id in self._running:
             tracked = self._tracked.get(request_id)
             if tracked is not None:
                 request = tracked.request
                 queued.append((max(request.num_computed_tokens, tracked.hit_end), request.num_tokens))
-        return self._meter.speed(queued)
+        speed = self._meter.speed(queued)
+        return None if speed is None else self._waiting.behind(speed)
 
     def _track(self, request: EngineRequest) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
