@@ -175,7 +175,8 @@ class ObjectTable:
         # Objects that this request needs must not be evicted by itself or by others until it is stored.
         here = self._objects.find([key for key, _ in items])
         lease.present = [stored for stored in here if stored is not None]
-        self._pin(lease.present)
+        if lease.present:
+            self._pin(lease.present)
         if prompt.retain and lease.present:
             lease.present_chunks = prompt.of([index for index, stored in enumerate(here) if stored is not None])
         writing, of, length = self._writing, -1, 0
@@ -244,15 +245,21 @@ class ObjectTable:
             for stored, slot in zip(objects, lease.slots, strict=True):
                 stored.slot = slot
             self._journal.commit(lease.slots, now)
-        account.added(len(objects), sum([rounded(nbytes) for _, _, nbytes in lease.items]))
+        of, length, total = -1, 0, 0
+        for _, _, nbytes in lease.items:
+            if nbytes != of:
+                of, length = nbytes, rounded(nbytes)
+            total += length
+        account.added(len(objects), total)
         present = self._let_go(lease)
         facts = self._facts(lease.use, lease.request_id, lease.tenant, lease.prompt.chunk_tokens)
         if lease.prompt.retain:
             self._inserted_hinted(objects, lease, facts)
         else:
             self.tenants.inserted(lease.tenant, objects, lease.chunks, facts)
-        found = lease.prompt._replace(chunks=lease.present_chunks)
-        self._used(present, lease.use, lease.request_id, lease.tenant, found)
+        if present:
+            found = lease.prompt._replace(chunks=lease.present_chunks)
+            self._used(present, lease.use, lease.request_id, lease.tenant, found)
         return objects
 
     def abort(self, lease_id: str, *, owner: int) -> int:
@@ -694,7 +701,8 @@ class ObjectTable:
     def _let_go(self, lease: WriteLease) -> list[StoredObject]:
         """Unpin the objects that were present before a lease; return them."""
         present, lease.present = lease.present, []
-        self._unpin(present)
+        if present:
+            self._unpin(present)
         return present
 
     def _drop_write_lease(self, lease: WriteLease) -> None:
