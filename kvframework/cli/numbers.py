@@ -1,12 +1,16 @@
-"""The one form of measured numbers on a terminal: few digits, never an exponent. And of times that a user gives."""
+"""The one form of measured numbers on a terminal: few digits, never an exponent. And of sizes, times and counts that a
+user gives."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from kvframework.api.options import ByteSize
+if TYPE_CHECKING:
+    from kvframework.api.options import ByteSize
+
 
 _MOST_PLACES = 12
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
@@ -64,6 +68,8 @@ def parsed_count(text: str) -> float:
 
 def parsed_size(text: str) -> ByteSize:
     """Return the bytes of a size such as `64MiB` or `3GB`, one at least. Raises `ValueError` with the expected form."""
+    from kvframework.api.options import ByteSize
+
     size = ByteSize.parse(text)
     if not size:
         raise ValueError(f"expected a size such as 512MiB or 4TB, found {text!r}")

@@ -56,6 +56,14 @@ def simulate(
     attention: Annotated[
         float, typer.Option(metavar="TOKENS", help="Length of context at which a token takes twice as long; 0: never.")
     ] = 0.0,
+    lookahead: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="PROMPTS",
+            help="So many prompts for each engine are looked up before their turn; without it each as it comes.",
+        ),
+    ] = None,
     chunk_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of a chunk of the trace, where the file does not say it; 0: 512.")
     ] = 0,
@@ -79,7 +87,7 @@ def simulate(
     settings = Settings(
         load_config(config, overrides or ()),
         bytes_per_token=bytes_per_token,
-        engines=_engines(engines, prefill, attention),
+        engines=_engines(engines, prefill, attention, lookahead),
         tiers=[parse_tier(text) for text in tier or ()],
     )
     read = open_trace(trace, chunk_tokens=chunk_tokens)
@@ -92,7 +100,7 @@ def simulate(
         print_view(outcome_view(outcome, read.header.name))
 
 
-def _engines(count: int | None, prefill: float | None, attention: float) -> Engines | None:
+def _engines(count: int | None, prefill: float | None, attention: float, lookahead: int | None) -> Engines | None:
     from kvframework.errors import SimulationError
     from kvframework.simulation import Engines
 
@@ -102,4 +110,4 @@ def _engines(count: int | None, prefill: float | None, attention: float) -> Engi
         raise SimulationError(
             "how fast are the engines?", where="--engines", available="tokens a second", hint="add --prefill 25000"
         )
-    return Engines(count or 1, prefill, attention)
+    return Engines(count or 1, prefill, attention, lookahead)

@@ -11,9 +11,10 @@ from kvframework.api.types import Message
 
 class EngineSpeed(Message, frozen=True):
     """The speed of an engine: `tokens_per_s` of prefill without a context; `attention_tokens`, the length of a context
-    at which a token takes twice as long, 0 if the context does not matter; `queued_s`, the seconds of prefill that come
-    before this request, without those of prompts whose loads are under way: their server knows them. A decoder refuses
-    numbers that are out of bounds or not finite, as `check` does."""
+    at which a token takes twice as long, 0 if the context does not matter; `queued_s`, the seconds of prefill that the
+    engine has besides this request, also of prompts that wait and are not looked up yet: it computes those while a load
+    is under way. Without those of prompts whose loads are under way: their server knows them. A decoder refuses numbers
+    that are out of bounds or not finite, as `check` does."""
 
     tokens_per_s: Annotated[float, msgspec.Meta(ge=1e-3, le=1e12)]
     attention_tokens: Annotated[float, msgspec.Meta(ge=0.0, le=1e12)] = 0.0

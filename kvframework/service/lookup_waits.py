@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -44,6 +44,8 @@ class LookupWaits:
         self._numbers = itertools.count()
         self._waits: dict[int, Wait] = {}
         self._of_ticket: dict[str, set[int]] = {}
+        # The number of the waits of a ticket that look at each change.
+        self._for_more: Counter[str] = Counter()
         self._times: Deadlines[int] = Deadlines()
         self._changed: deque[str] = deque()
 
@@ -59,9 +61,16 @@ class LookupWaits:
         number = next(self._numbers)
         self._waits[number] = wait
         self._of_ticket.setdefault(wait.ticket, set()).add(number)
+        if not wait.for_end:
+            self._for_more[wait.ticket] += 1
         self._times.set(number, wait.until)
         # Also if it is cancelled.
         wait.promise.add_done_callback(lambda _answered: self.changed(wait.ticket))
+
+    def grown(self, ticket: str) -> None:
+        """More of what a ticket waits for is there: no news to those who wait for the end. From any thread."""
+        if ticket in self._for_more:
+            self.changed(ticket)
 
     def changed(self, ticket: str) -> None:
         """A ticket's answer may be another now, or the ticket has ended. From any thread."""
@@ -88,6 +97,10 @@ class LookupWaits:
         """Remove a wait that was answered."""
         wait = self._waits.pop(number)
         self._times.discard(number)
+        if not wait.for_end:
+            self._for_more[wait.ticket] -= 1
+            if not self._for_more[wait.ticket]:
+                del self._for_more[wait.ticket]
         of_ticket = self._of_ticket[wait.ticket]
         of_ticket.discard(number)
         if not of_ticket:

@@ -55,7 +55,11 @@ class Lookups:
         self._clock = storage.clock
         self.waits = LookupWaits()
         self.tickets = LookupTickets(
-            storage, ticket_s=ticket_s, on_end=self._ticket_ended, on_change=self.waits.changed
+            storage,
+            ticket_s=ticket_s,
+            on_end=self._ticket_ended,
+            on_change=self.waits.changed,
+            on_growth=self.waits.grown,
         )
         # Changed by the serving thread only, like all counters here.
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)

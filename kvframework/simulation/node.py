@@ -124,6 +124,8 @@ class Node:
             )(instance_id=session.session_id)
             self.call(session, "REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload)
         self.namespace = non_gpu_namespace(payload, hasher.fingerprint, config.server.chunk_size)
+        # What asks a tier whether it still answers can be left out: it does.
+        self._is_steady = not any(tier.speed.slow for tier in self.tiers)
         self._having_all = [tier for tier in self.tiers if tier.speed.has_all]
         (self._prefix,) = self.service.key_prefixes(self.namespace, "", (0,))
         self._object_bytes = sizes.chunk_tokens * sizes.token_bytes
@@ -139,7 +141,7 @@ class Node:
     def settle(self) -> None:
         """Do what the storage threads and the serving thread would do now: after each event."""
         self._threads.look()
-        if self._quiet > QUIET_TICKS and not self.at_rest:
+        if self._quiet > QUIET_TICKS and not self.storage.at_rest:
             self._awake()
         service = self.service
         while service.next_at() <= self.time.now:
@@ -163,8 +165,12 @@ class Node:
         if chain != self._chain:
             return
         self.service.tick()
-        self._quiet = self._quiet + 1 if self.at_rest else 0
-        self._tick_in(TICK_S * 2.0 ** min(max(self._quiet - QUIET_TICKS, 0), MOST_DOUBLINGS))
+        # A thread that asks whether a tier answers is no work.
+        self._quiet = self._quiet + 1 if self.storage.at_rest else 0
+        rarely = 2.0 ** min(max(self._quiet - QUIET_TICKS, 0), MOST_DOUBLINGS)
+        if self._is_steady:
+            self._threads.rarely = rarely
+        self._tick_in(TICK_S * rarely)
 
     def _tick_in(self, seconds: float) -> None:
         self.time.at(self.time.now + seconds, partial(self._tick, self._chain))
@@ -173,5 +179,6 @@ class Node:
         """Catch up with the ticks that were left out, and go on with those that are not."""
         self._quiet = 0
         self._chain += 1
+        self._threads.awake()
         self.service.tick()
         self._tick_in(TICK_S)

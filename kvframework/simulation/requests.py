@@ -1,8 +1,9 @@
-"""What engines do with a prompt: LOOKUP as it comes, then a load from the tiers; in its turn RETRIEVE of the hit, the
-computation of the rest, and STORE of the whole, all of them behind what the engine had itself."""
+"""What engines do with a prompt: LOOKUP as it comes, or near its turn, and a load from the tiers; in its turn RETRIEVE
+of the hit, the computation of the rest, and STORE of the whole, all of them behind what the engine had itself."""
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,13 @@ class Requests:
         self._node = node
         self._chunks = chunks
         self._fleet = fleet
+        # Those that are not looked up yet, and the number of those that are and that no engine has begun.
+        self._unasked: deque[_Request] = deque()
+        self._unasked_s = 0.0
+        self._waiting = 0
+        self._asking = False
+        if fleet is not None:
+            fleet.on_idle = self._ask_on
         self._came = 0
         self._tokens = self._blocks = 0
         self._ttft: list[float] = []
@@ -43,13 +51,32 @@ class Requests:
         self._blocks += len(digests) - first
         if self._came == 1:
             self._first = self._node.time.now
+        request = _Request(f"r{self._came}", self._node.time.now, prompt.tokens, first, digests)
+        self._unasked.append(request)
+        self._unasked_s += self._seconds(request)
+        self.under_way += 1
+        self._ask_on()
+
+    def _ask_on(self) -> None:
+        """Look up the prompts whose turn is near."""
+        if self._asking:  # an answer that comes at once may let an engine begin
+            return
+        self._asking = True
+        while self._unasked and (self._fleet is None or self._fleet.asks(self._waiting)):
+            request = self._unasked.popleft()
+            self._unasked_s = self._unasked_s - self._seconds(request) if self._unasked else 0.0
+            self._waiting += 1
+            self._ask(request)
+        self._asking = False
+
+    def _ask(self, request: _Request) -> None:
         fleet, speed, session = self._fleet, None, self._node.sessions[0]
         if fleet is not None:
             queue = fleet.least_loaded()
-            speed, session = fleet.speed(queue), self._node.sessions[queue.number]
-        request = _Request(f"r{self._came}", self._node.time.now, prompt.tokens, first, digests, session)
-        self.under_way += 1
-        if first == len(digests):
+            speed, session = fleet.speed(queue, self._unasked_s), self._node.sessions[queue.number]
+        request.asker = session
+        digests = request.digests
+        if request.first == len(digests):
             self._ready(request, m.LookupReply(0))
             return
         reply = self._node.call(session, "LOOKUP", m.Lookup(self._key(request, len(digests), None), speed=speed))
@@ -76,6 +103,7 @@ class Requests:
 
     def _begin(self, request: _Request, engine: Session) -> float:
         """Load the hit; return the seconds that the rest takes."""
+        self._waiting -= 1
         if request.hit:
             key = self._key(request, request.first + request.hit // self._chunks.tokens, 0)
             plan = self._node.call(engine, "PREPARE_RETRIEVE", m.Prepare(key, engine.session_id))
@@ -83,6 +111,7 @@ class Requests:
                 request.hit = 0
         if request.ticket:
             self._node.call(request.asker, "CANCEL", m.Cancel(ticket=request.ticket))
+        self._ask_on()
         return self._seconds(request)
 
     def _end(self, request: _Request, engine: Session) -> None:
@@ -156,15 +185,14 @@ class _Request:
 
     __slots__ = ("asker", "came", "digests", "first", "hit", "id", "ticket", "tokens")
 
-    def __init__(
-        self, request_id: str, came: float, tokens: int, first: int, digests: list[bytes], asker: Session
-    ) -> None:
+    asker: Session
+
+    def __init__(self, request_id: str, came: float, tokens: int, first: int, digests: list[bytes]) -> None:
         self.id = request_id
         self.came = came
         self.tokens = tokens
         self.first = first
         self.digests = digests
-        self.asker = asker
         self.hit = 0
         self.ticket = ""
 

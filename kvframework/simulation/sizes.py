@@ -164,6 +164,8 @@ def _check_engines(engines: Engines) -> None:
     # Those of `EngineSpeed`: longer times than that are none.
     if not 1e-3 <= engines.tokens_per_s <= 1e12:
         raise _out_of_bounds("engines: tokens_per_s", engines.tokens_per_s, "0.001 to 1e12")
+    if engines.lookahead is not None and engines.lookahead < 0:
+        raise _out_of_bounds("engines: lookahead", engines.lookahead, "0 or more, or none")
     if not 0 <= engines.attention_tokens <= 1e12:
         raise _out_of_bounds("engines: attention_tokens", engines.attention_tokens, "0 for no term, to 1e12")
 

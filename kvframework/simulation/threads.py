@@ -7,11 +7,12 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvframework.simulation.channel import Waiting
 from kvframework.simulation.events import VirtualTime
-from kvframework.simulation.jobs import Job
+from kvframework.storage.l2.steps import Steps
 from kvframework.storage.l2.threads import Controller
 
 log = logging.getLogger(__name__)
@@ -56,6 +57,10 @@ class VirtualThreads:
         # When each controller is asked again without another reason.
         self._asked_at = [math.inf] * len(controllers)
         self._waiting = waiting
+        # So many times as late are idle controllers asked at their time: more than 1 while nothing can happen.
+        self.rarely = 1.0
+        # Whether any step has failed so far.
+        self._failed = False
 
     @property
     def busy(self) -> bool:
@@ -64,7 +69,7 @@ class VirtualThreads:
 
     def look(self) -> None:
         """Give idle threads what there is to do, after anything has happened."""
-        asked = set()
+        asked: set[int] = set()
         found = True
         while found:
             found = False
@@ -73,15 +78,21 @@ class VirtualThreads:
                     found, changed.noted = True, False
                     asked.add(number)
                     self._give(number)
-        for number in asked:
+        for number in sorted(asked):
             if self._idle[number]:
-                self._ask_again(number, self._time.now + self._controllers[number][0].wait_s())
+                self._ask_again(number, self._time.now + self.rarely * self._controllers[number][0].wait_s())
+
+    def awake(self) -> None:
+        """Ask all controllers again, no later than they say."""
+        self.rarely = 1.0
+        for changed in self._changed:
+            changed.notify()
 
     def _give(self, number: int) -> None:
         controller = self._controllers[number][0]
         while self._idle[number] and (steps := controller.poll()) is not None:
             self._idle[number] -= 1
-            self._drive(Job(controller, steps), number)
+            self._drive(number, steps, None, None)
 
     def _ask_again(self, number: int, when: float) -> None:
         if when <= self._time.now:
@@ -96,22 +107,31 @@ class VirtualThreads:
             self._asked_at[number] = math.inf
             self._changed[number].notify()
 
-    def _drive(self, job: Job, number: int) -> None:
-        """Take steps until one takes time, or the job has ended."""
-        while True:
-            try:
-                job.go_on()
-            except Exception:
-                log.exception("%s failed", job.controller.name)
-                break
-            if job.ended:
-                break
-            job.take()
-            until = self._waiting.take()
-            if until > self._time.now:
-                self._time.at(until, lambda: self._drive(job, number))
-                return
+    def _drive(self, number: int, steps: Steps[None], answer: object, error: Exception | None) -> None:
+        """Hand on the answer of the last step, and take steps until one takes time or there are no more."""
+        time, take_time = self._time, self._waiting.take
+        try:
+            while True:
+                step = steps.send(answer) if error is None else steps.throw(error)
+                answer = error = None
+                try:
+                    answer = step()
+                except Exception as failure:  # noqa: BLE001  the controller decides
+                    self._failed, error = True, failure
+                until = take_time()
+                if until > time.now:
+                    time.at(until, partial(self._drive, number, steps, answer, error))
+                    return
+        except StopIteration:
+            pass
+        except Exception:
+            log.exception("%s failed", self._controllers[number][0].name)
+        finally:
+            # It refers to this frame in turn.
+            error = None
         self._idle[number] += 1
-        # What it learned of a tier may be news to all.
-        for changed in self._changed:
-            changed.notify()
+        self._changed[number].notify()
+        if self._failed:
+            # What it learned of a tier may be news to all.
+            for each in self._changed:
+                each.notify()

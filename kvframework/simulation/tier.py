@@ -84,17 +84,19 @@ class VirtualTier(Tier):
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        sizes = [
-            0 if is_record_key(key) else sum(part.nbytes for part in each[1:]) * self._scale
-            for key, each in zip(keys, parts, strict=True)
-        ]
-        ends = self.writes.send(sum(sizes), self._time.now, deadline) + self.speed.latency_s
+        records = [index for index, key in enumerate(keys) if is_record_key(key)]
+        # A value's header takes no time.
+        sizes = [sum([part.nbytes for part in each[1:]]) * self._scale for each in parts]
+        for index in records:
+            sizes[index] = 0
+        total = sum(sizes)
+        ends = self.writes.send(total, self._time.now, deadline) + self.speed.latency_s
         self._lasts(ends, deadline)
-        self.written_bytes += sum(sizes)
-        for key, each, nbytes in zip(keys, parts, sizes, strict=True):
-            if is_record_key(key):
-                self._records[key] = b"".join(each)
-            else:
+        self.written_bytes += total
+        for index in records:
+            self._records[keys[index]] = b"".join(parts[index])
+        for key, nbytes in zip(keys, sizes, strict=True):
+            if key not in self._records:
                 self._hold(key, nbytes, ends)
         return [Outcome.STORED] * len(keys)
 

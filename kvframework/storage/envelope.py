@@ -51,7 +51,7 @@ def seal(
     key: PackedKey, packed: Sequence[Buffer], *, object_bytes: int, codec: str = NO_CODEC, layout: bytes = UNTOLD_LAYOUT
 ) -> bytes:
     """Return the header to store before `packed`."""
-    size = sum(memoryview(part).nbytes for part in packed)
+    size = sum([memoryview(part).nbytes for part in packed])
     name = codec.encode("ascii").ljust(MAX_CODEC_NAME, b"\0")
     fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, 0, key[:16], layout, name, object_bytes, size)
     return fields + _CHECKSUM.pack(_checksum(key, fields, packed))

@@ -649,8 +649,7 @@ class StorageManager:
 
     def unpin_internal(self, leases: Sequence[PinLease]) -> None:
         for part in self._in_turns(leases):
-            for lease in part:
-                self._table.unpin(lease.id, owner=INTERNAL_OWNER, now=self.clock())
+            self._table.release(part)
 
     def bytes_of(self, lease: PinLease) -> memoryview:
         stored = lease.objects[0]
@@ -768,10 +767,14 @@ class StorageManager:
             self._prefetcher.writers_ended(self._table.any_writing)
 
     def _pin_internal(self, key: PackedKey) -> PinLease | None:
-        return self._table.pin([key], owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, use=None)
+        return self._table.hold(key)
 
     def _in_turns(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
         """Yield parts of `items`, each to be handled while this holds the lock; other threads get it in between."""
+        if 0 < len(items) <= AT_ONCE:
+            with self.lock:
+                yield items
+            return
         for first in range(0, len(items), AT_ONCE):
             if first:
                 # A thread that only releases a lock takes it again before a waiting thread has woken up.

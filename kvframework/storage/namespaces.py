@@ -162,8 +162,7 @@ class NamespaceRecords:
 
     def layout_of(self, namespace: bytes) -> bytes:
         """Return the fingerprint of the namespace's object layout, `UNTOLD_LAYOUT` if it is not known."""
-        with self._lock:
-            return self._fingerprints.get(namespace, UNTOLD_LAYOUT)
+        return self._fingerprints.get(namespace, UNTOLD_LAYOUT)
 
     def dtype_of(self, key: PackedKey) -> str:
         """Return the dtype of the elements of an object, "" where it is not known: of an engine's own packing, of a

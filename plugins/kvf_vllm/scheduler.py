@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from types import MappingProxyType
 
 from kvf_vllm.adapter_names import NO_ADAPTER, Adapted, AdapterNames
@@ -26,6 +25,7 @@ from kvf_vllm.search import PrefixSearch
 from kvf_vllm.states import Handover, complete_states
 from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
+from kvf_vllm.waiting import Waiting
 from kvframework.api.content import ChunkContent
 from kvframework.client import EngineSpeed, PrefillMeter, RequestHashes
 
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 # How long an idle engine waits for L2 to say whether it has more than L1, which a quick tier does in a millisecond: a
 # new prompt is then computed in this step of the scheduler. A slower tier answers to later steps.
 DECIDED_S = 0.002
-# Requests before another that are counted. vLLM asks near a request's turn, so that there are few.
-MOST_WAITING = 1024
 
 
 @dataclass
@@ -110,8 +108,6 @@ class SchedulerSide:
         self._tracked: dict[str, _Tracked] = {}
         # The requests that have blocks. A step that computes any is held up by no lookup, others by one at most.
         self._running: set[str] = set()
-        # Those that have none yet, in the order in which they came.
-        self._waiting: dict[str, EngineRequest] = {}
         self._has_waited = False
         self._planned_loads: list[LoadOp] = []
         # Blocks that another connector may load into, which begins before vLLM schedules them.
@@ -121,16 +117,19 @@ class SchedulerSide:
         self._told_ignored = False
         self._generation = ""
         self._meter = PrefillMeter()
+        self._waiting = Waiting()
 
     # Requests of vLLM's scheduler.
 
     def came(self, request: EngineRequest) -> None:
-        """vLLM's `on_new_request`: the request is the last one in the queue."""
-        self._waiting[request.request_id] = request
+        """vLLM's `on_new_request`: it waits, and is asked for when its turn is near."""
+        if request.request_id not in self._tracked:
+            self._waiting.came(request.request_id, request.num_tokens)
 
     def matched_tokens(self, request: EngineRequest, computed: int) -> tuple[int | None, bool]:
         """vLLM's `get_num_new_matched_tokens`: the number of tokens beyond `computed` that can be loaded, and True if
         they are loaded between steps; a number of None asks vLLM to call again."""
+        self._waiting.gone(request.request_id)
         tracked = self._track(request)
         tracked.miss, tracked.own_end = "", computed
         if request.lora_request is not None and self._awaits_adapter(tracked):
@@ -157,7 +156,7 @@ class SchedulerSide:
             tracked.search.release()
             return self._no_hit(tracked, "too_short" if not computed else "held_locally")
         wait_s = 0.0 if self._running or self._has_waited else DECIDED_S
-        hit_end = tracked.search.hit_end(hashes, start, end, wait_s, lambda: self._speed(request.request_id))
+        hit_end = tracked.search.hit_end(hashes, start, end, wait_s, self._speed)
         if hit_end is None:
             self._has_waited = True
             return None, False
@@ -171,7 +170,6 @@ class SchedulerSide:
     def allocated(self, request: EngineRequest, table: GroupBlocks, external: int) -> None:
         """vLLM's `update_state_after_alloc`: the request has its blocks, all of them in `table`."""
         self._running.add(request.request_id)
-        self._waiting.pop(request.request_id, None)
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.loading:
             return
@@ -302,10 +300,10 @@ class SchedulerSide:
     def finished(self, request: EngineRequest) -> None:
         """vLLM's `request_finished`, aborts included. A load in progress goes on, with a pin of its own: vLLM keeps the
         blocks until the workers have reported its end."""
+        self._waiting.gone(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         self._adapters.forget(request.request_id)
         self._running.discard(request.request_id)
-        self._waiting.pop(request.request_id, None)
         if tracked is not None:
             tracked.search.release()
 
@@ -335,22 +333,17 @@ class SchedulerSide:
         parts = [(request.num_computed_tokens, request.num_computed_tokens + tokens) for request, tokens in requests]
         self._meter.begin_step(parts, self._clock(), counts=counts)
 
-    def _speed(self, request_id: str) -> EngineSpeed | None:
-        """How fast this engine is, and what it has still to compute before this request: of prompts that have begun,
-        and of those that came earlier. The server knows those whose loads are under way."""
+    def _speed(self) -> EngineSpeed | None:
+        """How fast this engine is, and what it has still to compute: of the prompts before the next, and of those that
+        wait, which it computes while a load is under way."""
         queued = []
         for each in self._running:
             tracked = self._tracked.get(each)
             if tracked is not None:
                 request = tracked.request
                 queued.append((max(request.num_computed_tokens, tracked.hit_end), request.num_tokens))
-        for each, request in islice(self._waiting.items(), MOST_WAITING):
-            if each == request_id:
-                break
-            tracked = self._tracked.get(each)
-            if tracked is None or not tracked.search.pending:
-                queued.append((0 if tracked is None else tracked.hit_end, request.num_tokens))
-        return self._meter.speed(queued)
+        speed = self._meter.speed(queued)
+        return None if speed is None else self._waiting.behind(speed)
 
     def _track(self, request: EngineRequest) -> _Tracked:
         tracked = self._tracked.get(request.request_id)

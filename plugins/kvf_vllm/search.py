@@ -30,11 +30,6 @@ class PrefixSearch:
         self._asked_at = 0.0
         self._polled_at = 0.0
 
-    @property
-    def pending(self) -> bool:
-        """Whether L2 loads, as far as is known."""
-        return self._result is not None and self._result.pending
-
     def hit_end(
         self,
         hashes: RequestHashes,

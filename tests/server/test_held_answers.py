@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from kvframework.api.requests import CacheKey
+from kvframework.api.futures import Promise
+from kvframework.api.requests import CacheKey, Message
 from kvframework.api.tier import TierProvider, hookimpl
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.client.scheduler import POLL_S
 from kvframework.server import Server
-from kvframework.service.lookup_waits import MOST_OF_TICKET, LookupWaits
+from kvframework.service.lookup_waits import MOST_OF_TICKET, LookupWaits, Wait
 from kvframework.storage.l2 import loading
 from kvframework.wire import messages as m
 from kvframework.wire.handshake import LOOKUP_WAIT
@@ -264,3 +266,27 @@ def test_a_dead_server_ends_a_wait() -> None:
     with client:
         assert scheduler.wait(asked, 0.1).hit_tokens == 0
         assert 0 < scheduler.failures < 100
+
+
+def test_who_waits_for_the_end_is_not_woken_by_what_arrives() -> None:
+    """Each batch of a load would wake the serving thread in vain; one that wants to know of more is woken."""
+    waits, woken = LookupWaits(), list[str]()
+    waits.wake = lambda: woken.append("")
+
+    def add(*, for_end: bool) -> int:
+        wait = Wait(Promise[Message](), 1, "t", math.inf, lambda _answer: False, False, for_end)
+        waits.add(wait)
+        return max(waits._waits)
+
+    add(for_end=True)
+    waits.grown("t")
+    assert not woken
+    waits.changed("t")
+    assert len(woken) == 1
+    more = add(for_end=False)
+    waits.grown("t")
+    waits.grown("another")
+    assert len(woken) == 2
+    waits.end(more)
+    waits.grown("t")
+    assert len(woken) == 2

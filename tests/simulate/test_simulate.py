@@ -13,13 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframework.config import load_config
-from kvframework.errors import ConfigFieldError, PluginError, SimulationError
+from kvframework.errors import ConfigFieldError, PluginError, SimulationError, TierError
+from kvframework.pricing.prefill import EngineSpeed
 from kvframework.service.lifecycle import CacheService
 from kvframework.simulation import Engines, Outcome, Settings, SlowTime, TierSpeed, simulate
 from kvframework.simulation.chunks import Chunks
+from kvframework.simulation.engines import Fleet
+from kvframework.simulation.events import VirtualTime
 from kvframework.simulation.node import TICK_S
 from kvframework.simulation.requests import Requests
 from kvframework.simulation.run import START
+from kvframework.simulation.sizes import Sizes
 from kvframework.trace.form import Request
 from tests.simulate.made import MadeTrace, made_trace
 
@@ -227,6 +231,7 @@ BAD: dict[str, tuple[Settings, str]] = {
     "no engine": (settings_of(engines=Engines(0)), "engines: count: 0"),
     "engines that compute nothing": (settings_of(engines=Engines(1, 0.0)), "tokens_per_s: 0.0"),
     "engines beyond all numbers": (settings_of(engines=Engines(1, 1e13)), "tokens_per_s: 1"),
+    "engines that look less than nothing ahead": (settings_of(engines=Engines(lookahead=-1)), "lookahead: -1"),
     "more memory than addresses": (settings_of(capacity="999999999999999999GiB"), "L1 is too large to be simulated"),
     "a wrong attention term": (settings_of(engines=Engines(1, 1.0, -1.0)), "attention_tokens: -1"),
     "tokens without bytes": (settings_of(bytes_per_token=0), "bytes_per_token: 0"),
@@ -256,19 +261,74 @@ def test_an_empty_trace_has_an_outcome() -> None:
     assert (outcome.requests, outcome.seconds, outcome.ttft_s) == (0, 0.0, None)
 
 
-def test_a_time_without_requests_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine years between two requests, which would be 3e9 ticks of a server, and prompts that take a night."""
-    ticks, tick = itertools.count(1), CacheService.tick
+@pytest.mark.parametrize("tiers", [(), (TierSpeed("redis", 1e9, latency_s=0.001),)])
+def test_a_time_without_requests_takes_none(monkeypatch: pytest.MonkeyPatch, tiers: tuple[TierSpeed, ...]) -> None:
+    """Nine years between two requests, which would be 3e9 ticks of a server and 6e7 questions whether its tier answers,
+    and prompts that take a night."""
+    events, happen = itertools.count(1), VirtualTime.happen
 
-    def counted(service: CacheService) -> None:
-        assert next(ticks) < 10_000
-        tick(service)
+    def counted(time: VirtualTime) -> None:
+        assert next(events) < 10_000
+        happen(time)
 
-    monkeypatch.setattr(CacheService, "tick", counted)
+    monkeypatch.setattr(VirtualTime, "happen", counted)
     nine_years = 9 * 366 * 86400.0
-    outcome = simulate(trace_of((0, [1, 2, 3]), (nine_years, [1, 2, 3])), settings_of(engines=Engines(1, 1e-3)))
+    settings = settings_of(*(REDIS if tiers else ()), engines=Engines(1, 1e-3), tiers=tiers)
+    outcome = simulate(trace_of((0, [1, 2, 3]), (nine_years, [1, 2, 3])), settings)
     assert outcome.l1_tokens == 3 * CHUNK
     assert outcome.seconds >= nine_years
+    assert [tier.written_bytes for tier in outcome.tiers] == [3 * MIB] * len(tiers)
+
+
+def test_prompts_are_looked_up_near_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six prompts of a second each come at once, for one engine."""
+    asked: list[float] = []
+    ask = Requests._ask
+
+    def told(requests: Requests, request: Any) -> None:
+        asked.append(requests._node.time.now - START)
+        ask(requests, request)
+
+    monkeypatch.setattr(Requests, "_ask", told)
+    prompts = [(0.0, [number]) for number in range(6)]
+    for lookahead, at in ((None, [0.0] * 6), (0, [0, 1, 2, 3, 4, 5]), (2, [0, 0, 0, 1, 2, 3]), (9, [0.0] * 6)):
+        asked.clear()
+        outcome = simulate(trace_of(*prompts), settings_of(engines=Engines(1, 16.0, lookahead=lookahead)))
+        assert asked == pytest.approx(at)
+        assert outcome.ttft_s is not None
+        assert outcome.ttft_s.mean == pytest.approx(3.5)
+
+
+def test_an_engine_without_work_asks_on_while_loads_are_under_way() -> None:
+    """L1 holds 8 objects; two prompts are in the tier only, at a second for each object, and a third one is nowhere."""
+    first, second, others = [1, 2, 3], [4, 5], list(range(100, 108))
+    speed = TierSpeed("redis", MIB, write_bytes_per_s=100 * MIB)
+    again = [(100.0, first), (100.0, second), (100.0, [9])]
+    trace = trace_of((0, first), (0, second), (50, others), *again)
+    engines = Engines(1, 1e3, lookahead=0)
+    outcome = simulate(trace, settings_of(*REDIS, "l2.0.timeout_s=60", tiers=[speed], engines=engines, capacity="8MiB"))
+    assert outcome.l2_blocks == 5
+    assert outcome.ttft_s is not None
+    # The last one waits for no load, and loads of two prompts take turns.
+    assert outcome.ttft_s.p50 < 0.2
+    assert outcome.ttft_s.p99 == pytest.approx(5.0, abs=0.2)
+
+
+def test_an_engine_says_what_waits_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what it has not looked up yet: four prompts of a second each come at once."""
+    said: list[float] = []
+    speed = Fleet.speed
+
+    def told(fleet: Fleet, *arguments: Any) -> EngineSpeed:
+        said.append(speed(fleet, *arguments).queued_s)
+        return speed(fleet, *arguments)
+
+    monkeypatch.setattr(Fleet, "speed", told)
+    prompts = [(0.0, [number]) for number in range(4)]
+    for lookahead, queued in ((None, [0, 1, 2, 3]), (0, [0, 2, 1, 0])):
+        said.clear()
+        simulate(trace_of(*prompts), settings_of(engines=Engines(1, 16.0, lookahead=lookahead)))
+        assert said == pytest.approx(queued)
 
 
 def test_what_a_quiet_node_left_out_is_done_before_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,3 +367,26 @@ def test_what_is_over_takes_no_memory(monkeypatch: pytest.MonkeyPatch, price: st
     assert outcome.l2_tokens > 0
     assert circles[-1] < 60, "fewer than there are requests"
     assert len(circles) == 120
+
+
+def test_calls_that_failed_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error refers to the frames that it came through, and none of them to it once it is over."""
+    left: list[int] = []
+    outcome_of = Requests.outcome
+
+    def counted(requests: Requests, sizes: Sizes) -> Outcome:
+        left.append(sum(isinstance(each, TierError) for each in gc.get_objects()))
+        return outcome_of(requests, sizes)
+
+    monkeypatch.setattr(Requests, "outcome", counted)
+    monkeypatch.setattr("kvframework.simulation.run.gc.collect", lambda: 0)
+    down = TierSpeed("redis", 50 * MIB, slow=[SlowTime(5, 8, 0.0), SlowTime(20, 30, 0.0)], has_all=True)
+    settings = settings_of(*REDIS, "l2.0.timeout_s=1", capacity="16MiB", tiers=[down], engines=Engines(2, 2000))
+    before = sum(isinstance(each, TierError) for each in gc.get_objects())
+    gc.disable()
+    try:
+        outcome = simulate(made_trace(120, CHUNK), settings)
+    finally:
+        gc.enable()
+    assert outcome.status["l2"][0]["errors"] > 1  # type: ignore[index]
+    assert left == [before]

@@ -88,7 +88,7 @@ def _leases(world: World) -> None:
     known |= {guard.id for client in world.clients for guard in client.reads}
     pins = {lease.id for lease in book.pins.values() if lease.owner != INTERNAL_OWNER}
     must(pins <= known, "a pin is left that nobody will end")
-    held = [stored for lease in book.pins.values() for stored in lease.objects]
+    held = [stored for lease in (*book.pins.values(), *table._held.values()) for stored in lease.objects]
     held += [stored for lease in book.writes.values() for stored in lease.present]
     must(table.pins == len(held), "the number of pins is not that of what is pinned")
     must(sum(stored.pins for stored in table._objects) == len(held), "an object is pinned by nobody")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvframework.pricing.prefill import prefill_s
+from kvf_vllm.waiting import Waiting
+from kvframework.pricing.prefill import EngineSpeed, prefill_s
 from tests.vllm.stand_ins import Clock, FakeRequest, FakeServer, computed, scheduler
 
 SPEED, ATTENTION, STEP = 10_000.0, 4096.0, 64
@@ -41,28 +44,34 @@ def test_an_engine_says_how_fast_it_is_once_it_knows() -> None:
     assert speed is not None
     assert speed.queued_s == pytest.approx(prefill_s(0, 2048, SPEED, ATTENTION), rel=0.05)
 
-    # So does what came earlier and has not begun, asked about or not, unless it waits for its load; what came later
-    # does not.
-    early, loading, asked, late = (
-        FakeRequest(name, list(range(10_000 * number, 10_000 * number + 1024)))
-        for number, name in enumerate(("early", "loading", "asked", "late"), 2)
-    )
-    for request in early, loading, asked, late:
-        side.came(request)
-    server.pending = 3
-    assert side.matched_tokens(loading, 0) == (None, False)
-    server.pending = 0
-    assert side.matched_tokens(asked, 0) == (0, False)
-    before = prefill_s(0, 2048, SPEED, ATTENTION) + prefill_s(0, 1024, SPEED, ATTENTION)
-    assert server.speeds[-1] is not None
-    assert server.speeds[-1].queued_s == pytest.approx(before, rel=0.05)
-    assert side.matched_tokens(early, 0) == (0, False)
-    side.allocated(early, [[0]], 0)
-    side.finished(loading)
-    side.finished(asked)
-    assert side.matched_tokens(late, 0) == (0, False)
-    assert server.speeds[-1] is not None
-    assert server.speeds[-1].queued_s == pytest.approx(before, rel=0.05), "each is counted once"
-    for request in early, late:
-        side.finished(request)
-    assert not side._waiting
+    # So does what has come and was not asked for yet, until it is, or has ended.
+    others = [FakeRequest(f"o{number}", list(range(10_000 * number, 10_000 * number + 1024))) for number in range(3)]
+    for other in others:
+        side.came(other)
+    side.matched_tokens(FakeRequest("another", list(range(9000, 9128))), 0)
+    speed = server.speeds[-1]
+    assert speed is not None
+    waiting_s = prefill_s(0, 2048, SPEED, ATTENTION) + 3 * prefill_s(0, 1024, SPEED, ATTENTION)
+    assert speed.queued_s == pytest.approx(waiting_s, rel=0.05)
+    side.finished(others[0])
+    side.matched_tokens(others[1], 0)
+    side.came(others[1])
+    speed = server.speeds[-1]
+    assert speed is not None
+    waiting_s -= 2 * prefill_s(0, 1024, SPEED, ATTENTION)
+    assert speed.queued_s == pytest.approx(waiting_s, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=20), st.sampled_from([0.0, 5.0]))
+def test_what_waits_is_the_sum_of_what_came_and_has_not_gone(events: list[tuple[str, int]], attention: float) -> None:
+    waiting, model = Waiting(), dict[str, int]()
+    for name, tokens in events:
+        if tokens:
+            waiting.came(name, tokens)
+            model[name] = tokens
+        else:
+            waiting.gone(name)
+            model.pop(name, None)
+    speed = waiting.behind(EngineSpeed(2.0, attention, 1.0))
+    assert len(waiting) == len(model)
+    assert speed.queued_s == pytest.approx(1.0 + sum(prefill_s(0, each, 2.0, attention) for each in model.values()))

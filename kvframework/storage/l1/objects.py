@@ -15,6 +15,7 @@ An object's last use has the latest time that a call has passed: that of the las
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,16 @@ from kvframework.storage.l1.ghosts import LAST_EVICTION, Cause
 from kvframework.storage.l1.hints import Part, parts_of
 from kvframework.storage.l1.journal.journal import Journal
 from kvframework.storage.l1.journal.reading import Found, FoundObject, FoundReservation
-from kvframework.storage.l1.leases import NO_PROMPT, LeaseBook, PinLease, PromptPart, StoredObject, WriteLease
+from kvframework.storage.l1.leases import (
+    INTERNAL_OWNER,
+    NO_DEADLINE,
+    NO_PROMPT,
+    LeaseBook,
+    PinLease,
+    PromptPart,
+    StoredObject,
+    WriteLease,
+)
 from kvframework.storage.l1.rows import ObjectRows
 from kvframework.storage.l1.tenants import SALT, Tenant, Tenants
 from kvframework.storage.l1.uses import Uses
@@ -100,6 +110,9 @@ class ObjectTable:
         self.prefixes_with = self._objects.prefixes_with
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
+        # Pins of the server itself, see `hold`.
+        self._held: dict[str, PinLease] = {}
+        self._numbers = itertools.count(1)
         self._uses = Uses(self.tenants, self._objects)
         self._departed = Departed(self.tenants)
         # The victims of the STORE that is being placed; no free range has as many bytes as `_full`.
@@ -122,7 +135,7 @@ class ObjectTable:
 
     @property
     def pin_leases(self) -> int:
-        return len(self._leases.pins)
+        return len(self._leases.pins) + len(self._held)
 
     def any_writing(self, keys: Iterable[PackedKey]) -> bool:
         return any(key in self._writing for key in keys)
@@ -162,7 +175,8 @@ class ObjectTable:
         # Objects that this request needs must not be evicted by itself or by others until it is stored.
         here = self._objects.find([key for key, _ in items])
         lease.present = [stored for stored in here if stored is not None]
-        self._pin(lease.present)
+        if lease.present:
+            self._pin(lease.present)
         if prompt.retain and lease.present:
             lease.present_chunks = prompt.of([index for index, stored in enumerate(here) if stored is not None])
         writing, of, length = self._writing, -1, 0
@@ -231,15 +245,21 @@ class ObjectTable:
             for stored, slot in zip(objects, lease.slots, strict=True):
                 stored.slot = slot
             self._journal.commit(lease.slots, now)
-        account.added(len(objects), sum([rounded(nbytes) for _, _, nbytes in lease.items]))
+        of, length, total = -1, 0, 0
+        for _, _, nbytes in lease.items:
+            if nbytes != of:
+                of, length = nbytes, rounded(nbytes)
+            total += length
+        account.added(len(objects), total)
         present = self._let_go(lease)
         facts = self._facts(lease.use, lease.request_id, lease.tenant, lease.prompt.chunk_tokens)
         if lease.prompt.retain:
             self._inserted_hinted(objects, lease, facts)
         else:
             self.tenants.inserted(lease.tenant, objects, lease.chunks, facts)
-        found = lease.prompt._replace(chunks=lease.present_chunks)
-        self._used(present, lease.use, lease.request_id, lease.tenant, found)
+        if present:
+            found = lease.prompt._replace(chunks=lease.present_chunks)
+            self._used(present, lease.use, lease.request_id, lease.tenant, found)
         return objects
 
     def abort(self, lease_id: str, *, owner: int) -> int:
@@ -305,6 +325,28 @@ class ObjectTable:
         lease = self._own_pin_lease(lease_id, owner, now)
         self._drop_pin_lease(lease)
         return lease
+
+    def hold(self, key: PackedKey) -> PinLease | None:
+        """Pin an object for the server itself, until `release`; None if it is missing. Counts as no use. Such pins are
+        many and short, and in no lease book."""
+        stored = self._objects.get(key)
+        if stored is None:
+            return None
+        lease = PinLease(f"hold-{next(self._numbers):x}", INTERNAL_OWNER, "", NO_DEADLINE, [stored])
+        self._held[lease.id] = lease
+        stored.pins += 1
+        self.pins += 1
+        return lease
+
+    def release(self, leases: Sequence[PinLease]) -> None:
+        """End pins of the server itself: of `hold`, and leases of `INTERNAL_OWNER`. Raises `LeaseUnknown` for one that
+        has ended."""
+        for lease in leases:
+            if self._held.pop(lease.id, None) is not None:
+                lease.objects[0].pins -= 1
+                self.pins -= 1
+            else:
+                self._drop_pin_lease(self._leases.pin(lease.id, INTERNAL_OWNER))
 
     # time and ends
 
@@ -660,7 +702,8 @@ class ObjectTable:
     def _let_go(self, lease: WriteLease) -> list[StoredObject]:
         """Unpin the objects that were present before a lease; return them."""
         present, lease.present = lease.present, []
-        self._unpin(present)
+        if present:
+            self._unpin(present)
         return present
 
     def _drop_write_lease(self, lease: WriteLease) -> None:

@@ -88,8 +88,9 @@ class TierLoads:
         """Return the steps of the next load, to be driven until it ends, waits, or asks another tier. Several may run
         at once."""
         with self.changed:
-            now = self._prefetcher.clock()
-            self.wake(lambda load: load.waits_until <= now)
+            if self.waiting:
+                now = self._prefetcher.clock()
+                self.wake(lambda load: load.waits_until <= now)
             load = self._next()
             if load is not None:
                 return self._drive(load)
@@ -233,6 +234,9 @@ class Prefetcher:
             load.steps.close()
             self._ended(load, number)
             raise
+        finally:
+            # What was thrown refers to this frame in turn.
+            error = None
 
     def _submit(self, load: _Load) -> bool:
         with self.lock:

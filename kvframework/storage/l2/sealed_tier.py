@@ -72,6 +72,7 @@ class L2Store:
         self.name = tier.name
         self.capabilities = frozenset(tier.capabilities())
         self.read_only = tier.read_only
+        self._keeps_room = self.capabilities >= {"scan", "usage"}
         self._tier = tier
         self._calls = TierCalls(tier.name, timeout_s, breaker or Breaker(), clock)
         self.counters = self._calls.counters
@@ -222,14 +223,10 @@ class L2Store:
         good = []
         for key, header, view, outcome in zip(keys, headers, ranges, outcomes, strict=True):
             good.append((yield from self._open(key, header, view, outcome)))
-        self.count(
-            hits=sum(good),
-            misses=outcomes.count(Outcome.MISSING),
-            read_failed=outcomes.count(Outcome.FAILED),
-            bytes_read=sum(
-                self._stands_for(key, view.nbytes) for key, view, ok in zip(keys, ranges, good, strict=True) if ok
-            ),
-        )
+        read = [self._stands_for(key, view.nbytes) for key, view, ok in zip(keys, ranges, good, strict=True) if ok]
+        self.count(hits=len(read), bytes_read=sum(read))
+        if len(read) < len(keys):
+            self.count(misses=outcomes.count(Outcome.MISSING), read_failed=outcomes.count(Outcome.FAILED))
         return good
 
     def put_steps(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
@@ -245,6 +242,8 @@ class L2Store:
             if name == NO_CODEC:
                 plain[key] = checksum_in(header)
         self.on_sealed(plain)
+        if not self._keeps_room:
+            return (yield from self._put_together(keys, values, parts))
         stored: list[bool] = []
         while len(stored) < len(keys):
             rest = slice(len(stored), None)
@@ -271,7 +270,9 @@ class L2Store:
                 self._absences.written(keys)
         stored = [outcome is Outcome.STORED for outcome in outcomes]
         sizes = [self._stands_for(key, value.nbytes) for key, value, ok in zip(keys, values, stored, strict=True) if ok]
-        self.count(stored=len(sizes), store_failed=len(keys) - len(sizes), bytes_written=sum(sizes))
+        self.count(stored=len(sizes), bytes_written=sum(sizes))
+        if len(sizes) < len(keys):
+            self.count(store_failed=len(keys) - len(sizes))
         return stored
 
     def delete_steps(self, keys: Sequence[PackedKey]) -> Steps[int]:
@@ -392,16 +393,10 @@ class L2Store:
             self._problems.append(f"its `status` raised {type(error).__name__}")
             self._details = {}
 
-    @property
-    def _keeps_room(self) -> bool:
-        return self.capabilities >= {"scan", "usage"}
-
     def _make_room(self, sizes: Sequence[int]) -> Steps[Taken]:
         """Delete the least recently used values, if values of `sizes` and those of concurrent writers would fill the
         tier beyond its high watermark. Returns the room of those that may be written now, which the caller gives
         back."""
-        if not self._keeps_room:
-            return Taken(len(sizes), 0, 0)
         deleted = self._room.asking()
         usage = yield from self._ask_usage()
         taken = self._room.take(usage, sizes, self._watermarks, deleted)

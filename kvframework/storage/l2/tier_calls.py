@@ -82,6 +82,7 @@ class TierCalls:
         self._clock = clock
         breaker.since = clock()
         self._circuits = {"read": breaker, "write": copy.copy(breaker)}
+        self._circuit_of = {name: self._circuits["write" if name == "put" else "read"] for name in OPERATIONS}
         self._durations = {name: Histogram(FIRST_S, OCTAVES) for name in OPERATIONS}
         self._pending: dict[int, Call] = {}
         self._closed = False
@@ -96,27 +97,34 @@ class TierCalls:
 
     def wait_s(self, name: str) -> float:
         """Return the seconds until the circuit admits a call of `name`."""
+        circuit = self._circuit_of[name]
+        if circuit.state == "closed":  # one read of one field: true at some moment of this call
+            return 0.0
         with self._lock:
-            return self._circuit(name).wait_s(self._clock())
+            return circuit.wait_s(self._clock())
 
     def probe_s(self) -> float:
         """Return the seconds until a call may show whether the tier answers reads again; infinite while it does, and
         once it is closed."""
+        circuit = self._circuit_of["ping"]
+        if self._closed or circuit.state == "closed":
+            return math.inf
         with self._lock:
-            circuit = self._circuit("ping")
             return math.inf if self._closed or circuit.state == "closed" else circuit.wait_s(self._clock())
 
     def refuse_unless_closed(self, name: str) -> None:
         """Raise `CircuitOpen` unless the circuit is closed, also where it would admit this call as the one that
         decides."""
-        with self._lock:
-            if self._circuit(name).state != "closed":
-                raise self._refused(name)
+        if self._circuit_of[name].state != "closed":
+            with self._lock:
+                if self._circuit_of[name].state != "closed":
+                    raise self._refused(name)
 
     def count(self, **amounts: int) -> None:
+        counters = self.counters
         with self._lock:
             for name, amount in amounts.items():
-                self.counters[name] += amount
+                counters[name] += amount
 
     def close(self) -> bool:
         """Refuse later calls; return False if already closed."""
@@ -149,16 +157,16 @@ class TierCalls:
         call = self._begin(name, timeout_s or self.timeout_s)
         try:
             result: R = yield partial(operation, call.deadline)
-        except Exception as error:
-            failure = error if isinstance(error, TierError) else self._failure_of(name, error)
-            self._failed(name, call.number, failure)
-            if failure is error:
-                raise
-            raise failure from error
-        finally:
+        except BaseException as error:
             with self._lock:
                 del self._pending[id(call)]
-        self._succeeded(name, call.number, call.began)
+            if not isinstance(error, Exception):
+                raise
+            if isinstance(error, TierError):
+                self._failed(name, call.number, error)
+                raise
+            raise self._bug(name, call.number, error) from error
+        self._succeeded(call)
         return result
 
     def presume_writable(self) -> None:
@@ -171,7 +179,7 @@ class TierCalls:
                 circuit.succeeded(call, now)
 
     def _circuit(self, name: str) -> Breaker:
-        return self._circuits["write" if name == "put" else "read"]
+        return self._circuit_of[name]
 
     def _worst(self) -> Breaker:
         """Return the worse circuit; of two in the same state, the one that has been in it for longer."""
@@ -182,7 +190,7 @@ class TierCalls:
             now = self._clock()
             if self._closed:
                 raise TierError("the tier is closed", where=self.name)
-            number = self._circuit(name).allow(now)
+            number = self._circuit_of[name].allow(now)
             if number is None:
                 raise self._refused(name)
             call = Call(name, number, now, now + timeout_s)
@@ -209,6 +217,12 @@ class TierCalls:
         else:
             log.log(logging.DEBUG if quiet or was != "closed" else logging.WARNING, "tier %s: %s", self.name, error)
 
+    def _bug(self, name: str, number: int, error: Exception) -> TierError:
+        """Record a failed call like `_failed`; return the error to raise."""
+        failure = self._failure_of(name, error)
+        self._failed(name, number, failure)
+        return failure
+
     def _note(self, name: str, what: str) -> None:
         if name in LOADING:
             self.read_trouble = self._clock(), what
@@ -228,10 +242,12 @@ class TierCalls:
             log.error("tier %s: %s raised %s, a bug in the plugin", self.name, name, cause, exc_info=error)
         return TierError(f"{name} raised {cause}, a bug in the plugin", where=self.name, hint="ask the plugin's author")
 
-    def _succeeded(self, name: str, number: int, began: float) -> None:
+    def _succeeded(self, call: Call) -> None:
+        name, number, began, _ = call
         with self._lock:
+            del self._pending[id(call)]
             ended = self._clock()
-            circuit = self._circuit(name)
+            circuit = self._circuit_of[name]
             was, since = circuit.state, circuit.since
             if name == "usage":
                 # A usage may come from memory, and is asked before every put: it proves nothing.

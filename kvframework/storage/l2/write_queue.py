@@ -118,7 +118,8 @@ class WriteQueue:
         for key in lost:
             del self._sending[key]
             self._forget_failures(key)
-        self._count(write_lost=len(lost))
+        if lost:
+            self._count(write_lost=len(lost))
         mine = [key for key in keys if self._sending.get(key) is batch or key in self._waiting]
         for key in mine:
             # Includes a key that was lost and stored again since the batch was taken.
@@ -140,7 +141,8 @@ class WriteQueue:
                 continue
             given_up += not ok
             self._settle(key)
-        self._count(write_given_up=given_up)
+        if given_up:
+            self._count(write_given_up=given_up)
 
     def failed(self, keys: Sequence[PackedKey]) -> bool:
         """Record that the tier failed at all of these as a whole. Smaller batches fit a slow tier's deadline, and

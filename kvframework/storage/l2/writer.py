@@ -189,9 +189,10 @@ class TierWriter:
             leases = yield from do(self._l1.pin_present, batch.keys)
             with self.changed:
                 mine = set(self._queue.found(batch, [lease.objects[0].key for lease in leases]))
-            others = [lease for lease in leases if lease.objects[0].key not in mine]
-            leases = [lease for lease in leases if lease.objects[0].key in mine]
-            self._l1.unpin_internal(others)
+            if len(mine) < len(leases):
+                others = [lease for lease in leases if lease.objects[0].key not in mine]
+                leases = [lease for lease in leases if lease.objects[0].key in mine]
+                self._l1.unpin_internal(others)
             answered = True
             while leases and answered and not self.closing:
                 answered = yield from self._send_group(_take_bytes(leases, BATCH_BYTES // self.store.scale))
@@ -228,21 +229,26 @@ class TierWriter:
     def _put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
         try:
             for namespace in sorted(_namespaces(keys)):
-                yield from self._put_record(namespace)
+                if self._wants_record(namespace):
+                    yield from self._put_record(namespace)
             return (yield from self.store.put_steps(keys, values))
         finally:
             for value in values:
                 value.release()
 
-    def _put_record(self, namespace: bytes) -> Steps[None]:
-        """Put the namespace's record as well, unless it was put recently."""
+    def _wants_record(self, namespace: bytes) -> bool:
+        """Whether to put the namespace's record now; if so, it counts as put."""
         now = self._clock()
         with self.changed:
+            if now - self._record_put.get(namespace, -math.inf) < RECORD_EVERY_S:
+                return False
             self._record_put = {each: at for each, at in self._record_put.items() if now - at < RECORD_EVERY_S}
-            if namespace in self._record_put:
-                return
             # Set at once, so that no two writers put it: the older record might be written last.
             self._record_put[namespace] = now
+            return True
+
+    def _put_record(self, namespace: bytes) -> Steps[None]:
+        """Put the namespace's record."""
         stored = False
         try:
             record = self._records.encoded(namespace)

@@ -45,8 +45,8 @@ class Answer(NamedTuple):
 
 class LookupTickets:
     """Tickets belong to the client session that requested them. `on_end` is called with the id of each ticket that
-    ends, in the thread of the call that ends it, under the storage lock; `on_change` with that of a ticket whose load
-    has more to tell, in a storage thread."""
+    ends, in the thread of the call that ends it, under the storage lock; `on_growth` with that of a ticket whose load
+    has brought more or is decided, and `on_change` once it is over, in a storage thread."""
 
     def __init__(
         self,
@@ -55,10 +55,12 @@ class LookupTickets:
         ticket_s: float,
         on_end: Callable[[str], object] = lambda _ticket: None,
         on_change: Callable[[str], object] = lambda _ticket: None,
+        on_growth: Callable[[str], object] = lambda _ticket: None,
     ) -> None:
         self._storage = storage
         self._on_end = on_end
         self._on_change = on_change
+        self._on_growth = on_growth
         # The tickets for which objects have arrived since the last answer.
         self._grown: dict[str, Wanted] = {}
         self._lock = storage.lock
@@ -187,10 +189,11 @@ class LookupTickets:
         """Note that the tiers have said what they have, that objects have arrived, or that the load has ended and pins
         nothing any more (in a storage thread)."""
         with self._lock:
-            if ticket.pending and not ticket.ended:
+            loads = ticket.pending and not ticket.ended
+            if loads:
                 self._table.load_decided(ticket)
                 self._grown[ticket.id] = wanted
-        self._on_change(ticket.id)
+        (self._on_growth if loads else self._on_change)(ticket.id)
 
     def _may_load(self, ticket: Ticket) -> bool:
         """Whether the ticket may load from L2; else it is answered from L1."""
