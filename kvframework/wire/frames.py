@@ -71,6 +71,8 @@ def split(frames: Sequence[Buffer]) -> Envelope:
         type_name = bytes(frames[1]).decode("ascii")
     except UnicodeDecodeError:
         raise MalformedFrames("the type frame is not ASCII") from None
+    if len(frames) == 3:
+        return Envelope(int.from_bytes(frames[0], "little"), type_name, frames[2], ())
     buffers = [memoryview(frame).cast("B") for frame in frames[3:]]
     if sum(buffer.nbytes for buffer in buffers) > MAX_BUFFER_BYTES:
         raise MessageTooLarge(f"{len(buffers)} buffers are too large together", available=f"{MAX_BUFFER_BYTES} bytes")
