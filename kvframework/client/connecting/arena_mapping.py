@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import select
 import weakref
 
 from kvframework.messaging.fork import close_after_fork
@@ -42,6 +43,16 @@ class MappedArena:
         self._map = mapped
         self.view = memoryview(mapped)
         close_after_fork(self)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the server still has the session for which it was mapped: once that has ended, the server has closed
+        its end of the liveness socket, before anything that the session held."""
+        if self._alive_fd is None:
+            return False
+        poll = select.poll()
+        poll.register(self._alive_fd, select.POLLIN)
+        return not poll.poll(0)
 
     def close_in_child(self) -> None:
         """Leave the memory mapped in a forked child: its addresses may belong to other mappings by now, so it must
