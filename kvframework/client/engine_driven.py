@@ -101,7 +101,7 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
                 told.ranges if told.hit else (),
                 reason=told.reason,
                 commit=partial(
-                    self._commit_load, m.Commit(told.lease, transfer.content), arena, began + told.lease_s, withdrawals
+                    self._loaded, m.Commit(told.lease, transfer.content), arena, began + told.lease_s, withdrawals
                 ),
                 abort=partial(self._unpin_late, told),
                 receive=partial(self._receive_chunks, told),
@@ -154,15 +154,19 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
     def _abort_late(self, told: m.StorePlan) -> None:
         self._abort_store(told.lease)
 
-    def _commit_load(
+    def _loaded(
         self, commit: m.Commit, arena: MappedArena | None, until: float, withdrawals: int
     ) -> Future[LoadOutcome]:
-        # The pins were given after the load began, and only three things end them sooner than by their time: the end of
-        # this session, an END_SESSION, and this COMMIT. Where it is known that they held, the answer is of no use.
+        """End a load whose pins last until that time, of the monotonic clock, if nothing ends them sooner."""
+        # That would be the end of this session, an END_SESSION, or this COMMIT. Where it is known that they held, the
+        # answer is of no use.
         if self.one_way and arena is not None and self._arena is arena:
             held = time.monotonic() < until and arena.is_served and self._withdrawals == withdrawals
             if held and self._connection.post("COMMIT_RETRIEVE", commit):
                 return Future.resolved(_HELD)
+        return self._commit_load(commit)
+
+    def _commit_load(self, commit: m.Commit) -> Future[LoadOutcome]:
         sent = self._begin("COMMIT_RETRIEVE", commit, urgent=True)
         return settled(
             sent,

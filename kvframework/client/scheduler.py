@@ -112,7 +112,7 @@ class SchedulerAdapter:
             speed = speed if self._client.prices_loads else None
         freed = self._client.take_freed() if self._client.one_way else ()
         found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed), last - start, held_s)
-        if found is None:
+        if found is None and freed:
             self._client.free_soon(*freed)
         return found or MISS
 
