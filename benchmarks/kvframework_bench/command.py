@@ -30,6 +30,7 @@ app = typer.Typer(
         "kvframework bench l2 --part disk --folder /mnt/nvme",
         "kvframework bench scale --plot scale.svg",
         "kvframework bench contention --part hit",
+        "kvframework bench node --engines 4 --ranks 2",
         "kvframework bench restart --kills 20",
         "kvframework bench observe --seconds 5",
         "kvframework bench events",
@@ -219,6 +220,32 @@ def contention(
     parts = [each.value for each in part or list(ContentionPart)]
     sizes = QUICK if quick else FULL
     _run("contention", lambda stage: bench_contention(sizes, parts=parts, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("node")
+def node(
+    engines: Annotated[int | None, typer.Option(min=1, max=32, help="Engines of the node. Default: 8.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, max=16, help="Ranks of an engine. Default: 8.")] = None,
+    rate: Annotated[float | None, typer.Option(min=1.0, help="Requests a second of each client. Default: 50.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the prompts and of the times of requests.")] = 1,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """The latencies, and the cores that a server needs, of a node of 8 engines with 8 ranks: 72 simulated clients.
+
+    Schedulers look up, workers prepare loads and copy nothing, 50 requests a second each at random times: to a bare
+    echo, to the server with all answers, and without those that are of no use.
+    """
+    import msgspec
+
+    from kvframework_bench.node.run import FULL, QUICK, bench_node
+
+    asked = {"engines": engines, "ranks": ranks, "rate": rate}
+    sizes = QUICK if quick else FULL
+    sizes = msgspec.structs.replace(sizes, **{name: value for name, value in asked.items() if value is not None})
+    _run("node", lambda stage: bench_node(sizes, seed=seed, stage=stage), quick, as_json, markdown, plot)
 
 
 @app.command("observe")

@@ -10,6 +10,7 @@ from kvframework_bench.cuda.figures import CudaFigures
 from kvframework_bench.events.figures import EventsFigures
 from kvframework_bench.l2.figures import L2Figures
 from kvframework_bench.machine import Load, Machine
+from kvframework_bench.node.figures import NodeFigures
 from kvframework_bench.observe.figures import ObserveFigures
 from kvframework_bench.policy.figures import PolicyFigures
 from kvframework_bench.rounds import Latency, Spread
@@ -154,6 +155,7 @@ Figures = (
     | ShardsFigures
     | PolicyFigures
     | BlendFigures
+    | NodeFigures
 )
 
 
@@ -172,6 +174,7 @@ FIGURES: dict[str, type[Figures]] = {
     "restart": RestartFigures,
     "shards": ShardsFigures,
     "policy": PolicyFigures,
+    "node": NodeFigures,
 }
 
 

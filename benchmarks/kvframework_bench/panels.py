@@ -12,6 +12,7 @@ from kvframework_bench.cuda.figures import CudaFigures
 from kvframework_bench.document import Figures, HostFigures, LookupFigures, RestartFigures, StoreFigures
 from kvframework_bench.events.figures import EventsFigures
 from kvframework_bench.l2.figures import L2Figures
+from kvframework_bench.node.figures import NodeFigures
 from kvframework_bench.observe.figures import NONE, ObservedLookup, ObserveFigures
 from kvframework_bench.policy.figures import PolicyFigures
 from kvframework_bench.rounds import Latency, Spread
@@ -97,6 +98,12 @@ def panels(figures: Figures) -> list[Panel]:
         return [Bars("processor time a block", "µs", bars)]
     if isinstance(figures, BlendFigures):
         return _blend(figures)
+    if isinstance(figures, NodeFigures):
+        return [
+            Bars(
+                "server's processor time a request", "µs", [spread_bar(row.way, row.server_us) for row in figures.rows]
+            )
+        ]
     return _l2(figures)
 
 

@@ -26,6 +26,7 @@ from kvframework_bench.document import (
 from kvframework_bench.events.figures import EventsFigures, events_tables
 from kvframework_bench.l2.figures import L2Figures, l2_tables
 from kvframework_bench.machine import Machine
+from kvframework_bench.node.figures import NodeFigures, node_tables
 from kvframework_bench.observe.figures import ObserveFigures, observe_tables
 from kvframework_bench.policy.figures import PolicyFigures, policy_tables
 from kvframework_bench.route.figures import RouteFigures, route_tables
@@ -90,6 +91,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = policy_tables(figures)
     elif isinstance(figures, BlendFigures):
         made = blend_tables(figures)
+    elif isinstance(figures, NodeFigures):
+        made = node_tables(figures)
     else:
         made = [_store(figures)]
     for table in made:

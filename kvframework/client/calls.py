@@ -27,6 +27,8 @@ class ServerCalls:
 
     deadlines: ClientDeadlines
     _connection: Connection
+    # How many END_SESSIONs were begun: each may end what a load has pinned.
+    _withdrawals = 0
 
     def request(
         self,
@@ -43,6 +45,7 @@ class ServerCalls:
 
         `on_late` is called, in the connection's thread, with an answer that arrives after the wait has ended.
         """
+        self._noted(name)
         wait = self.deadlines.of(name) if timeout is None else timeout
         answer = self._connection.ask(name, payload, timeout=wait, urgent=urgent, on_late=only(response, on_late))
         return as_response(answer, response)
@@ -80,6 +83,7 @@ class ServerCalls:
 
     def send(self, name: str, payload: Message) -> None:
         """Send a request without interest in its answer. Never blocks, never raises."""
+        self._noted(name)
         self._connection.request(name, payload, timeout=self.deadlines.of(name), urgent=True)
 
     def _begin(
@@ -90,10 +94,15 @@ class ServerCalls:
         urgent: bool = False,
         on_late: Callable[[Message], None] | None = None,
     ) -> Future[Answer]:
+        self._noted(name)
         deadlines = self.deadlines
         return self._connection.begin(
             name, payload, timeout=deadlines.of(name), turn=deadlines.engine_s, urgent=urgent, on_late=on_late
         )
+
+    def _noted(self, name: str) -> None:
+        if name == "END_SESSION":
+            self._withdrawals += 1
 
     def _bulk(self, name: str, payload: Message, buffers: Sequence[Buffer], nbytes: int) -> Future[Answer]:
         return self._connection.bulk_request(name, payload, buffers, timeout=self.deadlines.of_bulk(nbytes))

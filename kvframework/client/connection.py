@@ -26,7 +26,7 @@ from kvframework.messaging.curve import CurveKeys
 from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
 from kvframework.wire.client_deadlines import deadlines_for
-from kvframework.wire.handshake import LOOKUP_PRICE, LOOKUP_WAIT, SALTED_TOKEN_IDS, TOKEN_IDS, offer
+from kvframework.wire.handshake import LOOKUP_PRICE, LOOKUP_WAIT, ONE_WAY, SALTED_TOKEN_IDS, TOKEN_IDS, offer
 from kvframework.wire.table import REQUESTS
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
@@ -107,6 +107,19 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     def prices_loads(self) -> bool:
         """Whether the server reads what an engine says of its speed. Never blocks."""
         return self._reply is not None and LOOKUP_PRICE in self._reply.features
+
+    @property
+    def one_way(self) -> bool:
+        """Whether the server takes requests that it does not answer, and tickets to free with others. Never blocks."""
+        return self._reply is not None and ONE_WAY in self._reply.features
+
+    def free_soon(self, *tickets: str) -> None:
+        """Free tickets with the next LOOKUP or PING, at a server that takes them so. Never blocks."""
+        self._connection.freed.add(tickets)
+
+    def take_freed(self) -> tuple[str, ...]:
+        """Return the tickets that a LOOKUP should free: its caller sends them, or gives them back by `free_soon`."""
+        return self._connection.freed.take()
 
     @property
     def plugins(self) -> PluginRegistry:

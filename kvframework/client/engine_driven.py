@@ -6,6 +6,8 @@ The copy is the transport's. A grant of the server that comes too late for its c
 
 from __future__ import annotations
 
+import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
@@ -38,6 +40,11 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
     """The requests of both engine-driven paths: through the mapped arena, and as chunks over the wire."""
 
     _arena: MappedArena | None
+
+    @property
+    @abstractmethod
+    def one_way(self) -> bool:
+        """Whether the server takes requests that it does not answer, and tickets to free with others. Never blocks."""
 
     @property
     def maps_arena(self) -> bool:
@@ -76,6 +83,7 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
     def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
         arena = self._arena
         payload = m.Prepare(transfer.key, transfer.registration.instance_id)
+        began, withdrawals = time.monotonic(), self._withdrawals
         sent = self._begin("PREPARE_RETRIEVE", payload, on_late=only(m.RetrievePlan, self._unpin_late))
 
         def plan_of(answer: Answer) -> LoadPlan:
@@ -92,7 +100,9 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
                 arena.view if arena is not None else _NO_ARENA,
                 told.ranges if told.hit else (),
                 reason=told.reason,
-                commit=partial(self._commit_load, m.Commit(told.lease, transfer.content)),
+                commit=partial(
+                    self._loaded, m.Commit(told.lease, transfer.content), arena, began + told.lease_s, withdrawals
+                ),
                 abort=partial(self._unpin_late, told),
                 receive=partial(self._receive_chunks, told),
             )
@@ -143,6 +153,18 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
 
     def _abort_late(self, told: m.StorePlan) -> None:
         self._abort_store(told.lease)
+
+    def _loaded(
+        self, commit: m.Commit, arena: MappedArena | None, until: float, withdrawals: int
+    ) -> Future[LoadOutcome]:
+        """End a load whose pins last until that time, of the monotonic clock, if nothing ends them sooner."""
+        # That would be the end of this session, an END_SESSION, or this COMMIT. Where it is known that they held, the
+        # answer is of no use.
+        if self.one_way and arena is not None and self._arena is arena:
+            held = time.monotonic() < until and arena.is_served and self._withdrawals == withdrawals
+            if held and self._connection.post("COMMIT_RETRIEVE", commit):
+                return Future.resolved(_HELD)
+        return self._commit_load(commit)
 
     def _commit_load(self, commit: m.Commit) -> Future[LoadOutcome]:
         sent = self._begin("COMMIT_RETRIEVE", commit, urgent=True)

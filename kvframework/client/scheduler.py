@@ -110,7 +110,11 @@ class SchedulerAdapter:
         if speed is not None:
             speed.check()
             speed = speed if self._client.prices_loads else None
-        return self._ask("LOOKUP", m.Lookup(key, held_s, speed), last - start, held_s) or MISS
+        freed = self._client.take_freed() if self._client.one_way else ()
+        found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed), last - start, held_s)
+        if found is None and freed:
+            self._client.free_soon(*freed)
+        return found or MISS
 
     def too_short(self, request: RequestHashes) -> None:
         """Report a request that has no whole chunk and is not looked up, which `lookup` does by itself: `kvframework
@@ -143,14 +147,19 @@ class SchedulerAdapter:
 
     def free(self, result: LookupResult) -> None:
         """Free the pins of a lookup: after the workers have loaded, or when the request is abandoned. `result` is the
-        last answer, of `poll` or `wait` if it was pending."""
-        if result.ticket:
+        last answer, of `poll` or `wait` if it was pending. The next lookup tells the server, or a PING some tenths of a
+        second later."""
+        if result.ticket and self._client.one_way:
+            self._client.free_soon(result.ticket)
+        elif result.ticket:
             self._tell("FREE_LOOKUP_LOCKS", m.TicketRef(result.ticket), m.Freed)
 
     def let_go(self, ticket: str) -> None:
         """Free a ticket that no caller waits for any more, also of a plugin's request. Never blocks, never raises:
         callbacks of the connection may call it."""
-        if ticket:
+        if ticket and self._client.one_way:
+            self._client.free_soon(ticket)
+        elif ticket:
             self._client.send("FREE_LOOKUP_LOCKS", m.TicketRef(ticket))
 
     def end_request(self, request_id: str) -> None:

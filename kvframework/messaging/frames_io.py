@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import zmq
+from zmq.backend import Socket as BareSocket
 
 from kvframework.api.types import Buffer
 from kvframework.errors import InvalidPayload, MessageTooLarge
@@ -24,6 +25,9 @@ HEAD_FRAMES = 3  # request id, type, payload
 # Plain ints: pyzmq's flag enums cost more than the call.
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+# What `Socket.send` calls, which costs three times as much by itself.
+_send = BareSocket.send
 
 Socket = zmq.Socket[bytes]
 
@@ -74,8 +78,8 @@ def send(socket: Socket, frames: Sequence[Any]) -> None:
     """Hand a message to ZMQ. Raises `zmq.Again` if the peer's queue is full and, on a ROUTER, `zmq.ZMQError` with
     EHOSTUNREACH if the peer has left. Only the first frame can be refused: then no part of the message was sent."""
     for frame in frames[:-1]:
-        socket.send(frame, _MORE)
-    socket.send(frames[-1], _NOBLOCK)
+        _send(socket, frame, _MORE)
+    _send(socket, frames[-1], _NOBLOCK)
 
 
 def receive(socket: Socket, head: int) -> list[Buffer] | None:
@@ -84,15 +88,20 @@ def receive(socket: Socket, head: int) -> list[Buffer] | None:
     Of a message with more frames than the protocol allows only the first ones are kept (enough to be refused).
     """
     try:
-        frames: list[Buffer] = [socket.recv(_NOBLOCK)]
+        frame = socket.recv(_NOBLOCK, copy=False)
     except zmq.Again:
         return None
+    frames: list[Buffer] = [frame.bytes]
     limit = head + MAX_BUFFERS + 1
-    while socket.getsockopt(zmq.RCVMORE):
+    while frame.more:
+        frame = socket.recv(copy=False)
         if len(frames) < head:
-            frames.append(socket.recv())
+            frames.append(frame.bytes)
         elif len(frames) < limit:
-            frames.append(socket.recv(copy=False).buffer)
-        else:
-            socket.recv(copy=False)
+            frames.append(frame.buffer)
     return frames
+
+
+def readable(socket: Socket) -> bool:
+    """Return whether a message can be received: at half the cost of trying in vain."""
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)

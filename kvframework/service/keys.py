@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from itertools import chain, cycle, product, repeat
 from typing import TypeVar, cast
 
@@ -19,27 +19,39 @@ MAX_OBJECTS = 1 << 15
 MAX_TEXT = 1024
 # Hashing more on the serving thread would delay other clients.
 MAX_RAW_TOKENS = 1 << 18
+# Digests, or rows, for which what all requests of that number share is remembered: 16 KiB at most for each number.
+_SMALL = 256
 
 T = TypeVar("T")
 # Finds the objects of one row, by the row's key prefix and digests; None for a missing one.
 RowOf = Callable[[bytes, Sequence[bytes]], "list[T | None]"]
 
 
-@dataclass(frozen=True)
 class KeyGrid:
     """The objects of one request: chunks x ranks x layer groups. A row is one (rank, layer group), rank by rank; its
-    keys consist of one of `prefixes` followed by each of the chunks' `digests`."""
+    keys consist of one of `prefixes` followed by each of the chunks' `digests`. `has_windows`: a hit may do without
+    some of the objects before its end."""
 
-    desc: MemoryLayoutDesc
-    ranks: Sequence[int]
-    prefixes: Sequence[bytes]
-    digests: Sequence[bytes]
+    __slots__ = ("_flat", "desc", "digests", "has_windows", "prefixes", "ranks")
+
+    def __init__(
+        self, desc: MemoryLayoutDesc, ranks: Sequence[int], prefixes: Sequence[bytes], digests: Sequence[bytes]
+    ) -> None:
+        self.desc = desc
+        self.ranks = ranks
+        self.prefixes = prefixes
+        self.digests = digests
+        self._flat: list[PackedKey] | None = None
+        self.has_windows = False
+        for group in desc.groups:
+            if group.window:
+                self.has_windows = True
 
     @property
     def chunks(self) -> int:
         return len(self.digests)
 
-    @cached_property
+    @property
     def row_groups(self) -> Sequence[GroupDesc]:
         """The shape and dtype of the objects of each row."""
         return [*self.desc.groups] * len(self.ranks)
@@ -47,13 +59,17 @@ class KeyGrid:
     @property
     def main_prefix(self) -> bytes:
         """The prefix of the first row of full attention, else of the first row: it needs the most chunks."""
+        if not self.has_windows:
+            return self.prefixes[0]
         groups = self.desc.groups
         return self.prefixes[next((index for index, group in enumerate(groups) if not group.window), 0)]
 
-    @cached_property
+    @property
     def flat(self) -> list[PackedKey]:
         """All keys, chunk by chunk, within each row by row. Computed on first use: a hit of L1 needs none."""
-        return [prefix + digest for digest in self.digests for prefix in self.prefixes]
+        if self._flat is None:
+            self._flat = [prefix + digest for digest in self.digests for prefix in self.prefixes]
+        return self._flat
 
     def sized(self) -> list[tuple[PackedKey, int]]:
         """Return each key with the bytes of its object."""
@@ -69,9 +85,8 @@ class KeyGrid:
     def find(self, row_of: RowOf[T]) -> tuple[int, list[T]]:
         """Return (usable chunks, objects that this hit uses, chunk by chunk). `row_of` finds one row's objects, all
         true; rows of full attention are queried first, each only as far as the earlier rows reach."""
-        windows = self._windows
-        if any(windows):
-            return self._find_in_windows(row_of, windows)
+        if self.has_windows:
+            return self._find_in_windows(row_of, self._windows)
         rows, bound = [], self.chunks
         for prefix in self.prefixes:
             row = row_of(prefix, self.digests if bound == self.chunks else self.digests[:bound])
@@ -81,12 +96,19 @@ class KeyGrid:
                     return 0, []
             rows.append(row)
         # The shortest row ends it. All remaining objects exist.
-        return bound, cast("list[T]", list(chain.from_iterable(zip(*rows, strict=False)))[: bound * len(rows)])
+        return bound, cast("list[T]", _by_chunk(rows)[: bound * len(rows)])
 
     def whole(self, row_of: RowOf[T]) -> list[T] | None:
         """Return the objects that a hit of all chunks uses, chunk by chunk; None if any of them is missing."""
-        windows = self._windows
         rows: list[list[T | None]] = []
+        if not self.has_windows:
+            for prefix in self.prefixes:
+                row = row_of(prefix, self.digests)
+                if not all(row):
+                    return None
+                rows.append(row)
+            return cast("list[T]", _by_chunk(rows))
+        windows = self._windows
         for prefix, window in zip(self.prefixes, windows, strict=True):
             span = needed_chunks(self.chunks, window)
             found = row_of(prefix, self.digests[span.start :])
@@ -99,7 +121,7 @@ class KeyGrid:
         """Return (chunk, key) of the first object that a hit of all chunks would use and `row_of` does not find, given
         that the hit is `hit` chunks; None if there is none."""
         windows = self._windows
-        if not any(windows):
+        if not self.has_windows:
             # It is in the chunk behind the hit.
             digests = self.digests[hit : hit + 1]
             lacking = next((prefix for prefix in self.prefixes if not all(row_of(prefix, digests))), None)
@@ -120,9 +142,10 @@ class KeyGrid:
 
     def needed(self, chunks: int) -> list[int]:
         """Return the indices into `flat` of the objects that a hit of `chunks` uses, in order."""
-        rows, windows = len(self.prefixes), self._windows
-        if not any(windows):
+        rows = len(self.prefixes)
+        if not self.has_windows:
             return list(range(chunks * rows))
+        windows = self._windows
         return _used([range(row, self.chunks * rows, rows) for row in range(rows)], windows, chunks)
 
     def stored(self, first_chunks: Sequence[int]) -> list[int]:
@@ -160,11 +183,6 @@ class KeyGrid:
         return hit, _used(rows, windows, hit)
 
     @property
-    def has_windows(self) -> bool:
-        """Whether a hit may do without some of the objects before its end."""
-        return any(self._windows)
-
-    @cached_property
     def _windows(self) -> list[int]:
         windows = [window_chunks(group.window, self.desc.chunk_tokens) for group in self.desc.groups]
         return windows * len(self.ranks)
@@ -188,6 +206,13 @@ class KeyResolver:
     def prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int], groups: int) -> list[bytes]:
         """Return the prefixes of the object keys of `ranks`, rank by rank and in each by layer group."""
         orders = self._orders(namespace)
+        if not orders:  # the usual case
+            salt = salt_digest(cache_salt)
+            if cache_salt and self._on_salts is not None:
+                self._on_salts(cache_salt, (salt,))
+            start = namespace + salt
+            of = _remembered_ends if len(ranks) * groups <= _SMALL else _prefix_ends
+            return [start + end for end in of(tuple(ranks), groups)]
         salts = {order: salt_digest(cache_salt, order) for order in {b"", *orders.values()}}
         if cache_salt and self._on_salts is not None:
             self._on_salts(cache_salt, salts.values())
@@ -231,7 +256,7 @@ class KeyResolver:
         prefixes = self.prefixes(key.namespace, key.cache_salt, ranks, len(desc.groups))
         return KeyGrid(desc, ranks, prefixes, digests)
 
-    def _digests(self, key: CacheKey, chunk: int) -> list[bytes]:
+    def _digests(self, key: CacheKey, chunk: int) -> Sequence[bytes]:
         if bool(key.tokens) == bool(key.digests):
             raise BadRange(
                 "the content has both forms" if key.tokens else "the content is empty",
@@ -251,8 +276,29 @@ class KeyResolver:
             )
         if key.tokens:
             packed = self._hasher.chunk_digests(packed, chunk)
-        first = key.start // chunk * DIGEST_BYTES
-        return [packed[at : at + DIGEST_BYTES] for at in range(first, len(packed), DIGEST_BYTES)]
+        first = key.start // chunk
+        count = len(packed) // DIGEST_BYTES - first
+        if count <= _SMALL:  # one call, instead of a slice for each
+            return _digests_form(count).unpack_from(packed, first * DIGEST_BYTES)
+        return [packed[at : at + DIGEST_BYTES] for at in range(first * DIGEST_BYTES, len(packed), DIGEST_BYTES)]
+
+
+@lru_cache(_SMALL)
+def _digests_form(count: int) -> struct.Struct:
+    return struct.Struct(f"{DIGEST_BYTES}s" * count)
+
+
+def _prefix_ends(ranks: tuple[int, ...], groups: int) -> list[bytes]:
+    """Return what the prefixes of all ranks and layer groups end with."""
+    return [key_prefix(b"", b"", rank, group) for rank in ranks for group in range(groups)]
+
+
+_remembered_ends = lru_cache(64)(_prefix_ends)
+
+
+def _by_chunk(rows: Sequence[list[T | None]]) -> list[T | None]:
+    """Return the objects chunk by chunk, as far as all rows reach."""
+    return rows[0] if len(rows) == 1 else list(chain.from_iterable(zip(*rows, strict=False)))
 
 
 def _used(rows: Sequence[Sequence[T | None]], windows: Sequence[int], chunks: int) -> list[T]:

@@ -203,8 +203,9 @@ class CacheService(CacheServices):
         """End the instances, tickets, pins and reservations of a session: its client or this server has ended."""
         instances = self._registrations.end_session(client)
         tickets = self._lookups.tickets.end_owner(client.session_id)
-        # A client outlives this server, and may write into what it has reserved: the next one has to know that.
-        leases = 0 if self._stopping and self.storage.kept else self.storage.end_owner(client.session_id)
+        # A client outlives this server: it may write into what it has reserved, which the next one has to know, and
+        # reads what it has pinned, which no load that is under way may replace.
+        leases = 0 if self._stopping else self.storage.end_owner(client.session_id)
         self._losses.end_session(client.session_id)
         self._use.end_session(client)
         self._lookups.end_session(client.session_id)
@@ -317,6 +318,8 @@ class CacheService(CacheServices):
 
     def _ping(self, client: ClientInfo, payload: m.Ping, _buffers: Sequence[memoryview]) -> m.Pong:
         self._losses.heard(client, payload.lost)
+        if payload.free:
+            self._lookups.free(client, payload.free)
         if payload.short_count:
             self._lookups.short_prompts.heard(client, payload)
         return m.Pong(self.boot_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -122,6 +122,8 @@ class Lookups:
 
     def _lookup(self, client: ClientInfo, payload: m.Lookup, _buffers: object) -> m.LookupReply | Future[Message]:
         key = payload.key
+        if payload.free:
+            self.free(client, payload.free)
         check_key(key)
         self._counters["lookups"] += 1
         self._counters["asked_tokens"] += key.end - key.start
@@ -185,6 +187,12 @@ class Lookups:
         promise: Promise[Message] = Promise()
         self.waits.add(Wait(promise, owner, answer.ticket, self._clock() + wait_s, enough, opens, for_end))
         return promise
+
+    def free(self, client: ClientInfo, tickets: Sequence[str]) -> None:
+        """End those of `tickets` that have not ended."""
+        for ticket in tickets:
+            with contextlib.suppress(LeaseUnknown):
+                self.tickets.free(ticket, client.session_id)
 
     def _free(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.Freed:
         return m.Freed(self.tickets.free(payload.ticket, client.session_id))

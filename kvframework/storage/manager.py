@@ -385,7 +385,6 @@ class StorageManager:
             return None
         return self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
 
-    @_locked
     def pin_objects(
         self,
         objects: list[StoredObject],
@@ -398,12 +397,13 @@ class StorageManager:
     ) -> PinLease:
         """Pin objects that `row` has found since the caller took the lock, see `ObjectTable.pin_objects`; a `use` of
         each, unless that is None."""
-        deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-        lease = self._table.pin_objects(
-            objects, owner=owner, request_id=request_id, deadline=deadline, use=use, prompt=prompt
-        )
-        if use and self._tiers.watches_uses:
-            self._tiers.used([stored.key for stored in objects])
+        with self.lock:
+            deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
+            lease = self._table.pin_objects(
+                objects, owner=owner, request_id=request_id, deadline=deadline, use=use, prompt=prompt
+            )
+            if use and self._tiers.watches_uses:
+                self._tiers.used([stored.key for stored in objects])
         return lease
 
     @_locked

@@ -2,7 +2,8 @@
 
 Frames of a request (after ZMQ's routing id): an 8-byte little-endian request id chosen by the client, the request's
 name in ASCII, the msgpack map of its payload struct, and zero or more raw buffers. A response repeats the request id;
-its type frame is the request's name, or `ERROR` with an `ErrorPayload`.
+its type frame is the request's name, or `ERROR` with an `ErrorPayload`. A request of `ONE_WAY_REQUESTS` with the id
+`NO_ANSWER` gets none, not even an error, to a server with the feature `one_way`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvframework.api.types import Buffer, Message
 from kvframework.errors import InvalidPayload, KVFrameworkError, MalformedFrames, MessageTooLarge
 
 REQUEST_ID_BYTES = 8
+NO_ANSWER = (1 << 64) - 1
 MAX_TYPE_BYTES = 64
 MAX_PAYLOAD_BYTES = 16 << 20
 MAX_BUFFER_BYTES = 256 << 20  # all buffers of a message together
@@ -71,6 +73,8 @@ def split(frames: Sequence[Buffer]) -> Envelope:
         type_name = bytes(frames[1]).decode("ascii")
     except UnicodeDecodeError:
         raise MalformedFrames("the type frame is not ASCII") from None
+    if len(frames) == 3:
+        return Envelope(int.from_bytes(frames[0], "little"), type_name, frames[2], ())
     buffers = [memoryview(frame).cast("B") for frame in frames[3:]]
     if sum(buffer.nbytes for buffer in buffers) > MAX_BUFFER_BYTES:
         raise MessageTooLarge(f"{len(buffers)} buffers are too large together", available=f"{MAX_BUFFER_BYTES} bytes")

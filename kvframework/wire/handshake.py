@@ -13,7 +13,10 @@ CLEAR_MODEL = "clear.model"
 LOOKUP_WAIT = "lookup.wait"
 # `speed` of LOOKUP: an older server cuts no hit.
 LOOKUP_PRICE = "lookup.price"
-FEATURES = (CLEAR_MODEL, LOOKUP_WAIT, LOOKUP_PRICE)
+# Requests with the id `NO_ANSWER`, and `free` of LOOKUP and PING: an older server answers the ones and passes over the
+# others.
+ONE_WAY = "one_way"
+FEATURES = (CLEAR_MODEL, LOOKUP_WAIT, LOOKUP_PRICE, ONE_WAY)
 # Named by a server that tells routers: it wants the content of what is stored and loaded, see `ChunkContent`; of
 # prompts with a salt only by the second name.
 TOKEN_IDS = "token_ids"  # noqa: S105

@@ -26,6 +26,8 @@ MAX_RANGES = 1 << 16
 MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
 # Bounds for its report of prompts that are shorter than a chunk: how many, and the length of a request id.
 MAX_SHORT, MAX_SHORT_ID = 16, 128
+# Tickets that one message frees at most.
+MAX_FREED = 64
 # Records of finished requests that one answer holds at most.
 MAX_RECENT = 1024
 # Lookups of a trace that one answer holds at most.
@@ -71,6 +73,7 @@ InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
 PerGroup = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 LostCount = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOST)]
+Tickets = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_FREED)]
 WaitSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT_S)]
 Ranges = Annotated[tuple[ArenaRange, ...], msgspec.Meta(max_length=MAX_RANGES)]
 
@@ -153,11 +156,12 @@ class ShortPrompt(Message, frozen=True):
 class Ping(Message, frozen=True):
     """PING. `lost` is the report of this session, by code; () if nothing was added since the last one that was
     answered. `short_count` counts the prompts of this session that were shorter than a chunk, 0 if none was added since
-    then; `short` are the last ones."""
+    then; `short` are the last ones. `free` is that of `Lookup`."""
 
     lost: Annotated[tuple[Lost, ...], msgspec.Meta(max_length=MAX_LOST)] = ()
     short_count: LostCount = 0
     short: Annotated[tuple[ShortPrompt, ...], msgspec.Meta(max_length=MAX_SHORT)] = ()
+    free: Tickets = ()
 
 
 class Pong(Message, frozen=True):
@@ -363,11 +367,15 @@ class Lookup(Message, frozen=True):
     The answer is held back until it is known whether L2 has more than L1, for `wait_s` at most; the load of what it has
     is not waited for. Sent to servers with the feature `lookup.wait`. With a `speed`, sent to those with
     `lookup.price`, the hit is cut where the engine computes the rest sooner than a tier loads it.
+
+    The tickets `free` end first, as by FREE_LOOKUP_LOCKS; those that have ended already are passed over. Sent to
+    servers with `one_way`.
     """
 
     key: CacheKey
     wait_s: WaitSeconds = 0.0
     speed: EngineSpeed | None = None
+    free: Tickets = ()
 
 
 class LookupReply(Message, frozen=True):

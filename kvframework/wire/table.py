@@ -39,4 +39,7 @@ _SPECS = (
     RequestSpec("TRACE", m.Trace, m.TraceReply),
 )
 
+# Those that may be sent without a wish for an answer: they only give back.
+ONE_WAY_REQUESTS = frozenset({"ABORT", "COMMIT_RETRIEVE", "FREE_LOOKUP_LOCKS", "END_SESSION"})
+
 REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}

@@ -38,17 +38,17 @@ class AgainstLru:
         self._last_used[-1] += objects
         self.uses += objects
 
-    def moved(self, at: int) -> None:
-        """Count an object, used before at the time `at`, as used last just now, without a use."""
+    def moved(self, at: int, objects: int = 1) -> None:
+        """Count objects, used before at the time `at`, as used last just now, without a use."""
         if self._ends and at <= self._ends[-1]:
-            self._last_used[bisect_left(self._ends, at)] -= 1
-            self._last_used[-1] += 1
+            self._last_used[bisect_left(self._ends, at)] -= objects
+            self._last_used[-1] += objects
 
-    def ended(self, at: int, now: int, *, here: bool) -> None:
-        """Count the use of an object that was used before at the time `at`; `here` if L1 has it."""
-        self._last_used[bisect_left(self._ends, at)] -= 1
+    def ended(self, at: int, now: int, *, here: bool, objects: int = 1) -> None:
+        """Count the use of objects that were used before at the time `at`; `here` if L1 has them."""
+        self._last_used[bisect_left(self._ends, at)] -= objects
         if here != (now - at <= self.reach):
-            self.balance += 1 if here else -1
+            self.balance += objects if here else -objects
 
     def judge(self, now: int, held: int) -> None:
         """End a time, and decide the order of the next one."""

@@ -100,17 +100,17 @@ class TwoQueues(EvictionPolicy):
             keys = [key for key in keys if key not in hinted.kept]
         now, request = self._now, _request_of(facts)
         new = now << _TIME | request | 1
-        began = 0
+        began, of, alike, queue, young = 0, 0, 0, again, new
         for key in keys:
             mark = again.pop(key, 0) or once.pop(key, 0) or hinted.done.pop(key)
-            if request and mark & _REQUEST == request:
-                # No other use, but as young as what this request has stored meanwhile.
-                self._lru.moved(mark >> _TIME)
-                self._queues[mark & 1][key] = new & -2 | mark & 1
-                continue
-            self._ended(mark, now)
-            again[key] = new
-            began += 1
+            if mark != of:  # most often a prompt's objects were used at one time
+                began += self._ended(of, now, alike, request)
+                of, alike, queue, young = mark, 0, again, new
+                if request and mark & _REQUEST == request:
+                    queue, young = self._queues[mark & 1], new & -2 | mark & 1
+            queue[key] = young
+            alike += 1
+        began += self._ended(of, now, alike, request)
         self._reuse[1].began += began
         self._lru.began(began)
         self._heed(given, facts)
@@ -167,11 +167,18 @@ class TwoQueues(EvictionPolicy):
                 else:
                     hinted.add_kept(key, nbytes, mark, facts)
 
-    def _ended(self, mark: int, now: int) -> None:
-        """Count a wait that ends with a use."""
+    def _ended(self, mark: int, now: int, objects: int, request: int) -> int:
+        """Count the waits of objects with the same mark, which end with a use by this request; return their number."""
+        if not objects:
+            return 0
         at = mark >> _TIME
-        self._reuse[mark & 1].ended[age_bin(now - at)] += 1
-        self._lru.ended(at, now, here=True)
+        if request and mark & _REQUEST == request:
+            # No other use, but as young as what this request has stored meanwhile.
+            self._lru.moved(at, objects)
+            return 0
+        self._reuse[mark & 1].ended[age_bin(now - at)] += objects
+        self._lru.ended(at, now, here=True, objects=objects)
+        return objects
 
     def _learn(self) -> None:
         held, now = len(self), self._now

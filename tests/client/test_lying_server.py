@@ -185,12 +185,13 @@ def test_a_plan_without_a_lease_is_no_hit_and_no_store(lab: Lab) -> None:
     lab.proxy.lies.clear()
     request = lab.new_request()
     assert lab.store(request).ok
-    lab.proxy.lies["PREPARE_RETRIEVE"] = lambda plan: replaced(plan, lease="unknown")
+    lab.proxy.lies["PREPARE_RETRIEVE"] = lambda plan: replaced(plan, lease="unknown", lease_s=0.0)
     assert not lab.load(request).ok
 
 
 def test_pins_that_did_not_last_make_a_miss(lab: Lab) -> None:
     request = lab.new_request()
     assert lab.store(request).ok
+    lab.proxy.lies["PREPARE_RETRIEVE"] = lambda plan: replaced(plan, lease_s=0.0)  # so that the engine asks
     lab.proxy.lies["COMMIT_RETRIEVE"] = lambda _: m.RetrieveCommitted(False)
     assert not lab.load(request).ok

@@ -133,6 +133,8 @@ def main(redis_url: str) -> None:
                 wait_until(lambda: len(loads.changed._waiters) == loads.threads, what="the end of the load")
                 with trace.of("RETRIEVE"):
                     worker.submit_retrieve(request(), 0, CHUNK, blocks).result(20)
+                    finished = server.service.finished._all  # the engine does not wait for the end
+                    wait_until(lambda: finished.held[-1][3] == "RETRIEVE", what="the COMMIT")
                 scheduler.free(found)
                 worker.close()
         finally:

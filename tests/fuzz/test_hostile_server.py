@@ -179,7 +179,7 @@ def test_no_hello_and_no_pong_does_harm(short_path: Path, caplog: pytest.LogCapt
 @given(st.integers(-(1 << 63), (1 << 64) - 1))
 def test_a_hit_of_more_than_was_asked_for_is_a_miss(hit: int) -> None:
     class Liar:
-        usable = True
+        usable, one_way = True, False
         deadlines = ClientDeadlines()
 
         def request(self, name: str, payload: Message, response: object, **_: object) -> m.LookupReply:

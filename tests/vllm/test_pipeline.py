@@ -215,7 +215,7 @@ def test_a_hit_ends_where_every_stage_can_end_it(make: Any, process: ServerProce
     assert other.match(request) == BLOCK
     assert other.load(request, [[1], [12], [13]], BLOCK) == [({"b"}, set())] * 2
     with process.client() as client:
-        assert client.status()["tickets"] == 0
+        wait_until(lambda: client.status()["tickets"] == 0, what="the next PING")
 
 
 def test_what_one_stage_lacks_is_no_hit(make: Any) -> None:

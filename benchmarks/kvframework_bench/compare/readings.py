@@ -40,6 +40,7 @@ from kvframework_bench.l2.figures import (
     S3Row,
     StalledRow,
 )
+from kvframework_bench.node.figures import NodeRow
 from kvframework_bench.observe.figures import ObservedLookup
 from kvframework_bench.policy.figures import PolicyRow
 from kvframework_bench.route.figures import RouteScore
@@ -133,6 +134,14 @@ READINGS: dict[type[msgspec.Struct], dict[str, Reading | None]] = {
         "copy_us": REFERENCE,
         "overhead_us": LESS,
         "asking_us": LESS,
+    },
+    NodeRow: {
+        "lookups": LESS,
+        "loads": LESS,
+        "requests_s": REFERENCE,
+        "cores": LESS,
+        "server_us": LESS,
+        "ratio_to_echo": LESS_RATIO,
     },
     ObservedLookup: {"latency": LESS, "p50_ratio": LESS_RATIO, "p99_ratio": LESS_RATIO},
     TellingCost: {"us": LESS},

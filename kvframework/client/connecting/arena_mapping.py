@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import select
 import threading
 import weakref
 
@@ -47,6 +48,16 @@ class MappedArena:
         self.view = mapping.view()
         self._ahead = threading.Lock()
         close_after_fork(self)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the server still has the session for which it was mapped: once that has ended, the server has closed
+        its end of the liveness socket, before anything that the session held."""
+        if self._alive_fd is None:
+            return False
+        poll = select.poll()
+        poll.register(self._alive_fd, select.POLLIN)
+        return not poll.poll(0)
 
     def map_ahead(self) -> None:
         """Map the resident pages in the background, once. Never blocks."""

@@ -30,6 +30,7 @@ from kvframework.errors import (
 )
 from kvframework.messaging.client.bulk import BulkSocket
 from kvframework.messaging.client.dial import BULK, CONTROL, dial, make_context
+from kvframework.messaging.client.freed_tickets import FreedTickets
 from kvframework.messaging.client.heartbeat import Heartbeat
 from kvframework.messaging.client.link import Link
 from kvframework.messaging.client.liveness import LivenessLink
@@ -78,6 +79,7 @@ class Connection:
     ) -> None:
         self.losses = Losses()
         self.short = ShortPrompts()
+        self.freed = FreedTickets()
         self._why = WhyDown(endpoint)
         self._endpoint = endpoint
         self._hello = hello
@@ -210,6 +212,14 @@ class Connection:
         except KVFrameworkError as error:
             return Future.failed(error.with_traceback(None))
         return link.begin(spec, payload, timeout, turn, on_late)
+
+    def post(self, name: str, payload: Message) -> bool:
+        """Send a request of `ONE_WAY_REQUESTS` that the server does not answer: to one with the feature `one_way`.
+        False if it could not be sent. Never blocks."""
+        try:
+            return self._usable(urgent=True).post(self._spec(name), payload)
+        except ServerGone:
+            return False
 
     def reachable(self, silence_s: float) -> bool:
         """Whether `request` and `begin` would send: "up", or silent for less than this number of seconds. Never
@@ -348,6 +358,7 @@ class Connection:
                 gone_s=deadlines.gone_s,
                 losses=self.losses,
                 short=self.short,
+                freed=self.freed,
             )
             link.start()
             undo.pop_all()

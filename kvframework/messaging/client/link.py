@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import zmq
+from msgspec.structs import replace
 
 from kvframework.api.futures import Future
 from kvframework.api.requests import Buffer, Message, RequestSpec
@@ -31,6 +32,7 @@ from kvframework.errors import (
 )
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging import frames_io
+from kvframework.messaging.client.freed_tickets import FreedTickets
 from kvframework.messaging.client.heartbeat import Heartbeat
 from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.messaging.client.losses import Losses
@@ -39,7 +41,7 @@ from kvframework.messaging.client.shared_dealer import SharedDealer, millisecond
 from kvframework.messaging.client.short_prompts import ShortPrompts
 from kvframework.messaging.client.silence import Silence
 from kvframework.messaging.idle_wakeup import Wakeup
-from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
+from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Cancel, Goodbye, Ping, Pong
 from kvframework.wire.table import REQUESTS
 
@@ -73,6 +75,7 @@ class Link:
         gone_s: float = math.inf,
         losses: Losses | None = None,
         short: ShortPrompts | None = None,
+        freed: FreedTickets | None = None,
     ) -> None:
         self.boot_id = boot_id
         self._silence = Silence(changed)
@@ -82,6 +85,8 @@ class Link:
         self._losses.begin()
         self._short = short or ShortPrompts()
         self._short.begin()
+        self._freed = freed or FreedTickets()
+        self._freed.begin()
         self.reason: KVFrameworkError | None = None
         self.ended = threading.Event()
         self._dealer = SharedDealer(dealer)
@@ -181,6 +186,18 @@ class Link:
             return Future.failed(error.with_traceback(None))
         self._wait_here(item, min(item.deadline, self._clock() + turn))
         return item.future
+
+    def post(self, spec: RequestSpec, payload: Message) -> bool:
+        """Send a request that gets no answer, in the calling thread; False if it cannot be sent now. Never blocks."""
+        frames = join(NO_ANSWER, spec.name, payload)
+        try:
+            self._dealer.send(frames)
+        except zmq.ZMQError:
+            return False
+        except BaseException as error:  # a signal's handler raised: half a message may have been sent
+            self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
+            raise
+        return True
 
     def silent_s(self) -> float:
         """See `Silence.seconds`."""
@@ -452,8 +469,10 @@ class Link:
         request_id = next(self._ids)
         try:
             ping = self._pings[request_id] = self._ping()
-            self._dealer.send(join(request_id, _PING.name, ping))
+            free = self._freed.take()
+            self._dealer.send(join(request_id, _PING.name, replace(ping, free=free) if free else ping))
         except zmq.Again:
+            self._freed.add(free)
             self._pings.pop(request_id, None)
             if self._heartbeat.overdue(now):
                 raise _EndOfLink(ServerGone("the connection is broken")) from None

@@ -21,8 +21,6 @@ from kvframework.api.types import Buffer
 from kvframework.messaging import frames_io
 from kvframework.messaging.idle_wakeup import Wakeup
 
-_POLLIN = int(zmq.POLLIN)
-
 
 class SharedDealer:
     """A shared DEALER, which owns its socket and closes it. Thread-safe. The leader is the one thread that waits for
@@ -44,7 +42,7 @@ class SharedDealer:
             if self._closed:
                 raise zmq.ZMQError(zmq.ENOTSOCK)
             frames_io.send(self._dealer, frames)
-            taken = self._leader is not None and self._readable()
+            taken = self._leader is not None and frames_io.readable(self._dealer)
         if taken:
             self.interrupt()
 
@@ -58,6 +56,8 @@ class SharedDealer:
                 if frames is None:
                     break
                 messages.append(frames)
+                if not frames_io.readable(self._dealer):
+                    break
         return messages
 
     def lead(self) -> bool:
@@ -81,7 +81,7 @@ class SharedDealer:
         with self._lock:
             if self._closed:
                 return set()
-            here = self._readable()
+            here = frames_io.readable(self._dealer)
         ready = {fd for fd, _ in poller.poll(0 if here else milliseconds(until))}
         if self._interrupt.fd in ready:
             self._interrupt.drain()
@@ -106,9 +106,6 @@ class SharedDealer:
         with self._leading:
             self._dealer.close(0)
             self._interrupt.close()
-
-    def _readable(self) -> bool:
-        return bool(int(self._dealer.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def milliseconds(until: float) -> int:

@@ -29,9 +29,10 @@ from kvframework.messaging.server.refusals import Refusals
 from kvframework.messaging.server.request_durations import RequestDurations
 from kvframework.messaging.server.sessions import ClientSession, SessionTable
 from kvframework.messaging.server.sockets import ReplySender
-from kvframework.wire.frames import MAX_TYPE_BYTES, REQUEST_ID_BYTES, Envelope, decode, split
+from kvframework.wire.frames import MAX_TYPE_BYTES, NO_ANSWER, REQUEST_ID_BYTES, Envelope, decode, split
 from kvframework.wire.handshake import negotiate
 from kvframework.wire.messages import Empty, Goodbye, Hello, HelloReply
+from kvframework.wire.table import ONE_WAY_REQUESTS
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,8 @@ class Dispatcher:
             self._sessions.touch(session)
         if self.stopping:
             raise ShuttingDown("the server is stopping")
+        if envelope.request_id == NO_ANSWER and envelope.type not in ONE_WAY_REQUESTS:
+            raise MalformedFrames("a request id that asks for no answer", where=envelope.type, available="another id")
         if envelope.type == "HELLO":
             self._hello(identity, session, envelope)
             self._durations.add("HELLO", self._clock() - received)

@@ -18,7 +18,7 @@ import zmq
 
 from kvframework.errors import EndpointError, ShuttingDown
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.frames_io import Socket
+from kvframework.messaging.frames_io import Socket, readable
 from kvframework.messaging.idle_wakeup import Wakeup
 from kvframework.messaging.server.dispatch import Dispatcher, Served
 from kvframework.messaging.server.endpoint_files import EndpointFiles
@@ -288,7 +288,7 @@ class MessageServer:
             if frames is None:
                 return
             bound.dispatcher.on_message(frames)
-            if self._clock() >= until:
+            if not readable(router) or self._clock() >= until:
                 return
 
     def _tick(self, bound: _Bound, now: float) -> None:

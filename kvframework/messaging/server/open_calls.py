@@ -59,7 +59,7 @@ class Call:
         self.payload: Message | None = payload
         self.buffers = buffers
         self.received = received
-        self.nbytes = sum(buffer.nbytes for buffer in buffers)
+        self.nbytes = sum(buffer.nbytes for buffer in buffers) if buffers else 0
         self.started = self.answered = self.done = self.cancelled = False
         self.job: futures.Future[None] | None = None
         self.future: Future[Message] | None = None

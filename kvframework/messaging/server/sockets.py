@@ -20,7 +20,7 @@ from kvframework.errors import HelloRequired
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.endpoint_files import socket_umask
-from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, error_payload, join
+from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, ErrorPayload, error_payload, join
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,10 @@ class ReplySender:
     def send(
         self, identity: bytes, request_id: int, type_name: str, payload: Message, buffers: Sequence[Buffer] = ()
     ) -> bool:
-        """Send a reply. False if the peer has left or does not read. Raises if the message cannot be encoded; nothing
-        is sent then."""
+        """Send a reply, unless the request wants none. False if the peer has left or does not read. Raises if the
+        message cannot be encoded; nothing is sent then."""
+        if request_id == NO_ANSWER:
+            return True
         frames = frames_io.outgoing(join(request_id, type_name, payload, buffers))
         try:
             self._listeners.send(identity, frames)
@@ -128,6 +130,8 @@ class ReplySender:
     def send_farewell(self, identity: bytes, request_id: int, error: HelloRequired) -> None:
         """Ask a peer whose session has ended to say HELLO again; most such peers have just left. Not counted, never
         raises."""
+        if request_id == NO_ANSWER:
+            return
         frames = frames_io.outgoing(join(request_id, ERROR_TYPE, error_payload(error), ()))
         with contextlib.suppress(zmq.ZMQError):
             self._listeners.send(identity, frames)

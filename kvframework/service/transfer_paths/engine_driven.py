@@ -111,7 +111,8 @@ class EngineDrivenTransfers:
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
         subject = self._accounts.begun(client, payload.key, "engine" if client.local else "wire")
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
-        lease = pin_whole(self._storage, payload.key, grid, client.session_id, lease_s=self._retrieve_lease_s)
+        lease_s = self._retrieve_lease_s  # may change meanwhile, and the client relies on what it is told
+        lease = pin_whole(self._storage, payload.key, grid, client.session_id, lease_s=lease_s)
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             self._accounts.missed(subject, payload.key, grid)
@@ -119,7 +120,7 @@ class EngineDrivenTransfers:
         ranges = pinned_ranges(grid, lease.objects)
         self._begin("RETRIEVE", lease.id, subject, "hit", ranges)
         self._contents.prepared(client, lease.id, payload.key, grid.desc.chunk_tokens)
-        return m.RetrievePlan(True, lease.id, ranges, self._retrieve_lease_s)
+        return m.RetrievePlan(True, lease.id, ranges, lease_s)
 
     def _commit_retrieve(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.RetrieveCommitted:
         self._contents.check(payload.lease, payload.content)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -108,7 +107,7 @@ class LeaseBook:
         self.writes: dict[str, WriteLease] = {}
         self.pins: dict[str, PinLease] = {}
         self._of: dict[int, set[str]] = {}
-        self._pinned: Counter[int] = Counter()
+        self._pinned: dict[int, int] = {}
         self._boot = secrets.token_hex(4)
         self._count = itertools.count(1)
 
@@ -121,7 +120,7 @@ class LeaseBook:
 
     def open_pin(self, owner: int, request_id: str, deadline: float, objects: list[StoredObject]) -> PinLease:
         """Open a pin lease. Raises `RequestError` if the owner holds too many leases or pins."""
-        pinned = self._pinned[owner] + len(objects)
+        pinned = self._pinned.get(owner, 0) + len(objects)
         if owner != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
             raise RequestError(
                 f"the client would hold {pinned} pins",
@@ -150,7 +149,7 @@ class LeaseBook:
         owned.discard(lease.id)
         if not owned:
             del self._of[lease.owner]
-            del self._pinned[lease.owner]
+            self._pinned.pop(lease.owner, None)
 
     def write(self, lease_id: str, owner: int) -> WriteLease:
         """Return the write lease. Raises `LeaseUnknown` unless it exists and is this owner's."""

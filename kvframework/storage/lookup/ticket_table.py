@@ -12,6 +12,7 @@ from a ticket returns the lease's id, and the caller unpins. Invariants, tested 
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -50,6 +51,9 @@ class TicketTable:
         # The client sessions that have begun and not ended.
         self._owners: set[int] = set()
         self._loading: Counter[int] = Counter()
+        # Ids are unique across restarts, like those of leases.
+        self._boot = secrets.token_hex(4)
+        self._count = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -71,7 +75,7 @@ class TicketTable:
 
     def open(self, owner: int, request_id: str, now: float) -> Ticket:
         """Return a new ticket, which is not in the table until `keep`."""
-        return Ticket(secrets.token_hex(8), owner, request_id, now + self.ticket_s)
+        return Ticket(f"{self._boot}.{next(self._count):x}", owner, request_id, now + self.ticket_s)
 
     def keep(self, ticket: Ticket) -> None:
         """Add a ticket to the table; a ticket without pins and without a load is removed."""

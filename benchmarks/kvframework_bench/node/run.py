@@ -1,0 +1,179 @@
+"""The run of `kvframework bench node`: the same requests to a bare peer, to the server with all answers, and without
+those that are of no use, in turn.
+
+The times of requests are drawn before: a server that is late meets the next ones all the same, and their latency counts
+from when they were due.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvframework.api.keys import CacheKey
+from kvframework.wire import messages as m
+from kvframework.wire.frames import join
+from kvframework_bench.console import Stage, no_progress
+from kvframework_bench.errors import BenchFailed
+from kvframework_bench.node.clients import CHUNK_TOKENS, MODEL, Client, Echoed, Scheduler, Worker, digests
+from kvframework_bench.node.figures import NodeFigures, NodeRow
+from kvframework_bench.process import scratch
+from kvframework_bench.rounds import Latency, Spread
+from kvframework_bench.server import run_ns, running_server
+from kvframework_bench.zmq_reference import running_zmq_peer
+
+PROMPTS = 16
+_ARENA_BYTES = 256 << 20
+_LATE_S = 10.0
+_SHAPE = m.RegisterNonGpuContextPayload(0, MODEL, 1, CHUNK_TOKENS, 1, 16, "bfloat16", True)
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """`rate` in requests a second of each client; a sample takes `seconds`."""
+
+    engines: int = 8
+    ranks: int = 8
+    rate: float = 50.0
+    chunks: int = 8
+    rounds: int = 5
+    seconds: float = 3.0
+
+
+FULL = Sizes()
+QUICK = Sizes(engines=2, ranks=2, rounds=2, seconds=0.2)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    lookups: list[float]
+    loads: list[float]
+    seconds: float
+    server_s: float
+
+    @property
+    def requests(self) -> int:
+        return len(self.lookups) + len(self.loads)
+
+
+def bench_node(sizes: Sizes, *, seed: int, stage: Stage = no_progress) -> NodeFigures:
+    """Measure; takes about a minute. Raises `BenchFailed`, also when an answer is wrong."""
+    chance = random.Random(seed)
+    samples: dict[str, list[_Sample]] = {}
+    with ExitStack() as stack:
+        directory = stack.enter_context(scratch())
+        peer = stack.enter_context(running_zmq_peer(directory))
+        settings = [f"server.chunk_size={CHUNK_TOKENS}"]
+        server = stack.enter_context(running_server(directory, _ARENA_BYTES, settings))
+        with server.client():
+            pass  # waits for the arena
+        context = zmq.Context()
+        stack.callback(context.destroy, 0)
+        sessions = _connected(context, server.endpoint, sizes, seed, stack)
+        lookup = m.Lookup(_key(sizes, seed, 0, b"n" * 16, None))
+        nbytes = sum(len(frame) for frame in join(1, "LOOKUP", lookup))
+        echoes = [Echoed(context, peer.endpoint, nbytes) for _ in sessions]
+        ways: dict[str, tuple[Sequence[Client], int]] = {"bare echo": (echoes, peer.pid)}
+        ways["all answered"] = (sessions, server.child.pid)
+        if sessions[0].can_one_way:
+            ways["one way back"] = (sessions, server.child.pid)
+        with stage("serving a node", sizes.rounds) as advance:
+            for _ in range(sizes.rounds):
+                for way, (clients, pid) in ways.items():
+                    for session in sessions:
+                        session.one_way = way == "one way back"
+                    samples.setdefault(way, []).append(_take(clients, sizes, chance, pid))
+                advance()
+    rows = [_row(way, taken, samples["bare echo"]) for way, taken in samples.items()]
+    return NodeFigures(sizes.engines, sizes.ranks, sizes.rate, sizes.chunks, seed, rows)
+
+
+def _connected(
+    context: zmq.Context[Any], endpoint: str, sizes: Sizes, seed: int, stack: ExitStack
+) -> list[Scheduler | Worker]:
+    """Return the clients, an engine's scheduler before its workers, with all prompts stored."""
+    made: list[Scheduler | Worker] = []
+    for engine in range(sizes.engines):
+        namespace = b""
+        workers = []
+        for rank in range(sizes.ranks):
+            instance_id = engine * sizes.ranks + rank + 1
+            keys: list[CacheKey] = []
+            worker = Worker(context, endpoint, keys, instance_id)
+            stack.callback(worker.close)
+            shape = msgspec.structs.replace(_SHAPE, instance_id=instance_id, world_size=sizes.ranks)
+            namespace = worker.call("REGISTER_KV_CACHE_NON_GPU_CONTEXT", shape, m.Registered).namespace
+            keys += [_key(sizes, seed, prompt, namespace, rank) for prompt in range(PROMPTS)]
+            if not engine:
+                for key in keys:
+                    worker.store(key)
+            workers.append(worker)
+        asked = [_key(sizes, seed, prompt, namespace, None) for prompt in range(PROMPTS)]
+        scheduler = Scheduler(context, endpoint, asked)
+        stack.callback(scheduler.close)
+        made += [scheduler, *workers]
+    return made
+
+
+def _key(sizes: Sizes, seed: int, prompt: int, namespace: bytes, rank: int | None) -> CacheKey:
+    end = sizes.chunks * CHUNK_TOKENS
+    content = digests(seed, prompt, sizes.chunks)
+    return CacheKey(MODEL, sizes.ranks, rank, namespace, 0, end, f"prompt {prompt}", digests=content)
+
+
+def _take(clients: Sequence[Client], sizes: Sizes, chance: random.Random, server_pid: int) -> _Sample:
+    """Have all clients ask for a while, at random times. Blocks until everything is answered."""
+    times = []
+    for client in clients:
+        at = chance.expovariate(sizes.rate)
+        while at < sizes.seconds:
+            times.append((at, client))
+            at += chance.expovariate(sizes.rate)
+        client.latencies = []
+    times.sort(key=lambda each: each[0])
+    poller = zmq.Poller()
+    of = {}
+    for client in clients:
+        poller.register(client.socket, zmq.POLLIN)
+        of[client.socket] = client
+    before, began, asked = run_ns(server_pid), time.perf_counter(), 0
+    while asked < len(times) or any(client.is_busy for client in clients):
+        now = time.perf_counter() - began
+        while asked < len(times) and times[asked][0] <= now:
+            at, client = times[asked]
+            client.ask(began + at)
+            asked += 1
+        wait_s = times[asked][0] - now if asked < len(times) else _LATE_S
+        ready = poller.poll(max(int(wait_s * 1000), 0))
+        for each, _ in ready:
+            of[each].received()
+        if not ready and asked == len(times):
+            raise BenchFailed(f"the server does not answer within {_LATE_S:.0f} s")
+    seconds = time.perf_counter() - began
+    server_s = (run_ns(server_pid) - before) / 1e9
+    lookups = [each for client in clients if not isinstance(client, Worker) for each in client.latencies]
+    loads = [each for client in clients if not isinstance(client, Scheduler) for each in client.latencies]
+    if isinstance(clients[0], Echoed):
+        loads = []
+    return _Sample(lookups, loads, seconds, server_s)
+
+
+def _row(way: str, taken: Sequence[_Sample], echoes: Sequence[_Sample]) -> NodeRow:
+    own = [sample.server_s / sample.requests for sample in taken]
+    bare = [sample.server_s / sample.requests for sample in echoes]
+    lookups = Latency.of([sample.lookups for sample in taken])
+    return NodeRow(
+        way=way,
+        lookups=lookups,
+        loads=Latency.of([sample.loads for sample in taken]) if taken[0].loads else lookups,
+        requests_s=Spread.of([sample.requests / sample.seconds for sample in taken]),
+        cores=Spread.of([sample.server_s / sample.seconds for sample in taken]),
+        server_us=Spread.of([each * 1e6 for each in own]),
+        ratio_to_echo=Spread.of([a / b for a, b in zip(own, bare, strict=True)]),
+    )

@@ -1,0 +1,181 @@
+"""What a client gives back without waiting for a word: the end of a load, and tickets. An engine that relies on it
+never takes bytes that may be foreign."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvframework.api.transport import LoadPlan, Transfer
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, register_canonical
+from kvframework.wire import messages as m
+from kvframework.wire.frames import NO_ANSWER, join
+from kvframework.wire.table import ONE_WAY_REQUESTS, REQUESTS
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
+
+TOKENS = list(range(512))
+
+
+class Engine:
+    """An engine of 512 stored tokens, that counts what it asks the server while `sent` is watched."""
+
+    def __init__(self, server: ServerProcess, client: KVClient, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server, self.client = server, client
+        instance = register_canonical(
+            client, instance_id=1, model_name="tiny", block_size=16, num_layers=2, hidden_dim_size=8, dtype="float32"
+        )
+        registered = m.Registered(instance.namespace, instance.registration.desc)
+        self.scheduler = SchedulerAdapter(client, model_name="tiny", namespace=instance.namespace)
+        self.request = RequestHashes(client.hasher, client.chunk_size, request_id="r")
+        self.request.extend(TOKENS)
+        self.transfer: Transfer = instance.transfer(key_for(registered, TOKENS))
+        with client.prepare_store(self.transfer).result() as plan:
+            for place in plan.ranges:
+                plan.arena[place.offset : place.offset + place.length] = b"k" * place.length
+            assert plan.commit().result().stored == 2
+        self.asked: list[str] = []
+        begin = client._connection.begin
+
+        def counted(name: str, payload: Any, **options: Any) -> Any:
+            self.asked.append(name)
+            return begin(name, payload, **options)
+
+        monkeypatch.setattr(client._connection, "begin", counted)
+
+    def load(self) -> LoadPlan:
+        plan = self.client.prepare_load(self.transfer).result()
+        assert plan.hit
+        self.asked.clear()
+        return plan
+
+    def pins(self) -> int:
+        return int(self.server.status()["l1"]["pins"])
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as server:
+        yield server
+
+
+@pytest.fixture
+def engine(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    with server.engine_client() as client:
+        yield Engine(server, client, monkeypatch)
+
+
+def test_a_load_whose_pins_held_for_sure_ends_without_a_question(engine: Engine) -> None:
+    plan = engine.load()
+    assert engine.pins() == 2
+    assert plan.commit().result().ok
+    assert engine.asked == []
+    wait_until(lambda: engine.pins() == 0, what="the end of the load")
+    recent = engine.client.request("RECENT", m.Recent(), m.RecentReply).records
+    assert [(each.request, each.outcome) for each in recent] == [("STORE", "stored"), ("RETRIEVE", "hit")]
+
+
+def test_a_load_that_took_longer_than_its_lease_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ServerProcess("server.retrieve_lease_s=0.1") as server, server.engine_client() as client:
+        engine = Engine(server, client, monkeypatch)
+        plan = engine.load()
+        wait_until(lambda: engine.pins() == 0, what="the end of the lease")
+        assert not plan.commit().result().ok
+        assert engine.asked == ["COMMIT_RETRIEVE"]
+
+
+def test_a_load_beside_the_end_of_its_request_asks(engine: Engine) -> None:
+    plan = engine.load()
+    engine.scheduler.end_request("r")
+    assert engine.pins() == 0
+    engine.asked.clear()
+    assert not plan.commit().result().ok
+    assert engine.asked == ["COMMIT_RETRIEVE"]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["and is gone", "and another one serves"])
+def test_a_load_that_outlives_its_server_is_no_hit(engine: Engine, again: bool) -> None:
+    plan = engine.load()
+    engine.server.kill9()
+    if again:
+        engine.server.start()
+    assert not plan.commit().result().ok
+
+
+def test_a_load_from_a_stopped_server_is_a_hit(engine: Engine) -> None:
+    # Nothing can take the place of what it has pinned.
+    plan = engine.load()
+    engine.server.sigstop()
+    try:
+        assert plan.commit().result().ok
+    finally:
+        engine.server.sigcont()
+    wait_until(lambda: engine.pins() == 0, what="the end of the load")
+
+
+def test_an_older_server_is_asked_as_ever(engine: Engine) -> None:
+    assert engine.client.one_way
+    engine.client._reply = msgspec.structs.replace(engine.client.hello, features=())
+    plan = engine.load()
+    assert plan.commit().result().ok
+    found = engine.scheduler.lookup(engine.request)
+    assert found.hit_tokens == 512
+    engine.scheduler.free(found)
+    assert engine.asked == ["COMMIT_RETRIEVE", "FREE_LOOKUP_LOCKS"]
+    assert engine.pins() == 0
+
+
+def test_tickets_end_with_the_next_lookup_or_a_little_later(engine: Engine) -> None:
+    first = engine.scheduler.lookup(engine.request)
+    engine.scheduler.free(first)
+    second = engine.scheduler.lookup(engine.request)
+    assert first.ticket != second.ticket
+    with pytest.raises(Exception, match="no ticket"):
+        engine.client.request("FREE_LOOKUP_LOCKS", m.TicketRef(first.ticket), m.Freed)
+    engine.scheduler.free(second)
+    wait_until(lambda: engine.pins() == 0, what="the next PING")
+    assert engine.asked == []
+
+
+def test_tickets_of_a_lookup_that_failed_are_freed_later(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = engine.scheduler.lookup(engine.request)
+    engine.client.free_soon(found.ticket)
+    taken = engine.client.take_freed() or (found.ticket,)  # a PING may have been faster
+    engine.client.free_soon(*taken, "of an ended lookup")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine.client), "usable", property(lambda _: False))
+        assert engine.scheduler.lookup(engine.request).hit_tokens == 0
+    wait_until(lambda: engine.pins() == 0, what="the next PING")
+
+
+def unanswered(client: WireClient, name: str, payload: Any) -> None:
+    """Send a request that gets no answer, and see that it has none once the next one is answered."""
+    client.socket.send_multipart(join(NO_ANSWER, name, payload))
+    request_id = client.send("NOOP", m.Empty())
+    answered, kind, _ = client.receive()
+    assert (answered, kind) == (request_id, "NOOP")
+
+
+def test_a_request_that_wants_no_answer_gets_none_and_its_error_is_counted(server: ServerProcess) -> None:
+    with server.client() as client:
+        key = key_for(client.register(), TOKENS)
+        client.store(key, b"x")
+        ticket = client.lookup(key).ticket
+        unanswered(client, "FREE_LOOKUP_LOCKS", m.TicketRef(ticket))
+        assert client.status()["l1"]["pins"] == 0
+        for name in sorted(ONE_WAY_REQUESTS - {"END_SESSION"}):
+            unanswered(client, name, m.TicketRef("x") if name == "FREE_LOOKUP_LOCKS" else m.LeaseRef("x"))
+        counters = client.status()["messaging"]["counters"]
+        assert counters["errors.request.lease"] == 3
+
+
+def test_a_request_whose_answer_says_something_needs_one(server: ServerProcess) -> None:
+    with server.client() as client:
+        refused = sorted(REQUESTS.keys() - ONE_WAY_REQUESTS)
+        for name in refused:
+            unanswered(client, name, m.Empty())
+        assert client.status()["messaging"]["counters"]["errors.protocol.frames"] == len(refused)
