@@ -1,5 +1,5 @@
-"""Hits that end at any chunk of a prompt, with a trained model: the answer is that of the whole computation in fp32, and
-in bf16 that of the model's own cache, cut at the same place."""
+"""Hits that end at any chunk of a prompt, with a trained model: the answer is that of the model's own cache, cut at the
+same place, and in fp32 that of the whole computation."""
 
 from __future__ import annotations
 
