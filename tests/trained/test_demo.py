@@ -13,6 +13,9 @@ from tests.support.demo import demo, left_behind
 from tests.support.demo import temporary as temporary
 from tests.support.trained_model import trained_file
 
+# Two processes load the model, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(1200)
+
 # A fifth of the text and one chunk in it: the model alone takes its time.
 SHORT = ["--tokens", "400", "--new-tokens", "16"]
 
