@@ -18,12 +18,15 @@ MAX_TOKENS = 1 << 20
 MAX_SEGMENTS = 4096
 MAX_CHUNKS = 1 << 15
 MAX_TEXT = 1024
+# Tokens that stand before every segment: an attention sink needs few.
+MAX_BEFORE = 4096
 
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Tokens = Annotated[bytes, msgspec.Meta(max_length=MAX_TOKENS * TOKEN_BYTES)]
 Ranges = Annotated[bytes, msgspec.Meta(max_length=MAX_SEGMENTS * 2 * TOKEN_BYTES)]
+Before = Annotated[bytes, msgspec.Meta(max_length=MAX_BEFORE * TOKEN_BYTES)]
 Digests = Annotated[bytes, msgspec.Meta(max_length=MAX_CHUNKS * DIGEST_BYTES)]
 
 
@@ -41,16 +44,19 @@ Segments = Annotated[tuple[Segment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)]
 
 
 class RegisterBlend(Message, frozen=True):
-    """CB_REGISTER_KV_CACHE: the rotary parameters of an instance that has registered its KV memory already."""
+    """CB_REGISTER_KV_CACHE: the rotary parameters of an instance that has registered its KV memory already. `before`
+    are the tokens that it computes every segment behind; none: alone."""
 
     instance_id: InstanceId
     model_name: Text
     world_size: Annotated[int, msgspec.Meta(ge=1)]
     rotary: Rotary
+    before: Before = b""
 
 
 class BlendRegistered(Message, frozen=True):
-    """`fingerprint` names the rotation, 16 bytes; `chunk_tokens` is the namespace's chunk."""
+    """`fingerprint` names the rotation and what stands before segments, 16 bytes; `chunk_tokens` is the namespace's
+    chunk."""
 
     fingerprint: bytes
     chunk_tokens: Annotated[int, msgspec.Meta(ge=1)]
@@ -79,8 +85,8 @@ class StorePreComputed(Message, frozen=True):
 
 
 class SegmentNames(Message, frozen=True):
-    """The segments in the order of the prompt. The engine computes each that is not `held` alone, from position 0, and
-    stores it."""
+    """The segments in the order of the prompt. The engine computes each that is not `held` from position 0, behind the
+    instance's `before` and nothing else, and stores the segment's part of it."""
 
     segments: Segments
 
@@ -122,12 +128,12 @@ class RetrievePreComputed(Message, frozen=True):
 
 class Piece(Message, frozen=True):
     """Tokens `[source, source + tokens)` of the plan's digests go to prompt positions `[start, start + tokens)`, with
-    their keys rotated by `shift` positions."""
+    their keys rotated by `shift` positions: they were computed at `start - shift`."""
 
     source: Annotated[int, msgspec.Meta(ge=0)]
     start: Count
     tokens: Count
-    shift: Count
+    shift: Annotated[int, msgspec.Meta(ge=-MAX_BEFORE, le=MAX_TOKENS)]
 
 
 class LoadPlan(Message, frozen=True):

@@ -103,8 +103,9 @@ def inverse_frequencies(rotary: Rotary) -> list[float]:
     return plain
 
 
-def fingerprint(rotary: Rotary) -> bytes:
-    """16 bytes that are the same, in every process and release, for the same parameters only."""
+def fingerprint(rotary: Rotary, before: bytes = b"") -> bytes:
+    """16 bytes that are the same, in every process and release, for the same parameters and the same packed tokens
+    before every segment only."""
     digest = hashlib.blake2b(digest_size=16, person=b"kvf-blend-rotary")
     digest.update(f"{rotary.style} {rotary.scaling} {rotary.plane} ".encode())
     digest.update(struct.pack("<4q", rotary.head_dim, rotary.rotary_dim, rotary.offset, rotary.original_max_position))
@@ -120,6 +121,7 @@ def fingerprint(rotary: Rotary) -> bytes:
             rotary.truncate,
         )
     )
+    digest.update(before)
     return digest.digest()
 
 

@@ -39,11 +39,13 @@ class BlendWire(WireClient):
     def __enter__(self) -> BlendWire:
         return self
 
-    def begin(self, instance_id: int = 1, rotary: Rotary = ROTARY, **fields: Any) -> b.BlendRegistered:
-        """Registers the instance, and its rotary parameters."""
+    def begin(
+        self, instance_id: int = 1, rotary: Rotary = ROTARY, before: Sequence[int] = (), **fields: Any
+    ) -> b.BlendRegistered:
+        """Registers the instance, its rotary parameters, and what stands before its segments."""
         self.registered = self.register(instance_id, **fields)
         self.world_size = fields.get("world_size", 1)
-        payload = b.RegisterBlend(instance_id, "tiny", self.world_size, rotary)
+        payload = b.RegisterBlend(instance_id, "tiny", self.world_size, rotary, packed(before))
         blend: b.BlendRegistered = self.call(b.CB_REGISTER_KV_CACHE.name, payload)
         return blend
 

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from kvf_blend import messages as b
-from kvf_blend.errors import BadRotary, BlendRefused
+from kvf_blend.errors import BadRotary, BadSegments, BlendRefused
 from kvf_blend.rotary import fingerprint
+from kvf_blend.server.instances import Attached
 from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.api.types import Message
 from kvframework.errors import (
@@ -47,7 +48,7 @@ def client(server: Server) -> Iterator[BlendWire]:
 def test_the_parameters_belong_to_the_engines_context(server: Server, client: BlendWire) -> None:
     answer = client.begin()
     assert answer == b.BlendRegistered(fingerprint(ROTARY), CHUNK)
-    assert server.service.contexts[1].attached == {"blend": ROTARY}
+    assert server.service.contexts[1].attached == {"blend": Attached(ROTARY)}
     assert client.call(b.CB_REGISTER_KV_CACHE.name, b.RegisterBlend(1, "tiny", 1, ROTARY)) == answer
     client.call(b.CB_UNREGISTER_KV_CACHE.name, b.UnregisterBlend(1))
     assert server.service.contexts[1].attached == {}
@@ -83,6 +84,27 @@ def test_other_parameters_need_an_end_of_the_first(client: BlendWire) -> None:
     assert (
         client.call(b.CB_REGISTER_KV_CACHE.name, other).fingerprint == fingerprint(other.rotary) != fingerprint(ROTARY)
     )
+
+
+def test_what_stands_before_segments_is_in_the_fingerprint(server: Server, client: BlendWire) -> None:
+    alone = client.begin(1).fingerprint
+    one, two = (client.begin(at, before=before).fingerprint for at, before in ((2, [7]), (3, [7, 8])))
+    assert len({alone, one, two}) == 3
+    assert one == fingerprint(ROTARY, packed([7]))
+    assert server.service.contexts[2].attached == {"blend": Attached(ROTARY, packed([7]))}
+    with pytest.raises(AlreadyRegistered, match="other tokens before its segments"):
+        client.call(b.CB_REGISTER_KV_CACHE.name, b.RegisterBlend(2, "tiny", 1, ROTARY))
+
+
+@pytest.mark.parametrize(
+    ("before", "error"), [(b"abc", BadSegments), (b"a" * 4 * (b.MAX_BEFORE + 1), InvalidPayload)], ids=["odd", "long"]
+)
+def test_what_cannot_stand_before_segments(client: BlendWire, before: bytes, error: type[KVFrameworkError]) -> None:
+    client.register()
+    with pytest.raises(error):
+        client.call(b.CB_REGISTER_KV_CACHE.name, b.RegisterBlend(1, "tiny", 1, ROTARY, before))
+    with pytest.raises(NotRegistered):
+        client.look(PROMPT)
 
 
 @dataclass(frozen=True)

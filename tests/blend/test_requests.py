@@ -83,6 +83,26 @@ def test_documents_hit_in_another_order(client: BlendWire, marks: dict[str, Any]
         assert plan.digests[piece.source // CHUNK * DIGEST_BYTES :].startswith(hit.digests)
 
 
+def test_segments_behind_a_head_are_those_of_the_same_head(client: BlendWire) -> None:
+    """They are found behind it at once, and rotated by so much less; also to the front."""
+    before = [700, 701, 702]
+    for instance_id, head in ((2, before), (3, before), (4, before[:2])):
+        client.begin(instance_id, before=head)
+    stored = client.pre_compute(joined(*DOCUMENTS), 2, **MARKS)
+    assert len({each.digests for each in (*stored, *client.names(joined(*DOCUMENTS), **MARKS))}) == 2 * len(DOCUMENTS)
+    prompt = [*before, *joined(DOCUMENTS[2], DOCUMENTS[0])]
+    marked = {"ranges": pairs(*_places(before, DOCUMENTS[2], DOCUMENTS[0]))}
+    for instance_id in (1, 4):
+        assert client.look(prompt, instance_id, **marked).segments == ()
+    for marks in ({}, marked):
+        hits = client.look(prompt, 3, **marks)
+        assert len(hits.segments) == 2
+        plan = client.plan(hits, 3)
+        assert [each.shift for each in plan.pieces] == [0, len(DOCUMENTS[2]) + len(SEPARATOR)]
+    bare = client.look(joined(DOCUMENTS[2], DOCUMENTS[0]), 3)
+    assert client.plan(bare, 3).pieces[0] == b.Piece(0, 0, len(DOCUMENTS[2]), -len(before))
+
+
 def test_the_longest_hit_first_and_none_overlaps(client: BlendWire) -> None:
     """Known segments that lie within each other; what is longest but not stored does not count."""
     text = list(range(1000, 1100))

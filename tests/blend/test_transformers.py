@@ -12,7 +12,8 @@ import pytest
 from kvf_blend import messages as m
 from kvf_blend.engine.client import BlendClient
 from kvf_blend.errors import BadSegments, BlendRefused
-from kvframework.errors import KVFrameworkError, RequestError, UnknownRequest
+from kvframework.client import KVClient
+from kvframework.errors import KVFrameworkError, RequestError, UnknownRequest, VersionMismatch
 from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -171,6 +172,64 @@ def test_loaded_keys_are_exact_in_layer_0_at_their_new_places(server, model):
     assert torch.allclose(layers[0].values, cache.layers[0].values, rtol=1e-4, atol=1e-5)
     # Deeper layers know what stood before; these were computed alone.
     assert not torch.allclose(layers[2].values, cache.layers[2].values, rtol=1e-2, atol=1e-2)
+
+
+HEAD = tokens_of(7, 9)
+
+
+def test_segments_computed_behind_a_head_are_nearer(server, model):
+    """The first one stands where it was computed, and is exact; all are as those of a computation behind the head."""
+    text, ranges = joined([HEAD, *DOCUMENTS[::-1]], QUESTION)
+    ranges = ranges[1:]
+    whole = transformers.DynamicCache()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([text]), past_key_values=whole)
+    distances = {}
+    for before in ((), HEAD):
+        with attach(model, server, "head", before=before) as kv:
+            assert kv.restore(text, ranges=ranges).held.loaded == 0, "segments of another head"
+            assert store(kv).computed_tokens == LOADED
+            assert store(kv).computed_tokens == 0
+        with attach(model, server, "head", before=before) as kv:
+            done = kv.prefill(text, ranges=ranges, share=0.0)
+            assert done.blended.hit_tokens == LOADED
+            pairs = list(zip(done.cache.layers, whole.layers, strict=True))
+            first = slice(*ranges[0])
+            exact = [torch.allclose(a.keys[:, :, first], b.keys[:, :, first], rtol=1e-4, atol=1e-4) for a, b in pairs]
+            assert all(exact) == (before == HEAD)
+            assert torch.allclose(pairs[0][0].keys, pairs[0][1].keys, rtol=1e-4, atol=1e-4)
+            distances[len(before)] = sum(float((a.values - b.values).norm()) for a, b in pairs)
+            same(kv.prefill(text, ranges=ranges, share=1.0), model, text)
+    assert 0 < distances[len(HEAD)] < distances[0]
+
+
+def test_a_segment_goes_to_the_front_of_a_prompt_that_has_no_head(server, model):
+    text, ranges = joined(DOCUMENTS, QUESTION)
+    with attach(model, server, "front", before=torch.tensor([HEAD])) as kv:
+        store(kv)
+        done = kv.prefill(text, ranges=ranges, share=0.0)
+        assert done.blended.hit_tokens == LOADED
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            model(input_ids=torch.tensor([text]), past_key_values=cache)
+        assert torch.allclose(done.cache.layers[0].keys, cache.layers[0].keys, rtol=1e-4, atol=1e-4)
+        same(kv.prefill(text, ranges=ranges, share=1.0), model, text)
+
+
+def test_a_server_that_knows_no_tokens_before_segments_is_refused(server, model, monkeypatch):
+    """An older release drops the field and names segments as if they were computed alone."""
+    request = KVClient.request
+
+    def older(client, name, payload, *given, **named):
+        if name == m.CB_REGISTER_KV_CACHE.name:
+            payload = msgspec.structs.replace(payload, before=b"")
+        return request(client, name, payload, *given, **named)
+
+    monkeypatch.setattr(KVClient, "request", older)
+    with pytest.raises(VersionMismatch, match="tokens before segments"):
+        attach(model, server, "older", before=HEAD)
+    with attach(model, server, "older") as kv:
+        assert store(kv).held == 3
 
 
 def test_segments_between_separators_and_unmarked_ones_are_found(server, model):
@@ -404,6 +463,8 @@ def test_wrong_arguments_and_models_are_refused(tmp_path, model):
             kv.prefill(SHUFFLED, loaded=kv.restore(QUESTION))
     with pytest.raises(RequestError, match="share"):
         BlendTransformers(model, share=-1.0, **options)
+    with pytest.raises(RequestError, match="4097 tokens"):
+        BlendTransformers(model, before=[1] * 4097, **options)
     auto = transformers.AutoModelForCausalLM
     window = transformers.MistralConfig(**{key: CONFIG[key] for key in ("vocab_size", "hidden_size")})
     with pytest.raises(BlendRefused, match="window"):

@@ -105,11 +105,14 @@ def test_a_model_that_is_not_installed_has_a_size_and_two_commands(monkeypatch: 
 def test_a_gguf_file_needs_who_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "own.gguf"
     file.write_bytes(CONTENT)
-    monkeypatch.setattr(models.importlib.util, "find_spec", {}.get)
-    with pytest.raises(DemoFailed, match="gguf") as caught:
-        chosen_model(str(file))
-    assert caught.value.hint == install_command("demo-trained")
-    monkeypatch.setattr(models.importlib.util, "find_spec", {"gguf": object()}.get)
+    there: dict[str, object] = {}
+    monkeypatch.setattr(models.importlib.util, "find_spec", there.get)
+    for missing in ("gguf and accelerate", "accelerate"):
+        with pytest.raises(DemoFailed, match=f"not installed: {missing}") as caught:
+            chosen_model(str(file))
+        assert caught.value.hint == install_command("demo-trained")
+        there["gguf"] = object()
+    there["accelerate"] = object()
     assert chosen_model(str(file)) == ChosenModel(file, "own.gguf", "204 B")
 
 

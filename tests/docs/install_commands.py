@@ -10,7 +10,7 @@ _COMMAND = re.compile(r"pip install [^`\n]*")
 # What a page may have: the names on an index, and folders of a clone. No path ends in one of these.
 _WRITTEN = re.compile(
     r'(?<![\w./-])"?(?P<source>DIR-OF-CLONE(?P<folder>/benchmarks)?|kvframework(?P<name>-bench)?)'
-    r'(?:\[(?P<extras>[\w,]+)\])?"?(?![\w/.-])'
+    r'(?:\[(?P<extras>[\w,-]+)\])?"?(?![\w/.-])'
 )
 
 

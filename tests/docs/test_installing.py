@@ -34,12 +34,12 @@ def test_every_page_is_in_step() -> None:
 
 
 def test_the_day_of_the_release_is_one_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = '`pip install DIR-OF-CLONE` or\npip install -e . "DIR-OF-CLONE[redis,zstd]"  # or DIR-OF-CLONE/benchmarks\n'
+    page = '`pip install DIR-OF-CLONE` or\npip install "DIR-OF-CLONE[s3,demo-trained]" # or DIR-OF-CLONE/benchmarks\n'
     assert in_step(page) == page
     monkeypatch.setattr(installing, "SOURCES", ON_AN_INDEX)
     released = in_step(page)
     assert released == (
-        '`pip install kvframework` or\npip install -e . "kvframework[redis,zstd]"  # or kvframework-bench\n'
+        '`pip install kvframework` or\npip install "kvframework[s3,demo-trained]" # or kvframework-bench\n'
     )
     assert in_step(released) == released
     assert install_command("redis") == 'pip install "kvframework[redis]"'

@@ -26,7 +26,7 @@ def demo(temporary: Path, *arguments: str, **variables: str) -> subprocess.Compl
     # The model is so small that several threads only wait for each other.
     environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
-        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=1100, check=False
     )
 
 

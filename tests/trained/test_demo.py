@@ -3,17 +3,18 @@ over documents in another order."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-from kvframework.cli.demo.models import chosen_model
-from kvframework.cli.demo.processes import DemoFailed
 from kvframework.errors import RequestError
 from tests.support.demo import demo, left_behind
 from tests.support.demo import temporary as temporary
+from tests.support.trained_model import trained_file
+
+# Two processes load the model, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(1200)
 
 # A fifth of the text and one chunk in it: the model alone takes its time.
 SHORT = ["--tokens", "400", "--new-tokens", "16"]
@@ -21,16 +22,7 @@ SHORT = ["--tokens", "400", "--new-tokens", "16"]
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """The model's file. The tests are skipped where it cannot be loaded."""
-    for name in ("torch", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"no {name}")
-    try:
-        path = chosen_model("smollm2").path
-    except DemoFailed as error:
-        pytest.skip(f"{error.fact}; {error.hint}")
-    assert path is not None
-    return path
+    return trained_file()
 
 
 def test_an_answer_in_words_comes_from_the_kv_of_another_process(smollm2: Path, temporary: Path) -> None:

@@ -1,12 +1,13 @@
-"""The measurement: questions over documents whose KV was computed alone, in every way, at a real server. Imports
+"""The measurement: questions over documents whose KV was computed in advance, in every way, at a real server. Imports
 torch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,14 +29,15 @@ from kvframework_bench.errors import BenchFailed
 from kvframework_bench.process import scratch
 from kvframework_bench.server import PATIENT, running_server
 
-_NAIVE = "naive"
+_BLEND, _ALONE, _NAIVE = "blend", "alone", "naive"
 _CAPACITY = 1 << 30
 _BLENDING = ["requests.0.use=blend"]
 
 
 class BlendSizes(msgspec.Struct, frozen=True):
     """`questions` of all that there are, over `orders` orders of the documents, answered by `answer_tokens` at most.
-    `shares` of the documents' tokens are computed again."""
+    `shares` of the documents' tokens are computed again, of documents that were computed behind what begins the prompt,
+    and of those that were computed alone."""
 
     questions: int
     orders: int
@@ -81,20 +83,15 @@ def bench_blend(sizes: BlendSizes, *, model: str, stage: Stage = no_progress) ->
         advance = stack.enter_context(stage("blend", len(dealt)))
         server = stack.enter_context(running_server(stack.enter_context(scratch()), _CAPACITY, _BLENDING))
         stack.enter_context(torch.no_grad())
-        kv = BlendTransformers(
-            loaded.model,
-            endpoint=server.endpoint,
-            model_name=loaded.name,
-            connect_timeout_s=PATIENT,
-            deadline_scale=PATIENT,
-            transfer_timeout_s=60.0,
-        )
-        stack.enter_context(kv)
         everything = _prompt(loaded.tokenizer, Dialogue(between=""), DOCUMENTS)
-        kv.pre_compute(everything.tokens, ranges=everything.ranges)
+        before = encode(loaded.tokenizer, form.before)
+        heads = {_BLEND: before, _ALONE: []} if before else {_BLEND: []}
+        kvs = {name: stack.enter_context(_blending(loaded, server.endpoint, head)) for name, head in heads.items()}
+        for kv in kvs.values():
+            kv.pre_compute(everything.tokens, ranges=everything.ranges)
         for number, order in enumerate(dealt):
             prompt = _prompt(loaded.tokenizer, form, order.documents)
-            ways = dict(_ways(kv, loaded.model, prompt, sizes.shares))
+            ways = dict(_ways(kvs, loaded.model, prompt, sizes.shares))
             for name, way in ways.items():
                 seconds.setdefault(name, []).append(way.seconds)
                 shares[name] = way.recomputed
@@ -125,7 +122,21 @@ def _prompt(tokenizer: Any, form: Dialogue, names: Sequence[str]) -> _Prompt:
     return _Prompt(tokens + encode(tokenizer, form.between or "\n"), ranges)
 
 
-def _ways(kv: BlendTransformers, model: Any, prompt: _Prompt, shares: Sequence[float]) -> Iterator[tuple[str, _Way]]:
+def _blending(loaded: DemoModel, endpoint: str, before: Sequence[int]) -> BlendTransformers:
+    return BlendTransformers(
+        loaded.model,
+        endpoint=endpoint,
+        model_name=loaded.name,
+        before=before,
+        connect_timeout_s=PATIENT,
+        deadline_scale=PATIENT,
+        transfer_timeout_s=60.0,
+    )
+
+
+def _ways(
+    kvs: Mapping[str, BlendTransformers], model: Any, prompt: _Prompt, shares: Sequence[float]
+) -> Iterator[tuple[str, _Way]]:
     documents = sum(end - start for start, end in prompt.ranges)
 
     def full() -> _Way:
@@ -133,7 +144,7 @@ def _ways(kv: BlendTransformers, model: Any, prompt: _Prompt, shares: Sequence[f
         Forward(model).compute(prompt.tokens, cache)
         return _Way(cache, 0.0, 1.0)
 
-    def blended(share: float, change: Callable[[Loaded], Loaded]) -> _Way:
+    def blended(kv: BlendTransformers, share: float, change: Callable[[Loaded], Loaded]) -> _Way:
         loaded = kv.restore(prompt.tokens, ranges=prompt.ranges)
         done = kv.prefill(prompt.tokens, share=share, loaded=change(loaded))
         if done.blended.hit_tokens != documents:
@@ -141,9 +152,10 @@ def _ways(kv: BlendTransformers, model: Any, prompt: _Prompt, shares: Sequence[f
         return _Way(done.cache, 0.0, done.blended.recomputed / documents)
 
     makers: dict[str, Callable[[], _Way]] = {FULL_WAY: full}
-    for share in shares:
-        makers[f"blend {share:.0%}"] = lambda share=share: blended(share, lambda loaded: loaded)  # type: ignore[misc]
-    makers[_NAIVE] = lambda: blended(0.0, Loaded.unrotated)
+    for name, kv in kvs.items():
+        for share in shares:
+            makers[f"{name} {share:.0%}"] = partial(blended, kv, share, lambda loaded: loaded)
+    makers[_NAIVE] = partial(blended, kvs.get(_ALONE) or kvs[_BLEND], 0.0, Loaded.unrotated)
     for name, make in makers.items():
         began = time.process_time()
         way = make()

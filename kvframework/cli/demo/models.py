@@ -118,5 +118,9 @@ def _problem(listed: PackagePath) -> str:
 
 
 def _check_gguf_is_read() -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise DemoFailed("not installed: gguf, which reads the model", hint=install_command("demo-trained"))
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DemoFailed(
+            f"not installed: {' and '.join(missing)}, without which transformers reads no GGUF",
+            hint=install_command("demo-trained"),
+        )

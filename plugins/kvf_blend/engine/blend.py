@@ -28,7 +28,7 @@ from kvf_blend.engine.prefill import prefill
 from kvf_blend.engine.recompute import Held, by_deviation
 from kvf_blend.engine.results import Blended, BlendedPrompt, PreComputed
 from kvf_blend.errors import BadSegments
-from kvf_blend.messages import REQUESTS
+from kvf_blend.messages import MAX_BEFORE, REQUESTS
 from kvf_blend.rotary import Rotary
 from kvf_transformers.forward import Forward, token_list
 from kvf_transformers.misses import warn
@@ -47,13 +47,16 @@ class BlendTransformers:
     """Pre-computes segments of text, and blends them into prompts, for one model and one request at a time.
 
     `model` is borrowed, in eval mode; it may change, see `TransformersKV`. The options are those of `TransformersKV`,
-    and `share`: the fraction of loaded tokens that is recomputed, 0 to 1. Segments are marked by a `separator` (token
-    ids between them) or by `ranges` (pairs of start and end, in order); segments that are marked the same way are found
-    behind any L2, and those that the server has been given are found in any prompt.
+    `share`: the fraction of loaded tokens that is recomputed, 0 to 1, and `before`: the tokens that every segment is
+    computed behind, which are those that begin the prompts, 4096 at most. They are not stored with a segment, but are
+    part of its name: instances share segments if they are given the same ones. Segments are marked by a `separator`
+    (token ids between them) or by `ranges` (pairs of start and end, in order); segments that are marked the same way
+    are found behind any L2, and those that the server has been given are found in any prompt.
 
     Raises `BlendRefused` and `BadRotary` for a model that cannot be blended, `BadLayout` and `RequestError` as
-    `TransformersKV`, `UnknownRequest` from a server without `[[requests]] use = "blend"`. A server that does not run is
-    waited for up to `connect_timeout_s`, and tried again at each call. Not thread-safe.
+    `TransformersKV`, `UnknownRequest` from a server without `[[requests]] use = "blend"`, `VersionMismatch` from one
+    that is too old for `before`. A server that does not run is waited for up to `connect_timeout_s`, and tried again at
+    each call. Not thread-safe.
     """
 
     def __init__(
@@ -67,11 +70,15 @@ class BlendTransformers:
         cache_salt: str = "",
         transport: str = "auto",
         share: float = 0.15,
+        before: torch.Tensor | Sequence[int] = (),
         connect_timeout_s: float = 5.0,
         deadline_scale: float | None = None,
         transfer_timeout_s: float = 10.0,
     ) -> None:
         self._share = _checked(share)
+        self._before = token_list(before) if len(before) else []
+        if len(self._before) > MAX_BEFORE:
+            raise RequestError(f"{len(self._before)} tokens", where="before", available=f"at most {MAX_BEFORE}")
         self._forward = Forward(model)
         self._decoder = Decoder(model)
         self._borrowed = model
@@ -127,7 +134,7 @@ class BlendTransformers:
         separator: Sequence[int] | None = None,
         ranges: Ranges | None = None,
     ) -> PreComputed:
-        """Computes each marked segment that the server does not hold, alone and from position 0, and stores it.
+        """Computes each marked segment that the server does not hold, behind `before` and nothing else, and stores it.
 
         After any failure no segment counts as held. Raises `BadSegments` for arguments that mark no segments,
         `RequestError` for a batch.
@@ -138,7 +145,7 @@ class BlendTransformers:
         try:
             now = self._model.now()
             segments = self._attach(now)[0].name_segments(tokens, *marks)
-            done = pre_compute(tokens, segments, self._forward, self._session, now)
+            done = pre_compute(tokens, segments, self._before, self._forward, self._session, now)
         except BadSegments:
             raise
         except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
@@ -252,7 +259,8 @@ class BlendTransformers:
         hits = blend.look_up(request_id, tokens, separator, ranges)
         plan = blend.plan(request_id, hits)
         try:
-            held = held_of(len(tokens), hits, plan, self._session.attach(now).registration.desc.chunk_tokens)
+            chunk = self._session.attach(now).registration.desc.chunk_tokens
+            held = held_of(len(tokens), hits, plan, chunk, len(self._before))
             moved = self._session.load_named(now, plan.digests)
         finally:
             blend.end(request_id)
@@ -280,6 +288,7 @@ class BlendTransformers:
                 attached.worker,
                 attached.scheduler,
                 rotary,
+                before=self._before,
                 cache_salt=self._salt,
                 timeout_s=self._timeout_s,
             )

@@ -17,11 +17,11 @@ from typing import TypeVar
 
 from kvf_blend import messages as m
 from kvf_blend.errors import BadSegments
-from kvf_blend.rotary import Rotary
+from kvf_blend.rotary import Rotary, fingerprint
 from kvframework.api.requests import Message, RequestSpec
 from kvframework.api.transport import error_code
 from kvframework.client import KVClient, SchedulerAdapter, WorkerAdapter
-from kvframework.errors import KVFrameworkError, NotRegistered
+from kvframework.errors import KVFrameworkError, NotRegistered, VersionMismatch
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,9 @@ class BlendClient:
     """Blend for one registered instance. Borrows the client, which knows `kvf_blend.messages.REQUESTS`, and the
     adapters. For one thread.
 
-    `timeout_s` bounds requests that may wait for L2 or hash many tokens; the others have the client's deadlines.
-    Arguments that mark no segments of a prompt are the caller's mistake: `BadSegments` is raised, not logged.
+    The engine computes every segment behind `before` and nothing else. `timeout_s` bounds requests that may wait for L2
+    or hash many tokens; the others have the client's deadlines. Arguments that mark no segments of a prompt are the
+    caller's mistake: `BadSegments` is raised, not logged.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class BlendClient:
         scheduler: SchedulerAdapter,
         rotary: Rotary,
         *,
+        before: Sequence[int] = (),
         cache_salt: str = "",
         timeout_s: float = 10.0,
     ) -> None:
@@ -50,6 +52,7 @@ class BlendClient:
         self._worker = worker
         self._scheduler = scheduler
         self._rotary = rotary
+        self._before = packed(before)
         self._salt = cache_salt
         self._timeout_s = timeout_s
 
@@ -57,12 +60,22 @@ class BlendClient:
         """Registers the rotary parameters with the server. Blocks for the client's `setup_s` at most.
 
         Raises `BadRotary` and `BlendRefused` for a model or layout that cannot be blended, `UnknownRequest` from a
-        server without this plugin, `ServerGone`, `DeadlineExceeded`.
+        server without this plugin, `VersionMismatch` from one that is too old for `before`, `ServerGone`,
+        `DeadlineExceeded`.
         """
         identity, registration = self._worker.identity, self._worker.registration
         world_size = registration.world_size if registration is not None else identity.world_size
-        payload = m.RegisterBlend(identity.instance_id, identity.model_name, world_size, self._rotary)
-        return self._client.request(m.CB_REGISTER_KV_CACHE.name, payload, m.BlendRegistered)
+        payload = m.RegisterBlend(identity.instance_id, identity.model_name, world_size, self._rotary, self._before)
+        answer = self._client.request(m.CB_REGISTER_KV_CACHE.name, payload, m.BlendRegistered)
+        if answer.fingerprint != fingerprint(self._rotary, self._before):
+            # It would name segments as if they were computed alone.
+            self.unregister()
+            raise VersionMismatch(
+                "the server's kvf_blend is of a release that knows no tokens before segments",
+                where="before",
+                hint="update the server, or leave `before` out",
+            )
+        return answer
 
     def unregister(self) -> None:
         """Ends blend for the instance, if the server runs. Stored objects stay."""

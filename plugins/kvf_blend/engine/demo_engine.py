@@ -46,6 +46,8 @@ def main() -> None:
 
 def _run(arguments: argparse.Namespace, emit: Emit) -> None:
     name, model, tokenizer = local_model(arguments.model) if arguments.model else local_llama(arguments.size)
+    form = dialogue_of(tokenizer)
+    before = encode(tokenizer, form.before)
     documents = _documents(arguments.text.read_text(encoding="utf-8"), tokenizer, arguments.tokens)
     with (
         torch.no_grad(),
@@ -54,6 +56,7 @@ def _run(arguments: argparse.Namespace, emit: Emit) -> None:
             endpoint=arguments.endpoint,
             model_name=name,
             share=arguments.share,
+            before=before,
             connect_timeout_s=20.0,
             deadline_scale=_DEADLINE_SCALE,
             transfer_timeout_s=60.0,
@@ -72,11 +75,10 @@ def _run(arguments: argparse.Namespace, emit: Emit) -> None:
             stored = kv.pre_compute(tokens, ranges=ranges)
             emit("stored", documents=stored.held, nbytes=stored.nbytes, seconds=stored.seconds)
         else:
-            form = dialogue_of(tokenizer)
             question = encode(tokenizer, f"{form.between}{arguments.question}{form.behind}")
             shuffled = [documents[at] for at in _SHUFFLED]
             answer = partial(_answer, kv, model, tokenizer)
-            _ask(kv, model, _joined(encode(tokenizer, form.before), shuffled, question), answer, emit)
+            _ask(kv, model, _joined(before, shuffled, question), answer, emit)
 
 
 def _ask(

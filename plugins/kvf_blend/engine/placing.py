@@ -38,20 +38,20 @@ class Loaded:
         return replace(self, pieces=tuple(msgspec.structs.replace(piece, shift=0) for piece in self.pieces))
 
 
-def held_of(tokens: int, hits: Hits, plan: LoadPlan, chunk_tokens: int) -> Held:
-    """The tokens of a prompt that a plan loads. Raises `ValueError` for a plan that loads anything but `hits`, or to
-    another place."""
+def held_of(tokens: int, hits: Hits, plan: LoadPlan, chunk_tokens: int, before_tokens: int = 0) -> Held:
+    """The tokens of a prompt that a plan loads, whose segments were computed from position `before_tokens`. Raises
+    `ValueError` for a plan that loads anything but `hits`, or to another place."""
     if sum(piece.tokens for piece in plan.pieces) > tokens:
         raise ValueError("the plan loads more tokens than the prompt has")
     segments = {(each.start, each.tokens): each.digests for each in hits.segments}
     for piece in plan.pieces:
         first, beside = divmod(piece.source, chunk_tokens)
         filled = chunks_of(piece.tokens, chunk_tokens)
-        expected = segments.get((piece.start, piece.tokens))
+        expected, computed_at = segments.get((piece.start, piece.tokens)), before_tokens
         if piece.start == 0 and filled * chunk_tokens == piece.tokens <= hits.prefix_tokens:
-            expected = hits.prefix_digests[: filled * DIGEST_BYTES]
+            expected, computed_at = hits.prefix_digests[: filled * DIGEST_BYTES], 0
         named = plan.digests[first * DIGEST_BYTES : (first + filled) * DIGEST_BYTES]
-        if beside or piece.shift != piece.start or named != expected:
+        if beside or piece.shift != piece.start - computed_at or named != expected:
             raise ValueError(f"the plan loads what was not found: {piece}")
     pieces = list(plan.pieces)
     # Segments begin behind the prefix, so a piece at 0 is the prefix if there is one.

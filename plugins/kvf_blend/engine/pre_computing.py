@@ -1,4 +1,4 @@
-"""Pre-computation of segments: each is computed alone, from position 0, so that one name means one content. Runs in the
+"""Pre-computation of segments: each is computed behind the same tokens, so that one name means one content. Runs in the
 engine process and thread."""
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from kvframework.api.keys import DIGEST_BYTES
 
 
 def pre_compute(
-    tokens: Sequence[int], segments: Sequence[Segment], forward: Forward, session: CacheSession, now: ModelNow
+    tokens: Sequence[int],
+    segments: Sequence[Segment],
+    before: Sequence[int],
+    forward: Forward,
+    session: CacheSession,
+    now: ModelNow,
 ) -> PreComputed:
-    """Computes and stores the segments of `tokens` that are not held, all in one store, for the model in its state
-    `now`. Raises the errors of that store."""
+    """Computes the segments of `tokens` that are not held, each behind `before`, and stores them without it, all in one
+    store, for the model in its state `now`. Raises the errors of that store."""
     lacking = {segment.digests: segment for segment in segments if not segment.held}
     held = sum(segment.held for segment in segments)
     if not lacking:
@@ -30,17 +35,21 @@ def pre_compute(
     parts: list[list[LayerPair]] = []
     for segment in lacking.values():
         cache = DynamicCache()
-        forward.compute(tokens[segment.start : segment.start + segment.tokens], cache)
+        forward.compute([*before, *tokens[segment.start : segment.start + segment.tokens]], cache)
         filled = len(segment.digests) // DIGEST_BYTES * chunk
-        parts.append([_padded(pair, filled) for pair in layers_of(cache, tokens=segment.tokens)])
+        pairs = layers_of(cache, tokens=len(before) + segment.tokens)
+        parts.append([_cut(pair, len(before), filled) for pair in pairs])
     moved = session.store_named(now, b"".join(lacking), [_joined(layer) for layer in zip(*parts, strict=True)])
     computed = sum(segment.tokens for segment in lacking.values())
     return PreComputed(len(segments), len(segments) if moved.tokens else held, computed, moved.nbytes)
 
 
-def _padded(pair: LayerPair, tokens: int) -> LayerPair:
-    """The pair with zeros behind the last token: the stored bytes are the same in every process."""
-    keys, values = (torch.nn.functional.pad(plane, (0, 0, 0, tokens - plane.shape[2])) for plane in pair)
+def _cut(pair: LayerPair, before: int, tokens: int) -> LayerPair:
+    """The pair without its first `before` tokens, and with zeros behind its last one: the stored bytes are the same in
+    every process."""
+    keys, values = (
+        torch.nn.functional.pad(plane[:, :, before:], (0, 0, 0, tokens + before - plane.shape[2])) for plane in pair
+    )
     return keys, values
 
 

@@ -1,7 +1,8 @@
 """The names of blend's objects: digests of the server's hasher, kept apart from those of prompts. Pure; runs in the
 server's worker threads.
 
-A segment's name covers its own tokens only, neither its position nor the text before it. A change of any byte that is
+A segment's name covers its own tokens and those that every segment of the instance is computed behind, neither its
+position nor the text before it. A change of any byte that is
 hashed here needs a new number in the tag: objects under the old name are then no longer found.
 """
 
@@ -24,8 +25,9 @@ def chunks_of(tokens: int, chunk_tokens: int) -> int:
 
 
 def segment_digests(hasher: KeyHasher, tokens: bytes, chunk_tokens: int, fingerprint: bytes) -> bytes:
-    """One digest for each chunk of a segment of KV that was computed alone, from position 0, with the rotation that
-    `fingerprint` names. The last partial chunk is padded; how many tokens it has is part of its name."""
+    """One digest for each chunk of a segment of KV that was computed with the rotation and behind the tokens that
+    `fingerprint` names, and nothing else. The last partial chunk is padded; how many tokens it has is part of its
+    name."""
     extras = {0: _SEGMENT + fingerprint}
     count = len(tokens) // TOKEN_BYTES
     last, rest = divmod(count, chunk_tokens)

@@ -106,7 +106,7 @@ class BlendHandlers:
             unpack(payload.prefix_digests), (), payload.segments, chunk_tokens=chunk, most_digests=objects.most_digests
         )
         choice, ticket = pinned(self._services, client, question, objects, payload.request_id)
-        return _plan(choice, chunk, ticket)
+        return _plan(choice, chunk, ticket, instance.before_tokens)
 
     def _store_final(self, client: ClientInfo, payload: m.StoreFinal, _buffers: object) -> m.FinalNames:
         instance = blended(self._services, payload.instance_id, client)
@@ -123,7 +123,7 @@ class BlendHandlers:
         return segment_digests(self._services.hasher, tokens, instance.chunk_tokens, instance.fingerprint)
 
 
-def _plan(choice: Choice, chunk_tokens: int, ticket: str) -> m.LoadPlan:
+def _plan(choice: Choice, chunk_tokens: int, ticket: str, before_tokens: int) -> m.LoadPlan:
     """The load plan of a choice. A chunk that occurs twice in the prompt is loaded once."""
     loaded = list(choice.prefix)
     prefix = len(loaded) * chunk_tokens
@@ -133,7 +133,7 @@ def _plan(choice: Choice, chunk_tokens: int, ticket: str) -> m.LoadPlan:
         if each.digests not in sources:
             sources[each.digests] = len(loaded) * chunk_tokens
             loaded += unpack(each.digests)
-        pieces.append(m.Piece(sources[each.digests], each.start, each.tokens, each.start))
+        pieces.append(m.Piece(sources[each.digests], each.start, each.tokens, each.start - before_tokens))
     return m.LoadPlan(b"".join(loaded), tuple(pieces), ticket)
 
 

@@ -1,5 +1,5 @@
-"""The rotary parameters of registered instances, kept in the service's own registry of instances. They end with the
-instance; they are kept nowhere else.
+"""The rotary parameters of registered instances, and what stands before their segments, kept in the service's own
+registry of instances. They end with the instance; they are kept nowhere else.
 
 `attach` and `detach` run on the server's serving thread, `blended` in any.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvf_blend.errors import BadRotary, BlendRefused
+from kvf_blend.errors import BadRotary, BadSegments, BlendRefused
 from kvf_blend.messages import RegisterBlend
 from kvf_blend.rotary import Rotary, check, fingerprint
 from kvf_blend.server.objects import Objects
+from kvframework.api.keys import TOKEN_BYTES
 from kvframework.api.layout import CANONICAL, MemoryLayoutDesc
 from kvframework.api.requests import CacheServices, ClientInfo, InstanceContext
 from kvframework.errors import AlreadyRegistered, NamespaceMismatch, NotRegistered
@@ -22,12 +23,22 @@ _DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
+class Attached:
+    """What an instance has said of its blending; `before` are packed tokens."""
+
+    rotary: Rotary
+    before: bytes = b""
+
+
+@dataclass(frozen=True)
 class Blended:
-    """An instance with rotary parameters, as the handlers see it."""
+    """An instance with rotary parameters, as the handlers see it. Its segments are computed from position
+    `before_tokens`."""
 
     context: InstanceContext
     desc: MemoryLayoutDesc
     fingerprint: bytes
+    before_tokens: int
 
     @property
     def chunk_tokens(self) -> int:
@@ -44,7 +55,7 @@ def attach(services: CacheServices, client: ClientInfo, payload: RegisterBlend) 
     """Adds rotary parameters to one of the client's instances; the same ones again are no error.
 
     Raises `NotRegistered`, `NamespaceMismatch` for another model or world size than registered, `BlendRefused`,
-    `BadRotary`, and `AlreadyRegistered` for other parameters than before.
+    `BadRotary`, `BadSegments`, and `AlreadyRegistered` for other parameters than before.
     """
     context = services.instance(payload.instance_id, client)
     sent, known = (payload.model_name, payload.world_size), (context.model_name, context.world_size)
@@ -57,10 +68,13 @@ def attach(services: CacheServices, client: ClientInfo, payload: RegisterBlend) 
     _check_layout(context, context.get_layout_desc(services.chunk_size))
     check(payload.rotary)
     _check_head(context, payload.rotary)
-    before = context.attached.setdefault(_ATTACHED, payload.rotary)
-    if before != payload.rotary:
+    if len(payload.before) % TOKEN_BYTES:
+        raise BadSegments(f"{len(payload.before)} bytes", where="before", available=f"{TOKEN_BYTES} bytes a token id")
+    given = Attached(payload.rotary, payload.before)
+    if context.attached.setdefault(_ATTACHED, given) != given:
         raise AlreadyRegistered(
-            f"instance {context.instance_id} has other rotary parameters", hint="send CB_UNREGISTER_KV_CACHE first"
+            f"instance {context.instance_id} has other rotary parameters, or other tokens before its segments",
+            hint="send CB_UNREGISTER_KV_CACHE first",
         )
     return blended(services, payload.instance_id, client)
 
@@ -75,13 +89,18 @@ def blended(services: CacheServices, instance_id: int, client: ClientInfo | None
     """A registered instance with rotary parameters; if `client` is given, one of this client's. Raises
     `NotRegistered`."""
     context = services.instance(instance_id, client)
-    rotary = context.attached.get(_ATTACHED)
-    if not isinstance(rotary, Rotary):
+    attached = context.attached.get(_ATTACHED)
+    if not isinstance(attached, Attached):
         raise NotRegistered(
             f"instance {instance_id} has given no rotary parameters",
             hint="send CB_REGISTER_KV_CACHE, again after a restart of the server",
         )
-    return Blended(context, context.get_layout_desc(services.chunk_size), fingerprint(rotary))
+    return Blended(
+        context,
+        context.get_layout_desc(services.chunk_size),
+        fingerprint(attached.rotary, attached.before),
+        len(attached.before) // TOKEN_BYTES,
+    )
 
 
 def _check_layout(context: InstanceContext, desc: MemoryLayoutDesc) -> None:
