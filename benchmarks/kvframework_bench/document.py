@@ -16,6 +16,7 @@ from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.route.figures import RouteFigures
 from kvframework_bench.scale.figures import ScaleFigures
 from kvframework_bench.server import Resident
+from kvframework_bench.serving.figures import ServingFigures
 from kvframework_bench.shards.figures import ShardsFigures
 
 
@@ -154,6 +155,7 @@ Figures = (
     | ShardsFigures
     | PolicyFigures
     | BlendFigures
+    | ServingFigures
 )
 
 
@@ -172,6 +174,7 @@ FIGURES: dict[str, type[Figures]] = {
     "restart": RestartFigures,
     "shards": ShardsFigures,
     "policy": PolicyFigures,
+    "serving": ServingFigures,
 }
 
 

@@ -30,6 +30,7 @@ from kvframework_bench.observe.figures import ObserveFigures, observe_tables
 from kvframework_bench.policy.figures import PolicyFigures, policy_tables
 from kvframework_bench.route.figures import RouteFigures, route_tables
 from kvframework_bench.scale.figures import ScaleFigures, scale_tables
+from kvframework_bench.serving.figures import ServingFigures, serving_tables
 from kvframework_bench.shards.figures import ShardsFigures, shards_tables
 
 
@@ -90,6 +91,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = policy_tables(figures)
     elif isinstance(figures, BlendFigures):
         made = blend_tables(figures)
+    elif isinstance(figures, ServingFigures):
+        made = serving_tables(figures)
     else:
         made = [_store(figures)]
     for table in made:

@@ -44,6 +44,7 @@ from kvframework_bench.observe.figures import ObservedLookup
 from kvframework_bench.policy.figures import PolicyRow
 from kvframework_bench.route.figures import RouteScore
 from kvframework_bench.scale.figures import RatioToEcho, ScaleRow
+from kvframework_bench.serving.figures import ServingRow
 from kvframework_bench.shards.figures import ShardsRow
 
 
@@ -150,6 +151,21 @@ READINGS: dict[type[msgspec.Struct], dict[str, Reading | None]] = {
     RestartFigures: {"first_hit": LESS, "first_hit_s": LESS, "read_s": LESS},
     ShardsRow: {"store": LESS_RATIO, "load": LESS_RATIO},
     PolicyRow: {"us": LESS, "hit_rate": MORE},
+    ServingRow: {
+        "p50_ms": LESS,
+        "p90_ms": LESS,
+        "p99_ms": LESS,
+        "tokens_s": MORE,
+        "hit": MORE,
+        "engine_ms": LESS,
+        "server_ms": LESS,
+        "equal": MORE_RATIO,
+        "p50": LESS_RATIO,
+        "p90": LESS_RATIO,
+        "p99": LESS_RATIO,
+        "tokens": MORE_RATIO,
+        "engine": LESS_RATIO,
+    },
 }
 
 # Fields that name no row: what came out, or how often it was tried.
