@@ -34,6 +34,7 @@ _ENGINES = (1, 2)
 _WARM_UP_TOKENS, _WARM_UP_SEED = 1024, -1
 # What is still being stored when the last answer ends counts, too.
 _SETTLE_S = 0.5
+_END_S = 3.0
 
 
 class ServingSizes(msgspec.Struct, frozen=True):
@@ -44,7 +45,7 @@ class ServingSizes(msgspec.Struct, frozen=True):
     rounds: int
     kv_cache_bytes: int = 32 << 20
     capacity_bytes: int = 1 << 30
-    engine_bytes: int = 1500 << 20
+    engine_bytes: int = 1 << 30
 
 
 FULL = ServingSizes(LoadShape(requests=60, seconds=25), rounds=3)
@@ -90,9 +91,9 @@ def bench_serving(
     longest = sizes.shape.longest + sizes.shape.longest_answer
     if config is not None and config.max_position_embeddings < longest:
         raise BenchUnavailable(
-            f"its longest prompt is {config.max_position_embeddings} tokens",
+            f"its prompts have at most {config.max_position_embeddings} tokens",
             where=f"--model {model}",
-            available=f"{longest}",
+            available=f"the load needs {longest}",
         )
     _check_memory(sizes, len(contenders))
     with scratch() as directory, ExitStack() as stack:
@@ -260,6 +261,10 @@ def _answers(contender: _Running, dues: Sequence[Due]) -> tuple[list[Answer], fl
     try:
         return ask_all(dues)
     except (OSError, BenchFailed) as error:
-        for engine in contender.engines:
-            engine.child.check_alive()
+        # Its connections end before the process does.
+        deadline = time.monotonic() + _END_S
+        while time.monotonic() < deadline:
+            for engine in contender.engines:
+                engine.child.check_alive()
+            time.sleep(0.01)
         raise BenchFailed(f"{contender.name}: {error}") from error
