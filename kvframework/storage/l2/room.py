@@ -51,7 +51,7 @@ class Room:
         return Taken(number, nbytes, excess)
 
     def deleted(self, nbytes: int) -> None:
-        """Bytes of an excess that are deleted, or that nobody deletes after all."""
+        """Book bytes of an excess as gone, also those that stay after all."""
         with self._lock:
             self._deleted += nbytes
 
