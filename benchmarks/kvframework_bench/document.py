@@ -174,6 +174,7 @@ FIGURES: dict[str, type[Figures]] = {
     "restart": RestartFigures,
     "shards": ShardsFigures,
     "policy": PolicyFigures,
+    "blend": BlendFigures,
     "serving": ServingFigures,
 }
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from kvframework_bench.blend.figures import WayRow
 from kvframework_bench.contention.figures import (
     HitRow,
     SpinningShape,
@@ -151,6 +152,16 @@ READINGS: dict[type[msgspec.Struct], dict[str, Reading | None]] = {
     RestartFigures: {"first_hit": LESS, "first_hit_s": LESS, "read_s": LESS},
     ShardsRow: {"store": LESS_RATIO, "load": LESS_RATIO},
     PolicyRow: {"us": LESS, "hit_rate": MORE},
+    WayRow: {
+        "recomputed": REFERENCE,
+        "prefill_s": LESS,
+        "same_first": MORE_RATIO,
+        "same": MORE_RATIO,
+        "agreement": MORE_RATIO,
+        "first_divergence": LESS_RATIO,
+        "divergence": LESS_RATIO,
+        "right": MORE_RATIO,
+    },
     ServingRow: {
         "p50_ms": LESS,
         "p90_ms": LESS,
