@@ -130,7 +130,7 @@ def test_a_load_has_conversations_of_the_whole_window() -> None:
 
 
 def test_of_a_trace_without_second_turns_no_load_is_made() -> None:
-    with pytest.raises(BenchFailed, match="no conversation of two turns"):
+    with pytest.raises(BenchFailed, match="no conversation of two to"):
         make_load(conversation(0, [1100], [0]), CHUNK, LoadShape(4, 1))
 
 

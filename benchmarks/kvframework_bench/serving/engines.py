@@ -134,7 +134,7 @@ def family(pid: int) -> list[int]:
 
 
 def processor_s(pid: int) -> float:
-    """Return the processor time of a process, with that of its threads that have ended, in seconds; 0 if it is gone."""
+    """Return the processor time of a process, its ended threads included, in seconds; 0 if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -20,11 +20,13 @@ from kvframework_bench.errors import BenchFailed
 _FIRST_TOKEN = 300
 # A chunk that more than this share of all requests begin with is a system prompt: it makes no conversation.
 _COMMON = 0.5
+# No conversation is more than a fourth of the load: a cache that holds one of a few has them all.
+_SHARE = 4
 
 
 class LoadShape(msgspec.Struct, frozen=True):
-    """What is taken of a trace. Of its first `window_s` seconds, those conversations that have two turns or more and
-    whose prompts, divided by `shorter`, have at most `longest` tokens; of these, evenly, so many that there are about
+    """What is taken of a trace. Of its first `window_s` seconds, those conversations that have two turns or more, but
+    not more than a fourth of the load, and whose prompts, divided by `shorter`, have at most `longest` tokens; of these, evenly, so many that there are about
     `requests` requests, which arrive within `seconds`. Answers are `shorter_answers` times as short as the trace's,
     from 1 to `longest_answer` tokens."""
 
@@ -66,13 +68,14 @@ def make_load(trace: Iterable[Request], chunk_tokens: int, shape: LoadShape) -> 
     conversations = [
         turns
         for turns in _conversations(window)
-        if len(turns) > 1 and all(each.tokens // shape.shorter <= shape.longest for each in turns)
+        if 1 < len(turns) <= max(shape.requests // _SHARE, 2)
+        and all(each.tokens // shape.shorter <= shape.longest for each in turns)
     ]
     taken = _evenly(conversations, shape.requests)
     if not taken:
         raise BenchFailed(
-            f"the trace's first {shape.window_s:.0f} s have no conversation of two turns or more, none of them longer "
-            f"than {shape.longest * shape.shorter} tokens",
+            f"the trace's first {shape.window_s:.0f} s have no conversation of two to {max(shape.requests // _SHARE, 2)} "
+            f"turns, none of them longer than {shape.longest * shape.shorter} tokens",
             available="the chunk ids of a prompt have to begin with those of an earlier one",
         )
     asks = [

@@ -43,7 +43,7 @@ class ServingSizes(msgspec.Struct, frozen=True):
 
     shape: LoadShape
     rounds: int
-    kv_cache_bytes: int = 32 << 20
+    kv_cache_bytes: int = 24 << 20
     capacity_bytes: int = 1 << 30
     engine_bytes: int = 1 << 30
 
