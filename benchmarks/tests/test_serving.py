@@ -244,7 +244,7 @@ def test_an_engine_that_refuses_is_quoted(run: Callable[..., ServingFigures]) ->
 
 
 def start(trace: Path, model: Path | None, sizes: ServingSizes | None = None) -> ServingFigures:
-    sizes = sizes or ServingSizes(LoadShape(4, 1), rounds=1, engine_bytes=0, capacity_bytes=0)
+    sizes = sizes or ServingSizes(LoadShape(12, 1), rounds=1, engine_bytes=0, capacity_bytes=0)
 
     def never(*_: object) -> AbstractContextManager[Engine]:
         raise AssertionError("an engine was started")
@@ -283,7 +283,7 @@ def test_a_folder_without_a_model(tmp_path: Path, config: str | None, said: str)
 
 
 def test_too_little_memory(tmp_path: Path, model: Path) -> None:
-    sizes = ServingSizes(LoadShape(4, 1), rounds=1, engine_bytes=1 << 50)
+    sizes = ServingSizes(LoadShape(12, 1), rounds=1, engine_bytes=1 << 50)
     with pytest.raises(BenchUnavailable, match="2 engines and what is beside them need"):
         start(write_trace(tmp_path), model, sizes)
 

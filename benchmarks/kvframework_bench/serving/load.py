@@ -26,9 +26,9 @@ _SHARE = 4
 
 class LoadShape(msgspec.Struct, frozen=True):
     """What is taken of a trace. Of its first `window_s` seconds, those conversations that have two turns or more, but
-    not more than a fourth of the load, and whose prompts, divided by `shorter`, have at most `longest` tokens; of these, evenly, so many that there are about
-    `requests` requests, which arrive within `seconds`. Answers are `shorter_answers` times as short as the trace's,
-    from 1 to `longest_answer` tokens."""
+    not more than a fourth of the load, and whose prompts, divided by `shorter`, have at most `longest` tokens; of
+    these, evenly, so many that there are about `requests` requests, which arrive within `seconds`. Answers are
+    `shorter_answers` times as short as the trace's, from 1 to `longest_answer` tokens."""
 
     requests: int
     seconds: float
@@ -74,8 +74,8 @@ def make_load(trace: Iterable[Request], chunk_tokens: int, shape: LoadShape) -> 
     taken = _evenly(conversations, shape.requests)
     if not taken:
         raise BenchFailed(
-            f"the trace's first {shape.window_s:.0f} s have no conversation of two to {max(shape.requests // _SHARE, 2)} "
-            f"turns, none of them longer than {shape.longest * shape.shorter} tokens",
+            f"the trace's first {shape.window_s:.0f} s have no conversation of two to "
+            f"{max(shape.requests // _SHARE, 2)} turns, none of them longer than {shape.longest * shape.shorter} tokens",
             available="the chunk ids of a prompt have to begin with those of an earlier one",
         )
     asks = [
