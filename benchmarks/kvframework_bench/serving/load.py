@@ -75,7 +75,7 @@ def make_load(trace: Iterable[Request], chunk_tokens: int, shape: LoadShape) -> 
     if not taken:
         raise BenchFailed(
             f"the trace's first {shape.window_s:.0f} s have no conversation of two to "
-            f"{max(shape.requests // _SHARE, 2)} turns, none of them longer than {shape.longest * shape.shorter} tokens",
+            f"{max(shape.requests // _SHARE, 2)} turns with at most {shape.longest * shape.shorter} tokens",
             available="the chunk ids of a prompt have to begin with those of an earlier one",
         )
     asks = [
