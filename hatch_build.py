@@ -1,9 +1,9 @@
-"""The optional part of the build, where there is a C compiler: the copy kernel of `kvf_cpu_gather`, and the plane
-kernel of `kvf_codecs`.
+"""The optional part of the build, where there is a C compiler: the copy kernel of `kvf_cpu_gather`, the plane kernel of
+`kvf_codecs`, the hash kernel of `kvf_hashers`, the token kernel of the client, and the streaming kernel.
 
-Without one the wheel is pure Python: torch copies, and NumPy splits planes. `KVFRAMEWORK_NATIVE=0` leaves the kernels
-out, `=1` requires them; `CC` names the compiler. The libraries do not depend on Python, so one wheel serves all
-interpreters of a platform.
+Without one the wheel is pure Python: torch copies, NumPy splits planes, hashlib hashes. `KVFRAMEWORK_NATIVE=0` leaves
+the kernels out, `=1` requires them; `CC` names the compiler. The libraries do not link to Python, so one wheel serves
+all interpreters of a platform.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-# By library, as the wheel has it, its source below plugins/.
+# By library, as the wheel has it, its source in the tree, beside which it is built.
 KERNELS = {
-    Path("kvf_cpu_gather", "native", "libkvf_copy.so"): Path("kvf_cpu_gather", "native", "copy.c"),
-    Path("kvf_codecs", "native", "libkvf_planes.so"): Path("kvf_codecs", "native", "planes.c"),
+    Path("kvf_cpu_gather", "native", "libkvf_copy.so"): Path("plugins", "kvf_cpu_gather", "native", "copy.c"),
+    Path("kvf_codecs", "native", "libkvf_planes.so"): Path("plugins", "kvf_codecs", "native", "planes.c"),
+    Path("kvf_hashers", "native", "libkvf_sha256.so"): Path("plugins", "kvf_hashers", "native", "sha256.c"),
+    Path("kvframework", "api", "native", "libkvf_streaming.so"): Path("kvframework", "api", "native", "streaming.c"),
+    Path("kvframework", "client", "native", "libkvf_token_ids.so"): Path(
+        "kvframework", "client", "native", "token_ids.c"
+    ),
 }
 FLAGS = ["-std=c11", "-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
 
@@ -32,9 +37,9 @@ class KernelsHook(BuildHookInterface[Any]):
         wanted = os.environ.get("KVFRAMEWORK_NATIVE", "")
         if wanted == "0":
             return
-        plugins = Path(self.root, "plugins")
         for library, source in KERNELS.items():
-            failure = _compile(plugins / source, plugins / library)
+            built = Path(self.root, source).with_name(library.name)
+            failure = _compile(Path(self.root, source), built)
             if failure:
                 if wanted == "1":
                     raise RuntimeError(failure)
@@ -44,7 +49,7 @@ class KernelsHook(BuildHookInterface[Any]):
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
             if version != "editable":
-                build_data["force_include"][str(plugins / library)] = str(library)
+                build_data["force_include"][str(built)] = str(library)
 
 
 def _compile(source: Path, library: Path) -> str:

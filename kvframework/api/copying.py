@@ -7,17 +7,27 @@ other thread of the process, the one that answers the engines too. Thread-safe; 
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from kvframework.api.types import Buffer
 
-__all__ = ["address_of", "copy_bytes", "fresh_memory", "joined"]
+log = logging.getLogger(__name__)
+
+__all__ = ["address_of", "copy_bytes", "copy_past_caches", "fresh_memory", "joined"]
+
+_LIBRARY = Path(__file__).with_name("native") / "libkvf_streaming.so"
+_ABI = 1
 
 _WRITABLE = 1
 # Below this a copy is quicker than anything that avoids it.
 _SMALL = 64 << 10
+# What is shorter may well be read from the caches.
+_MUCH = 1 << 20
 
 
 class _PyBuffer(ctypes.Structure):
@@ -52,6 +62,34 @@ def copy_bytes(target: memoryview, source: Buffer) -> None:
         if nbytes != room:
             raise ValueError(f"{nbytes} bytes for {room}")
         ctypes.memmove(to, origin, nbytes)
+
+
+def copy_past_caches(target: memoryview, source: Buffer) -> None:
+    """Do `copy_bytes` for bytes that this process does not read again soon, such as those of an object that came over
+    the wire: the caches are left to others, where the build has the kernel for it and there is much to copy."""
+    with address_of(target, True) as (to, room), address_of(source) as (origin, nbytes):
+        if nbytes != room:
+            raise ValueError(f"{nbytes} bytes for {room}")
+        much = nbytes >= _MUCH and abs(to - origin) >= nbytes
+        (_streaming() if much else ctypes.memmove)(to, origin, nbytes)
+
+
+@functools.cache
+def _streaming() -> Callable[[int, int, int], object]:
+    """Return the kernel (`native/streaming.c`), an optional part of the build, else the C library's copy."""
+    try:
+        library = ctypes.CDLL(str(_LIBRARY))
+    except OSError as error:
+        log.debug("no streaming kernel: %s", error)
+        return ctypes.memmove
+    found = int(library.kvf_streaming_abi())
+    if found != _ABI:
+        log.warning("%s is of version %d, not %d: build it again; memmove copies instead", _LIBRARY, found, _ABI)
+        return ctypes.memmove
+    stream: Callable[[int, int, int], object] = library.kvf_stream
+    library.kvf_stream.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
+    library.kvf_stream.restype = None
+    return stream
 
 
 def fresh_memory(nbytes: int) -> memoryview:

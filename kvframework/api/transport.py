@@ -68,6 +68,12 @@ class EngineDrivenLink(ABC):
     def maps_arena(self) -> bool:
         """Whether the server's arena is mapped in this process now; it cannot be over TCP."""
 
+    def map_ahead(self) -> None:
+        """For a transport that copies to and from the arena in this process: has the pages that the server's memory
+        holds mapped here, in the background, so that no copy waits for it. Also at servers to come. Never blocks, does
+        nothing where the arena is not mapped. By default nothing."""
+        return
+
     @abstractmethod
     def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
         """Reserves ranges for the objects that the server lacks. Fails with `ServerGone` where the arena is not

@@ -66,6 +66,7 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         self._reply: m.HelloReply | None = None
         self._hasher: KeyHasher | None = None
         self._arena: MappedArena | None = None
+        self._maps_ahead = False
         self._on_up: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._finding_plugins = threading.Lock()
@@ -167,6 +168,12 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         with self._lock, contextlib.suppress(ValueError):
             self._on_up.remove(callback)
 
+    def map_ahead(self) -> None:
+        """See `EngineDrivenLink`."""
+        self._maps_ahead = True
+        if (arena := self._arena) is not None:
+            arena.map_ahead()
+
     def ping(self, timeout: float | None = None) -> float:
         """Return the seconds that one round trip through the server's loop takes (NOOP). Raises as `request` does."""
         started = time.perf_counter()
@@ -187,6 +194,8 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
 
     def _up(self, reply: m.HelloReply, arena_fd: int | None) -> None:
         self._arena = self._mapped(arena_fd) if arena_fd is not None else None
+        if self._arena is not None and self._maps_ahead:
+            self._arena.map_ahead()
         try:
             self._check(reply)
             if self._hasher is None:

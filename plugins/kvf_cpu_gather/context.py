@@ -62,6 +62,8 @@ class CpuGather(TransferContext):
                 f"objects of form {', '.join(sorted(forms))}", available=f"{CANONICAL}, {OPAQUE}...", where="cpu_gather"
             )
         self._registered = RegisteredMemory(registration, layout, self._kernel)
+        if self._path != "wire":
+            self._link.map_ahead()
 
     def store(self, transfer: Transfer) -> Future[StoreOutcome]:
         """Copies the objects that the server lacks. Raises `BadBlockIds` or `BadLayout`."""

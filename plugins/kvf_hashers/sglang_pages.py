@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
+from kvf_hashers.chains import chained
+from kvframework.api.hasher import DIGEST_BYTES, Buffer, KeyHasher
 from kvframework.errors import RequestError
 
 _EXTRA = b"kvframework/sglang-pages/extra/1\0"
@@ -34,18 +35,8 @@ class SglangPages(KeyHasher):
         tokens."""
         if len(parent) not in (0, DIGEST_BYTES):
             raise RequestError(f"the parent has {len(parent)} bytes", available=f"0 or {DIGEST_BYTES}")
-        if chunk_tokens < 1:
-            raise RequestError(f"a chunk of {chunk_tokens} tokens", available="1 or more")
-        extras = extras or {}
-        if any(index < 0 for index in extras):
-            raise RequestError(f"an extra at chunk {min(extras)}", available="0 or more, counted from the first chunk")
-        view, step = memoryview(tokens).cast("B"), chunk_tokens * TOKEN_BYTES
-        digest, digests = parent, []
-        for index, begin in enumerate(range(0, view.nbytes - step + 1, step)):
-            if extras.get(index):
-                digest = hashlib.sha256(_EXTRA + len(digest).to_bytes(1, "little") + digest + extras[index]).digest()
-            state = hashlib.sha256(digest)
-            state.update(view[begin : begin + step])
-            digest = state.digest()
-            digests.append(digest)
-        return b"".join(digests)
+        return chained(tokens, chunk_tokens, parent, 0, extras, _folded)
+
+
+def _folded(digest: bytes, extra: bytes) -> bytes:
+    return hashlib.sha256(_EXTRA + len(digest).to_bytes(1, "little") + digest + extra).digest()

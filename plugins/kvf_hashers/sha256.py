@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
+from kvf_hashers.chains import chained
+from kvframework.api.hasher import DIGEST_BYTES, Buffer, KeyHasher
 from kvframework.errors import RequestError
 
 # The parent of a request's first chunk. A change of this, or of any byte that is hashed, changes the fingerprint.
 _ROOT = hashlib.sha256(b"kvframework/sha256/1").digest()
 _PREFIX_BYTES = 4
-_NO_EXTRA = bytes(_PREFIX_BYTES)
 
 
 class Sha256(KeyHasher):
@@ -37,20 +37,8 @@ class Sha256(KeyHasher):
         """
         if len(parent) not in (0, DIGEST_BYTES):
             raise RequestError(f"the parent has {len(parent)} bytes", available=f"0 or {DIGEST_BYTES}")
-        if chunk_tokens < 1:
-            raise RequestError(f"a chunk of {chunk_tokens} tokens", available="1 or more")
-        extras = extras or {}
-        if any(index < 0 for index in extras):
-            raise RequestError(f"an extra at chunk {min(extras)}", available="0 or more, counted from the first chunk")
-        view, step = memoryview(tokens).cast("B"), chunk_tokens * TOKEN_BYTES
-        sha256, digest, digests = hashlib.sha256, parent or _ROOT, []
-        for index, begin in enumerate(range(0, view.nbytes - step + 1, step)):
-            digest_state = sha256(digest + (_prefixed(extras[index]) if index in extras else _NO_EXTRA))
-            digest_state.update(view[begin : begin + step])
-            digest = digest_state.digest()
-            digests.append(digest)
-        return b"".join(digests)
+        return chained(tokens, chunk_tokens, parent or _ROOT, _PREFIX_BYTES, extras, _folded)
 
 
-def _prefixed(extra: bytes) -> bytes:
-    return len(extra).to_bytes(_PREFIX_BYTES, "little") + extra
+def _folded(digest: bytes, extra: bytes) -> bytes:
+    return digest + len(extra).to_bytes(_PREFIX_BYTES, "little") + extra

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvf_pinned.memory import MemfdArena, check_room
+from kvf_pinned.memory import MemfdArena, check_pages, check_room
 from kvf_pinned.nodes import choose
 from kvf_pinned.options import PinnedOptions
 from kvframework.api.findings import Finding
@@ -14,6 +14,7 @@ def _create(options: PinnedOptions, context: MemoryContext) -> Memory:
         options.capacity,
         where=context.where,
         choice=choose(options.numa),
+        pages=check_pages(options.huge_pages, where=context.where),
         kept=context.kept,
         outlives=context.outlives,
     )
@@ -21,6 +22,7 @@ def _create(options: PinnedOptions, context: MemoryContext) -> Memory:
 
 def _check(options: PinnedOptions, context: TableContext) -> None:
     check_room(options.capacity, where=context.where)
+    check_pages(options.huge_pages, where=context.where)
 
 
 def _diagnose(options: PinnedOptions, _context: TableContext, _deadline: float) -> list[Finding]:

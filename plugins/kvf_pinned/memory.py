@@ -10,13 +10,17 @@ import os
 import resource
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
-from kvf_pinned.available import available_memory
+from kvf_pinned.huge_pages import SMALL, TURN_ON, Pages, choose_pages
 from kvf_pinned.nodes import ANYWHERE, Choice
+from kvf_pinned.options import HugePages
 from kvf_pinned.placement import hint, place
 from kvf_pinned.touch import Toucher
+from kvframework.api.available_memory import available_memory
 from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
+from kvframework.api.shared_mapping import map_shared
 from kvframework.errors import ArenaError
 
 _log = logging.getLogger(__name__)
@@ -45,6 +49,16 @@ def check_room(capacity: int, *, where: str) -> None:
         )
 
 
+def check_pages(wanted: HugePages, *, where: str, sysfs: Path = Path("/sys")) -> Pages:
+    """Refuses "on" where the kernel has no huge pages for the arena. Raises `ArenaError`."""
+    pages = choose_pages(wanted, sysfs)
+    if wanted == "on" and not pages.huge:
+        raise ArenaError(
+            f"no huge pages: {pages.reason}", where=where, hint=f'{TURN_ON}, or set [l1] huge_pages = "auto"'
+        )
+    return pages
+
+
 def _new_file(capacity: int) -> int:
     """Raises `OSError`."""
     fd = os.memfd_create("kvframework-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -70,6 +84,7 @@ class MemfdArena(Memory):
         *,
         where: str = "[l1]",
         choice: Choice = ANYWHERE,
+        pages: Pages = SMALL,
         kept: int | None = None,
         outlives: bool = False,
     ) -> None:
@@ -89,13 +104,14 @@ class MemfdArena(Memory):
         try:
             if os.fstat(self.fd).st_size != capacity or fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise ValueError("the kept memory is none of these options")
-            self._segment = mmap.mmap(self.fd, capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._segment = map_shared(self.fd, capacity)
         except (OSError, ValueError, OverflowError) as error:
             os.close(self.fd)
             raise self._refused(error) from error
-        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
+        for advice in (mmap.MADV_HUGEPAGE if pages.huge else mmap.MADV_NOHUGEPAGE, mmap.MADV_DONTDUMP):
             with contextlib.suppress(OSError):
-                self._segment.madvise(advice)
+                self._segment.advise(advice)
+        _log.info("%s: the arena has pages of %s: %s", where, pages.size, pages.reason)
         if choice.nodes:
             self._place(choice)
         self._stop = threading.Event()
@@ -115,7 +131,7 @@ class MemfdArena(Memory):
         """A new writable view of all bytes; the caller releases it before `close`. Raises `ArenaError` once closed."""
         if self._stop.is_set():
             raise ArenaError("the arena is closed", where=self._where)
-        return memoryview(self._segment)
+        return self._segment.view()
 
     def close(self) -> None:
         """Ends the background thread (waits for its current step), closes fd and mapping.
@@ -130,7 +146,7 @@ class MemfdArena(Memory):
             os.close(self.fd)
             self.fd = -1
         try:
-            self._segment.close()
+            self._segment.memory.close()
         except BufferError:
             raise BufferError("the arena is in use: release every memoryview of view() before close()") from None
 
@@ -142,7 +158,8 @@ class MemfdArena(Memory):
     def _place(self, choice: Choice) -> None:
         """Sets the NUMA nodes before any page is resident: a resident page does not move."""
         try:
-            place(self._segment, choice.nodes)
+            with self._segment.view() as view:
+                place(view, choice.nodes)
         except OSError as error:
             _log.warning(
                 "%s: the arena lies where the kernel puts it, not on %s: %s; %s",

@@ -13,6 +13,8 @@ LEAST = ByteSize(1 << 20)
 # The kernel's node masks have this many bits.
 Numa = Literal["auto", "off"] | list[Annotated[int, Meta(ge=0, le=1023)]]
 
+HugePages = Literal["auto", "on", "off"]
+
 
 class PinnedOptions(Options, frozen=True):
     """Options of the `pinned` memory; each field has a description."""
@@ -23,6 +25,13 @@ class PinnedOptions(Options, frozen=True):
         Meta(
             description='NUMA nodes that the arena lies on: "auto", those of the accelerators; "off", where the kernel '
             "puts it; or a list of node numbers"
+        ),
+    ] = "auto"
+    huge_pages: Annotated[
+        HugePages,
+        Meta(
+            description='transparent huge pages: "auto", where the kernel gives them to shared memory; "on", refuse to '
+            'start without; "off", pages of the usual size'
         ),
     ] = "auto"
 

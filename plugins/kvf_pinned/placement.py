@@ -31,7 +31,7 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
 
 
-def place(segment: mmap.mmap, nodes: Sequence[int]) -> None:
+def place(segment: mmap.mmap | memoryview, nodes: Sequence[int]) -> None:
     """Sets the nodes of the pages of `segment` that are not resident yet: one preferred node, or several interleaved,
     while they have room.
 

@@ -10,6 +10,8 @@ import errno
 import mmap
 import os
 
+from kvframework.api.shared_mapping import SharedMapping
+
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -21,12 +23,12 @@ class Toucher:
     """Makes ranges of `segment`, which maps all of `fd`, resident. Owns neither. `kept`: the bytes stay as they are.
     `outlives`: a next server waits until the segment is unmapped at the end of this process."""
 
-    def __init__(self, segment: mmap.mmap, fd: int, *, kept: bool = False, outlives: bool = False) -> None:
+    def __init__(self, segment: SharedMapping, fd: int, *, kept: bool = False, outlives: bool = False) -> None:
         self._kept = kept
         self._outlives = outlives
         self._segment = segment
         self._fd = fd
-        anchor = ctypes.c_char.from_buffer(segment)
+        anchor = ctypes.c_char.from_buffer(segment.memory, segment.begin)
         self._address = ctypes.addressof(anchor)  # the anchor is not kept: it would prevent closing the mapping
         self._populates = True
 
@@ -42,7 +44,7 @@ class Toucher:
             # Reserves the pages first: a write to a page that cannot be allocated would be a SIGBUS.
             os.posix_fallocate(self._fd, start, end - start)
             pages = len(range(start, end, mmap.PAGESIZE))
-            with memoryview(self._segment) as view:
+            with self._segment.view() as view:
                 view[start : end : mmap.PAGESIZE] = bytes(pages)
         if self._outlives:
             # The pages stay in the file, but out of the page tables of this process: at its end the kernel would clear

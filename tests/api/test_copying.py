@@ -15,7 +15,11 @@ from contextlib import contextmanager
 import pytest
 
 from kvf_codecs.none import NoneCodec
-from kvframework.api.copying import copy_bytes, joined
+from kvframework.api import copying
+from kvframework.api.copying import copy_bytes, copy_past_caches, joined
+from kvframework.api.types import Buffer
+
+Copy = Callable[[memoryview, Buffer], None]
 
 SIZE = 256 << 20
 TRIES = 20
@@ -70,8 +74,12 @@ def seen_half_done(memory: tuple[memoryview, memoryview], copy: Callable[[memory
     return False
 
 
-def test_other_threads_run_while_256_mib_are_copied(memory: tuple[memoryview, memoryview]) -> None:
-    assert seen_half_done(memory, copy_bytes)
+COPIES = pytest.mark.parametrize("copy", [copy_bytes, copy_past_caches])
+
+
+@COPIES
+def test_other_threads_run_while_256_mib_are_copied(memory: tuple[memoryview, memoryview], copy: Copy) -> None:
+    assert seen_half_done(memory, copy)
 
 
 def test_the_codec_that_packs_nothing_copies_so(memory: tuple[memoryview, memoryview]) -> None:
@@ -116,24 +124,52 @@ def test_joined_bytes_are_those_of_the_parts() -> None:
 
 
 @pytest.mark.parametrize("source", [b"abc", bytearray(b"abc"), memoryview(b"xabcx")[1:4], memoryview(b"abc")])
-def test_any_contiguous_bytes_are_a_source(source: bytes) -> None:
+@COPIES
+def test_any_contiguous_bytes_are_a_source(source: bytes, copy: Copy) -> None:
     target = bytearray(b"....")
-    copy_bytes(memoryview(target)[1:], source)
+    copy(memoryview(target)[1:], source)
     assert target == b".abc"
 
 
-def test_nothing_is_written_where_it_cannot_be() -> None:
+@COPIES
+def test_nothing_is_written_where_it_cannot_be(copy: Copy) -> None:
     target = memoryview(bytearray(4))
     with pytest.raises(ValueError, match="3 bytes for 4"):
-        copy_bytes(target, b"abc")
+        copy(target, b"abc")
     for wrong, source in ((memoryview(b"abcd"), b"1234"), (target[::2], b"12"), (target[:2], memoryview(b"1234")[::2])):
         with pytest.raises(BufferError):
-            copy_bytes(wrong, source)
+            copy(wrong, source)
     assert target == bytes(4)
 
 
-def test_memory_is_borrowed_for_the_call_only() -> None:
+@COPIES
+def test_memory_is_borrowed_for_the_call_only(copy: Copy) -> None:
     target = bytearray(3)
-    copy_bytes(memoryview(target), b"abc")
+    copy(memoryview(target), b"abc")
     target.extend(b"more")  # a BufferError while a view is held
     assert target == b"abcmore"
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["as built", "memmove"])
+@pytest.mark.parametrize("nbytes", [0, 1, copying._MUCH - 1, copying._MUCH, copying._MUCH + 200])
+def test_much_is_copied_past_the_caches_from_anywhere_to_anywhere(
+    nbytes: int, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernel:
+        monkeypatch.setattr(copying, "_LIBRARY", copying._LIBRARY.with_name("none.so"))
+        monkeypatch.setattr(copying, "_streaming", copying._streaming.__wrapped__)
+    content = random.Random(nbytes).randbytes(nbytes)
+    for begin in (0, 1, 31, 63, 64):
+        target = bytearray(nbytes + 130)
+        with memoryview(target) as whole, memoryview(b"x" * (begin // 2) + content) as source:
+            copy_past_caches(whole[begin : begin + nbytes], source[begin // 2 :])
+        assert target == bytes(begin) + content + bytes(130 - begin)
+
+
+def test_ranges_that_overlap_are_copied_right() -> None:
+    content = random.Random(1).randbytes(2 * copying._MUCH)
+    for to, origin in ((100, 0), (0, 100)):
+        memory = bytearray(content)
+        with memoryview(memory) as whole:
+            copy_past_caches(whole[to : to + copying._MUCH], whole[origin : origin + copying._MUCH])
+        assert memory[to : to + copying._MUCH] == content[origin : origin + copying._MUCH]

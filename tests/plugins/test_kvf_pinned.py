@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from kvf_pinned import kvf_memories, touch
-from kvf_pinned.available import available_memory
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.options import PinnedOptions
+from kvframework.api.available_memory import available_memory
 from kvframework.api.memory import MemoryContext, MemoryProvider
 from kvframework.api.options import ByteSize
 from kvframework.errors import ArenaError

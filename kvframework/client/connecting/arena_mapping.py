@@ -6,8 +6,11 @@ import contextlib
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 
+from kvframework.api.shared_mapping import map_shared
+from kvframework.client.connecting.resident_pages import map_ahead
 from kvframework.messaging.fork import close_after_fork
 
 
@@ -26,13 +29,14 @@ class MappedArena:
         self._alive_fd = alive_fd
         try:
             status = os.fstat(arena_fd)
-            mapped = mmap.mmap(arena_fd, status.st_size)
+            mapping = map_shared(arena_fd, status.st_size)
         except BaseException:
             if alive_fd is not None:
                 os.close(alive_fd)
             raise
         finally:
             os.close(arena_fd)
+        mapped = mapping.memory
         mapped.madvise(mmap.MADV_DONTFORK)
         self._end = weakref.finalize(mapped, os.close, alive_fd) if alive_fd is not None else None
         if self._end is not None:
@@ -40,8 +44,14 @@ class MappedArena:
             self._end.atexit = False
         self._file = status.st_dev, status.st_ino
         self._map = mapped
-        self.view = memoryview(mapped)
+        self.view = mapping.view()
+        self._ahead = threading.Lock()
         close_after_fork(self)
+
+    def map_ahead(self) -> None:
+        """Map the resident pages in the background, once. Never blocks."""
+        if self._ahead.acquire(blocking=False):
+            map_ahead(self)
 
     def close_in_child(self) -> None:
         """Leave the memory mapped in a forked child: its addresses may belong to other mappings by now, so it must

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import msgspec
 
-from kvframework.api.copying import copy_bytes
+from kvframework.api.copying import copy_past_caches
 from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo, Handler, Message, Reply
 from kvframework.api.transport import StoreOutcome
@@ -140,7 +140,7 @@ class ChunkTransfers:
         """Copy the bytes, commit, and answer (in a copy thread)."""
         try:
             for offset, source in copies:
-                copy_bytes(self._storage.arena[offset : offset + source.nbytes], source)
+                copy_past_caches(self._storage.arena[offset : offset + source.nbytes], source)
             stored = self._storage.commit(lease, owner=INTERNAL_OWNER)
         except BaseException as error:
             future.set_exception(error)

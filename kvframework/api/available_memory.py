@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+__all__ = ["available_memory"]
+
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that can be made resident now: the machine's MemAvailable or the tightest cgroup's headroom.

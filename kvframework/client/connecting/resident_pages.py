@@ -1,0 +1,130 @@
+"""The arena's resident pages, mapped in this process before a copy needs them.
+
+The first write to a page costs a fault, which takes longer than the copy of the page. The pages are the server's: only
+those that it has made resident are mapped, so nothing but page tables is charged to this process, 2 MiB for each GiB of
+small pages. A thread of the lowest priority does it in small steps, and rests after each for as long as it took.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Protocol
+
+from kvframework.api.available_memory import available_memory
+from kvframework.api.copying import address_of
+
+log = logging.getLogger(__name__)
+
+_MADV_POPULATE_READ = 22  # Linux 5.14. A shared page that was read may be written without another fault.
+# While a step runs, the process can neither map nor unmap memory: some 0.5 ms.
+_STEP = 2 << 20
+# How often the room for page tables is asked for, and how much must be left: without it the kernel might end somebody.
+_ROOM_EVERY, _ROOM = 256 << 20, 256 << 20
+# The server makes its memory resident at a GB a second or so: the pauses reach for a TiB.
+_PAUSES_S = [0.5 * 2**i for i in range(11)]
+_LOWEST_PRIORITY = 19
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise, _mincore = _libc.madvise, _libc.mincore
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+
+class Mapped(Protocol):
+    view: memoryview
+
+
+def map_ahead(arena: Mapped) -> None:
+    """Begin to map the resident pages of `arena` in the background, to which only a weak reference is kept: its end is
+    the end of the work. Never blocks; any failure leaves the rest to the copies."""
+    thread = threading.Thread(target=_map_all, args=(weakref.ref(arena),), name="kvf-map-ahead", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:  # no thread is left
+        log.debug("the arena is not mapped ahead: %s", error)
+
+
+def _map_all(reference: weakref.ref[Mapped]) -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        begins, examined = _begins(reference), 0
+        for pause in _PAUSES_S:
+            later: list[int] = []
+            for begin in begins:
+                if examined % _ROOM_EVERY == 0 and available_memory() < _ROOM:
+                    log.debug("no more of the arena is mapped ahead: too little memory is left")
+                    return
+                examined += _STEP
+                started = time.monotonic()
+                if not _map_step(reference, begin):
+                    later.append(begin)
+                time.sleep(time.monotonic() - started)
+            if not later:
+                return
+            begins = later
+            time.sleep(pause)
+    except _Gone:
+        return
+    except OSError as error:
+        log.debug("no more of the arena is mapped ahead: %s", error)
+
+
+def _begins(reference: weakref.ref[Mapped]) -> list[int]:
+    return list(range(0, _alive(reference).view.nbytes, _STEP))
+
+
+def _map_step(reference: weakref.ref[Mapped], begin: int) -> bool:
+    """Map the resident pages of one step; return whether they were all. The arena is referred to only meanwhile."""
+    with _alive(reference).view[begin : begin + _STEP] as step, address_of(step, True) as (address, nbytes):
+        present = _resident(address, nbytes)
+        for first, last in _runs(present):
+            _populate(address + first * mmap.PAGESIZE, min((last - first) * mmap.PAGESIZE, nbytes))
+        return all(present)
+
+
+def _alive(reference: weakref.ref[Mapped]) -> Mapped:
+    arena = reference()
+    if arena is None:
+        raise _Gone
+    return arena
+
+
+def _resident(address: int, nbytes: int) -> list[bool]:
+    """Return for each page whether the file has it in memory. Raises `OSError`."""
+    pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    if _mincore(address, nbytes, pages) != 0:
+        raise _error()
+    return [bool(page & 1) for page in pages]
+
+
+def _runs(present: list[bool]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of pages that are there."""
+    first = None
+    for page, there in enumerate([*present, False]):
+        if there and first is None:
+            first = page
+        elif not there and first is not None:
+            yield first, page
+            first = None
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Raises `OSError`, also where the kernel does not know the advice."""
+    if _madvise(address, nbytes, _MADV_POPULATE_READ) != 0:
+        raise _error()
+
+
+def _error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
+
+
+class _Gone(Exception):
+    """The arena is mapped no more."""

@@ -1,0 +1,144 @@
+"""The arena's pages are mapped ahead: those that the file has, no others, and only while the arena is mapped."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvframework.client.connecting import resident_pages
+from kvframework.client.connecting.arena_mapping import MappedArena
+
+MIB = 1 << 20
+SIZE = 9 * MIB + mmap.PAGESIZE
+
+
+@pytest.fixture(autouse=True)
+def one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident_pages, "_PAUSES_S", [0.0])
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    fd = os.memfd_create("arena")
+    os.ftruncate(fd, SIZE)
+    yield fd
+    os.close(fd)
+
+
+def mapped_bytes(file: int) -> int:
+    """What the page tables of this process have of the file."""
+    parts = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    own = [part for part in parts if f" {os.fstat(file).st_ino} " in part]
+    return sum(int(kib) * 1024 for part in own for kib in re.findall(r"^Rss: +(\d+) kB$", part, re.MULTILINE))
+
+
+def allocated_bytes(file: int) -> int:
+    return os.fstat(file).st_blocks * 512
+
+
+def ended() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "kvf-map-ahead":
+            thread.join()
+
+
+def test_only_what_the_file_has_is_mapped_and_nothing_is_allocated(file: int) -> None:
+    os.pwrite(file, bytes(3 * MIB), MIB)
+    os.pwrite(file, b"the last page", SIZE - mmap.PAGESIZE)
+    held = allocated_bytes(file)
+    arena = MappedArena(os.dup(file), None)
+    assert mapped_bytes(file) == 0
+    arena.map_ahead()
+    ended()
+    assert mapped_bytes(file) == held == allocated_bytes(file) == 3 * MIB + mmap.PAGESIZE
+    assert bytes(arena.view[-mmap.PAGESIZE :][:13]) == b"the last page"
+
+
+def test_what_becomes_resident_later_is_mapped_later(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = iter([lambda: None, lambda: os.pwrite(file, bytes(SIZE), 0), lambda: None])
+    arena = MappedArena(os.dup(file), None)
+    monkeypatch.setattr(resident_pages, "_PAUSES_S", (next(passes)() for _ in range(3)))
+    monkeypatch.setattr(resident_pages.time, "sleep", lambda _: None)
+    arena.map_ahead()
+    ended()
+    assert mapped_bytes(file) == SIZE == arena.view.nbytes
+
+
+def test_a_write_to_a_page_that_is_mapped_takes_no_fault(file: int) -> None:
+    os.pwrite(file, bytes(SIZE), 0)
+    arena = MappedArena(os.dup(file), None)
+    arena.map_ahead()
+    ended()
+    table = Path("/proc/self/status").read_text
+    before, mapped = re.findall(r"VmPTE:\s+(\d+)", table()), mapped_bytes(file)
+    arena.view[:] = bytes(SIZE)
+    assert (re.findall(r"VmPTE:\s+(\d+)", table()), mapped_bytes(file)) == (before, mapped)
+
+
+def test_it_is_begun_once(file: int) -> None:
+    os.pwrite(file, bytes(SIZE), 0)
+    arena, begun = MappedArena(os.dup(file), None), []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("kvframework.client.connecting.arena_mapping.map_ahead", begun.append)
+        arena.map_ahead()
+        arena.map_ahead()
+    assert len(begun) == 1
+
+
+def test_the_end_of_the_arena_ends_it(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread refers to the mapping only during a step, else the server could not know its client's end."""
+    rests, go = threading.Event(), threading.Event()
+
+    def rest(_: float) -> None:
+        rests.set()
+        go.wait()
+
+    monkeypatch.setattr(resident_pages.time, "sleep", rest)
+    os.pwrite(file, bytes(SIZE), 0)
+    arena = MappedArena(os.dup(file), None)
+    arena.map_ahead()
+    rests.wait()
+    del arena
+    assert mapped_bytes(file) == 0
+    go.set()
+    ended()
+
+
+def test_without_room_for_page_tables_nothing_is_mapped(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.pwrite(file, bytes(SIZE), 0)
+    monkeypatch.setattr(resident_pages, "available_memory", lambda: resident_pages._ROOM - 1)
+    arena = MappedArena(os.dup(file), None)
+    arena.map_ahead()
+    ended()
+    assert mapped_bytes(file) == 0
+    assert arena.view.nbytes == SIZE
+
+
+@pytest.mark.parametrize("call", ["_madvise", "_mincore"])
+def test_a_kernel_that_refuses_leaves_it_to_the_copies(file: int, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def refuse(*_: object) -> int:
+        resident_pages.ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    os.pwrite(file, bytes(SIZE), 0)
+    monkeypatch.setattr(resident_pages, call, refuse)
+    arena = MappedArena(os.dup(file), None)
+    arena.map_ahead()
+    ended()
+    assert mapped_bytes(file) == 0
+    arena.view[5] = 7
+
+
+def test_without_a_thread_it_is_left_to_the_copies(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    MappedArena(os.dup(file), None).map_ahead()
