@@ -38,6 +38,7 @@ app = typer.Typer(
         "kvframework bench shards --tp 2           an engine of two ranks",
         "kvframework bench policy --trace FILE     hit rates of a trace, too",
         "kvframework bench blend                   answers over shuffled documents",
+        "kvframework bench serving --trace FILE    vLLM, and what its users wait for",
         "kvframework bench cuda --sweep            fragments and copy engines",
         "kvframework bench compare old.json new.json",
     ),
@@ -434,6 +435,46 @@ def blend(
     asked = {"questions": questions, "orders": orders, "shares": tuple(share) if share else None}
     sizes = msgspec.structs.replace(QUICK if quick else FULL, **{name: each for name, each in asked.items() if each})
     _run("blend", lambda stage: bench_blend(sizes, model=model, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("serving")
+def serving(
+    trace: Annotated[pathlib.Path, typer.Option(help="Of Mooncake's form or any other that is read.")],
+    model: Annotated[
+        pathlib.Path | None, typer.Option(help="A folder with a model; default: a small one is made.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Each replays the load for every contender.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="About so many of the trace in a replay.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1.0, help="In which they arrive.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """vLLM's OpenAI server under a trace's conversations, its KV cache too small: alone, and two engines that share.
+
+    Without offload, with vLLM's own, with LMCache's server, with kvframework: time to first token, tokens a second,
+    hits, processor time, and whether the tokens are the same. Needs vLLM; takes ten minutes and 13 GB of memory.
+    """
+    import msgspec
+
+    from kvframework_bench.errors import require_vllm
+
+    require_vllm()
+    from kvframework_bench.serving.run import FULL, QUICK, bench_serving
+
+    sizes = QUICK if quick else FULL
+    asked = {"requests": requests, "seconds": seconds}
+    shape = msgspec.structs.replace(sizes.shape, **{name: value for name, value in asked.items() if value})
+    sizes = msgspec.structs.replace(sizes, shape=shape, rounds=rounds or sizes.rounds)
+    _run(
+        "serving",
+        lambda stage: bench_serving(sizes, trace=trace, model=model, stage=stage),
+        quick,
+        as_json,
+        markdown,
+        plot,
+    )
 
 
 @app.command("cuda")

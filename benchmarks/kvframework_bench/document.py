@@ -17,6 +17,7 @@ from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.route.figures import RouteFigures
 from kvframework_bench.scale.figures import ScaleFigures
 from kvframework_bench.server import Resident
+from kvframework_bench.serving.figures import ServingFigures
 from kvframework_bench.shards.figures import ShardsFigures
 
 
@@ -156,6 +157,7 @@ Figures = (
     | PolicyFigures
     | BlendFigures
     | NodeFigures
+    | ServingFigures
 )
 
 
@@ -175,6 +177,8 @@ FIGURES: dict[str, type[Figures]] = {
     "shards": ShardsFigures,
     "policy": PolicyFigures,
     "node": NodeFigures,
+    "blend": BlendFigures,
+    "serving": ServingFigures,
 }
 
 

@@ -72,6 +72,12 @@ def require_transformers() -> None:
     _require("transformers", "torch", "numpy", "transformers")
 
 
+def require_vllm() -> None:
+    """Raise `BenchUnavailable` without vLLM. Imports nothing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise BenchUnavailable("not installed: vllm", hint="benchmarks/kvframework_bench/vllm/install.sh ENV")
+
+
 def _require(extra: str, *modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:

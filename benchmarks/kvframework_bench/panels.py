@@ -18,6 +18,7 @@ from kvframework_bench.policy.figures import PolicyFigures
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.route.figures import RouteFigures
 from kvframework_bench.scale.figures import ScaleFigures, ScaleRow
+from kvframework_bench.serving.figures import ServingFigures
 from kvframework_bench.shards.figures import ShardsFigures
 
 
@@ -104,6 +105,8 @@ def panels(figures: Figures) -> list[Panel]:
                 "server's processor time a request", "µs", [spread_bar(row.way, row.server_us) for row in figures.rows]
             )
         ]
+    if isinstance(figures, ServingFigures):
+        return _serving(figures)
     return _l2(figures)
 
 
@@ -114,6 +117,25 @@ def _shards(figures: ShardsFigures) -> list[Panel]:
         shares = [spread_bar(*each, figures.target_ratio) for each in zip(names, spreads, strict=True)]
         made.append(Bars(f"{word} with shards, to without", "x", shares))
     return made
+
+
+def _serving(figures: ServingFigures) -> list[Panel]:
+    def bars(title: str, unit: str, values: Sequence[Spread], *, log: bool = False) -> Bars:
+        names = [f"{row.contender}, {row.engines}" for row in figures.rows]
+        kinds = [row.contender for row in figures.rows]
+        made = [spread_bar(name, value, kind=kind) for name, value, kind in zip(names, values, kinds, strict=True)]
+        return Bars(title, unit, made, log=log)
+
+    rows = figures.rows
+    hits = [Spread(100 * row.hit.min, 100 * row.hit.median, 100 * row.hit.max) for row in rows]
+    return [
+        bars("time to first token, p50; 1 or 2 engines", "ms", [row.p50_ms for row in rows], log=True),
+        bars("time to first token, p90", "ms", [row.p90_ms for row in rows], log=True),
+        bars("time to first token, p99", "ms", [row.p99_ms for row in rows], log=True),
+        bars("tokens of prompts that were not computed", "%", hits),
+        bars("tokens of answers a second", "tokens/s", [row.tokens_s for row in rows]),
+        bars("engine's processor time a request", "ms", [row.engine_ms for row in rows]),
+    ]
 
 
 def _blend(figures: BlendFigures) -> list[Panel]:

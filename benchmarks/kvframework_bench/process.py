@@ -10,7 +10,7 @@ import selectors
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -34,11 +34,19 @@ def scratch() -> Iterator[Path]:
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], directory: Path, *, piped: bool = False) -> Iterator[BenchChild]:
-    """Yield a new child, which ends with the context. `piped`: its output is for this process, not for its log."""
+def running(
+    name: str,
+    command: Sequence[str],
+    directory: Path,
+    *,
+    piped: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[BenchChild]:
+    """Yield a new child, which ends with the context. `piped`: its output is for this process, not for its log.
+    `environment` are variables besides those of this process."""
     with ExitStack() as stack:
         with uninterrupted():
-            child = stack.enter_context(BenchChild(name, command, directory, piped=piped))
+            child = stack.enter_context(BenchChild(name, command, directory, piped=piped, environment=environment))
         yield child
 
 
@@ -47,9 +55,17 @@ class BenchChild(Child):
 
     failed = BenchFailed
 
-    def __init__(self, name: str, command: Sequence[str], directory: Path, *, piped: bool = False) -> None:
-        environment = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
-        super().__init__(name, command, directory, environment=environment, piped=piped)
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        directory: Path,
+        *,
+        piped: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        own = {key: value for key, value in os.environ.items() if key not in _FOREIGN}
+        super().__init__(name, command, directory, environment=own | dict(environment or {}), piped=piped)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -31,6 +31,7 @@ from kvframework_bench.observe.figures import ObserveFigures, observe_tables
 from kvframework_bench.policy.figures import PolicyFigures, policy_tables
 from kvframework_bench.route.figures import RouteFigures, route_tables
 from kvframework_bench.scale.figures import ScaleFigures, scale_tables
+from kvframework_bench.serving.figures import ServingFigures, serving_tables
 from kvframework_bench.shards.figures import ShardsFigures, shards_tables
 
 
@@ -93,6 +94,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = blend_tables(figures)
     elif isinstance(figures, NodeFigures):
         made = node_tables(figures)
+    elif isinstance(figures, ServingFigures):
+        made = serving_tables(figures)
     else:
         made = [_store(figures)]
     for table in made:

@@ -35,7 +35,7 @@ from kvframework_bench.document import (
     Throughput,
     TransferFigures,
 )
-from kvframework_bench.errors import BenchUnavailable
+from kvframework_bench.errors import BenchUnavailable, Skipped
 from kvframework_bench.l2.figures import (
     DiskFigures,
     DiskRow,
@@ -53,6 +53,7 @@ from kvframework_bench.plot import check_plot, write_plot
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.scale.figures import RatioToEcho, ScaleFigures, ScaleRow
 from kvframework_bench.server import Resident
+from kvframework_bench.serving.figures import LoadFigures, Replay, ServingFigures, rows_of
 from kvframework_bench.shards.figures import TARGET, ShardsFigures, ShardsRow
 
 ONE = Spread(0.5, 1.0, 2.0)
@@ -127,6 +128,13 @@ def blend() -> BlendFigures:
     return BlendFigures("smollm2", 50, 10, 1500, 16, ways, [])
 
 
+def serving() -> ServingFigures:
+    load = LoadFigures("conversations.jsonl", 60, 20, 25.0, 90000, 1000, 0.5, "a small Llama", 1 << 25, 1 << 30)
+    replay = Replay([10.0, 20.0, 400.0], 40.0, 0.5, 300.0, 2.0, 1.0)
+    replays = {(engines, name): [replay] * 3 for engines in (1, 2) for name in ("no offload", "kvframework")}
+    return ServingFigures(load, rows_of(replays, "no offload"), [Skipped("a peer", "Exception: no GPU", "it ends")])
+
+
 FIGURES = {
     "scale": scale(),
     "host": host(),
@@ -137,6 +145,7 @@ FIGURES = {
     "observe": observe(),
     "shards": shards(),
     "blend": blend(),
+    "serving": serving(),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from kvframework_bench.blend.figures import WayRow
 from kvframework_bench.contention.figures import (
     HitRow,
     SpinningShape,
@@ -45,6 +46,7 @@ from kvframework_bench.observe.figures import ObservedLookup
 from kvframework_bench.policy.figures import PolicyRow
 from kvframework_bench.route.figures import RouteScore
 from kvframework_bench.scale.figures import RatioToEcho, ScaleRow
+from kvframework_bench.serving.figures import ServingRow
 from kvframework_bench.shards.figures import ShardsRow
 
 
@@ -159,6 +161,31 @@ READINGS: dict[type[msgspec.Struct], dict[str, Reading | None]] = {
     RestartFigures: {"first_hit": LESS, "first_hit_s": LESS, "read_s": LESS},
     ShardsRow: {"store": LESS_RATIO, "load": LESS_RATIO},
     PolicyRow: {"us": LESS, "hit_rate": MORE},
+    WayRow: {
+        "recomputed": REFERENCE,
+        "prefill_s": LESS,
+        "same_first": MORE_RATIO,
+        "same": MORE_RATIO,
+        "agreement": MORE_RATIO,
+        "first_divergence": LESS_RATIO,
+        "divergence": LESS_RATIO,
+        "right": MORE_RATIO,
+    },
+    ServingRow: {
+        "p50_ms": LESS,
+        "p90_ms": LESS,
+        "p99_ms": LESS,
+        "tokens_s": MORE,
+        "hit": MORE,
+        "engine_ms": LESS,
+        "server_ms": LESS,
+        "equal": MORE_RATIO,
+        "p50": LESS_RATIO,
+        "p90": LESS_RATIO,
+        "p99": LESS_RATIO,
+        "tokens": MORE_RATIO,
+        "engine": LESS_RATIO,
+    },
 }
 
 # Fields that name no row: what came out, or how often it was tried.

@@ -17,7 +17,7 @@ from kvframework.errors import KVFrameworkError
 from kvframework_bench.console import bars
 from kvframework_bench.lmcache.figures import Comparison, about, comparison_panels, comparison_tables
 from kvframework_bench.lmcache.run import Contender, Setting, compare
-from kvframework_bench.lmcache.server import prepare, running_lmcache
+from kvframework_bench.lmcache_server import prepare, running_lmcache
 from kvframework_bench.machine import LoadMeter, describe_machine
 from kvframework_bench.plot import check_plot, draw
 from kvframework_bench.workload import BLOCK_TOKENS, SHAPES

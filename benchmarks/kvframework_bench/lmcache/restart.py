@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvframework_bench.engine import PagedMemory
-from kvframework_bench.lmcache.server import prepare, running_lmcache
+from kvframework_bench.lmcache_server import prepare, running_lmcache
 from kvframework_bench.process import await_end, scratch
 from kvframework_bench.workload import BLOCK_TOKENS, SHAPES
 

@@ -21,7 +21,7 @@ from kvframework_bench.console import Stage
 from kvframework_bench.copy_reference import fastest_copy
 from kvframework_bench.engine import PagedMemory, Transfers
 from kvframework_bench.lmcache.figures import ECHO, OURS, PEER, LookupRow, TransferRow
-from kvframework_bench.lmcache.server import LmcacheServer
+from kvframework_bench.lmcache_server import LmcacheServer
 from kvframework_bench.prefix import Prefixes, lookup_case, token_ids
 from kvframework_bench.process import scratch
 from kvframework_bench.rounds import Case, Latency, interleave, rate_gb_s, ratio, timed

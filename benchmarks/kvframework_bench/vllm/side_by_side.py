@@ -25,7 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvframework_bench.lmcache.server import prepare, running_lmcache
+from kvframework_bench.lmcache_server import prepare, running_lmcache
 from kvframework_bench.process import scratch
 from tests.support.server_process import ServerProcess
 from tests.vllm.engine import Ask, Order, kvframework_transfer

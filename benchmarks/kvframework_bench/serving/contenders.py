@@ -1,0 +1,74 @@
+"""What an engine's KV goes to when its own cache is full: nowhere, vLLM's own offload, LMCache's server, ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from kvframework_bench.lmcache_server import prepare, running_lmcache
+from kvframework_bench.process import BenchChild
+from kvframework_bench.server import running_server
+from kvframework_bench.serving.engines import transfer
+
+NONE, OWN, PEER, OURS = "no offload", "vLLM's own", "LMCache", "kvframework"
+# vLLM fails a request whose KV is lost by default.
+_RECOMPUTE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+
+
+class Offload(NamedTuple):
+    """vLLM's options for it, and the server behind them, if there is one."""
+
+    options: list[str]
+    server: BenchChild | None = None
+
+
+class Contender(NamedTuple):
+    """`open(directory, capacity)` yields it ready, with `capacity` bytes for KV. One that is not `needed` is left out
+    where it does not run."""
+
+    name: str
+    open: Callable[[Path, int], AbstractContextManager[Offload]]
+    needed: bool
+
+
+@contextmanager
+def _none(_directory: Path, _capacity: int) -> Iterator[Offload]:
+    yield Offload([])
+
+
+@contextmanager
+def _own(_directory: Path, capacity: int) -> Iterator[Offload]:
+    yield Offload(["--kv-offloading-backend", "native", "--kv-offloading-size", str(capacity / (1 << 30))])
+
+
+@contextmanager
+def _lmcache(directory: Path, capacity: int) -> Iterator[Offload]:
+    prepare()
+    with running_lmcache(directory, shared=True, l1_gb=capacity / (1 << 30)) as server:
+        host, _, port = server.endpoint.rpartition(":")
+        where = {"lmcache.mp.host": host, "lmcache.mp.port": int(port)}
+        config = {"kv_connector": "LMCacheMPConnector", **_RECOMPUTE, "kv_connector_extra_config": where}
+        yield Offload(transfer(config), server.child)
+
+
+@contextmanager
+def _kvframework(directory: Path, capacity: int) -> Iterator[Offload]:
+    with running_server(directory, capacity) as server:
+        config = {
+            "kv_connector": "KvFrameworkConnector",
+            # Found in a checkout that was not installed, too.
+            "kv_connector_module_path": "kvf_vllm.connector",
+            **_RECOMPUTE,
+            "kv_connector_extra_config": {"kvframework.endpoint": server.endpoint},
+        }
+        yield Offload(transfer(config), server.child)
+
+
+CONTENDERS = (
+    Contender(NONE, _none, needed=True),
+    Contender(OWN, _own, needed=False),
+    Contender(PEER, _lmcache, needed=False),
+    Contender(OURS, _kvframework, needed=True),
+)

@@ -1,0 +1,154 @@
+"""vLLM's OpenAI servers as child processes: their command, their start, their processor time, their end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvframework_bench.lmcache_server import free_port
+from kvframework_bench.process import BenchChild, running
+
+_START_S = 600.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+SERVED = "model"
+BLOCK_TOKENS = 128
+# Nothing is looked for outside, and no log line is written for a request.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "LMCACHE_TRACK_USAGE": "false",
+    "LMCACHE_LOG_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_RAISED = re.compile(r"(\w*(?:Error|Exception): .+)")
+
+
+class EngineSettings(msgspec.Struct, frozen=True):
+    """What all engines have in common. `kv_cache_bytes` is the KV cache of each, which is too small on purpose."""
+
+    model: Path
+    longest: int
+    kv_cache_bytes: int
+
+
+@dataclass
+class Engine:
+    """A server that answers on `port`; `child` is the process of its HTTP side, whose children are the others."""
+
+    name: str
+    port: int
+    child: BenchChild
+
+    def processor_s(self) -> float:
+        """Return the processor time of its processes so far, in seconds."""
+        return sum(map(processor_s, family(self.child.pid)))
+
+    def await_answer(self) -> None:
+        """Return when it is ready for requests. Raises `BenchFailed` with the end of its log if it ends, or is not in
+        time."""
+        deadline = time.monotonic() + _START_S
+        while not _healthy(self.port):
+            self.child.check_alive()
+            if time.monotonic() > deadline:
+                raise self.child.failure(f"does not answer after {_START_S:.0f} s")
+            time.sleep(0.1)
+
+    def why(self) -> str:
+        """Return the first error in its log, "" if there is none: later ones say that something else failed."""
+        found = _RAISED.search(self.child.log)
+        return found[1].strip() if found else ""
+
+    def stop(self) -> None:
+        """End it, and whatever it has started and left behind. Idempotent."""
+        handles = []
+        for pid in family(self.child.pid):
+            with suppress(OSError):
+                handles.append(os.pidfd_open(pid))
+        self.child.stop()
+        for handle in handles:
+            with suppress(OSError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            os.close(handle)
+
+
+def vllm_command(settings: EngineSettings, port: int, offload: Sequence[str]) -> list[str]:
+    """Return the command of a server; `offload` are vLLM's own options that say where KV goes."""
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--model", str(settings.model), "--served-model-name", SERVED),
+        # In float32 a prefix that was loaded gives the very tokens of one that was computed.
+        *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init"),
+        *("--max-model-len", str(settings.longest), "--block-size", str(BLOCK_TOKENS)),
+        *("--kv-cache-memory-bytes", str(settings.kv_cache_bytes)),
+        *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+        *offload,
+    ]
+
+
+def transfer(config: Mapping[str, Any]) -> list[str]:
+    """Return the options that select a KV connector."""
+    return ["--kv-transfer-config", json.dumps(config)]
+
+
+@contextmanager
+def running_engine(
+    name: str, settings: EngineSettings, offload: Sequence[str], cores: Sequence[int], directory: Path
+) -> Iterator[Engine]:
+    """Yield a server that was started, and does not answer yet. It computes on `cores` only: else the number of its
+    threads, and with them what it answers, would depend on whether it has a connector."""
+    port = free_port()
+    environment = {**_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    with ExitStack() as stack:
+        command = vllm_command(settings, port, offload)
+        child = stack.enter_context(running(name, command, directory, environment=environment))
+        engine = Engine(name, port, child)
+        stack.callback(engine.stop)
+        yield engine
+
+
+def family(pid: int) -> list[int]:
+    """Return a process and its descendants, those that are there now."""
+    found = [pid]
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += family(int(child))
+    return found
+
+
+def processor_s(pid: int) -> float:
+    """Return the processor time of a process, its ended threads included, in seconds; 0 if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0.0
+    user, system = text.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / _TICKS
+
+
+def _healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

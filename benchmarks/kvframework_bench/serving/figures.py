@@ -1,0 +1,166 @@
+"""The figures of `kvframework bench serving` and their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+from rich.table import Table
+
+from kvframework.api.options import ByteSize
+from kvframework_bench.console import format_range, new_table, skipped_table
+from kvframework_bench.errors import Skipped
+from kvframework_bench.rounds import Spread, percentile
+
+
+class LoadFigures(msgspec.Struct, frozen=True):
+    """The load that every row was measured with. `shared` is the share of the prompts' tokens that an unlimited cache
+    could have."""
+
+    trace: str
+    requests: int
+    conversations: int
+    seconds: float
+    prompt_tokens: int
+    answer_tokens: int
+    shared: float
+    model: str
+    kv_cache_bytes: int
+    capacity_bytes: int
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """One replay of the load. `first_ms` has a time to first token for each request; `hit` is the share of the prompts'
+    tokens that no engine computed; processor times are a request's, in ms; `equal` is the share of answers whose
+    tokens are all those without offload, in the same round."""
+
+    first_ms: list[float]
+    tokens_s: float
+    hit: float
+    engine_ms: float
+    server_ms: float
+    equal: float
+
+
+class ServingRow(msgspec.Struct, frozen=True):
+    """One contender with so many engines, over all rounds. Times to first token are percentiles of each round; ratios
+    are to no offload in the same round, None for no offload itself."""
+
+    contender: str
+    engines: int
+    rounds: int
+    p50_ms: Spread
+    p90_ms: Spread
+    p99_ms: Spread
+    tokens_s: Spread
+    hit: Spread
+    engine_ms: Spread
+    server_ms: Spread
+    equal: float
+    p50: Spread | None
+    p90: Spread | None
+    p99: Spread | None
+    tokens: Spread | None
+    engine: Spread | None
+
+
+class ServingFigures(msgspec.Struct, frozen=True):
+    load: LoadFigures
+    rows: list[ServingRow]
+    skipped: list[Skipped]
+
+
+def rows_of(replays: Mapping[tuple[int, str], Sequence[Replay]], reference: str) -> list[ServingRow]:
+    """Return a row for each case: engines and contender. Its replays are those of the rounds, in order; the contender
+    `reference` has to be among them for as many engines."""
+    return [
+        _row(engines, contender, of_case, () if contender == reference else replays[engines, reference])
+        for (engines, contender), of_case in replays.items()
+    ]
+
+
+def _row(engines: int, contender: str, replays: Sequence[Replay], reference: Sequence[Replay]) -> ServingRow:
+    def both(value: Callable[[Replay], float]) -> tuple[Spread, Spread | None]:
+        mine = [value(replay) for replay in replays]
+        ratios = [a / max(value(other), 1e-9) for a, other in zip(mine, reference, strict=True)] if reference else []
+        return Spread.of(mine), Spread.of(ratios) if ratios else None
+
+    (p50_ms, p50), (p90_ms, p90), (p99_ms, p99) = (both(_percentile(share)) for share in (0.5, 0.9, 0.99))
+    tokens_s, tokens = both(lambda replay: replay.tokens_s)
+    engine_ms, engine = both(lambda replay: replay.engine_ms)
+    return ServingRow(
+        contender,
+        engines,
+        len(replays),
+        p50_ms,
+        p90_ms,
+        p99_ms,
+        tokens_s,
+        both(lambda replay: replay.hit)[0],
+        engine_ms,
+        both(lambda replay: replay.server_ms)[0],
+        sum(replay.equal for replay in replays) / len(replays),
+        p50,
+        p90,
+        p99,
+        tokens,
+        engine,
+    )
+
+
+def _percentile(fraction: float) -> Callable[[Replay], float]:
+    return lambda replay: percentile(sorted(replay.first_ms), fraction)
+
+
+def serving_tables(figures: ServingFigures) -> list[Table]:
+    """Return the load, what a user sees, what it costs, and what did not run."""
+    load = figures.load
+    about = new_table("the load", "")
+    for name, text in (
+        ("trace", load.trace),
+        ("requests, of conversations", f"{load.requests}, {load.conversations}"),
+        ("arrive within", f"{load.seconds:.0f} s"),
+        ("tokens of prompts, of answers", f"{load.prompt_tokens:,}, {load.answer_tokens:,}"),
+        ("of the prompts said before", f"{load.shared:.0%}"),
+        ("model", load.model),
+        ("KV cache of an engine, capacity beside it", f"{ByteSize(load.kv_cache_bytes)}, {_size(load)}"),
+    ):
+        about.add_row(name, text)
+    seen = new_table(
+        "time to first token",
+        *("p50", "ratio to no offload", "min to max"),
+        *("p90", "ratio to no offload", "min to max"),
+        *("p99", "ratio to no offload", "min to max"),
+    )
+    cost = new_table(
+        "for these",
+        *("hit rate", "tokens/s", "ratio to no offload", "engine's processor", "ratio to no offload"),
+        *("server's processor", "answers equal"),
+    )
+    for row in figures.rows:
+        name = f"{row.contender}, {row.engines} engine{'s' if row.engines > 1 else ''}"
+        waits = ((row.p50_ms, row.p50), (row.p90_ms, row.p90), (row.p99_ms, row.p99))
+        seen.add_row(name, *(cell for wait in waits for cell in _wait(*wait)))
+        cost.add_row(
+            name,
+            f"{row.hit.median:.1%}",
+            f"{row.tokens_s.median:.1f}",
+            _ratio(row.tokens),
+            f"{row.engine_ms.median:.0f} ms",
+            _ratio(row.engine),
+            f"{row.server_ms.median:.1f} ms",
+            f"{row.equal:.0%}",
+        )
+    return [about, seen, cost, *([skipped_table(figures.skipped)] if figures.skipped else [])]
+
+
+def _size(load: LoadFigures) -> str:
+    return str(ByteSize(load.capacity_bytes))
+
+
+def _wait(ms: Spread, ratio: Spread | None) -> tuple[str, str, str]:
+    return f"{ms.median:,.0f} ms", _ratio(ratio), format_range(ratio) if ratio else ""
+
+
+def _ratio(ratio: Spread | None) -> str:
+    return f"{ratio.median:.2f} x" if ratio else ""

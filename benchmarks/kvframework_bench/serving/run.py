@@ -1,0 +1,270 @@
+"""The measurement: engines of all contenders at once, and one load for each of them in turn, round by round.
+
+Idle engines take a hundredth of a core, so all are there from the beginning, and a round has every contender. Each
+round has other tokens, so that nothing of one is a hit in the next; the arithmetic of lengths is the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvframework.api.options import ByteSize
+from kvframework.trace.reading import open_trace
+from kvframework_bench.console import Stage, no_progress
+from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped
+from kvframework_bench.machine import available_bytes
+from kvframework_bench.process import await_end, scratch
+from kvframework_bench.process import running as running_child
+from kvframework_bench.serving.asking import Answer, Due, ask_all, body
+from kvframework_bench.serving.contenders import CONTENDERS, NONE, Contender, Offload
+from kvframework_bench.serving.engines import SERVED, Engine, EngineSettings, family, processor_s, running_engine
+from kvframework_bench.serving.figures import LoadFigures, Replay, ServingFigures, rows_of
+from kvframework_bench.serving.load import Ask, LoadShape, Piece, make_load, shared_tokens, token_ids
+from kvframework_bench.serving.model import SUMMARY, VOCABULARY, read_config
+
+_ENGINES = (1, 2)
+_WARM_UP_TOKENS, _WARM_UP_SEED = 1024, -1
+# What is still being stored when the last answer ends counts, too.
+_SETTLE_S = 0.5
+_END_S = 3.0
+
+
+class ServingSizes(msgspec.Struct, frozen=True):
+    """`kv_cache_bytes` of each engine and `capacity_bytes` of what is beside it; `rounds` of every contender. An
+    engine takes about `engine_bytes` of memory besides."""
+
+    shape: LoadShape
+    rounds: int
+    kv_cache_bytes: int = 24 << 20
+    capacity_bytes: int = 1 << 30
+    engine_bytes: int = 1 << 30
+
+
+FULL = ServingSizes(LoadShape(requests=60, seconds=25), rounds=3)
+QUICK = ServingSizes(LoadShape(requests=12, seconds=4), rounds=1)
+
+# Starts an engine, as `running_engine` does.
+Launch = Callable[[str, EngineSettings, Sequence[str], Sequence[int], Path], AbstractContextManager[Engine]]
+
+
+@dataclass
+class _Running:
+    """A contender with its engines."""
+
+    name: str
+    offload: Offload
+    engines: list[Engine]
+
+    def engine_s(self) -> float:
+        return sum(engine.processor_s() for engine in self.engines)
+
+    def server_s(self) -> float:
+        server = self.offload.server
+        return sum(map(processor_s, family(server.pid))) if server is not None else 0.0
+
+
+def bench_serving(
+    sizes: ServingSizes,
+    *,
+    trace: Path,
+    model: Path | None = None,
+    stage: Stage = no_progress,
+    contenders: Sequence[Contender] = CONTENDERS,
+    launch: Launch = running_engine,
+) -> ServingFigures:
+    """Measure; takes ten minutes. `model` is a folder, None for the bench's own.
+
+    Raises `TraceError` for what is no trace, `BenchUnavailable` for a folder without a model or too little memory, and
+    `BenchFailed`, with the end of its log, for an engine that does not start or ends.
+    """
+    opened = open_trace(trace)
+    asks = make_load(opened, opened.header.chunk_tokens, sizes.shape)
+    config = read_config(model) if model is not None else None
+    longest = sizes.shape.longest + sizes.shape.longest_answer
+    if config is not None and config.max_position_embeddings < longest:
+        raise BenchUnavailable(
+            f"its prompts have at most {config.max_position_embeddings} tokens",
+            where=f"--model {model}",
+            available=f"the load needs {longest}",
+        )
+    _check_memory(sizes, len(contenders))
+    with scratch() as directory, ExitStack() as stack:
+        if model is None:
+            model = _made(directory)
+        settings = EngineSettings(model, longest, sizes.kv_cache_bytes)
+        skipped: list[Skipped] = []
+        with stage("starting engines", len(contenders)) as advance:
+            running = _started(contenders, sizes, settings, directory, launch, stack, skipped, advance)
+        bodies = _Bodies(asks, config.vocab_size if config else VOCABULARY)
+        replays = _rounds(running, asks, bodies, sizes.rounds, stage)
+    load = LoadFigures(
+        trace=opened.header.name,
+        requests=len(asks),
+        conversations=len({ask.conversation for ask in asks}),
+        seconds=sizes.shape.seconds,
+        prompt_tokens=sum(ask.prompt_tokens for ask in asks),
+        answer_tokens=sum(ask.answer_tokens for ask in asks),
+        shared=shared_tokens(asks) / sum(ask.prompt_tokens for ask in asks),
+        model=SUMMARY if config is None else model.name,
+        kv_cache_bytes=sizes.kv_cache_bytes,
+        capacity_bytes=sizes.capacity_bytes,
+    )
+    return ServingFigures(load, rows_of(replays, NONE), skipped)
+
+
+def _check_memory(sizes: ServingSizes, contenders: int) -> None:
+    engines = contenders * _ENGINES[-1]
+    needed = engines * (sizes.engine_bytes + sizes.kv_cache_bytes) + contenders * sizes.capacity_bytes
+    if (there := available_bytes()) < needed:
+        raise BenchUnavailable(
+            f"{engines} engines and what is beside them need {ByteSize(needed)} of memory",
+            available=f"{ByteSize(there)}",
+        )
+
+
+def _made(directory: Path) -> Path:
+    """Return a new folder with the bench's own model. Raises `BenchFailed`."""
+    model = directory / "model"
+    with running_child(
+        "model", [sys.executable, "-m", "kvframework_bench.serving.model", str(model)], directory
+    ) as child:
+        await_end(child)
+        if not (model / "config.json").exists():
+            raise child.failure("has not written the model")
+    return model
+
+
+def _started(
+    contenders: Sequence[Contender],
+    sizes: ServingSizes,
+    settings: EngineSettings,
+    directory: Path,
+    launch: Launch,
+    stack: ExitStack,
+    skipped: list[Skipped],
+    advance: Callable[[], None],
+) -> list[_Running]:
+    """Return the contenders whose engines answer; the reasons of the others are added to `skipped`. Those of one start
+    together: all at once take longer than an engine's patience where there are few cores."""
+    answering = []
+    for number, contender in enumerate(contenders):
+        place = directory / str(number)
+        place.mkdir()
+        with ExitStack() as own:
+            engines: list[Engine] = []
+            try:
+                offload = own.enter_context(contender.open(place, sizes.capacity_bytes))
+                for index, cores in enumerate(_halves(sorted(os.sched_getaffinity(0)))):
+                    name = f"{contender.name}, engine {index + 1}"
+                    engines.append(own.enter_context(launch(name, settings, offload.options, cores, place)))
+                for engine in engines:
+                    engine.await_answer()
+            except BenchUnavailable as error:
+                skipped.append(Skipped(contender.name, error.fact, error.hint))
+            except BenchFailed as error:
+                if contender.needed:
+                    raise
+                why = next(filter(None, (engine.why() for engine in engines)), error.fact)
+                skipped.append(Skipped(contender.name, why, "its engine does not start"))
+            else:
+                answering.append(_Running(contender.name, offload, engines))
+                stack.push(own.pop_all())
+        advance()
+    return answering
+
+
+def _halves(cores: Sequence[int]) -> list[Sequence[int]]:
+    """Return the cores of each engine; of a single core, twice that one."""
+    half = len(cores) // 2
+    return [cores[:half] or cores, cores[half:]]
+
+
+class _Bodies:
+    """The requests of a replay, encoded before its time begins."""
+
+    def __init__(self, asks: Sequence[Ask], vocabulary: int) -> None:
+        self._asks = asks
+        self._vocabulary = vocabulary
+
+    def of_round(self, seed: int) -> list[bytes]:
+        return [body(SERVED, self.prompt(ask, seed), ask.answer_tokens) for ask in self._asks]
+
+    def prompt(self, ask: Ask, seed: int) -> list[int]:
+        return token_ids(ask, seed=seed, vocabulary=self._vocabulary)
+
+    def warm_up(self) -> bytes:
+        """Return a request of other tokens than all rounds."""
+        ask = Ask(0.0, 0, 0, (Piece(0, _WARM_UP_TOKENS),), 2)
+        return body(SERVED, self.prompt(ask, _WARM_UP_SEED), ask.answer_tokens)
+
+
+def _rounds(
+    running: Sequence[_Running], asks: Sequence[Ask], bodies: _Bodies, rounds: int, stage: Stage
+) -> dict[tuple[int, str], list[Replay]]:
+    """Return the replays of each case, round by round. Every other round goes backwards."""
+    for each in running:
+        for engine in each.engines:
+            _answers(each, [Due(0.0, engine.port, bodies.warm_up(), 2)] * 2)
+    replays: dict[tuple[int, str], list[Replay]] = {
+        (engines, each.name): [] for engines in _ENGINES for each in running
+    }
+    with stage("replaying the load", rounds * len(replays)) as advance:
+        for number in range(rounds):
+            for engines in _ENGINES:
+                encoded = bodies.of_round(number * len(_ENGINES) + engines)
+                done: dict[str, tuple[Replay, list[Answer]]] = {}
+                for each in running[:: -1 if number % 2 else 1]:
+                    done[each.name] = _replay(each, asks, encoded, engines)
+                    advance()
+                expected = [answer.tokens for answer in done[NONE][1]]
+                for name, (replay, answers) in done.items():
+                    equal = sum(a.tokens == b for a, b in zip(answers, expected, strict=True)) / len(asks)
+                    replays[engines, name].append(msgspec.structs.replace(replay, equal=equal))
+    return replays
+
+
+def _replay(
+    contender: _Running, asks: Sequence[Ask], encoded: Sequence[bytes], engines: int
+) -> tuple[Replay, list[Answer]]:
+    """Replay the load with so many engines. Each turn of a conversation goes to the engine after that of the turn
+    before it: what an engine has itself helps the fewest."""
+    ports = [engine.port for engine in contender.engines[:engines]]
+    dues = [
+        Due(ask.at, ports[(ask.conversation + ask.turn) % engines], text, ask.answer_tokens)
+        for ask, text in zip(asks, encoded, strict=True)
+    ]
+    engine_s, server_s = contender.engine_s(), contender.server_s()
+    answers, seconds = _answers(contender, dues)
+    time.sleep(_SETTLE_S)
+    engine_s, server_s = contender.engine_s() - engine_s, contender.server_s() - server_s
+    replay = Replay(
+        first_ms=[1000 * answer.first_s for answer in answers],
+        tokens_s=sum(ask.answer_tokens for ask in asks) / seconds,
+        hit=sum(answer.cached for answer in answers) / sum(answer.prompt for answer in answers),
+        engine_ms=1000 * engine_s / len(asks),
+        server_ms=1000 * server_s / len(asks),
+        equal=0.0,
+    )
+    return replay, answers
+
+
+def _answers(contender: _Running, dues: Sequence[Due]) -> tuple[list[Answer], float]:
+    """See `ask_all`. An engine that has ended meanwhile is the error, with the end of its log."""
+    try:
+        return ask_all(dues)
+    except (OSError, BenchFailed) as error:
+        # Its connections end before the process does.
+        deadline = time.monotonic() + _END_S
+        while time.monotonic() < deadline:
+            for engine in contender.engines:
+                engine.child.check_alive()
+            time.sleep(0.01)
+        raise BenchFailed(f"{contender.name}: {error}") from error

@@ -1,0 +1,69 @@
+"""A stand-in for vLLM's OpenAI server: `stand_in_engine.py PORT [dies | dies-when-asked | refuses | other-tokens]`.
+
+Its answers follow from the prompt; it says of a prompt's first half that it was cached if it has answered it before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+PORT, FAULT = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+seen: set[str] = set()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        return
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if FAULT == "dies-when-asked" and len(asked["prompt"]) != 1024:  # not the first one, which warms up
+            print("RuntimeError: no blocks are left", flush=True)
+            os._exit(4)
+        if FAULT == "refuses":
+            text = b'{"error": {"message": "too long"}}'
+            self.send_response(400)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        half = str(asked["prompt"][: len(asked["prompt"]) // 2])
+        cached = len(asked["prompt"]) // 2 if half in seen else 0
+        seen.add(half)
+        first = zlib.crc32(str(asked["prompt"]).encode()) + (FAULT == "other-tokens")
+        for number in range(asked["max_tokens"]):
+            self._tell({"choices": [{"text": "", "token_ids": [first + number]}]})
+        usage = {"prompt_tokens": len(asked["prompt"]), "prompt_tokens_details": {"cached_tokens": cached}}
+        self._tell({"choices": [], "usage": usage})
+        self._send(b"data: [DONE]\n\n")
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _tell(self, event: object) -> None:
+        self._send(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def _send(self, data: bytes) -> None:
+        # In two pieces: an event need not come whole.
+        for piece in (data[:9], data[9:]):
+            self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+            self.wfile.flush()
+
+
+if FAULT == "dies":
+    print("(Worker pid=7) ERROR [spec.py:1] Exception: only supported on GPUs", flush=True)
+    print("RuntimeError: Engine core initialization failed.", flush=True)
+    sys.exit(3)
+ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
