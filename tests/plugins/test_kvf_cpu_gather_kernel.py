@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import ctypes
 import os
 import threading
@@ -140,34 +139,3 @@ def test_several_threads_copy_at_once() -> None:
     for thread in threads:
         thread.join(60)
     assert failed == []
-
-
-def test_only_helpers_that_store_give_way() -> None:
-    assert KERNEL is not None
-    seen: set[int] = set()
-    stopped = threading.Event()
-    here = threading.get_native_id()
-    before = os.getpriority(os.PRIO_PROCESS, here)
-    if before > 14:
-        pytest.skip("this process has nearly the lowest priority already")
-
-    def watch() -> None:
-        own = threading.get_native_id()
-        while not stopped.is_set():
-            for thread in map(int, os.listdir("/proc/self/task")):
-                if thread not in (here, own):
-                    with contextlib.suppress(OSError):  # it has ended
-                        seen.add(os.getpriority(os.PRIO_PROCESS, thread))
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        big: tuple[list[int], int, list[Step], int] = [0, 1], 2, [], BYTES_PER_THREAD
-        check(KERNEL, big, to_arena=False)
-        assert max(seen, default=before) <= before
-        while max(seen, default=before) <= before:
-            check(KERNEL, big, to_arena=True)
-        assert os.getpriority(os.PRIO_PROCESS, here) == before
-    finally:
-        stopped.set()
-        watching.join()

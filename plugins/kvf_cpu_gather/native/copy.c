@@ -5,14 +5,12 @@
  * A fragment is (lane, place, one position of each step): its engine address is the sum of the lane's and the place's
  * address and of position x `engine` of each step, its arena offset likewise. The caller answers for every address.
  */
-#define _GNU_SOURCE /* priorities of threads */
-#include <errno.h>
+#define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/resource.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -21,8 +19,6 @@
 #define KVF_ABI 1
 #define MAX_STEPS 8
 #define MAX_THREADS 64
-#define TURNS 8 /* of each thread of a copy, about */
-#define GIVES_WAY 5 /* measured: with 3 who wakes up still waits for 3 ms, with 5 for none */
 #define ABREAST 4
 #define LINE 64
 #define ABREAST_RUN 2048 /* measured: shorter runs are faster one after the other */
@@ -224,8 +220,9 @@ static uint8_t *arena_of(const kvf_product *product, uint64_t cell)
     return (uint8_t *)((uintptr_t)product->arena + lane + product->place_offsets[cell % product->places]);
 }
 
-static void run_part(part *p)
+static void *run_part(void *argument)
 {
+    part *p = argument;
     const kvf_product *product = p->product;
     choose(p);
     for (uint64_t cell = p->first; cell < p->last; cell++) {
@@ -243,48 +240,13 @@ static void run_part(part *p)
 #if defined(__x86_64__)
     _mm_sfence();
 #endif
-}
-
-/* What the threads of a copy take turns from: `turn` cells at a time, from `next` on. Who is held up does less. */
-typedef struct work {
-    const kvf_product *product;
-    uint64_t cells;
-    uint64_t turn;
-    uint64_t next;
-} work;
-
-static void take_turns(work *w)
-{
-    for (;;) {
-        uint64_t first = __atomic_fetch_add(&w->next, w->turn, __ATOMIC_RELAXED);
-        if (first >= w->cells)
-            return;
-        part p = {.product = w->product, .first = first};
-        p.last = w->cells - first < w->turn ? w->cells : first + w->turn;
-        run_part(&p);
-    }
-}
-
-/* A helper that stores gives way to whom an engine waits for. */
-static void *help(void *argument)
-{
-    work *w = argument;
-    if (w->product->to_arena) {
-        errno = 0;
-        int own = getpriority(PRIO_PROCESS, 0); /* of this thread */
-        if (errno == 0)
-            setpriority(PRIO_PROCESS, 0, own + GIVES_WAY);
-    }
-    take_turns(w);
     return NULL;
 }
 
 uint32_t kvf_copy_abi(void) { return KVF_ABI; }
 
-/* Copies all of `product` by at most `threads` threads; returns when it is done. 0, or -1 if the product is malformed.
- * The caller's is one of them, but waits for helpers where several store: it could not give way, since without
- * privileges a thread never gets its priority back. Helpers take no signals; where one cannot be started, the others do
- * its part. */
+/* Copies all of `product` by at most `threads` threads, the caller's own among them; returns when it is done. 0, or -1
+ * if the product is malformed. Helpers take no signals; where one cannot be started, the caller does its part. */
 int kvf_copy(const kvf_product *product, uint32_t threads)
 {
     uint64_t cells = product->lanes * product->places;
@@ -299,26 +261,26 @@ int kvf_copy(const kvf_product *product, uint32_t threads)
     if (threads > cells)
         threads = (uint32_t)cells;
 
-    work w = {.product = product, .cells = cells, .turn = cells / (threads * (threads > 1 ? TURNS : 1))};
-    if (w.turn < 1)
-        w.turn = 1;
+    part parts[MAX_THREADS];
     pthread_t helpers[MAX_THREADS];
     int started[MAX_THREADS] = {0};
+    for (uint32_t i = 0; i < threads; i++)
+        parts[i] = (part){.product = product, .first = cells * i / threads, .last = cells * (i + 1) / threads};
 
     sigset_t all, before;
-    uint32_t first = threads > 1 && product->to_arena ? 0 : 1, running = 0;
     if (threads > 1) {
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
-        for (uint32_t i = first; i < threads; i++)
-            running += started[i] = pthread_create(&helpers[i], NULL, help, &w) == 0;
+        for (uint32_t i = 1; i < threads; i++)
+            started[i] = pthread_create(&helpers[i], NULL, run_part, &parts[i]) == 0;
         pthread_sigmask(SIG_SETMASK, &before, NULL);
     }
-    if (first == 1 || running < threads)
-        take_turns(&w);
-    for (uint32_t i = first; i < threads; i++) {
+    run_part(&parts[0]);
+    for (uint32_t i = 1; i < threads; i++) {
         if (started[i])
             pthread_join(helpers[i], NULL);
+        else
+            run_part(&parts[i]);
     }
     return 0;
 }
