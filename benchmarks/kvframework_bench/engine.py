@@ -16,8 +16,8 @@ import torch
 
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
-from kvframework.wire import messages as m
 from kvframework_bench.errors import BenchFailed, WrongBytes
+from kvframework_bench.server import emptied
 from kvframework_bench.workload import BLOCK_TOKENS, TRANSPORT, Shape
 
 AXES = ("plane", "block", "token", "head", "dim")
@@ -128,7 +128,7 @@ class Transfers:
     def store(self) -> float:
         """Return the seconds of one store into an empty L1, until it is a hit. Raises `BenchFailed` unless all is
         stored."""
-        cleared = self._client.request("CLEAR", m.Clear(), m.Cleared)
+        cleared = emptied(self._client)
         if cleared.in_use:
             raise BenchFailed(f"{cleared.in_use} objects are in use before a store")
         return self._stored(self.request)

@@ -26,6 +26,7 @@ from kvframework_bench.process import BenchChild, running
 _START_S = 30.0
 _READY_S = 120.0
 _POLL_S = 0.005
+_FREED_S = 5.0
 # A bench waits where an engine would compute: a late answer shows in the figures and is no miss. This is the scale of
 # clients' deadlines.
 PATIENT = 20.0
@@ -90,6 +91,19 @@ def status(client: KVClient) -> dict[str, Any]:
     """Return the document of REPORT_STATUS."""
     document: dict[str, Any] = msgspec.json.decode(client.request("REPORT_STATUS", m.Empty(), m.StatusReply).document)
     return document
+
+
+def emptied(client: KVClient) -> m.Cleared:
+    """Clear L1 and return what left it. Waits for the pins of tickets that are free, of which the server hears with the
+    client's next PING; those in use after 5 seconds stay."""
+    deadline = time.monotonic() + _FREED_S
+    objects = 0
+    while True:
+        cleared = client.request("CLEAR", m.Clear(), m.Cleared)
+        objects += cleared.objects
+        if not cleared.in_use or time.monotonic() > deadline:
+            return msgspec.structs.replace(cleared, objects=objects)
+        time.sleep(_POLL_S)
 
 
 def _arena_ready(client: KVClient) -> bool:

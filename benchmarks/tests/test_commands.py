@@ -81,7 +81,18 @@ def test_store() -> None:
 
 def test_l2(tmp_path: Path) -> None:
     figures = document("l2", "--part", "disk", "--folder", str(tmp_path))
-    assert set(figures) == {"redis", "engine", "disk", "stalled", "new", "memory", "codecs", "skipped"}
+    assert set(figures) == {
+        "redis",
+        "s3",
+        "mooncake",
+        "engine",
+        "disk",
+        "stalled",
+        "new",
+        "memory",
+        "codecs",
+        "skipped",
+    }
     assert figures["redis"] is None
     assert figures["disk"]["rows"]
     assert all(set(row["ratio_to_reference"]) == SPREAD for row in figures["disk"]["rows"])

@@ -19,12 +19,11 @@ from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.transport import LoadOutcome, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
 from kvframework.errors import DeviceError, DeviceLost
-from kvframework.wire import messages as m
 from kvframework_bench.cuda.memory import DeviceMemory
 from kvframework_bench.cuda.workload import CHUNK_TOKENS
 from kvframework_bench.errors import BenchFailed, BenchUnavailable
 from kvframework_bench.rounds import Case
-from kvframework_bench.server import running_server
+from kvframework_bench.server import emptied, running_server
 
 TRANSPORT = "cuda_ipc"
 _TIMEOUT_S = 60.0
@@ -123,7 +122,7 @@ class DeviceInstance:
             self.store(chunks)
 
     def _clear(self) -> None:
-        cleared = self._client.request("CLEAR", m.Clear(), m.Cleared)
+        cleared = emptied(self._client)
         if cleared.in_use:
             raise BenchFailed(f"{cleared.in_use} objects are in use before a store")
         self._stored = 0

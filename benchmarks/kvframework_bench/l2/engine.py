@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvframework.client import KVClient
 from kvframework.registry import PluginRegistry
-from kvframework.wire import messages as m
 from kvframework_bench.console import Stage
 from kvframework_bench.copy_reference import fastest_copy
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped, measure_or_skip, require_torch
@@ -34,7 +33,7 @@ from kvframework_bench.l2.tier import (
     redis_settings,
 )
 from kvframework_bench.rounds import Case, Rounds, interleave, rate_gb_s, ratio, timed
-from kvframework_bench.server import running_server
+from kvframework_bench.server import emptied, running_server
 from kvframework_bench.workload import Shape
 
 if TYPE_CHECKING:
@@ -270,7 +269,7 @@ class _Loads:
         return seconds
 
     def _empty(self) -> None:
-        cleared = self._client.request("CLEAR", m.Clear(), m.Cleared)
+        cleared = emptied(self._client)
         if cleared.in_use or not cleared.objects:
             raise BenchFailed(
                 f"{cleared.in_use} objects are in use before a lookup, and {cleared.objects} left L1",

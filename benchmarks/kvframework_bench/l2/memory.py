@@ -8,7 +8,6 @@ from pathlib import Path
 
 from kvframework.client import KVClient, RequestHashes
 from kvframework.registry import PluginRegistry
-from kvframework.wire import messages as m
 from kvframework_bench.console import Stage
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.l2.figures import MemoryRow
@@ -17,7 +16,7 @@ from kvframework_bench.l2.redis_server import running_redis
 from kvframework_bench.l2.sizes import Sizes
 from kvframework_bench.l2.tier import TIMEOUT_S, await_written, check_plugin, redis_settings
 from kvframework_bench.prefix import Prefixes, shape_of, token_ids
-from kvframework_bench.server import PeakMeter, running_server
+from kvframework_bench.server import PeakMeter, emptied, running_server
 
 _ARENA_SLACK = 32 << 20
 _WAIT_S = 120.0
@@ -72,7 +71,7 @@ def like_kv(nbytes: int) -> bytes:
 
 
 def _clear(client: KVClient) -> None:
-    cleared = client.request("CLEAR", m.Clear(), m.Cleared)
+    cleared = emptied(client)
     if cleared.in_use:
         raise BenchFailed(f"{cleared.in_use} objects are in use where none should be")
 
