@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,9 +69,9 @@ def setting(*, flips: str = "") -> Setting:
     ways: dict[str, str] = {}
 
     @contextmanager
-    def serve(_directory: Path, shared: bool) -> Iterator[str]:
+    def serve(_directory: Path, shared: bool) -> Iterator[SimpleNamespace]:
         endpoint = "shared" if shared else "pickle"
-        yield endpoint
+        yield SimpleNamespace(endpoint=endpoint)
         ways[endpoint] = "ended"
 
     @contextmanager
