@@ -178,9 +178,6 @@ class TierCalls:
             if call is not None:
                 circuit.succeeded(call, now)
 
-    def _circuit(self, name: str) -> Breaker:
-        return self._circuit_of[name]
-
     def _worst(self) -> Breaker:
         """Return the worse circuit; of two in the same state, the one that has been in it for longer."""
         return max(self._circuits.values(), key=lambda breaker: (STATES.index(breaker.state), -breaker.since))
@@ -205,7 +202,7 @@ class TierCalls:
 
     def _failed(self, name: str, number: int, error: Exception) -> None:
         with self._lock:
-            circuit = self._circuit(name)
+            circuit = self._circuit_of[name]
             was, quiet = circuit.state, self._closed
             circuit.failed(number, self._clock())
             opened = was == "closed" != circuit.state
