@@ -139,7 +139,8 @@ class Transfer:
     layer group; `block_ids` are the ids as passed by the engine, one list per layer group for all tokens. `kv_caches`
     are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's own event behind
     the work that the copy has to wait for, None for the work in the calling thread's current stream. `content` goes to
-    the server beside the bytes, if it has asked for it.
+    the server beside the bytes, if it has asked for it. `in_pieces`: a transport that copies a load in the engine's own
+    thread does so in `Future.advance` only, piece by piece; others take no notice.
     """
 
     key: CacheKey
@@ -149,6 +150,7 @@ class Transfer:
     blocks: Sequence[GroupBlocks]
     event: torch.Event | None = None
     content: ChunkContent | None = None
+    in_pieces: bool = False
 
     @property
     def request_id(self) -> str:
