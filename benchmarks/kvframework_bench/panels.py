@@ -128,6 +128,7 @@ def _serving(figures: ServingFigures) -> list[Panel]:
 
     rows = figures.rows
     hits = [Spread(100 * row.hit.min, 100 * row.hit.median, 100 * row.hit.max) for row in rows]
+    nothing = Spread(0.0, 0.0, 0.0)
     return [
         bars("time to first token, p50; 1 or 2 engines", "ms", [row.p50_ms for row in rows], log=True),
         bars("time to first token, p90", "ms", [row.p90_ms for row in rows], log=True),
@@ -135,6 +136,8 @@ def _serving(figures: ServingFigures) -> list[Panel]:
         bars("tokens of prompts that were not computed", "%", hits),
         bars("tokens of answers a second", "tokens/s", [row.tokens_s for row in rows]),
         bars("engine's processor time a request", "ms", [row.engine_ms for row in rows]),
+        bars("of it the connector's", "ms", [row.connector_ms or nothing for row in rows]),
+        bars("processor time of the server beside it, a request", "ms", [row.server_ms for row in rows]),
     ]
 
 

@@ -181,7 +181,7 @@ def stand_in(
 ) -> Iterator[Engine]:
     port = free_port()
     with running(name, [sys.executable, STAND_IN, str(port), *options], directory) as child:
-        yield Engine(name, port, child)
+        yield Engine(name, port, child, directory)
 
 
 @pytest.fixture
