@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from kvframework_bench.errors import Skipped
 from kvframework_bench.rounds import Latency, Spread
@@ -28,7 +29,8 @@ def skipped_table(rows: Sequence[Skipped]) -> Table:
     """Return a table of the parts that could not be measured."""
     table = new_table("skipped", "reason", "hint")
     for row in rows:
-        table.add_row(row.what, row.reason, row.hint)
+        # As they are: names of extras stand in brackets, as markup would.
+        table.add_row(Text(row.what), Text(row.reason), Text(row.hint))
     return table
 
 

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -21,7 +22,7 @@ from kvframework_bench.lmcache_server import free_port
 from kvframework_bench.process import BenchChild, running
 from kvframework_bench.serving.connector_time import FOLDER, connector_s
 
-_START_S = 600.0
+_START_S, _END_S = 600.0, 10.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 SERVED = "model"
 BLOCK_TOKENS = 128
@@ -36,7 +37,8 @@ _ENVIRONMENT = {
     "LMCACHE_LOG_LEVEL": "WARNING",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-_RAISED = re.compile(r"(\w*(?:Error|Exception): .+)")
+# Not what a warning quotes.
+_RAISED = re.compile(r"(?<![`\w])(\w*(?:Error|Exception): .+)")
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -90,6 +92,12 @@ class Engine:
         for handle in handles:
             with suppress(OSError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for handle in handles:
+            select.select([handle], [], [], _END_S)
+        for handle in handles:
+            # Those that were adopted.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG)
             os.close(handle)
 
 

@@ -21,7 +21,7 @@ from kvframework.trace.reading import open_trace
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped
 from kvframework_bench.machine import available_bytes
-from kvframework_bench.process import await_end, scratch
+from kvframework_bench.process import adopting, await_end, scratch
 from kvframework_bench.process import running as running_child
 from kvframework_bench.serving.asking import Answer, Due, ask_all, body
 from kvframework_bench.serving.contenders import CONTENDERS, NONE, Contender, Offload
@@ -100,7 +100,7 @@ def bench_serving(
             available=f"the load needs {longest}",
         )
     _check_memory(sizes, len(contenders))
-    with scratch() as directory, ExitStack() as stack:
+    with scratch() as directory, adopting(), ExitStack() as stack:
         if model is None:
             model = _made(directory)
         settings = EngineSettings(model, longest, sizes.kv_cache_bytes)

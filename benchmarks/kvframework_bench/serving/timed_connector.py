@@ -40,10 +40,10 @@ def timed(connector: type, base: type) -> type:
     """Return a class like `connector` whose public methods, those that `base` has not just like it, are counted."""
     counted: dict[str, Any] = {}
     for name, method in inspect.getmembers(connector, inspect.isfunction):
+        called = name == "__init__" or not name.startswith("_")
         own = method is not getattr(base, name, None)
-        if own and not isinstance(inspect.getattr_static(connector, name), staticmethod):
-            if name == "__init__" or not name.startswith("_"):
-                counted[name] = _counted(method)
+        if called and own and not isinstance(inspect.getattr_static(connector, name), staticmethod):
+            counted[name] = _counted(method)
     return type(connector)(connector.__name__, (connector,), {"__module__": __name__, **counted})
 
 
@@ -121,7 +121,7 @@ def _opened() -> _Account:
     global _account
     if _account is None:
         _account = _Account(Path(os.environ[FOLDER]) / str(os.getpid()))
-        threading.Thread.start = _start_counted  # type: ignore[method-assign]
+        threading.Thread.start = _start_counted  # type: ignore[method-assign, assignment]
     return _account
 
 
