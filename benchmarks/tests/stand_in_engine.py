@@ -1,4 +1,5 @@
-"""A stand-in for vLLM's OpenAI server: `stand_in_engine.py PORT [dies | dies-when-asked | refuses | other-tokens | leaves-a-child]`.
+"""A stand-in for vLLM's OpenAI server: `stand_in_engine.py PORT [FAULT]`. FAULT is dies, dies-when-asked, refuses,
+other-tokens or leaves-a-child.
 
 Its answers follow from the prompt; it says of a prompt's first half that it was cached if it has answered it before.
 """

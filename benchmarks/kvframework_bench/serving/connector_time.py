@@ -1,4 +1,4 @@
-"""Processor time of the KV connectors within an engine, as its processes tell it and as the kernel does.
+"""Processor time of the KV connectors within an engine, as its processes note it and as the kernel does.
 
 `timed_connector` writes, for each process of an engine with a connector, the time within the engine's calls into it and
 which threads are its own; what those took is the kernel's to say.
@@ -20,24 +20,24 @@ MOST_THREADS = FILE_BYTES // 8 - 2
 
 
 def connector_s(processes: Iterable[int], folder: Path) -> float | None:
-    """Return the processor time of the connectors of these processes so far, in seconds; None if none has told any.
+    """Return the processor time of the connectors of these processes so far, in seconds; None if none has said any.
 
     It is that within the calls, that of the connectors' threads, and that of all threads which have ended: the copy
     kernels' end with each copy, and an engine ends none of its own while it serves.
     """
-    told = [(pid, folder / str(pid)) for pid in processes if (folder / str(pid)).exists()]
-    return sum(_of_process(pid, file) for pid, file in told) / 1e9 if told else None
+    noted = [(pid, folder / str(pid)) for pid in processes if (folder / str(pid)).exists()]
+    return sum(_of_process(pid, file) for pid, file in noted) / 1e9 if noted else None
 
 
 def _of_process(pid: int, file: Path) -> int:
-    told = array("Q", file.read_bytes())
+    noted = array("Q", file.read_bytes())
     # Before the threads: what runs in between is counted with neither.
     with suppress(OSError):
         whole = time.clock_gettime_ns(_clock(pid))
         threads = {int(task.name): _thread_ns(task) for task in Path(f"/proc/{pid}/task").iterdir()}
-        own = sum(threads.get(thread, 0) for thread in told[2 : 2 + told[1]])
-        return told[0] + own + max(whole - sum(threads.values()), 0)
-    return told[0]
+        own = sum(threads.get(thread, 0) for thread in noted[2 : 2 + noted[1]])
+        return noted[0] + own + max(whole - sum(threads.values()), 0)
+    return noted[0]
 
 
 def _clock(pid: int) -> int:

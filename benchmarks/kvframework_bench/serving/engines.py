@@ -52,7 +52,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
 @dataclass
 class Engine:
     """A server that answers on `port`; `child` is the process of its HTTP side, whose children are the others. In
-    `connectors` they tell the times of theirs."""
+    `connectors` they note the times of theirs."""
 
     name: str
     port: int

@@ -48,12 +48,12 @@ def timed(connector: type, base: type) -> type:
 
 
 class _Account:
-    """What this process has told. Calls come from any thread."""
+    """What this process notes in its file. Calls come from any thread."""
 
     def __init__(self, file: Path) -> None:
         with file.open("w+b") as opened:
             opened.truncate(FILE_BYTES)
-            self._told = memoryview(mmap.mmap(opened.fileno(), FILE_BYTES)).cast("Q")
+            self._noted = memoryview(mmap.mmap(opened.fileno(), FILE_BYTES)).cast("Q")
         self._lock = threading.Lock()
         self._tasks: set[int] = set()
         self._count = 0
@@ -66,7 +66,7 @@ class _Account:
     def after_call(self, nanoseconds: int) -> None:
         """Count the time of a call, and the threads that it has started besides Python's own."""
         with self._lock:
-            self._told[0] += nanoseconds
+            self._noted[0] += nanoseconds
         if os.stat(_TASKS).st_nlink != self._count:
             new = self._look() - {each.native_id for each in threading.enumerate()}
             for thread in new:
@@ -74,10 +74,10 @@ class _Account:
 
     def add_thread(self, thread: int) -> None:
         with self._lock:
-            number = self._told[1]
+            number = self._noted[1]
             if number < MOST_THREADS:
-                self._told[2 + number] = thread
-                self._told[1] = number + 1
+                self._noted[2 + number] = thread
+                self._noted[1] = number + 1
 
     def _look(self) -> set[int]:
         before, self._tasks = self._tasks, set(map(int, os.listdir(_TASKS)))
