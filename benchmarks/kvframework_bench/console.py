@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
 from kvframework_bench.errors import Skipped
 from kvframework_bench.rounds import Latency, Spread
@@ -30,7 +30,7 @@ def skipped_table(rows: Sequence[Skipped]) -> Table:
     table = new_table("skipped", "reason", "hint")
     for row in rows:
         # As they are: names of extras stand in brackets, as markup would.
-        table.add_row(Text(row.what), Text(row.reason), Text(row.hint))
+        table.add_row(escape(row.what), escape(row.reason), escape(row.hint))
     return table
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ENDINGS = (".png", ".svg")
-_PANEL_INCHES = (6.2, 4.2)
+_PANEL_INCHES = (5.6, 4.0)
 _TITLE_INCHES = 0.9
 _COLUMNS = 2
 _BAR_INCHES = 0.27
@@ -138,8 +138,8 @@ def _bars(axes: Axes, panel: Bars) -> None:
         ecolor="0.35",
         capsize=2,
     )
-    axes.bar_label(drawn, [_figure(bar.value) for bar in panel.bars], padding=3, fontsize=7)
-    axes.margins(x=0.14)
+    axes.bar_label(drawn, [_figure(bar.value) for bar in panel.bars], padding=3, fontsize=8)
+    axes.margins(x=0.17)
     for place, bar in zip(places, panel.bars, strict=True):
         if bar.target_ratio is not None:
             axes.plot([bar.target_ratio] * 2, [place - 0.42, place + 0.42], color="C3", linewidth=2.5)
@@ -153,7 +153,7 @@ def _bars(axes: Axes, panel: Bars) -> None:
         crowded = max(bar.high for bar in panel.bars) > 20 * min(bar.low for bar in panel.bars)
         axes.xaxis.set_minor_formatter(lambda value, _at: "" if crowded else _number(value))
         axes.tick_params(axis="x", which="minor", labelsize=7)
-    axes.set_yticks(places, [bar.name for bar in panel.bars], fontsize=8)
+    axes.set_yticks(places, [bar.name for bar in panel.bars], fontsize=9)
     axes.invert_yaxis()
     axes.set(title=panel.title, xlabel=panel.unit)
     axes.grid(visible=True, axis="x", alpha=0.25)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,10 @@ def engine(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+def alive(tasks: Path) -> set[int]:
+    return {int(each.name) for each in tasks.iterdir()}
+
+
 def test_calls_and_threads_of_the_connector_count_and_none_of_the_engine(
     engine: subprocess.Popen[str], tmp_path: Path
 ) -> None:
@@ -37,6 +42,12 @@ def test_calls_and_threads_of_the_connector_count_and_none_of_the_engine(
     seconds = connector_s([os.getpid(), engine.pid], tmp_path)
     assert seconds is not None
     assert 0.7 <= seconds < 0.95
+    noted = array("Q", (tmp_path / str(engine.pid)).read_bytes())
+    tasks = Path(f"/proc/{engine.pid}/task")
+    own = [(tasks / str(thread) / "comm").read_text() for thread in noted[2 : 2 + noted[1]] if thread in alive(tasks)]
+    assert len(own) == len(set(noted[2 : 2 + noted[1]])) - 1  # one has ended
+    of_zmq = sorted(name for name in own if name.startswith("ZMQ"))
+    assert of_zmq == ["ZMQbg/IO/0\n", "ZMQbg/Reaper\n"]
 
 
 def test_of_processes_without_a_connector_nothing_is_known(tmp_path: Path) -> None:

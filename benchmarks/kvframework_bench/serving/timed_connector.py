@@ -2,8 +2,9 @@
 its own name.
 
 A connector gets the same calls and answers as without. Counted are the calls of the engine that the connector answers
-itself, and what runs besides: Python threads that it or one of its threads has started, and others, ZMQ's say, that are
-there after a call and were not before. See `connector_time` for the file that a process writes.
+itself, and what runs besides: Python threads that it or one of its threads has started, and others that are there
+after a call and were not before, or that a socket of ZMQ has brought. See `connector_time` for the file that a process
+writes.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class _Account:
             opened.truncate(FILE_BYTES)
             self._noted = memoryview(mmap.mmap(opened.fileno(), FILE_BYTES)).cast("Q")
         self._lock = threading.Lock()
+        self._own: set[int] = set()
         self._tasks: set[int] = set()
         self._count = 0
 
@@ -68,21 +70,29 @@ class _Account:
         with self._lock:
             self._noted[0] += nanoseconds
         if os.stat(_TASKS).st_nlink != self._count:
-            new = self._look() - {each.native_id for each in threading.enumerate()}
-            for thread in new:
-                self.add_thread(thread)
+            self.add_threads(self._look() - python_threads())
 
-    def add_thread(self, thread: int) -> None:
+    def add_threads(self, threads: set[int]) -> None:
         with self._lock:
-            number = self._noted[1]
-            if number < MOST_THREADS:
-                self._noted[2 + number] = thread
-                self._noted[1] = number + 1
+            for thread in threads - self._own:
+                number = self._noted[1]
+                if number < MOST_THREADS:
+                    self._noted[2 + number] = thread
+                    self._noted[1] = number + 1
+            self._own |= threads
 
     def _look(self) -> set[int]:
-        before, self._tasks = self._tasks, set(map(int, os.listdir(_TASKS)))
+        before, self._tasks = self._tasks, all_threads()
         self._count = len(self._tasks) + 2
         return self._tasks - before
+
+
+def all_threads() -> set[int]:
+    return set(map(int, os.listdir(_TASKS)))
+
+
+def python_threads() -> set[int]:
+    return {thread.native_id for thread in threading.enumerate() if thread.native_id is not None}
 
 
 class _Here(threading.local):
@@ -121,6 +131,7 @@ def _opened() -> _Account:
     global _account
     if _account is None:
         _account = _Account(Path(os.environ[FOLDER]) / str(os.getpid()))
+        _count_sockets(_account)
         threading.Thread.start = _start_counted  # type: ignore[method-assign, assignment]
     return _account
 
@@ -131,8 +142,25 @@ def _start_counted(thread: threading.Thread) -> None:
 
         def run_counted() -> None:
             _here.within = True
-            _opened().add_thread(threading.get_native_id())
+            _opened().add_threads({threading.get_native_id()})
             run()
 
         thread.run = run_counted  # type: ignore[method-assign]
     _start(thread)
+
+
+def _count_sockets(account: _Account) -> None:
+    """Count the threads that come with the first socket of a context, wherever the connector makes it."""
+    import zmq
+
+    make = zmq.Context.socket
+
+    def socket(context: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _here.within:
+            return make(context, *args, **kwargs)
+        before = all_threads()
+        made = make(context, *args, **kwargs)
+        account.add_threads(all_threads() - before - python_threads())
+        return made
+
+    zmq.Context.socket = socket  # type: ignore[method-assign, assignment]
