@@ -17,7 +17,7 @@ import zmq
 from kvframework_bench.serving.timed_connector import timed
 
 spent = threading.Semaphore(0)
-ending = threading.Event()
+called, ending = threading.Event(), threading.Event()
 
 
 def spend(seconds: float) -> None:
@@ -59,6 +59,7 @@ class Connector(Base):
         spend(0.1)
 
     def _two(self) -> None:
+        called.wait()  # so that what comes now comes in no call
         self._socket = zmq.Context().socket(zmq.PUB)
         threading.Thread(target=stay, args=(0.2,)).start()
         stay(0.2)
@@ -71,6 +72,7 @@ def main() -> None:
     assert (counted.__name__, connector.role, isinstance(connector, Connector)) == ("Connector", "worker", True)
     assert counted.start.__doc__ == "Takes its time."
     assert connector.start() == 2
+    called.set()
     threading.Thread(target=stay, args=(0.3,)).start()
     spend(0.3)
     connector.left_alone()
