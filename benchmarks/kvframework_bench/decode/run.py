@@ -25,7 +25,7 @@ from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.decode.figures import DecodeFigures, Window, gaps_within, rows_of
 from kvframework_bench.errors import BenchFailed, BenchUnavailable
 from kvframework_bench.machine import available_bytes
-from kvframework_bench.process import scratch
+from kvframework_bench.process import adopting, scratch
 from kvframework_bench.serving.asking import Answer, Due, ask, ask_all, body
 from kvframework_bench.serving.contenders import CONTENDERS, Contender
 from kvframework_bench.serving.engines import BLOCK_TOKENS, SERVED, Engine, EngineSettings, running_engine
@@ -69,7 +69,7 @@ def bench_decode(
     Raises `BenchUnavailable` for a folder without a model or too little memory, and `BenchFailed`, with the end of its
     log, for an engine that does not start or ends, or that loads where it should not, or not where it should.
     """
-    with scratch() as directory:
+    with scratch() as directory, adopting():
         own = model is None
         model = model or made_model(directory, "large_kv")
         config = read_config(model)
