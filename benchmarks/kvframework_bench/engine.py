@@ -121,9 +121,7 @@ class Transfers:
 
     def scheduler(self) -> SchedulerAdapter:
         """The scheduler's side of the same engine."""
-        return SchedulerAdapter(
-            self._client, model_name=self.model_name, namespace=self.namespace, chunk_tokens=self.chunk_tokens
-        )
+        return self._worker.scheduler()
 
     def store(self) -> float:
         """Return the seconds of one store into an empty L1, until it is a hit. Raises `BenchFailed` unless all is
