@@ -1,8 +1,8 @@
 """Loads that a LOOKUP prepares for the instances that it names, so that they begin with the copy.
 
-A grant is a pin lease of the session that registered the instance, as PREPARE_RETRIEVE gives it; the end of the ticket
-does not end it, since the server does not know whether its load is under way. The client that looked up gives back those that
-no load uses. Runs on the serving thread.
+A grant is a pin lease of the session that registered the instance, as PREPARE_RETRIEVE gives it. The end of the ticket
+does not end it, since the server does not know whether its load is under way: the client that looked up gives back the
+grants that no load uses. Runs on the serving thread.
 """
 
 from __future__ import annotations
