@@ -128,7 +128,8 @@ class SchedulerAdapter:
         asked = LookupResult(0, asked_tokens=last - start, start=start)
         found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed, grant), asked, held_s)
         if found is None:
-            self._client.free_soon(*freed)
+            if freed:
+                self._client.free_soon(*freed)
             return MISS
         request.grants = found.grants
         return found

@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import LoadPlan, Transfer
 from kvframework.client import KVClient, LookupResult, RequestHashes, SchedulerAdapter, register_canonical
 from kvframework.client.engine_driven import SPARE_S
 from kvframework.wire import messages as m
+from kvframework.wire.indices import unpack_offsets
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -274,3 +276,24 @@ def test_an_instance_that_does_not_say_of_which_rank_it_is_gets_none(server: Ser
             worker.store(key, b"x", rank)
         found = asking(worker, key, 0, 1)
         assert (found.hit_tokens, found.grants) == (512, ())
+
+
+def test_each_rank_is_granted_its_own_objects(server: ServerProcess) -> None:
+    group = LayerGroup(1, 16, 1, 8, "float32")
+    with ExitStack() as stack:
+        workers = [stack.enter_context(server.client()) for _ in range(3)]
+        for number, worker in enumerate(workers):
+            shape = m.RegisterKvCache(
+                number, "tiny", 2, number % 2, b"n" * 16, "cpu_gather", KVLayout("paged", (group,), 4)
+            )
+            registered = worker.call("REGISTER_KV_CACHE", shape)
+        keys = [key_for(registered, TOKENS, worker_id=rank, world_size=2) for rank in range(2)]
+        for rank, key in enumerate(keys):
+            workers[rank].store(key, bytes([65 + rank]), rank)
+        grants = asking(stack.enter_context(server.client()), keys[0], 2, 1, 0).grants
+        assert [each.instance_id for each in grants] == [2, 1, 0]
+        for grant in grants:
+            worker, rank = workers[grant.instance_id], grant.instance_id % 2
+            ranges = worker.prepare_retrieve(keys[rank], grant.instance_id).ranges
+            assert unpack_offsets(grant.offsets, where="offsets") == [place.offset for place in ranges]
+            assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
