@@ -14,6 +14,7 @@ from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import LoadPlan, Transfer
 from kvframework.client import KVClient, LookupResult, RequestHashes, SchedulerAdapter, register_canonical
 from kvframework.client.engine_driven import SPARE_S
+from kvframework.service.transfer_paths.grants import MAX_OF_OWNER
 from kvframework.wire import messages as m
 from kvframework.wire.indices import unpack_offsets
 from tests.support.server_process import ServerProcess
@@ -297,3 +298,28 @@ def test_each_rank_is_granted_its_own_objects(server: ServerProcess) -> None:
             ranges = worker.prepare_retrieve(keys[rank], grant.instance_id).ranges
             assert unpack_offsets(grant.offsets, where="offsets") == [place.offset for place in ranges]
             assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
+
+
+def test_grants_leave_leases_for_other_transfers(server: ServerProcess) -> None:
+    with server.client() as worker:
+        key = key_for(worker.register(7), TOKENS)
+        worker.store(key, b"x", 7)
+        grants = [asking(worker, key, 7).grants for _ in range(MAX_OF_OWNER + 1)]
+        assert all(grants[:-1])
+        assert grants[-1] == ()
+        assert worker.prepare_retrieve(key, 7).hit
+        assert asking(worker, key, free=(grants[0][0].lease,)).hit_tokens == 512
+        assert asking(worker, key, 7).grants != ()
+
+
+def test_grants_that_no_load_ends_lapse() -> None:
+    with ServerProcess("server.ticket_s=0.2") as server, server.client() as worker:
+        key = key_for(worker.register(7), TOKENS)
+        worker.store(key, b"x", 7)
+        lapsed = asking(worker, key, 7).grants[0].lease
+        wait_until(lambda: server.status()["l1"]["pins"] == 0, what="the end of the grant")
+        assert not worker.call("COMMIT_RETRIEVE", m.Commit(lapsed)).held
+        lapsed = asking(worker, key, 7).grants[0].lease
+        wait_until(lambda: server.status()["l1"]["pins"] == 0, what="the end of the grant")
+        assert asking(worker, key, 7).grants, "which forgets it"
+        assert not worker.call("COMMIT_RETRIEVE", m.Commit(lapsed)).held

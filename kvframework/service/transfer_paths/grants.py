@@ -7,6 +7,7 @@ grants that no load uses. Runs on the serving thread.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,16 +25,17 @@ from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.indices import pack_indices, pack_offsets
 
-# Grants whose loads are not over; the oldest is forgotten first, and lapses.
-MAX_OPEN = 4096
+# Grants that have not ended, of all sessions and of one: it needs leases for other transfers, too.
+MAX_OPEN, MAX_OF_OWNER = 4096, 1024
 
 
 class Granted(NamedTuple):
-    """A grant: the sessions of the instance, `owner`, and of the client that looked up, `asked_by`. `subject` is that
-    of the LOOKUP; `prompt` tells where in it the objects are."""
+    """A grant: the sessions of the instance, `owner`, and of the client that looked up, `asked_by`; its end, of the
+    clock. `subject` is that of the LOOKUP; `prompt` tells where in it the objects are."""
 
     owner: int
     asked_by: int
+    until: float
     subject: Subject
     prompt: PromptPart
     objects: int
@@ -50,7 +52,10 @@ class Grants:
         self._storage = storage
         self._contents = contents
         self._tenant_of = tenant_of
+        self._clock = storage.clock
+        # The oldest first.
         self._open: dict[str, Granted] = {}
+        self._of_owner: Counter[int] = Counter()
 
     def grant(
         self,
@@ -65,18 +70,20 @@ class Grants:
     ) -> tuple[m.Grant, ...]:
         """Pin, for `lease_s` seconds, what each of `instances` loads for a hit of `hit` chunks, whose `objects` are
         those of all ranks. Left out are instances that could not load it in the arena, or not at all, and those
-        beyond `MAX_GRANTED` objects."""
+        beyond a bound."""
         grants: list[m.Grant] = []
-        left = m.MAX_GRANTED
+        left, until = m.MAX_GRANTED, self._clock() + lease_s
+        self._forget_lapsed()
         for instance_id in dict.fromkeys(instances):
             context = self._contexts.get(instance_id)
             if context is None or not _loads(context, key):
                 continue
             own, positions = objects_of(context.ranks, grid, hit, objects)
+            owner = context.session_id
             left -= len(own)
-            if left < 0:
+            if left < 0 or len(self._open) >= MAX_OPEN or self._of_owner[owner] >= MAX_OF_OWNER:
                 break
-            owner, offsets = context.session_id, pack_offsets([stored.offset for stored in own])
+            offsets = pack_offsets([stored.offset for stored in own])
             try:
                 lease = self._storage.pin_objects(
                     own, owner=owner, request_id=key.request_id, lease_s=lease_s, use=None
@@ -87,9 +94,8 @@ class Grants:
             subject = subject._replace(asked_tokens=hit * grid.desc.chunk_tokens)
             prompt = _prompt(key, grid, hit, context.ranks, positions) if key.retain else NO_PROMPT
             nbytes = sum([stored.length for stored in own])
-            self._open[lease] = Granted(owner, client.session_id, subject, prompt, len(own), nbytes)
-            if len(self._open) > MAX_OPEN:
-                del self._open[next(iter(self._open))]
+            self._open[lease] = Granted(owner, client.session_id, until, subject, prompt, len(own), nbytes)
+            self._of_owner[owner] += 1
             if self._contents.wanted:
                 self._contents.prepared(owner, lease, _cut(key, grid, hit), grid.desc.chunk_tokens)
             grants.append(m.Grant(instance_id, lease, offsets, pack_indices(positions)))
@@ -100,14 +106,15 @@ class Grants:
         granted = self._open.get(lease)
         if granted is None or granted.owner != client.session_id:
             return None
-        return self._open.pop(lease)
+        self._forget(lease, granted)
+        return granted
 
     def give_back(self, client: ClientInfo, lease: str) -> bool:
         """End a grant that no load uses, of a LOOKUP of this client; return whether it is one."""
         granted = self._open.get(lease)
         if granted is None or granted.asked_by != client.session_id:
             return False
-        del self._open[lease]
+        self._forget(lease, granted)
         self._contents.ended(lease)
         try:
             self._storage.unpin(lease, owner=granted.owner)
@@ -119,6 +126,19 @@ class Grants:
         """Forget the grants of a client that has ended; its leases have."""
         for lease in [lease for lease, granted in self._open.items() if granted.owner == session_id]:
             del self._open[lease]
+        del self._of_owner[session_id]
+
+    def _forget_lapsed(self) -> None:
+        now = self._clock()
+        while self._open:
+            lease, granted = next(iter(self._open.items()))
+            if now < granted.until:
+                return
+            self._forget(lease, granted)
+
+    def _forget(self, lease: str, granted: Granted) -> None:
+        del self._open[lease]
+        self._of_owner[granted.owner] -= 1
 
 
 def _loads(context: RegisteredContext, key: CacheKey) -> bool:
