@@ -242,7 +242,7 @@ class SchedulerAdapter:
         self._give_back(reply)
 
     def _give_back(self, reply: m.LookupReply) -> None:
-        """Give back the grants of an answer that no caller gets. Whoever asked again frees the ticket."""
+        """Give back the grants of an answer that no caller gets. The ticket of a question is still the caller's."""
         if reply.grants:
             self._client.free_soon(*(each.lease for each in reply.grants))
 
