@@ -150,8 +150,9 @@ class Transfers:
             self._lookups = self._worker.scheduler()
         found = self._lookups.lookup(self.request)
         seconds = self.retrieve()
-        # At once: a store begins with an empty L1.
+        # At once: a store begins with an empty L1, and would wait for the next PING.
         self._client.request("FREE_LOOKUP_LOCKS", m.TicketRef(found.ticket), m.Freed)
+        self._client.free_soon(*(each.lease for each in found.take_grants()))
         return seconds
 
     def retrieve_part(self, start: int, end: int) -> float:
