@@ -87,6 +87,7 @@ def library(tmp_path: Path) -> Path:
         "-Dsched_yield=kvf_test_yield",
         "-Dclock_gettime=kvf_test_clock",
         "-Dpthread_create=kvf_test_create",
+        f"-DTURN={MIB}",
     ]
     flags = ["-std=c11", "-O2", "-shared", "-fPIC", "-pthread"]
     subprocess.run([found, *flags, *fakes, SOURCE, scheduler, "-o", built], check=True)

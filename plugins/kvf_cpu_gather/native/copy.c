@@ -24,10 +24,12 @@
 #define ABREAST 4
 #define LINE 64
 #define ABREAST_RUN 2048 /* measured: shorter runs are faster one after the other */
-#define TURN (1 << 20) /* about 0.1 ms */
 #define LONG_NS 1000000 /* longer than anything that an engine waits for */
 #define LOSES 40 /* at most one part in so many of a copy's time */
 #define MOST_CREDIT_NS 20000000
+#ifndef TURN
+#define TURN (4 << 20) /* bytes, about 0.4 ms: measured: more often costs a copy beside lookups more */
+#endif
 
 typedef struct {
     uint64_t count;
