@@ -22,6 +22,8 @@ _TRANSPARENT = Path("kernel/mm/transparent_hugepage")
 _RESERVED = Path("kernel/mm/hugepages")
 _ENTRY_BYTES = 8
 _LOOK_S = 0.01
+# Smaller arenas have nothing to gain, and would lose up to a page to be whole.
+_LEAST_PAGES = 32
 # The arena asks for them, so "advise" is enough.
 _ENOUGH = ("always", "within_size", "advise", "force")
 
@@ -105,12 +107,12 @@ def wait_for_pool(nbytes: int, seconds: float) -> bool:
 
 
 def choose_pages(wanted: HugePages, nbytes: int, sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Pages:
-    """Evaluates `[l1] huge_pages` for an arena of `nbytes` on this machine, "on" as "auto". Reserved pages count
-    while others have them, too."""
+    """Evaluates `[l1] huge_pages` for an arena of `nbytes` on this machine, "on" as "auto", but also for a
+    small one. Reserved pages count while others have them, too."""
     if wanted == "off":
         return SMALL
     why_not = ""
-    if wanted != "transparent":
+    if wanted == "on" or (wanted == "auto" and _pages(nbytes) >= _LEAST_PAGES):
         pool = read_pool(sysfs, proc)
         if pool.could_hold(nbytes):
             return Pages("reserved", str(pool))

@@ -80,6 +80,7 @@ def test_reserved_pages_come_first_where_they_are_enough(
 ) -> None:
     nbytes = 31 * huge_page_bytes() + 1
     made = machine(tmp_path, "advise", pool=pool)
+    assert choose_pages("auto", nbytes - 1, made, tmp_path).kind == "transparent"  # nothing to gain
     for wanted in ("auto", "on"):
         assert choose_pages(wanted, nbytes, made, tmp_path) == (kind, reason)
     assert choose_pages("transparent", nbytes, made, tmp_path) == ("transparent", "shmem_enabled is advise")
@@ -110,6 +111,12 @@ def test_no_more_reserved_pages_than_the_cgroup_allows(tmp_path: Path, version: 
     )
     assert str(pool) == "30 of 32 reserved pages are free, as the cgroup allows, of 64"
     assert choose_pages("auto", 33 * huge_page_bytes(), made, made).kind == "small"
+
+
+def test_a_small_arena_leaves_them_unless_it_must_have_huge_ones(tmp_path: Path) -> None:
+    made = machine(tmp_path, "never", pool=(8, 8, 0))
+    assert choose_pages("auto", MIB, made, tmp_path) == ("small", "shmem_enabled is never")
+    assert choose_pages("on", MIB, made, tmp_path).kind == "reserved"
 
 
 def test_on_refuses_a_machine_without(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import ClassVar
 import pytest
 
 import kvf_pinned
-from kvf_pinned import kvf_memories
+from kvf_pinned import huge_pages, kvf_memories
 from kvf_pinned.huge_pages import Pages, read_pool
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.nodes import Choice
@@ -40,7 +40,9 @@ PAGE = huge_page_bytes()
 
 
 @pytest.fixture(autouse=True)
-def pool() -> None:
+def pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough pages for these tests, whose arenas are small."""
+    monkeypatch.setattr(huge_pages, "_LEAST_PAGES", 1)
     if not read_pool().holds(NEEDED * PAGE):
         pytest.skip(f"{read_pool()}, and {NEEDED} are needed: sysctl vm.nr_hugepages={NEEDED}")
 
