@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _EXIT_WORSE = 1
 _EXIT_INTERRUPTED = 130
-_WIDTH = 200
+# Of pipes and files: more than any table needs, reasons included.
+_WIDTH = 2000
 
 app = typer.Typer(
     help="Measure this machine, and the framework next to it. Nothing else should run meanwhile.",

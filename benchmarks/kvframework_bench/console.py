@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -28,7 +29,8 @@ def skipped_table(rows: Sequence[Skipped]) -> Table:
     """Return a table of the parts that could not be measured."""
     table = new_table("skipped", "reason", "hint")
     for row in rows:
-        table.add_row(row.what, row.reason, row.hint)
+        # As they are: names of extras stand in brackets, as markup would.
+        table.add_row(escape(row.what), escape(row.reason), escape(row.hint))
     return table
 
 

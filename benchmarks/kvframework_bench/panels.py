@@ -71,7 +71,8 @@ Panel = Lines | Bars
 def panels(figures: Figures) -> list[Panel]:
     """Return the panels of one document; [] if it has no figures at all."""
     if isinstance(figures, ScaleFigures):
-        return [*_scale(figures.by_clients, clients=True), *_scale(figures.by_objects, clients=False)]
+        both = zip(_scale(figures.by_clients, clients=True), _scale(figures.by_objects, clients=False), strict=True)
+        return [panel for pair in both for panel in pair]
     if isinstance(figures, HostFigures):
         return _host(figures)
     if isinstance(figures, LookupFigures):
@@ -120,31 +121,48 @@ def _shards(figures: ShardsFigures) -> list[Panel]:
 
 
 def _serving(figures: ServingFigures) -> list[Panel]:
-    def bars(title: str, unit: str, values: Sequence[Spread], *, log: bool = False) -> Bars:
-        names = [f"{row.contender}, {row.engines}" for row in figures.rows]
-        kinds = [row.contender for row in figures.rows]
-        made = [spread_bar(name, value, kind=kind) for name, value, kind in zip(names, values, kinds, strict=True)]
-        return Bars(title, unit, made, log=log)
+    def bars(title: str, unit: str, values: Sequence[Spread | None]) -> Bars:
+        made = [
+            spread_bar(
+                f"{row.contender}, {row.engines}",
+                value,
+                kind="reference" if row.p50 is None else row.contender,
+            )
+            for row, value in zip(figures.rows, values, strict=True)
+            if value is not None
+        ]
+        return Bars(title, unit, made)
 
     rows = figures.rows
     hits = [Spread(100 * row.hit.min, 100 * row.hit.median, 100 * row.hit.max) for row in rows]
-    return [
-        bars("time to first token, p50; 1 or 2 engines", "ms", [row.p50_ms for row in rows], log=True),
-        bars("time to first token, p90", "ms", [row.p90_ms for row in rows], log=True),
-        bars("time to first token, p99", "ms", [row.p99_ms for row in rows], log=True),
+    made = [
+        bars("time to first token, p50; 1 or 2 engines", "ms", [row.p50_ms for row in rows]),
+        bars("time to first token, p90", "ms", [row.p90_ms for row in rows]),
+        bars("time to first token, p99", "ms", [row.p99_ms for row in rows]),
         bars("tokens of prompts that were not computed", "%", hits),
         bars("tokens of answers a second", "tokens/s", [row.tokens_s for row in rows]),
         bars("engine's processor time a request", "ms", [row.engine_ms for row in rows]),
+        bars("of it the connector's", "ms", [row.connector_ms for row in rows]),
+        bars(
+            "processor time of the server beside it, a request",
+            "ms",
+            [row.server_ms if row.server_ms.max else None for row in rows],
+        ),
     ]
+    return [panel for panel in made if panel.bars]
 
 
 def _blend(figures: BlendFigures) -> list[Panel]:
+    def kind(way: str) -> str:
+        return "reference" if way == FULL else way.partition(" ")[0].replace("blend", "")
+
     def bars(values: Sequence[tuple[str, float]]) -> list[Bar]:
-        return [Bar(name, value, value, value) for name, value in values]
+        return [Bar(name, value, value, value, kind=kind(name)) for name, value in values]
 
     others = [row for row in figures.ways if row.way != FULL]
+    prefills = [spread_bar(row.way, row.prefill_s, kind=kind(row.way)) for row in figures.ways]
     return [
-        Bars("prefill of the documents", "processor s", [spread_bar(row.way, row.prefill_s) for row in figures.ways]),
+        Bars("prefill of the documents", "processor s", prefills),
         Bars("tokens as those of full", "%", bars([(row.way, 100 * row.agreement) for row in others])),
         Bars("KL divergence from full", "nats", bars([(row.way, row.divergence) for row in others])),
         Bars("right answers", "%", bars([(row.way, 100 * row.right) for row in figures.ways])),

@@ -17,18 +17,20 @@ from kvframework.cli.numbers import short_number
 from kvframework_bench.document import Document
 from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.panels import Bars, Lines, Panel, panels
-from kvframework_bench.scale.figures import ScaleFigures
 from kvframework_bench.tables import headline, warning
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ENDINGS = (".png", ".svg")
-_PANEL_INCHES = (6.2, 4.2)
+_PANEL_INCHES = (5.6, 4.0)
 _TITLE_INCHES = 0.9
+_COLUMNS = 2
 _BAR_INCHES = 0.27
 _DPI = 120
-_FIXED = {"": "C0", "reference": "0.7"}
+_FIXED = {"": "C0", "kvframework": "C0", "reference": "0.7"}
+# Who prefers a dark page gets the light picture inverted, its hues turned back.
+_DARK = "@media (prefers-color-scheme: dark) { svg { filter: invert(0.88) hue-rotate(180deg) } }"
 
 
 def check_plot(file: Path) -> None:
@@ -53,14 +55,13 @@ def check_plot(file: Path) -> None:
 
 def write_plot(document: Document, file: Path) -> None:
     """Draw the panels of a document. Raises the errors of `draw`."""
-    columns = 3 if isinstance(document.figures, ScaleFigures) else 2
     about = headline(document)
     if warnings := warning(document):
         about += f" ({warnings})"
-    draw(panels(document.figures), file, title=f"kvframework bench {document.bench}", about=about, columns=columns)
+    draw(panels(document.figures), file, title=f"kvframework bench {document.bench}", about=about)
 
 
-def draw(made: Sequence[Panel], file: Path, *, title: str, about: str, columns: int = 2) -> None:
+def draw(made: Sequence[Panel], file: Path, *, title: str, about: str) -> None:
     """Draw panels row by row under a title and a description of machine and versions. Overwrites `file`.
 
     Raises `BenchUnavailable` as `check_plot` does, and if it cannot be written after all.
@@ -68,7 +69,7 @@ def draw(made: Sequence[Panel], file: Path, *, title: str, about: str, columns: 
     check_plot(file)
     from matplotlib.figure import Figure
 
-    columns = max(min(columns, len(made)), 1)
+    columns = max(min(_COLUMNS, len(made)), 1)
     rows = [made[at : at + columns] for at in range(0, len(made), columns)]
     heights = [max(_height(panel) for panel in row) for row in rows]
     width = max(_PANEL_INCHES[0] * columns, 8.0)
@@ -85,6 +86,8 @@ def draw(made: Sequence[Panel], file: Path, *, title: str, about: str, columns: 
                     _bars(axes, panel)
     try:
         figure.savefig(file, dpi=_DPI)
+        if file.suffix.lower() == ".svg":
+            file.write_text(file.read_text().replace("</style>", f"{_DARK}</style>", 1))
     except OSError as error:
         raise BenchUnavailable(f"the plot cannot be written: {error.strerror}", where=f"--plot {file}") from error
 
@@ -123,17 +126,20 @@ def _bars(axes: Axes, panel: Bars) -> None:
     places = range(len(panel.bars))
     values = [bar.value for bar in panel.bars]
     ranges = ([bar.value - bar.low for bar in panel.bars], [bar.high - bar.value for bar in panel.bars])
+    ranged = any(map(sum, ranges))
     kinds = dict.fromkeys(bar.kind for bar in panel.bars if bar.kind not in _FIXED)
     colours = _FIXED | {kind: f"C{index}" for index, kind in enumerate(kinds, 1)}
-    axes.barh(
+    drawn = axes.barh(
         places,
         values,
-        xerr=ranges,
+        xerr=ranges if ranged else None,
         height=0.7,
         color=[colours[bar.kind] for bar in panel.bars],
         ecolor="0.35",
         capsize=2,
     )
+    axes.bar_label(drawn, [_figure(bar.value) for bar in panel.bars], padding=3, fontsize=8)
+    axes.margins(x=0.17)
     for place, bar in zip(places, panel.bars, strict=True):
         if bar.target_ratio is not None:
             axes.plot([bar.target_ratio] * 2, [place - 0.42, place + 0.42], color="C3", linewidth=2.5)
@@ -143,11 +149,19 @@ def _bars(axes: Axes, panel: Bars) -> None:
     if panel.log:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(lambda value, _at: _number(value))
-        axes.xaxis.set_minor_formatter(lambda _value, _at: "")
-    axes.set_yticks(places, [bar.name for bar in panel.bars], fontsize=8)
+        # Where the axis spans less than two powers of ten, those alone would be one number or none.
+        crowded = max(bar.high for bar in panel.bars) > 20 * min(bar.low for bar in panel.bars)
+        axes.xaxis.set_minor_formatter(lambda value, _at: "" if crowded else _number(value))
+        axes.tick_params(axis="x", which="minor", labelsize=7)
+    axes.set_yticks(places, [bar.name for bar in panel.bars], fontsize=9)
     axes.invert_yaxis()
     axes.set(title=panel.title, xlabel=panel.unit)
     axes.grid(visible=True, axis="x", alpha=0.25)
+
+
+def _figure(value: float) -> str:
+    """Three digits, as tables have."""
+    return f"{value:,.0f}" if value >= 100 else short_number(value)
 
 
 def _number(value: float) -> str:

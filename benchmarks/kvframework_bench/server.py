@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from kvframework.cli.demo.child import uninterrupted
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
@@ -74,7 +75,9 @@ def _await_answer(child: BenchChild, endpoint: str) -> None:
     """Return with the first answer. A bare socket: a client's pauses between its tries would be measured too."""
     context = zmq.Context()
     try:
-        dealer = context.socket(zmq.DEALER)
+        # A socket that the context does not know yet would keep it from ending.
+        with uninterrupted():
+            dealer = context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL, 2)
         dealer.connect(endpoint)
         dealer.send_multipart(join(1, "HELLO", offer("bench", os.getpid())))

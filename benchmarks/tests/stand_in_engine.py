@@ -1,4 +1,5 @@
-"""A stand-in for vLLM's OpenAI server: `stand_in_engine.py PORT [dies | dies-when-asked | refuses | other-tokens]`.
+"""A stand-in for vLLM's OpenAI server: `stand_in_engine.py PORT [FAULT]`. FAULT is dies, dies-when-asked, refuses,
+other-tokens or leaves-a-child.
 
 Its answers follow from the prompt; it says of a prompt's first half that it was cached if it has answered it before.
 """
@@ -7,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -63,7 +66,12 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if FAULT == "dies":
+    print("WARNING [serve.py:9] this may cause `OSError: [Errno 24] Too many open files`. Consider more", flush=True)
     print("(Worker pid=7) ERROR [spec.py:1] Exception: only supported on GPUs", flush=True)
     print("RuntimeError: Engine core initialization failed.", flush=True)
     sys.exit(3)
+if FAULT == "leaves-a-child" and os.fork() == 0:
+    while time.process_time() < 0.5:
+        pass
+    signal.pause()
 ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from kvframework.client import LookupResult, SchedulerAdapter
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.lookup import bench_lookup
+from kvframework_bench.server import running_server
 from tests.support.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "kvframework.cli.main", "bench"]
@@ -125,6 +127,23 @@ def test_an_interrupted_bench_leaves_nothing_behind(number: signal.Signals, tmp_
     assert process.returncode == 130
     assert b"Traceback" not in errors
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_while_a_socket_is_made_ends_the_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    add = zmq.Context._add_socket
+
+    def interrupted(context: Any, socket: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        add(context, socket)
+
+    monkeypatch.setattr(zmq.Context, "_add_socket", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), running_server(tmp_path, 1 << 20):
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.redis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,12 +18,13 @@ from kvframework.errors import TraceError
 from kvframework.trace.form import Request
 from kvframework_bench.errors import BenchFailed, BenchUnavailable
 from kvframework_bench.lmcache_server import free_port
-from kvframework_bench.process import running
+from kvframework_bench.process import adopting, running
 from kvframework_bench.serving.contenders import NONE, OURS, OWN, PEER, Contender, Offload
-from kvframework_bench.serving.engines import Engine, EngineSettings, vllm_command
+from kvframework_bench.serving.engines import Engine, EngineSettings, family, vllm_command
 from kvframework_bench.serving.figures import ServingFigures
 from kvframework_bench.serving.load import LoadShape, make_load, shared_tokens, token_ids
 from kvframework_bench.serving.run import ServingSizes, bench_serving
+from tests.support.waiting import wait_until
 
 pytest.importorskip("h11")
 
@@ -181,7 +183,7 @@ def stand_in(
 ) -> Iterator[Engine]:
     port = free_port()
     with running(name, [sys.executable, STAND_IN, str(port), *options], directory) as child:
-        yield Engine(name, port, child)
+        yield Engine(name, port, child, directory)
 
 
 @pytest.fixture
@@ -238,6 +240,18 @@ def test_an_engine_that_ends_is_the_error_with_the_end_of_its_log(
 def test_an_engine_that_refuses_is_quoted(run: Callable[..., ServingFigures]) -> None:
     with pytest.raises(BenchFailed, match=re.escape('status 400: {"error": {"message": "too long"}}')):
         run(contender(NONE, "refuses"))
+
+
+def test_what_an_engine_leaves_behind_ends_with_it_and_is_counted(tmp_path: Path) -> None:
+    settings = EngineSettings(Path("model"), 4096, 1 << 25)
+    before = sum(os.times()[2:4])
+    with adopting():
+        with stand_in("an engine", settings, ["leaves-a-child"], [0], tmp_path) as engine:
+            wait_until(lambda: len(family(engine.child.pid)) == 2 and engine.processor_s() > 0.5)
+            of_family = family(engine.child.pid)
+            engine.stop()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in of_family)
+    assert sum(os.times()[2:4]) - before >= 0.5
 
 
 # bad input

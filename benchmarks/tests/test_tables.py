@@ -10,6 +10,9 @@ from rich.console import Console, RenderableType
 
 from benchmarks.tests.test_plot import FIGURES, document
 from kvframework.cli.wide_table import WideTable
+from kvframework_bench.command import _WIDTH
+from kvframework_bench.console import skipped_table
+from kvframework_bench.errors import Skipped
 from kvframework_bench.tables import tables
 
 
@@ -28,6 +31,12 @@ def test_a_terminal_of_80_columns_shows_every_figure(bench: str) -> None:
         assert "…" not in "".join(narrow)
         shown, wide = (Counter(re.findall(r"[^\s─]+", "\n".join(each))) for each in (narrow, lines(table, 400)))
         assert not wide - shown
+
+
+def test_what_was_skipped_is_told_whole() -> None:
+    told = Skipped("mooncake", "a reason " * 40, 'pip install "DIR-OF-CLONE[mooncake]"')
+    shown = "\n".join(lines(skipped_table([told]), _WIDTH))
+    assert all(part.strip() in shown for part in (told.what, told.reason, told.hint))
 
 
 def test_a_table_that_fits_stays_one() -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArenaRange",
     "GroupBlocks",
+    "LoadGrant",
     "LoadOutcome",
     "LoadPlan",
     "Registration",
@@ -117,6 +118,22 @@ class Registration(Message, frozen=True):
     shards: int = 0
 
 
+class LoadGrant(NamedTuple):
+    """What a lookup has prepared for the load of tokens `[start, end)` by one instance: it goes from the scheduler's
+    side of an engine to the worker's, and there to the link, which reads it. `boot_id` is that of the server's start.
+    The rest is the server's, and times of the node's monotonic clock, in seconds."""
+
+    instance_id: int
+    lease: str
+    start: int
+    end: int
+    offsets: bytes
+    objects: bytes
+    boot_id: bytes
+    began: float
+    until: float
+
+
 class GroupBlocks(NamedTuple):
     """The blocks of one layer group of a transfer.
 
@@ -139,7 +156,7 @@ class Transfer:
     layer group; `block_ids` are the ids as passed by the engine, one list per layer group for all tokens. `kv_caches`
     are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's own event behind
     the work that the copy has to wait for, None for the work in the calling thread's current stream. `content` goes to
-    the server beside the bytes, if it has asked for it.
+    the server beside the bytes, if it has asked for it. `grant` is for the link, which need not ask for ranges then.
     """
 
     key: CacheKey
@@ -149,6 +166,7 @@ class Transfer:
     blocks: Sequence[GroupBlocks]
     event: torch.Event | None = None
     content: ChunkContent | None = None
+    grant: LoadGrant | None = None
 
     @property
     def request_id(self) -> str:

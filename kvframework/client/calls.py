@@ -6,6 +6,8 @@ that thread.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -27,8 +29,8 @@ class ServerCalls:
 
     deadlines: ClientDeadlines
     _connection: Connection
-    # How many END_SESSIONs were begun: each may end what a load has pinned.
-    _withdrawals = 0
+    # When the last END_SESSION was begun, of the monotonic clock: each may end what a load has pinned before.
+    _withdrew_at = -math.inf
 
     def request(
         self,
@@ -102,7 +104,7 @@ class ServerCalls:
 
     def _noted(self, name: str) -> None:
         if name == "END_SESSION":
-            self._withdrawals += 1
+            self._withdrew_at = time.monotonic()
 
     def _bulk(self, name: str, payload: Message, buffers: Sequence[Buffer], nbytes: int) -> Future[Answer]:
         return self._connection.bulk_request(name, payload, buffers, timeout=self.deadlines.of_bulk(nbytes))

@@ -26,7 +26,15 @@ from kvframework.messaging.curve import CurveKeys
 from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
 from kvframework.wire.client_deadlines import deadlines_for
-from kvframework.wire.handshake import LOOKUP_PRICE, LOOKUP_WAIT, ONE_WAY, SALTED_TOKEN_IDS, TOKEN_IDS, offer
+from kvframework.wire.handshake import (
+    LOOKUP_GRANT,
+    LOOKUP_PRICE,
+    LOOKUP_WAIT,
+    ONE_WAY,
+    SALTED_TOKEN_IDS,
+    TOKEN_IDS,
+    offer,
+)
 from kvframework.wire.table import REQUESTS
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
@@ -113,8 +121,14 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         """Whether the server takes requests that it does not answer, and tickets to free with others. Never blocks."""
         return self._reply is not None and ONE_WAY in self._reply.features
 
+    @property
+    def grants_loads(self) -> bool:
+        """Whether the server's lookups prepare loads through the arena, which is mapped here. Never blocks."""
+        return self.maps_arena and self._reply is not None and LOOKUP_GRANT in self._reply.features
+
     def free_soon(self, *tickets: str) -> None:
-        """Free tickets with the next LOOKUP or PING, at a server that takes them so. Never blocks."""
+        """Free tickets, and grants by their leases, with the next LOOKUP or PING, at a server that takes them so. Never
+        blocks."""
         self._connection.freed.add(tickets)
 
     def take_freed(self) -> tuple[str, ...]:

@@ -116,6 +116,7 @@ class WorkerAdapter:
             namespace=registered.namespace,
             chunk_tokens=registered.desc.chunk_tokens,
             world_size=registered.world_size,
+            instances=(self.identity.instance_id,),
         )
 
     def key(self, request: RequestHashes, start: int, end: int) -> CacheKey:
@@ -177,7 +178,8 @@ class WorkerAdapter:
         skip_first_n_tokens: int = 0,
     ) -> Future[LoadOutcome]:
         """Load tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. Unless the
-        outcome is `ok` they must be computed. Raises as `submit_store` does."""
+        outcome is `ok` they must be computed. A load of all that the request's last lookup has found needs no question
+        to the server, where that has granted it. Raises as `submit_store` does."""
         instance = self._instance
         if instance is None:
             future = Future.resolved(LoadOutcome.failed(self._not_registered()))
@@ -267,6 +269,7 @@ class WorkerAdapter:
             else None,
             storing=storing,
             moved=registered.moved,
+            grant=None if storing else request.grants.take(self.identity.instance_id, start, end),
         )
 
     def _started(

@@ -16,7 +16,7 @@ from kvf_sglang.attach import AttachedPool
 from kvframework.api.futures import Future
 from kvframework.api.hasher import DIGEST_BYTES
 from kvframework.api.transport import LoadOutcome, StoreOutcome
-from kvframework.client import KVClient, LookupResult, RequestHashes
+from kvframework.client import KVClient, LoadGrant, LookupResult, RequestHashes
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,12 @@ class Tickets:
         with self._lock:
             self._held.append(_Held(last, self._clock() + TICKET_HOLDS_S, result))
             return self._ended(())
+
+    def grants(self, last: bytes, tokens: int) -> Sequence[LoadGrant]:
+        """What a question has prepared that found so many tokens up to this page, once."""
+        with self._lock:
+            found = [each.result for each in self._held if each.last == last and each.result.hit_tokens == tokens]
+        return found[-1].take_grants() if found else ()
 
     def take(self, ends: Collection[bytes]) -> list[LookupResult]:
         """The tickets whose last page is one of these, or whose time is over: to be freed."""
@@ -162,6 +168,7 @@ class PoolPages:
         request = self._request(digests)
         if request is None or not digests:
             return 0
+        request.grants.add(self._tickets.grants(digests[-1], len(digests) * pool.page_tokens))
         blocks = [places] * pool.groups
         with pool.loading:
             future = pool.loads.submit_retrieve(request, 0, len(digests) * pool.page_tokens, blocks)

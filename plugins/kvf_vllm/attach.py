@@ -111,7 +111,11 @@ class AttachedInstance:
 
     def load(self, op: LoadOp) -> Future[LoadOutcome]:
         return self._adapter.submit_retrieve(
-            self._request(op), op.start, op.end, self._by_layer_group(op.block_ids), skip_first_n_tokens=op.skip
+            self._request(op),
+            op.start,
+            op.end,
+            self._by_layer_group(op.block_ids),
+            skip_first_n_tokens=op.skip,
         )
 
     def store(self, op: StoreOp) -> Future[StoreOutcome]:
@@ -156,6 +160,7 @@ class AttachedInstance:
             registration.world_size,
             # Shards of all stages have one namespace.
             0 if registration.shards else self._stage,
+            (registration.instance_id,),
         )
         log.info(
             "registered with the server at %s: chunks of %d tokens, %.1f KiB a token, namespace %s",
@@ -204,6 +209,7 @@ class AttachedInstance:
             digests=op.digests,
             trace=op.trace,
             retain=op.retain,
+            grants=op.grants if isinstance(op, LoadOp) else (),
         )
         # One stage's word is enough, as one rank's is.
         if op.content is not None and not self._stage:

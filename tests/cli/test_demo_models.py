@@ -55,6 +55,13 @@ def test_random_weights_are_no_file() -> None:
     assert chosen_model("random").arguments == []
 
 
+@pytest.mark.parametrize("question", ["Who?", ""])
+def test_who_asks_random_weights_reads_that_they_have_no_answer(question: str) -> None:
+    done = run("demo", "--text", "none", "--question", question)
+    assert done.returncode == 2
+    assert ("note: random weights have tokens and no answer" in done.stderr) is bool(question)
+
+
 def test_a_trained_model_is_the_file_that_was_installed(installed: Path) -> None:
     found = chosen_model("smollm2")
     assert found.path == installed

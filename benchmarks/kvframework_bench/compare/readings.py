@@ -178,6 +178,7 @@ READINGS: dict[type[msgspec.Struct], dict[str, Reading | None]] = {
         "tokens_s": MORE,
         "hit": MORE,
         "engine_ms": LESS,
+        "connector_ms": LESS,
         "server_ms": LESS,
         "equal": MORE_RATIO,
         "p50": LESS_RATIO,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -24,19 +25,21 @@ from kvframework.events.encoding import Encoder, Format
 from kvframework.events.feed import Feed
 from kvframework.events.known import Medium, Stored
 from kvframework_bench.console import Stage, no_progress
+from kvframework_bench.errors import BenchFailed
 from kvframework_bench.events.figures import EVENTS, TARGET_US, EventsFigures, TellingCost
 from kvframework_bench.observe.figures import AGAIN, NONE, ObservedLookup
 from kvframework_bench.observe.prompts import lookup_cases
 from kvframework_bench.prefix import Prefixes
 from kvframework_bench.process import scratch
 from kvframework_bench.rounds import Case, Latency, Rounds, Spread, percentile, ratio
-from kvframework_bench.server import RunningServer, running_server
+from kvframework_bench.server import RunningServer, running_server, status
 
 _ARENA_BYTES = 8 << 20
 _CHUNK, _BLOCK = 256, 16
 _CHUNKS_A_BATCH = 64
 _PROMPT = 2048
 _VOCABULARY = 128_000
+_READ_S, _POLL_S = 30.0, 0.01
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -61,6 +64,7 @@ def bench_events(sizes: Sizes = FULL, *, seed: int = 1, stage: Stage = no_progre
         servers = {name: _Server(stack, directory, name, seed) for name in (NONE, AGAIN)}
         servers[EVENTS] = _Server(stack, directory, EVENTS, seed, telling)
         reader = stack.enter_context(_reading(telling[0].partition("=")[2]))
+        before = servers[EVENTS].events()["counters"]["batches"]
         measured: dict[str, dict[str, list[list[float]]]] = {
             lookup: {name: [] for name in servers} for lookup in servers[NONE].cases
         }
@@ -73,7 +77,7 @@ def bench_events(sizes: Sizes = FULL, *, seed: int = 1, stage: Stage = no_progre
             seed=seed,
             rounds=sizes.rounds,
             seconds=sizes.seconds,
-            batches=reader(),
+            batches=servers[EVENTS].batches(reader, before) - before,
             costs=costs,
             lookups=[
                 _row(name, lookup, rounds, by_server[NONE])
@@ -92,7 +96,7 @@ class _Server:
         own = directory / name.replace(" ", "-").replace(",", "")
         own.mkdir()
         self.running: RunningServer = stack.enter_context(running_server(own, _ARENA_BYTES, settings or []))
-        client = stack.enter_context(self.running.client())
+        self._client = client = stack.enter_context(self.running.client())
         self._prefixes = Prefixes(client)
         self.cases: Mapping[str, Case] = lookup_cases(client, _ARENA_BYTES, seed, self._prefixes)
         self._tokens = random.Random(f"{seed}, stored meanwhile")
@@ -111,28 +115,45 @@ class _Server:
                 samples[name].append(case())
         return samples
 
+    def events(self) -> dict[str, Any]:
+        """Return what its status says of them."""
+        told: dict[str, Any] = status(self._client)["events"]
+        return told
+
+    def batches(self, read: Callable[[], int], before: int) -> int:
+        """Return how many batches were announced, more than `before`, once no news wait and the last one is read, whose
+        number `read` returns. Raises `BenchFailed`."""
+        deadline = time.monotonic() + _READ_S
+        while True:
+            told = self.events()
+            batches = int(told["counters"]["batches"])
+            if not told["waiting"] and batches > before and read() >= told["next_number"] - 1:
+                return batches
+            if time.monotonic() > deadline:
+                raise BenchFailed(f"what the server tells was not read within {_READ_S:.0f} s")
+            time.sleep(_POLL_S)
+
 
 @contextmanager
 def _reading(endpoint: str) -> Iterator[Callable[[], int]]:
-    """Read all that is announced, in a thread; yields what returns the number of messages that have come."""
+    """Read all that is announced, in a thread; yields what returns the number of the last message that has come."""
     context = zmq.Context()
     news = context.socket(zmq.SUB)
     news.linger = 0
     news.subscribe(b"kv@")
     news.connect(endpoint)
-    stopping, read = threading.Event(), 0
+    stopping, last = threading.Event(), -1
 
     def run() -> None:
-        nonlocal read
+        nonlocal last
         while not stopping.is_set():
             if news.poll(50):
-                news.recv_multipart()
-                read += 1
+                last = int.from_bytes(news.recv_multipart()[1], "big")
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        yield lambda: read
+        yield lambda: last
     finally:
         stopping.set()
         thread.join()

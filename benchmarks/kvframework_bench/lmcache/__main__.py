@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, console: Console, *, command: str) -> None:
         options.json.write_text(document.as_json() + "\n")
     if options.plot is not None:
         title = "kvframework next to LMCache's server"
-        draw(comparison_panels(document), options.plot, title=title, about=about(document), columns=3)
+        draw(comparison_panels(document), options.plot, title=title, about=about(document))
     stdout = Console(width=200, highlight=False)
     stdout.print(about(document), markup=False, soft_wrap=True)
     for table in comparison_tables(document, markdown=options.markdown):

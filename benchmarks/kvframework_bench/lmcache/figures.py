@@ -108,7 +108,7 @@ def comparison_panels(document: Comparison) -> list[Panel]:
             for row in rows
             if row.shape == shape
         ]
-        made.append(Bars(f"ratio to the fastest plain copy, {path} path", "x", bars))
+        made.append(Bars(f"ratio to plain copy, {path}", "x", bars))
     looked = [
         Bar(
             f"{row.tokens // 1024}k, {row.what}",
@@ -119,5 +119,5 @@ def comparison_panels(document: Comparison) -> list[Panel]:
         )
         for row in document.lookups
     ]
-    made.append(Bars("LOOKUP of tokens in L1, p50, up to p99", "ms", looked, log=True))
+    made.append(Bars("LOOKUP in L1, p50, up to p99", "ms", looked, log=True))
     return made

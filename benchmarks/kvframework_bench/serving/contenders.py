@@ -13,8 +13,6 @@ from kvframework_bench.server import running_server
 from kvframework_bench.serving.engines import transfer
 
 NONE, OWN, PEER, OURS = "no offload", "vLLM's own", "LMCache", "kvframework"
-# vLLM fails a request whose KV is lost by default.
-_RECOMPUTE = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
 class Offload(NamedTuple):
@@ -49,21 +47,13 @@ def _lmcache(directory: Path, capacity: int) -> Iterator[Offload]:
     with running_lmcache(directory, shared=True, l1_gb=capacity / (1 << 30)) as server:
         host, _, port = server.endpoint.rpartition(":")
         where = {"lmcache.mp.host": host, "lmcache.mp.port": int(port)}
-        config = {"kv_connector": "LMCacheMPConnector", **_RECOMPUTE, "kv_connector_extra_config": where}
-        yield Offload(transfer(config), server.child)
+        yield Offload(transfer("LMCacheMPConnector", where), server.child)
 
 
 @contextmanager
 def _kvframework(directory: Path, capacity: int) -> Iterator[Offload]:
     with running_server(directory, capacity) as server:
-        config = {
-            "kv_connector": "KvFrameworkConnector",
-            # Found in a checkout that was not installed, too.
-            "kv_connector_module_path": "kvf_vllm.connector",
-            **_RECOMPUTE,
-            "kv_connector_extra_config": {"kvframework.endpoint": server.endpoint},
-        }
-        yield Offload(transfer(config), server.child)
+        yield Offload(transfer("KvFrameworkConnector", {"kvframework.endpoint": server.endpoint}), server.child)
 
 
 CONTENDERS = (

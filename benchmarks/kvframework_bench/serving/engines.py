@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -19,11 +20,13 @@ import msgspec
 
 from kvframework_bench.lmcache_server import free_port
 from kvframework_bench.process import BenchChild, running
+from kvframework_bench.serving.connector_time import FOLDER, connector_s
 
-_START_S = 600.0
+_START_S, _END_S = 600.0, 10.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 SERVED = "model"
 BLOCK_TOKENS = 128
+TIMED = "kvframework_bench.serving.timed_connector"
 # Nothing is looked for outside, and no log line is written for a request.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -34,7 +37,8 @@ _ENVIRONMENT = {
     "LMCACHE_LOG_LEVEL": "WARNING",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-_RAISED = re.compile(r"(\w*(?:Error|Exception): .+)")
+# Not what a warning quotes.
+_RAISED = re.compile(r"(?<![`\w])(\w*(?:Error|Exception): .+)")
 
 
 class EngineSettings(msgspec.Struct, frozen=True):
@@ -47,15 +51,21 @@ class EngineSettings(msgspec.Struct, frozen=True):
 
 @dataclass
 class Engine:
-    """A server that answers on `port`; `child` is the process of its HTTP side, whose children are the others."""
+    """A server that answers on `port`; `child` is the process of its HTTP side, whose children are the others. In
+    `connectors` they note the times of theirs."""
 
     name: str
     port: int
     child: BenchChild
+    connectors: Path
 
     def processor_s(self) -> float:
         """Return the processor time of its processes so far, in seconds."""
         return sum(map(processor_s, family(self.child.pid)))
+
+    def connector_s(self) -> float | None:
+        """Return what of it its connectors took, in seconds; None if it has none."""
+        return connector_s(family(self.child.pid), self.connectors)
 
     def await_answer(self) -> None:
         """Return when it is ready for requests. Raises `BenchFailed` with the end of its log if it ends, or is not in
@@ -82,6 +92,12 @@ class Engine:
         for handle in handles:
             with suppress(OSError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for handle in handles:
+            select.select([handle], [], [], _END_S)
+        for handle in handles:
+            # Those that were adopted.
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOHANG)
             os.close(handle)
 
 
@@ -102,8 +118,16 @@ def vllm_command(settings: EngineSettings, port: int, offload: Sequence[str]) ->
     ]
 
 
-def transfer(config: Mapping[str, Any]) -> list[str]:
-    """Return the options that select a KV connector."""
+def transfer(connector: str, options: Mapping[str, Any]) -> list[str]:
+    """Return vLLM's options that select a KV connector, whose processor time is counted, with options of its own."""
+    config = {
+        "kv_connector": connector,
+        "kv_connector_module_path": TIMED,
+        "kv_role": "kv_both",
+        # By default vLLM fails a request whose KV is lost.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": options,
+    }
     return ["--kv-transfer-config", json.dumps(config)]
 
 
@@ -114,11 +138,13 @@ def running_engine(
     """Yield a server that was started, and does not answer yet. It computes on `cores` only: else the number of its
     threads, and with them what it answers, would depend on whether it has a connector."""
     port = free_port()
-    environment = {**_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
+    connectors = directory / "connectors"
+    connectors.mkdir(exist_ok=True)
+    environment = {**_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), FOLDER: str(connectors)}
     with ExitStack() as stack:
         command = vllm_command(settings, port, offload)
         child = stack.enter_context(running(name, command, directory, environment=environment))
-        engine = Engine(name, port, child)
+        engine = Engine(name, port, child, connectors)
         stack.callback(engine.stop)
         yield engine
 

@@ -31,13 +31,15 @@ class LoadFigures(msgspec.Struct, frozen=True):
 
 class Replay(msgspec.Struct, frozen=True):
     """One replay of the load. `first_ms` has a time to first token for each request; `hit` is the share of the prompts'
-    tokens that no engine computed; processor times are a request's, in ms; `equal` is the share of answers whose
+    tokens that no engine computed; processor times are a request's, in ms, that of the engine with `connector_ms` in
+    it, which is None where there is no connector; `equal` is the share of answers whose
     tokens are all those without offload, in the same round."""
 
     first_ms: list[float]
     tokens_s: float
     hit: float
     engine_ms: float
+    connector_ms: float | None
     server_ms: float
     equal: float
 
@@ -62,6 +64,7 @@ class ServingRow(msgspec.Struct, frozen=True):
     p99: Spread | None
     tokens: Spread | None
     engine: Spread | None
+    connector_ms: Spread | None = None
 
 
 class ServingFigures(msgspec.Struct, frozen=True):
@@ -88,6 +91,7 @@ def _row(engines: int, contender: str, replays: Sequence[Replay], reference: Seq
     (p50_ms, p50), (p90_ms, p90), (p99_ms, p99) = (both(_percentile(share)) for share in (0.5, 0.9, 0.99))
     tokens_s, tokens = both(lambda replay: replay.tokens_s)
     engine_ms, engine = both(lambda replay: replay.engine_ms)
+    connector_ms = [replay.connector_ms for replay in replays if replay.connector_ms is not None]
     return ServingRow(
         contender,
         engines,
@@ -105,6 +109,7 @@ def _row(engines: int, contender: str, replays: Sequence[Replay], reference: Seq
         p99,
         tokens,
         engine,
+        Spread.of(connector_ms) if connector_ms else None,
     )
 
 
@@ -135,7 +140,7 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
     cost = new_table(
         "for these",
         *("hit rate", "tokens/s", "ratio to no offload", "engine's processor", "ratio to no offload"),
-        *("server's processor", "answers equal"),
+        *("of it the connector", "server's processor", "answers equal"),
     )
     for row in figures.rows:
         name = f"{row.contender}, {row.engines} engine{'s' if row.engines > 1 else ''}"
@@ -148,6 +153,7 @@ def serving_tables(figures: ServingFigures) -> list[Table]:
             _ratio(row.tokens),
             f"{row.engine_ms.median:.0f} ms",
             _ratio(row.engine),
+            f"{row.connector_ms.median:.1f} ms" if row.connector_ms else "",
             f"{row.server_ms.median:.1f} ms",
             f"{row.equal:.0%}",
         )

@@ -21,7 +21,7 @@ from kvframework.trace.reading import open_trace
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped
 from kvframework_bench.machine import available_bytes
-from kvframework_bench.process import await_end, scratch
+from kvframework_bench.process import adopting, await_end, scratch
 from kvframework_bench.process import running as running_child
 from kvframework_bench.serving.asking import Answer, Due, ask_all, body
 from kvframework_bench.serving.contenders import CONTENDERS, NONE, Contender, Offload
@@ -66,6 +66,10 @@ class _Running:
     def engine_s(self) -> float:
         return sum(engine.processor_s() for engine in self.engines)
 
+    def connector_s(self) -> float | None:
+        told = [seconds for engine in self.engines if (seconds := engine.connector_s()) is not None]
+        return sum(told) if told else None
+
     def server_s(self) -> float:
         server = self.offload.server
         return sum(map(processor_s, family(server.pid))) if server is not None else 0.0
@@ -96,7 +100,7 @@ def bench_serving(
             available=f"the load needs {longest}",
         )
     _check_memory(sizes, len(contenders))
-    with scratch() as directory, ExitStack() as stack:
+    with scratch() as directory, adopting(), ExitStack() as stack:
         if model is None:
             model = _made(directory)
         settings = EngineSettings(model, longest, sizes.kv_cache_bytes)
@@ -241,15 +245,17 @@ def _replay(
         Due(ask.at, ports[(ask.conversation + ask.turn) % engines], text, ask.answer_tokens)
         for ask, text in zip(asks, encoded, strict=True)
     ]
-    engine_s, server_s = contender.engine_s(), contender.server_s()
+    engine_s, connector_s, server_s = contender.engine_s(), contender.connector_s(), contender.server_s()
     answers, seconds = _answers(contender, dues)
     time.sleep(_SETTLE_S)
     engine_s, server_s = contender.engine_s() - engine_s, contender.server_s() - server_s
+    later_s = contender.connector_s()
     replay = Replay(
         first_ms=[1000 * answer.first_s for answer in answers],
         tokens_s=sum(ask.answer_tokens for ask in asks) / seconds,
         hit=sum(answer.cached for answer in answers) / sum(answer.prompt for answer in answers),
         engine_ms=1000 * engine_s / len(asks),
+        connector_ms=None if connector_s is None or later_s is None else 1000 * (later_s - connector_s) / len(asks),
         server_ms=1000 * server_s / len(asks),
         equal=0.0,
     )

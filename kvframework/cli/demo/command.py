@@ -133,6 +133,8 @@ def demo(
         corrupt_kv=corrupt_kv,
     )
     view = DemoView(stderr if as_json else stdout)
+    if question and model == "random":
+        stderr.print("note: random weights have tokens and no answer: --model smollm2 has one", style="dim")
     # SIGTERM raises KeyboardInterrupt, so that a terminated demo ends its processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -8,6 +8,7 @@ import mmap
 import os
 import select
 import threading
+import time
 import weakref
 
 from kvframework.api.shared_mapping import map_shared
@@ -27,6 +28,8 @@ class MappedArena:
     """
 
     def __init__(self, arena_fd: int, alive_fd: int | None) -> None:
+        # Of the monotonic clock: the session is older than that.
+        self.since = time.monotonic()
         self._alive_fd = alive_fd
         try:
             status = os.fstat(arena_fd)
