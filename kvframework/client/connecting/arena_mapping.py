@@ -34,6 +34,7 @@ class MappedArena:
         try:
             status = os.fstat(arena_fd)
             mapping = map_shared(arena_fd, status.st_size)
+            reserved = os.fstatvfs(arena_fd).f_bsize > mmap.PAGESIZE
         except BaseException:
             if alive_fd is not None:
                 os.close(alive_fd)
@@ -50,6 +51,9 @@ class MappedArena:
         self._map = mapped
         self.view = mapping.view()
         self._ahead = threading.Lock()
+        if reserved:
+            # `mincore` does not tell what is resident of reserved huge pages, and there is next to nothing to gain.
+            self._ahead.acquire()
         close_after_fork(self)
 
     @property
