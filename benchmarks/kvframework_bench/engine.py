@@ -16,6 +16,7 @@ import torch
 
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.wire import messages as m
 from kvframework_bench.errors import BenchFailed, WrongBytes
 from kvframework_bench.server import emptied
 from kvframework_bench.workload import BLOCK_TOKENS, TRANSPORT, Shape
@@ -110,6 +111,7 @@ class Transfers:
         self.request = RequestHashes(client.hasher, desc.chunk_tokens, request_id="bench")
         self.request.extend(range(shape.tokens))
         self._source = block_ids(memory.source)
+        self._lookups: SchedulerAdapter | None = None
 
     def __enter__(self) -> Transfers:
         return self
@@ -121,9 +123,7 @@ class Transfers:
 
     def scheduler(self) -> SchedulerAdapter:
         """The scheduler's side of the same engine."""
-        return SchedulerAdapter(
-            self._client, model_name=self.model_name, namespace=self.namespace, chunk_tokens=self.chunk_tokens
-        )
+        return self._worker.scheduler()
 
     def store(self) -> float:
         """Return the seconds of one store into an empty L1, until it is a hit. Raises `BenchFailed` unless all is
@@ -142,6 +142,18 @@ class Transfers:
     def retrieve(self) -> float:
         """Return the seconds of one retrieve of the stored prompt. Raises `BenchFailed` if it was a miss."""
         return self.retrieve_part(0, self._tokens)
+
+    def retrieve_found(self) -> float:
+        """Return the seconds of one retrieve of the stored prompt, after its lookup, as engines do. Raises as
+        `retrieve` does."""
+        if self._lookups is None:
+            self._lookups = self._worker.scheduler()
+        found = self._lookups.lookup(self.request)
+        seconds = self.retrieve()
+        # At once: a store begins with an empty L1, and would wait for the next PING.
+        self._client.request("FREE_LOOKUP_LOCKS", m.TicketRef(found.ticket), m.Freed)
+        self._client.free_soon(*(each.lease for each in found.take_grants()))
+        return seconds
 
     def retrieve_part(self, start: int, end: int) -> float:
         """Return the seconds of one retrieve of these tokens of it, whole chunks. Raises as `retrieve` does."""

@@ -161,7 +161,7 @@ def _bars(axes: Axes, panel: Bars) -> None:
 
 def _figure(value: float) -> str:
     """Three digits, as tables have."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else short_number(value)
 
 
 def _number(value: float) -> str:

@@ -57,7 +57,7 @@ def _shape(
         first = transfers.store(), transfers.verify()
         advance()
         copy = stack.enter_context(fastest_copy(shape.nbytes))
-        cases: dict[str, Case] = {"copy": copy.run, "store": transfers.store, "retrieve": transfers.retrieve}
+        cases: dict[str, Case] = {"copy": copy.run, "store": transfers.store, "retrieve": transfers.retrieve_found}
         if path is TransferPath.wire:
             peer = stack.enter_context(running_zmq_peer(directory))
             cases["put"] = lambda: peer.put(shape.nbytes, transfers.object_bytes)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import mmap
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,7 +56,8 @@ def map_shared(fd: int, nbytes: int) -> SharedMapping:
     """Map the first `nbytes` of a file, shared and writable; `fd` stays the caller's, and may be closed. Raises
     `OSError`, `ValueError` and `OverflowError` as `mmap.mmap`."""
     huge = huge_page_bytes()
-    if nbytes >= huge:
+    # A file of reserved huge pages the kernel aligns by itself.
+    if nbytes >= huge > os.fstatvfs(fd).f_bsize:
         # Address space only, of which the aligned part becomes the file's.
         with contextlib.suppress(OSError, ValueError, OverflowError):
             room = mmap.mmap(-1, nbytes + huge, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

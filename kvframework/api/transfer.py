@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ArenaRange",
     "GroupBlocks",
+    "LoadGrant",
     "LoadOutcome",
     "LoadPlan",
     "Registration",
@@ -105,7 +106,8 @@ class Registration(Message, frozen=True):
 
     `rank` of `world_size` is in its keys. Where objects are shards of the whole model, `shards` is the number of those
     that the instance holds, else 0. `rank` is then the first of them, `world_size` the number of all, and a transport
-    gets a `layout` and a `desc` with the engine's layer groups once for each shard.
+    gets a `layout` and a `desc` with the engine's layer groups once for each shard. `since` is the time of the
+    monotonic clock, in seconds, at which the server had accepted it.
     """
 
     instance_id: int
@@ -115,6 +117,23 @@ class Registration(Message, frozen=True):
     desc: MemoryLayoutDesc
     world_size: int = 1
     shards: int = 0
+    since: float = 0.0
+
+
+class LoadGrant(NamedTuple):
+    """What a lookup has prepared for the load of tokens `[start, end)` by one instance: it goes from the scheduler's
+    side of an engine to the worker's, and there to the link, which reads it. `boot_id` is that of the server's start.
+    The rest is the server's, and times of the node's monotonic clock, in seconds."""
+
+    instance_id: int
+    lease: str
+    start: int
+    end: int
+    offsets: bytes
+    objects: bytes
+    boot_id: bytes
+    began: float
+    until: float
 
 
 class GroupBlocks(NamedTuple):
@@ -139,8 +158,9 @@ class Transfer:
     layer group; `block_ids` are the ids as passed by the engine, one list per layer group for all tokens. `kv_caches`
     are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's own event behind
     the work that the copy has to wait for, None for the work in the calling thread's current stream. `content` goes to
-    the server beside the bytes, if it has asked for it. `in_pieces`: a transport that copies a load in the engine's own
-    thread does so in `Future.advance` only, piece by piece; others take no notice.
+    the server beside the bytes, if it has asked for it. `grant` is for the link, which need not ask for ranges then.
+    `in_pieces`: a transport that copies a load in the engine's own thread does so in `Future.advance` only, piece by
+    piece; others take no notice.
     """
 
     key: CacheKey
@@ -150,6 +170,7 @@ class Transfer:
     blocks: Sequence[GroupBlocks]
     event: torch.Event | None = None
     content: ChunkContent | None = None
+    grant: LoadGrant | None = None
     in_pieces: bool = False
 
     @property

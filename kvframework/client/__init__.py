@@ -1,6 +1,7 @@
 """The engine side: the modules that an engine integration imports. Independent of any engine and of the server's
 parts."""
 
+from kvframework.api.transfer import LoadGrant
 from kvframework.client.connection import KVClient
 from kvframework.client.digest_memory import FileState
 from kvframework.client.engine_options import EngineOptions, Seconds, engine_options
@@ -30,6 +31,7 @@ __all__ = [
     "FileState",
     "KVClient",
     "KvIdentity",
+    "LoadGrant",
     "LookupResult",
     "ModelFacts",
     "ModelPart",

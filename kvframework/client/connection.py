@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import EngineLink
+from kvframework.client.calls import Withdrawals
 from kvframework.client.connecting.arena_mapping import MappedArena
 from kvframework.client.connecting.curve import keys_for
 from kvframework.client.engine_driven import EngineDrivenCalls
@@ -26,7 +27,15 @@ from kvframework.messaging.curve import CurveKeys
 from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
 from kvframework.wire.client_deadlines import deadlines_for
-from kvframework.wire.handshake import LOOKUP_PRICE, LOOKUP_WAIT, ONE_WAY, SALTED_TOKEN_IDS, TOKEN_IDS, offer
+from kvframework.wire.handshake import (
+    LOOKUP_GRANT,
+    LOOKUP_PRICE,
+    LOOKUP_WAIT,
+    ONE_WAY,
+    SALTED_TOKEN_IDS,
+    TOKEN_IDS,
+    offer,
+)
 from kvframework.wire.table import REQUESTS
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
@@ -66,6 +75,7 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         self._reply: m.HelloReply | None = None
         self._hasher: KeyHasher | None = None
         self._arena: MappedArena | None = None
+        self._withdrawals = Withdrawals()
         self._maps_ahead = False
         self._on_up: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -113,9 +123,10 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         """Whether the server takes requests that it does not answer, and tickets to free with others. Never blocks."""
         return self._reply is not None and ONE_WAY in self._reply.features
 
-    def free_soon(self, *tickets: str) -> None:
-        """Free tickets with the next LOOKUP or PING, at a server that takes them so. Never blocks."""
-        self._connection.freed.add(tickets)
+    @property
+    def grants_loads(self) -> bool:
+        """Whether the server's lookups prepare loads through the arena, which is mapped here. Never blocks."""
+        return self.maps_arena and self._reply is not None and LOOKUP_GRANT in self._reply.features
 
     def take_freed(self) -> tuple[str, ...]:
         """Return the tickets that a LOOKUP should free: its caller sends them, or gives them back by `free_soon`."""
@@ -206,6 +217,7 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     # the connection's supervisor thread
 
     def _up(self, reply: m.HelloReply, arena_fd: int | None) -> None:
+        self._withdrawals = Withdrawals()
         self._arena = self._mapped(arena_fd) if arena_fd is not None else None
         if self._arena is not None and self._maps_ahead:
             self._arena.map_ahead()

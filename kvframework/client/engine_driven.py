@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvframework.api.futures import Future
 from kvframework.api.hasher import Buffer
+from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import (
     EngineDrivenLink,
     LoadOutcome,
@@ -24,6 +25,7 @@ from kvframework.api.transport import (
 )
 from kvframework.client.calls import ServerCalls
 from kvframework.client.connecting.arena_mapping import MappedArena
+from kvframework.client.grants import granted_ranges
 from kvframework.client.replies import as_response, granted, mapped, only, settled
 from kvframework.client.transfers import check_complete, check_held, check_ranges
 from kvframework.errors import DeadlineExceeded, KVFrameworkError, ProtocolError, ServerGone
@@ -31,6 +33,8 @@ from kvframework.messaging.client.pending import Answer
 from kvframework.wire import messages as m
 from kvframework.wire.indices import pack_indices, unpack_indices
 
+# The least time, in seconds, that a grant has left for its copy: with less the pins are asked for anew.
+SPARE_S = 5.0
 _NO_ARENA = memoryview(b"")
 _HELD = LoadOutcome(True)
 _PINS_LOST = LoadOutcome(False, "the pins on the objects lapsed while they were read")
@@ -45,6 +49,11 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
     @abstractmethod
     def one_way(self) -> bool:
         """Whether the server takes requests that it does not answer, and tickets to free with others. Never blocks."""
+
+    def free_soon(self, *tickets: str) -> None:
+        """Free tickets, and grants by their leases, with the next LOOKUP or PING, at a server that takes them so. Never
+        blocks."""
+        self._connection.freed.add(tickets)
 
     @property
     def maps_arena(self) -> bool:
@@ -81,33 +90,78 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
         return granted(sent, plan_of, StorePlan.abort)
 
     def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
-        arena = self._arena
+        arena, grant = self._arena, transfer.grant
+        if grant is not None:
+            if arena is not None and self._is_good(grant, transfer, arena):
+                return self._granted(transfer, grant, arena)
+            self.free_soon(grant.lease)
         payload = m.Prepare(transfer.key, transfer.registration.instance_id)
-        began, withdrawals = time.monotonic(), self._withdrawals
+        began = time.monotonic()
         sent = self._begin("PREPARE_RETRIEVE", payload, on_late=only(m.RetrievePlan, self._unpin_late))
 
         def plan_of(answer: Answer) -> LoadPlan:
             told = as_response(answer.payload, m.RetrievePlan)
             try:
                 self._check_same(arena)
-                if told.hit:
-                    check_ranges(transfer, told.ranges, arena.view.nbytes if arena is not None else None)
-                    check_complete(transfer, told.ranges)
+                return self._load_plan(
+                    transfer,
+                    told,
+                    arena,
+                    lambda: self._loaded(m.Commit(told.lease, transfer.content), arena, began, began + told.lease_s),
+                )
             except KVFrameworkError:
                 self._unpin_late(told)
                 raise
-            return LoadPlan(
-                arena.view if arena is not None else _NO_ARENA,
-                told.ranges if told.hit else (),
-                reason=told.reason,
-                commit=partial(
-                    self._loaded, m.Commit(told.lease, transfer.content), arena, began + told.lease_s, withdrawals
-                ),
-                abort=partial(self._unpin_late, told),
-                receive=partial(self._receive_chunks, told),
-            )
 
         return granted(sent, plan_of, LoadPlan.abort)
+
+    def _load_plan(
+        self,
+        transfer: Transfer,
+        told: m.RetrievePlan,
+        arena: MappedArena | None,
+        commit: Callable[[], Future[LoadOutcome]],
+    ) -> LoadPlan:
+        if told.hit:
+            check_ranges(transfer, told.ranges, arena.view.nbytes if arena is not None else None)
+            check_complete(transfer, told.ranges)
+        return LoadPlan(
+            arena.view if arena is not None else _NO_ARENA,
+            told.ranges if told.hit else (),
+            reason=told.reason,
+            commit=commit,
+            abort=partial(self._unpin_late, told),
+            receive=partial(self._receive_chunks, told),
+        )
+
+    def _is_good(self, grant: LoadGrant, transfer: Transfer, arena: MappedArena) -> bool:
+        """Whether a grant is one for this transfer, of this session and registration, and lasts long enough for a
+        copy."""
+        return (
+            grant.boot_id == self._connection.boot_id
+            # Of that very server: before there is another one, this is no more.
+            and self._arena is arena
+            and max(arena.since, transfer.registration.since) < grant.began
+            and time.monotonic() < grant.until - SPARE_S
+            and (grant.instance_id, grant.start, grant.end)
+            == (transfer.registration.instance_id, transfer.key.start, transfer.key.end)
+        )
+
+    def _granted(self, transfer: Transfer, grant: LoadGrant, arena: MappedArena) -> Future[LoadPlan]:
+        """Return the plan of a load that a lookup has prepared. No request is sent."""
+        started = time.monotonic()
+
+        def commit() -> Future[LoadOutcome]:
+            took_s = time.monotonic() - started
+            return self._loaded(m.Commit(grant.lease, transfer.content, took_s), arena, grant.began, grant.until)
+
+        told = m.RetrievePlan(True, grant.lease)
+        try:
+            told = m.RetrievePlan(True, grant.lease, tuple(granted_ranges(transfer, grant)))
+            return Future.resolved(self._load_plan(transfer, told, arena, commit))
+        except KVFrameworkError as error:
+            self._unpin_late(told)
+            return Future.failed(error.with_traceback(None))
 
     def missing_chunks(self, transfer: Transfer) -> Future[list[int]]:
         payload = m.StoreCpuChunks(transfer.key, transfer.registration.instance_id)
@@ -154,14 +208,13 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
     def _abort_late(self, told: m.StorePlan) -> None:
         self._abort_store(told.lease)
 
-    def _loaded(
-        self, commit: m.Commit, arena: MappedArena | None, until: float, withdrawals: int
-    ) -> Future[LoadOutcome]:
-        """End a load whose pins last until that time, of the monotonic clock, if nothing ends them sooner."""
+    def _loaded(self, commit: m.Commit, arena: MappedArena | None, began: float, until: float) -> Future[LoadOutcome]:
+        """End a load whose pins were asked for at `began`, and last until that time, of the monotonic clock, if nothing
+        ends them sooner."""
         # That would be the end of this session, an END_SESSION, or this COMMIT. Where it is known that they held, the
         # answer is of no use.
         if self.one_way and arena is not None and self._arena is arena:
-            held = time.monotonic() < until and arena.is_served and self._withdrawals == withdrawals
+            held = time.monotonic() < until and arena.is_served and self._withdrawals.none_since(began)
             if held and self._connection.post("COMMIT_RETRIEVE", commit):
                 return Future.resolved(_HELD)
         return self._commit_load(commit)

@@ -10,6 +10,8 @@ from kvframework.api.content import ChunkContent, Extra, Image
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
 from kvframework.api.retain import Retain
 from kvframework.api.trace import sampled_parent
+from kvframework.api.transfer import LoadGrant
+from kvframework.client.grants import Grants
 from kvframework.client.token_ids import packed_behind
 from kvframework.errors import BadRange, RequestError
 
@@ -23,6 +25,9 @@ class RequestHashes:
 
     With `keep_tokens`, for a server that wants them (`KVClient.wants_tokens`), the tokens stay here, 4 bytes each, and
     go along with stores and loads, so that routers learn of them. `lora_name` is the adapter's name to routers.
+
+    `grants` are what the last lookup has prepared for loads, in this process or another, see
+    `LookupResult.take_grants`.
     """
 
     def __init__(
@@ -37,7 +42,9 @@ class RequestHashes:
         retain: Sequence[Retain] = (),
         keep_tokens: bool = False,
         lora_name: str = "",
+        grants: Sequence[LoadGrant] = (),
     ) -> None:
+        self.grants = Grants(grants)
         self.request_id = request_id
         self.cache_salt = cache_salt
         self.trace = sampled_parent(trace) if trace else ""

@@ -9,19 +9,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvframework.api.futures import Future
 from kvframework.api.keys import CacheKey
+from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import error_code
 from kvframework.client.connection import KVClient
+from kvframework.client.grants import Grants, grants_of
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.transfers import checked_start
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.wire import messages as m
+from kvframework.wire.messages import MAX_GRANTS
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -35,13 +38,20 @@ _ALL = 1 << 62
 
 @dataclass(frozen=True)
 class LookupResult:
-    """The result of a lookup: `hit_tokens` from its start, at most `asked_tokens`, are pinned under `ticket` ("" for
-    none). `pending`: the answer of L2 is still open."""
+    """The result of a lookup: `hit_tokens` from its `start`, at most `asked_tokens`, are pinned under `ticket` ("" for
+    none). `pending`: the answer of L2 is still open. `grants` has the loads of all of the hit that are prepared."""
 
     hit_tokens: int
     ticket: str = ""
     pending: bool = False
     asked_tokens: int = 0
+    start: int = 0
+    grants: Grants = field(default_factory=Grants, compare=False, repr=False)
+
+    def take_grants(self) -> tuple[LoadGrant, ...]:
+        """Return the grants for the workers of other processes or clients, whose `RequestHashes` take them, once: the
+        lookup may be freed then while they load. Within a process the request that was looked up has them."""
+        return self.grants.take_all()
 
 
 MISS = LookupResult(0)
@@ -58,15 +68,18 @@ class SchedulerAdapter:
         namespace: bytes,
         chunk_tokens: int | None = None,
         world_size: int = 1,
+        instances: Sequence[int] = (),
     ) -> None:
         """Without `chunk_tokens` (None) the constructor asks the server, which blocks and raises as
-        `KVClient.chunk_tokens` does."""
+        `KVClient.chunk_tokens` does. `instances` are the ids of the workers on this node, in any process: where the
+        server can, a hit brings what each of them needs to load it, see `LookupResult.take_grants`."""
         self.failures = 0
         self.chunk_tokens = client.chunk_tokens(namespace) if chunk_tokens is None else chunk_tokens
         self._client = client
         self._model_name = model_name
         self._namespace = namespace
         self._world_size = world_size
+        self._instances = tuple(instances[:MAX_GRANTS])
 
     def lookup(
         self,
@@ -111,10 +124,15 @@ class SchedulerAdapter:
             speed.check()
             speed = speed if self._client.prices_loads else None
         freed = self._client.take_freed() if self._client.one_way else ()
-        found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed), last - start, held_s)
-        if found is None and freed:
-            self._client.free_soon(*freed)
-        return found or MISS
+        grant = self._instances if self._instances and self._client.grants_loads else ()
+        asked = LookupResult(0, asked_tokens=last - start, start=start)
+        found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed, grant), asked, held_s)
+        if found is None:
+            if freed:
+                self._client.free_soon(*freed)
+            return MISS
+        request.grants = found.grants
+        return found
 
     def too_short(self, request: RequestHashes) -> None:
         """Report a request that has no whole chunk and is not looked up, which `lookup` does by itself: `kvframework
@@ -148,9 +166,9 @@ class SchedulerAdapter:
     def free(self, result: LookupResult) -> None:
         """Free the pins of a lookup: after the workers have loaded, or when the request is abandoned. `result` is the
         last answer, of `poll` or `wait` if it was pending. The next lookup tells the server, or a PING some tenths of a
-        second later."""
+        second later. Loads whose grants were taken go on."""
         if result.ticket and self._client.one_way:
-            self._client.free_soon(result.ticket)
+            self._client.free_soon(result.ticket, *(each.lease for each in result.take_grants()))
         elif result.ticket:
             self._tell("FREE_LOOKUP_LOCKS", m.TicketRef(result.ticket), m.Freed)
 
@@ -187,32 +205,46 @@ class SchedulerAdapter:
         return min(wait_s, HELD_S) if wait_s > 0 and self._client.holds_answers else 0.0
 
     def _query(self, result: LookupResult, payload: m.PrefetchQuery, held_s: float = 0.0) -> LookupResult | None:
-        return self._ask("QUERY_PREFETCH_STATUS", payload, result.asked_tokens, held_s)
+        return self._ask("QUERY_PREFETCH_STATUS", payload, result, held_s)
 
     def _ask(
-        self, name: str, payload: m.Lookup | m.PrefetchQuery, asked: int, held_s: float = 0.0
+        self, name: str, payload: m.Lookup | m.PrefetchQuery, before: LookupResult, held_s: float = 0.0
     ) -> LookupResult | None:
-        """Return None if there was no answer."""
+        """Return the state after `before`, None if there was no answer."""
         if not self._client.usable:
             self._failed(ServerGone("the server does not answer"))
             return None
         try:
-            late = self._free_late if name == "LOOKUP" else None
+            late = self._free_late if name == "LOOKUP" else self._give_back
             timeout = self._client.deadlines.of(name) + held_s
+            boot_id, began = self._client.boot_id if self._instances else None, time.monotonic()
             reply = self._client.request(name, payload, m.LookupReply, timeout=timeout, on_late=late)
-            if not 0 <= reply.hit_tokens <= asked:
-                raise ProtocolError(f"a hit of {reply.hit_tokens} tokens, {asked} were asked for")
+            if not 0 <= reply.hit_tokens <= before.asked_tokens:
+                raise ProtocolError(f"a hit of {reply.hit_tokens} tokens, {before.asked_tokens} were asked for")
         except LeaseUnknown:
             return MISS
         except KVFrameworkError as error:
             self._failed(error)
             log.warning("%s failed, taken as a miss: %s", name, error)
             return None
-        return LookupResult(reply.hit_tokens, reply.ticket, reply.pending, asked)
+        # An answer of another server than before may be from either.
+        if reply.grants and boot_id is not None and self._client.boot_id == boot_id:
+            before.grants.add(grants_of(reply, before.start, boot_id, began))
+        else:
+            self._give_back(reply)
+        return LookupResult(
+            reply.hit_tokens, reply.ticket, reply.pending, before.asked_tokens, before.start, before.grants
+        )
 
     def _free_late(self, reply: m.LookupReply) -> None:
         """Free the ticket of a LOOKUP that was answered after its deadline: no caller knows the ticket."""
         self.let_go(reply.ticket)
+        self._give_back(reply)
+
+    def _give_back(self, reply: m.LookupReply) -> None:
+        """Give back the grants of an answer that no caller gets. The ticket of a question is still the caller's."""
+        if reply.grants:
+            self._client.free_soon(*(each.lease for each in reply.grants))
 
     def _failed(self, error: KVFrameworkError) -> None:
         self.failures += 1
@@ -239,4 +271,4 @@ class SchedulerAdapter:
 
 def _unanswered(result: LookupResult) -> LookupResult:
     """A failed question has not ended the ticket: it must still be freed, and may be asked about again."""
-    return LookupResult(0, result.ticket, pending=True, asked_tokens=result.asked_tokens)
+    return replace(result, hit_tokens=0, pending=True)

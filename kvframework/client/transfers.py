@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import LayerTensors, check_skip
+from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import ArenaRange, BlockIds, GroupBlocks, Registration, StoreOutcome, Transfer
 from kvframework.errors import BadBlockIds, BadRange, ProtocolError
 from kvframework.wire.transfer_blocks import checked_blocks
@@ -63,6 +64,7 @@ def checked_transfer(
     *,
     storing: bool,
     moved: Registration | None = None,
+    grant: LoadGrant | None = None,
     in_pieces: bool = False,
 ) -> Transfer:
     """Return the transfer of the key's tokens, which are whole chunks. `moved` is the registration of the transport,
@@ -77,9 +79,9 @@ def checked_transfer(
         error.where = f"{of}, {error.where}" if error.where else of
         raise
     if moved is None or moved is registration or len(moved.layout.groups) == len(blocks):
-        return Transfer(key, moved or registration, kv_caches, block_ids, blocks, event, content, in_pieces)
+        return Transfer(key, moved or registration, kv_caches, block_ids, blocks, event, content, grant, in_pieces)
     copies = len(moved.layout.groups) // len(blocks)
-    return Transfer(key, moved, kv_caches, [*block_ids] * copies, blocks * copies, event, content, in_pieces)
+    return Transfer(key, moved, kv_caches, [*block_ids] * copies, blocks * copies, event, content, grant, in_pieces)
 
 
 def bare_transfer(registration: Registration, key: CacheKey) -> Transfer:

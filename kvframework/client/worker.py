@@ -116,6 +116,7 @@ class WorkerAdapter:
             namespace=registered.namespace,
             chunk_tokens=registered.desc.chunk_tokens,
             world_size=registered.world_size,
+            instances=(self.identity.instance_id,),
         )
 
     def key(self, request: RequestHashes, start: int, end: int) -> CacheKey:
@@ -179,8 +180,9 @@ class WorkerAdapter:
         in_pieces: bool = False,
     ) -> Future[LoadOutcome]:
         """Load tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. Unless the
-        outcome is `ok` they must be computed. Raises as `submit_store` does. `in_pieces`: what would be copied in this
-        thread waits for the calls of the future's `advance`, or for `close`, by which it fails."""
+        outcome is `ok` they must be computed. A load of all that the request's last lookup has found needs no question
+        to the server, where that has granted it. `in_pieces`: what would be copied in this thread waits for the calls
+        of the future's `advance`, or for `close`, by which it fails. Raises as `submit_store` does."""
         instance = self._instance
         if instance is None:
             future = Future.resolved(LoadOutcome.failed(self._not_registered()))
@@ -192,10 +194,13 @@ class WorkerAdapter:
             skipped = checked_skip(transfer.registration, transfer.tokens, skip_first_n_tokens)
             # Of shards all have the same blocks.
             filled = [each.ids[each.first :] for each in transfer.blocks[: len(block_ids)]]
-            if not self._client.reachable("PREPARE_RETRIEVE"):
-                future = Future.resolved(LoadOutcome.failed(self._away("loads", transfer)))
-            elif skipped == transfer.tokens:
+            loads = skipped < transfer.tokens and self._client.reachable("PREPARE_RETRIEVE")
+            if transfer.grant is not None and not loads:
+                self._client.free_soon(transfer.grant.lease)
+            if skipped == transfer.tokens:
                 future = Future.resolved(LoadOutcome(True))  # there is nothing to load
+            elif not loads:
+                future = Future.resolved(LoadOutcome.failed(self._away("loads", transfer)))
             else:
                 future = self._started(
                     "loads", instance, transfer, lambda: instance.transfer.load(transfer, skipped), LoadOutcome.failed
@@ -274,6 +279,7 @@ class WorkerAdapter:
             storing=storing,
             moved=registered.moved,
             in_pieces=in_pieces,
+            grant=None if storing else request.grants.take(self.identity.instance_id, start, end),
         )
 
     def _started(

@@ -10,9 +10,10 @@ from collections.abc import Collection
 
 
 def free_memory(fd: int) -> None:
-    """Free the memory of a file, which also those that map it lose. A file with a name is a stranger's: it stays.
-    Blocks until it is free."""
-    if os.fstat(fd).st_nlink:
+    """Free the memory of a file, which also those that map it lose. A file with a name is a stranger's: it stays. So
+    does one of reserved huge pages, while a process maps it: an engine in the midst of a copy would end by SIGBUS once
+    the next server has taken them. Blocks until it is free."""
+    if os.fstat(fd).st_nlink or os.fstatvfs(fd).f_bsize > mmap.PAGESIZE:
         return
     with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, 0) as memory:
         memory.madvise(mmap.MADV_REMOVE)

@@ -44,6 +44,7 @@ from kvframework.service.tenant_names import TenantNames
 from kvframework.service.transfer_paths.chunks_over_wire import ChunkTransfers
 from kvframework.service.transfer_paths.contents import Contents
 from kvframework.service.transfer_paths.engine_driven import EngineDrivenTransfers
+from kvframework.service.transfer_paths.grants import Grants
 from kvframework.service.transfer_paths.server_driven import ServerDrivenTransfers
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -97,10 +98,13 @@ class CacheService(CacheServices):
             hasher_fingerprint=hasher.fingerprint,
         )
         finished = self.finished = FinishedRequests(self.boot_id, storage.clock, self._tenants.name)
+        contents = self._contents = Contents(events)
+        grants = self._grants = Grants(self.contexts, storage, contents, finished.tenant_of)
         self._lookups = Lookups(
             storage,
             self._resolver,
             finished,
+            grants,
             ticket_s=config.ticket_s,
             price=config.price,
             trace_memory=config.trace_memory,
@@ -110,7 +114,6 @@ class CacheService(CacheServices):
         self._miss_facts = self._lookups.miss_facts
         accounts = self._transfer_accounts = TransferAccounts(storage, finished, self._miss_facts)
         keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
-        contents = self._contents = Contents(events)
         self._chunks = ChunkTransfers(storage, keys, accounts, contents, workers=config.workers)
         self._losses = ClientLosses()
         self._status = StatusReport(
@@ -139,6 +142,7 @@ class CacheService(CacheServices):
             store_share=config.store_share,
             accounts=accounts,
             contents=contents,
+            grants=grants,
         )
         self._parts = (
             self._registrations,
@@ -211,6 +215,7 @@ class CacheService(CacheServices):
         self._lookups.end_session(client.session_id)
         self._transfer_accounts.end_session(client.session_id)
         self._contents.end_session(client.session_id)
+        self._grants.end_session(client.session_id)
         if not (instances or tickets or leases):
             return
         who = (client.name, client.pid)

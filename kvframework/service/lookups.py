@@ -27,6 +27,7 @@ from kvframework.service.lookup_waits import LookupWaits, Wait
 from kvframework.service.pricing import Pricing
 from kvframework.service.prompt_parts import found_part, prompt_part
 from kvframework.service.tenant_names import TenantNames
+from kvframework.service.transfer_paths.grants import Grants
 from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
@@ -44,6 +45,7 @@ class Lookups:
         storage: StorageManager,
         resolver: KeyResolver,
         finished: FinishedRequests,
+        grants: Grants,
         *,
         ticket_s: float,
         price: bool = False,
@@ -65,6 +67,7 @@ class Lookups:
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
         self._counts = LookupCounts(m.REASONS)
         self._finished = finished
+        self._grants = grants
         self.pricing = Pricing(storage, on=price)
         self._tenants = tenants or TenantNames()
         self.use = Use(storage, self._tenants)
@@ -106,12 +109,12 @@ class Lookups:
             if wait.for_end and goes_on and self.tickets.is_loading(wait.ticket, wait.owner):
                 continue  # what has arrived is not pinned again for each batch
             try:
-                answer = self._asked_again(wait.ticket, wait.owner)
+                answer, asked = self._asked_again(wait.ticket, wait.owner)
             except LeaseUnknown:
-                answer = Answer(0, "", False)
+                answer, asked = Answer(0, "", False), None
             if not goes_on or wait.enough(answer):
                 self.waits.end(number)
-                wait.promise.set_result(_reply(answer))
+                wait.promise.set_result(self._reply(answer, asked))
 
     def _given_up(self, number: int, wait: Wait) -> None:
         """End the wait of a request that was cancelled. The client of a LOOKUP does not know its ticket."""
@@ -128,7 +131,7 @@ class Lookups:
         self._counters["lookups"] += 1
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
-        asked = Asked(client, key, self._clock(), payload.speed)
+        asked = Asked(client, key, self._clock(), payload.speed, payload.grant)
         if payload.speed is not None:
             self.pricing.asked(asked, payload.speed)
         owner, request_id = client.session_id, key.request_id
@@ -148,12 +151,12 @@ class Lookups:
             self._waiting[answer.ticket] = asked
         else:
             self._ended(asked, answer.hit_tokens)
-        return held or _reply(answer)
+        return held or self._reply(answer, asked)
 
     def _query(self, client: ClientInfo, payload: m.PrefetchQuery, _buffers: object) -> m.LookupReply | Future[Message]:
         owner, more_than = client.session_id, payload.more_than
         with self._storage.lock:
-            answer = self._asked_again(payload.ticket, owner)
+            answer, asked = self._asked_again(payload.ticket, owner)
             held = self._hold(
                 lambda now: not now.pending or 0 <= more_than < now.hit_tokens,
                 answer,
@@ -161,14 +164,29 @@ class Lookups:
                 payload.wait_s,
                 for_end=more_than < 0,
             )
-        return held or _reply(answer)
+        return held or self._reply(answer, asked)
 
-    def _asked_again(self, ticket: str, owner: int) -> Answer:
+    def _asked_again(self, ticket: str, owner: int) -> tuple[Answer, Asked | None]:
+        """Return the state of a ticket, and its lookup if that ends with this answer."""
         answer = self.tickets.ask_again(ticket, owner)
         asked = None if answer.pending else self._waiting.pop(ticket, None)
         if asked is not None:
             self._ended(asked, answer.hit_tokens)
-        return answer
+        return answer, asked
+
+    def _reply(self, answer: Answer, asked: Asked | None) -> m.LookupReply:
+        """Return the answer; the last one of a lookup has the grants that it asked for."""
+        if asked is None or not asked.grant or answer.pending or not answer.hit_tokens or not asked.client.local:
+            return m.LookupReply(answer.hit_tokens, answer.ticket, answer.pending)
+        grid, lease_s = asked.grid, self.tickets.ticket_s
+        assert grid is not None
+        with self._storage.lock:
+            objects = self.tickets.pinned(answer.ticket, asked.client.session_id)
+            hit = answer.hit_tokens // grid.desc.chunk_tokens
+            if not objects:
+                return m.LookupReply(answer.hit_tokens, answer.ticket)  # they have lapsed
+            grants = self._grants.grant(asked.client, asked.key, grid, hit, objects, asked.grant, lease_s=lease_s)
+        return m.LookupReply(answer.hit_tokens, answer.ticket, False, grants, lease_s)
 
     def _hold(
         self,
@@ -189,10 +207,11 @@ class Lookups:
         return promise
 
     def free(self, client: ClientInfo, tickets: Sequence[str]) -> None:
-        """End those of `tickets` that have not ended."""
+        """End those of `tickets`, and of unused grants among them, that have not ended."""
         for ticket in tickets:
-            with contextlib.suppress(LeaseUnknown):
-                self.tickets.free(ticket, client.session_id)
+            if not self._grants.give_back(client, ticket):
+                with contextlib.suppress(LeaseUnknown):
+                    self.tickets.free(ticket, client.session_id)
 
     def _free(self, client: ClientInfo, payload: m.TicketRef, _buffers: object) -> m.Freed:
         return m.Freed(self.tickets.free(payload.ticket, client.session_id))
@@ -285,7 +304,3 @@ class Lookups:
             tier_calls=() if asked.task is None else asked.task.calls,
             prices=(0.0, 0.0) if asked.priced is None else (asked.priced.load_s, asked.priced.compute_s),
         )
-
-
-def _reply(answer: Answer) -> m.LookupReply:
-    return m.LookupReply(answer.hit_tokens, answer.ticket, answer.pending)

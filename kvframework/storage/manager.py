@@ -431,8 +431,12 @@ class StorageManager:
         return self._table.pinned(lease_id, owner=owner, now=self.clock())
 
     @_locked
-    def unpin(self, lease_id: str, *, owner: int) -> PinLease:
-        return self._table.unpin(lease_id, owner=owner, now=self.clock())
+    def unpin(self, lease_id: str, *, owner: int, use: Use | None = None, prompt: PromptPart = NO_PROMPT) -> PinLease:
+        """End a pin lease, see `ObjectTable.unpin`. Raises `LeaseUnknown`."""
+        lease = self._table.unpin(lease_id, owner=owner, now=self.clock(), use=use, prompt=prompt)
+        if use and self._tiers.watches_uses:
+            self._tiers.used([stored.key for stored in lease.objects])
+        return lease
 
     def tiers_lacked(self, key: PackedKey) -> bool:
         """Return whether every tier answered a moment ago that it lacks the object, see

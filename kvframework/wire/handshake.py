@@ -16,7 +16,9 @@ LOOKUP_PRICE = "lookup.price"
 # Requests with the id `NO_ANSWER`, and `free` of LOOKUP and PING: an older server answers the ones and passes over the
 # others.
 ONE_WAY = "one_way"
-FEATURES = (CLEAR_MODEL, LOOKUP_WAIT, LOOKUP_PRICE, ONE_WAY)
+# `grant` of LOOKUP: an older server grants nothing.
+LOOKUP_GRANT = "lookup.grant"
+FEATURES = (CLEAR_MODEL, LOOKUP_WAIT, LOOKUP_PRICE, ONE_WAY, LOOKUP_GRANT)
 # Named by a server that tells routers: it wants the content of what is stored and loaded, see `ChunkContent`; of
 # prompts with a salt only by the second name.
 TOKEN_IDS = "token_ids"  # noqa: S105

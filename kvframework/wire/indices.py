@@ -1,4 +1,4 @@
-"""Block ids and other small numbers on the wire: packed little-endian u32, never a list of ints. Pure."""
+"""Block ids, places in the arena and other numbers on the wire: packed little-endian, never a list of ints. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvframework.api.types import BlockIds
 from kvframework.errors import BadBlockIds, InvalidPayload
 
 INDEX_BYTES = 4
+OFFSET_BYTES = 8
 
 
 def pack_indices(indices: Iterable[int]) -> bytes:
@@ -22,6 +23,18 @@ def unpack_indices(packed: bytes, *, where: str) -> list[int]:
     if len(packed) % INDEX_BYTES:
         raise InvalidPayload(f"{len(packed)} bytes", where=where, available="packed u32, 4 bytes each")
     return _little_endian(array.array("I", packed)).tolist()
+
+
+def pack_offsets(offsets: Iterable[int]) -> bytes:
+    """Packs places in the arena as u64. Raises `OverflowError` for a number that is none."""
+    return _little_endian(array.array("Q", offsets)).tobytes()
+
+
+def unpack_offsets(packed: bytes, *, where: str) -> list[int]:
+    """The inverse of `pack_offsets`. Raises `InvalidPayload` for an impossible length."""
+    if len(packed) % OFFSET_BYTES:
+        raise InvalidPayload(f"{len(packed)} bytes", where=where, available="packed u64, 8 bytes each")
+    return _little_endian(array.array("Q", packed)).tolist()
 
 
 def pack_block_ids(block_ids: BlockIds) -> tuple[bytes, ...]:

@@ -26,8 +26,10 @@ MAX_RANGES = 1 << 16
 MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
 # Bounds for its report of prompts that are shorter than a chunk: how many, and the length of a request id.
 MAX_SHORT, MAX_SHORT_ID = 16, 128
-# Tickets that one message frees at most.
+# Tickets and grants that one message frees at most.
 MAX_FREED = 64
+# Instances for which one LOOKUP may ask for grants, and the objects of all grants that one answer has.
+MAX_GRANTS, MAX_GRANTED = 64, 4096
 # Records of finished requests that one answer holds at most.
 MAX_RECENT = 1024
 # Lookups of a trace that one answer holds at most.
@@ -76,6 +78,7 @@ LostCount = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOST)]
 Tickets = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_FREED)]
 WaitSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT_S)]
 Ranges = Annotated[tuple[ArenaRange, ...], msgspec.Meta(max_length=MAX_RANGES)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class Empty(Message, frozen=True):
@@ -302,10 +305,12 @@ class LeaseRef(Message, frozen=True):
 
 class Commit(Message, frozen=True):
     """COMMIT_STORE and COMMIT_RETRIEVE. `content` is that of the tokens of the key that was prepared, for a server that
-    asks for it; without it the objects are the same, and routers do not hear of them."""
+    asks for it; without it the objects are the same, and routers do not hear of them. `took_s`, of a load by a grant:
+    for how long it has lasted, since the server heard nothing of its begin."""
 
     lease: str
     content: ChunkContent | None = None
+    took_s: Seconds = 0.0
 
 
 class Committed(Message, frozen=True):
@@ -370,12 +375,30 @@ class Lookup(Message, frozen=True):
 
     The tickets `free` end first, as by FREE_LOOKUP_LOCKS; those that have ended already are passed over. Sent to
     servers with `one_way`.
+
+    `grant` are the instances for whose loads the hit is prepared at once, as by PREPARE_RETRIEVE; `free` then has the
+    leases of grants that no load uses, too. Sent to servers with `lookup.grant`.
     """
 
     key: CacheKey
     wait_s: WaitSeconds = 0.0
     speed: EngineSpeed | None = None
     free: Tickets = ()
+    grant: Annotated[tuple[InstanceId, ...], msgspec.Meta(max_length=MAX_GRANTS)] = ()
+
+
+class Grant(Message, frozen=True):
+    """The objects of one instance that a LOOKUP has found, pinned under a `lease` of the session that registered the
+    instance: it reads them, then sends COMMIT_RETRIEVE, by which the server hears of the load.
+
+    `offsets` are their places in the arena, packed little-endian u64. `objects` names them in the same order: ascending
+    packed u32 that count chunk by chunk from the key's `start`, in each chunk by layer group; b"" for all.
+    """
+
+    instance_id: InstanceId
+    lease: str
+    offsets: bytes
+    objects: bytes = b""
 
 
 class LookupReply(Message, frozen=True):
@@ -383,11 +406,16 @@ class LookupReply(Message, frozen=True):
 
     `pending` True: a load from L2 is in progress; ask by QUERY_PREFETCH_STATUS with the ticket. The hit grows with what
     arrives.
+
+    `grants`, of an answer that is not pending: those that were asked for, pinned for `lease_s` seconds, whatever
+    becomes of the ticket. An instance without one prepares its load.
     """
 
     hit_tokens: int
     ticket: str = ""
     pending: bool = False
+    grants: Annotated[tuple[Grant, ...], msgspec.Meta(max_length=MAX_GRANTS)] = ()
+    lease_s: float = 0.0
 
 
 class PrefetchQuery(Message, frozen=True):
@@ -646,6 +674,7 @@ __all__ = [
     "GatheredBlock",
     "GetChunkSize",
     "Goodbye",
+    "Grant",
     "Hello",
     "HelloReply",
     "LeaseRef",

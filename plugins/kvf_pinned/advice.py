@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from kvf_pinned.huge_pages import TURN_ON, choose_pages
+from kvf_pinned.huge_pages import TURN_ON, Pages, Pool, choose_pages, read_pool
 from kvf_pinned.nodes import choose
 from kvf_pinned.options import Numa, PinnedOptions
 from kvf_pinned.placement import hint, place
@@ -16,13 +16,20 @@ from kvframework.api.options import ByteSize
 _MOST = 0.9
 
 
-def diagnose(options: PinnedOptions, sysfs: Path = Path("/sys")) -> list[Finding]:
+def diagnose(options: PinnedOptions, sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> list[Finding]:
     """Reads /proc, /sys and the cgroup files; allocates nothing but one page, to test the placement."""
-    return [_capacity(options.capacity), _huge_pages(options, sysfs), _numa(options.numa, sysfs)]
+    pages = choose_pages(options.huge_pages, options.capacity, sysfs, proc)
+    return [
+        _capacity(options.capacity, pages),
+        _huge_pages(options, pages, read_pool(sysfs, proc)),
+        _numa(options.numa, sysfs),
+    ]
 
 
-def _capacity(capacity: ByteSize) -> Finding:
+def _capacity(capacity: ByteSize, pages: Pages) -> Finding:
     """The finding for an arena that fits; `check_room` refuses any other."""
+    if pages.kind == "reserved":
+        return Finding("pinned.capacity", "ok", f"an arena of {ByteSize(pages.whole(capacity))} of reserved pages")
     room = ByteSize(available_memory())
     fact = f"an arena of {capacity}, where {room} is available"
     if capacity > _MOST * room:
@@ -31,12 +38,16 @@ def _capacity(capacity: ByteSize) -> Finding:
     return Finding("pinned.capacity", "ok", fact)
 
 
-def _huge_pages(options: PinnedOptions, sysfs: Path) -> Finding:
+def _huge_pages(options: PinnedOptions, pages: Pages, pool: Pool) -> Finding:
     """The finding for pages that the machine has; `check_pages` refuses others."""
-    pages = choose_pages(options.huge_pages, sysfs)
     tables = f"{pages.tables(options.capacity)} of page tables for each process that maps all of it"
-    advice = "" if pages.huge or options.huge_pages == "off" else TURN_ON
-    return Finding("pinned.huge_pages", "ok", f"the arena has pages of {pages.size}, {tables}: {pages.reason}", advice)
+    fact = f"{pages}, {tables}: {pages.reason}"
+    if pages.kind == "small" and options.huge_pages != "off":
+        return Finding("pinned.huge_pages", "ok", fact, f"{TURN_ON}, or {pool.more(options.capacity)}")
+    if pages.kind == "reserved" and not pool.holds(options.capacity):
+        advice = f"{pool.more(options.capacity)}, or stop who has them: without, the arena has other pages"
+        return Finding("pinned.huge_pages", "warn", fact, advice)
+    return Finding("pinned.huge_pages", "ok", fact)
 
 
 def _numa(numa: Numa, sysfs: Path) -> Finding:

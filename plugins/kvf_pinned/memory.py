@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import resource
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,10 +33,10 @@ _STEP = 16 << 20
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def check_room(capacity: int, *, where: str) -> None:
-    """Refuses an arena beyond the memory that is available now, or beyond the limits of this process. Raises
-    `ArenaError`."""
-    room, what = available_memory(), "memory"
+def check_room(capacity: int, pages: Pages, where: str) -> None:
+    """Refuses an arena beyond the memory that is available now, or beyond the limits of this process. Reserved pages
+    are apart from that memory. Raises `ArenaError`."""
+    room, what = (sys.maxsize if pages.kind == "reserved" else available_memory()), "memory"
     for limit, name in ((resource.RLIMIT_FSIZE, "the limit of a file (ulimit -f)"), (resource.RLIMIT_AS, "ulimit -v")):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and soft < room:
@@ -49,19 +50,22 @@ def check_room(capacity: int, *, where: str) -> None:
         )
 
 
-def check_pages(wanted: HugePages, *, where: str, sysfs: Path = Path("/sys")) -> Pages:
-    """Refuses "on" where the kernel has no huge pages for the arena. Raises `ArenaError`."""
-    pages = choose_pages(wanted, sysfs)
-    if wanted == "on" and not pages.huge:
+def check_pages(wanted: HugePages, capacity: int, *, where: str, sysfs: Path = Path("/sys")) -> Pages:
+    """Refuses "on" where the machine has no huge pages for the arena. Raises `ArenaError`."""
+    pages = choose_pages(wanted, capacity, sysfs)
+    if wanted == "on" and pages.kind == "small":
         raise ArenaError(
             f"no huge pages: {pages.reason}", where=where, hint=f'{TURN_ON}, or set [l1] huge_pages = "auto"'
         )
     return pages
 
 
-def _new_file(capacity: int) -> int:
+def _new_file(capacity: int, pages: Pages) -> int:
     """Raises `OSError`."""
-    fd = os.memfd_create("kvframework-l1", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if pages.kind == "reserved":
+        flags |= os.MFD_HUGETLB | (pages.size.bit_length() - 1) << os.MFD_HUGE_SHIFT
+    fd = os.memfd_create("kvframework-l1", flags)
     try:
         os.ftruncate(fd, capacity)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -92,26 +96,27 @@ class MemfdArena(Memory):
         bytes stay. `outlives`: a next server goes on with this one. Raises `ArenaError` if the arena does not fit, or
         cannot be created or mapped. Unavailable NUMA nodes are no error, and logged."""
         self._where = where
-        self.capacity = capacity
         self._kept = kept is not None
         self._outlives = outlives
+        self.capacity = capacity = pages.whole(capacity)
         if kept is None:
-            check_room(capacity, where=where)
+            check_room(capacity, pages, where)
         try:
-            self.fd = kept if kept is not None else _new_file(capacity)
+            self.fd = kept if kept is not None else _new_file(capacity, pages)
         except OSError as error:
             raise self._refused(error) from error
         try:
             if os.fstat(self.fd).st_size != capacity or fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
                 raise ValueError("the kept memory is none of these options")
+            # Of reserved pages the mapping is the promise: it fails if they are too few.
             self._segment = map_shared(self.fd, capacity)
         except (OSError, ValueError, OverflowError) as error:
             os.close(self.fd)
             raise self._refused(error) from error
-        for advice in (mmap.MADV_HUGEPAGE if pages.huge else mmap.MADV_NOHUGEPAGE, mmap.MADV_DONTDUMP):
+        for advice in (mmap.MADV_NOHUGEPAGE if pages.kind == "small" else mmap.MADV_HUGEPAGE, mmap.MADV_DONTDUMP):
             with contextlib.suppress(OSError):
                 self._segment.advise(advice)
-        _log.info("%s: the arena has pages of %s: %s", where, pages.size, pages.reason)
+        _log.info("%s: %s: %s", where, pages, pages.reason)
         if choice.nodes:
             self._place(choice)
         self._stop = threading.Event()

@@ -13,7 +13,7 @@ LEAST = ByteSize(1 << 20)
 # The kernel's node masks have this many bits.
 Numa = Literal["auto", "off"] | list[Annotated[int, Meta(ge=0, le=1023)]]
 
-HugePages = Literal["auto", "on", "off"]
+HugePages = Literal["auto", "on", "off", "transparent"]
 
 
 class PinnedOptions(Options, frozen=True):
@@ -30,8 +30,9 @@ class PinnedOptions(Options, frozen=True):
     huge_pages: Annotated[
         HugePages,
         Meta(
-            description='transparent huge pages: "auto", where the kernel gives them to shared memory; "on", refuse to '
-            'start without; "off", pages of the usual size'
+            description='huge pages: "auto", those that the administrator reserved, if they are enough, else '
+            'transparent ones, where the kernel gives them to shared memory; "transparent", never the reserved ones; '
+            '"on", refuse to start without any; "off", pages of the usual size'
         ),
     ] = "auto"
 

@@ -141,6 +141,7 @@ class CacheSession:
             namespace=registration.namespace,
             chunk_tokens=registration.desc.chunk_tokens,
             world_size=registration.world_size,
+            instances=(registration.instance_id,),
         )
         return Attached(now.form, worker, scheduler, registration)
 

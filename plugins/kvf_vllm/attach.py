@@ -161,6 +161,7 @@ class AttachedInstance:
             registration.world_size,
             # Shards of all stages have one namespace.
             0 if registration.shards else self._stage,
+            (registration.instance_id,),
         )
         log.info(
             "registered with the server at %s: chunks of %d tokens, %.1f KiB a token, namespace %s",
@@ -209,6 +210,7 @@ class AttachedInstance:
             digests=op.digests,
             trace=op.trace,
             retain=op.retain,
+            grants=op.grants if isinstance(op, LoadOp) else (),
         )
         # One stage's word is enough, as one rank's is.
         if op.content is not None and not self._stage:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from kvf_vllm.step_messages import Served
 from kvframework.api.retain import Retain
-from kvframework.client import EngineSpeed, KVClient, LookupResult, RequestHashes, SchedulerAdapter
+from kvframework.client import EngineSpeed, KVClient, LoadGrant, LookupResult, RequestHashes, SchedulerAdapter
 from kvframework.errors import KVFrameworkError
 
 
@@ -52,8 +52,11 @@ class StagedResult(LookupResult):
 
     parts: Sequence[LookupResult] = ()
     request: RequestHashes | None = None
-    start: int = 0
     speed: EngineSpeed | None = None
+
+    def take_grants(self) -> tuple[LoadGrant, ...]:
+        """Those of all stages."""
+        return tuple(each for part in self.parts for each in part.take_grants())
 
 
 class ServerLookups:
@@ -74,6 +77,7 @@ class ServerLookups:
                 namespace=each.namespace,
                 chunk_tokens=each.chunk_tokens,
                 world_size=each.world_size,
+                instances=each.instances,
             )
             for each in served
         ]
@@ -149,4 +153,5 @@ def _together(
     hit = min(part.hit_tokens for part in parts)
     ticket = next((part.ticket for part in parts if part.ticket), "")
     asked = max(part.asked_tokens for part in parts)
-    return StagedResult(hit, ticket, any(part.pending for part in parts), asked, parts, request, start, speed)
+    pending = any(part.pending for part in parts)
+    return StagedResult(hit, ticket, pending, asked, start, parts=parts, request=request, speed=speed)

@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kvf_vllm.adapter_names import NO_ADAPTER, Adapted, AdapterNames
@@ -199,6 +199,7 @@ class SchedulerSide:
                 tracked.adapter.use,
                 self._content(tracked, tracked.hashes, start, end),
                 tracked.wish.retain,
+                tracked.search.take_grants(),
             )
         )
         tracked.loading = self._workers
@@ -368,9 +369,13 @@ class SchedulerSide:
             self._differ = True
             log.error("the engine's workers name their KV differently, nothing is loaded or stored: %s", known)
         elif self._served is None and len(self._heard) == self._workers and None not in self._heard.values():
-            served = [stages[stage] for stage in sorted(stages)]
+            served = [self._of_all_ranks(stages[stage]) for stage in sorted(stages)]
             self._served = served[0]
             self._service.serve(served)
+
+    def _of_all_ranks(self, stage: Served) -> Served:
+        workers = [self._heard[worker] for worker in sorted(self._heard)]
+        return replace(stage, instances=tuple(own for each in workers if each == stage for own in each.instances))
 
     def _awaits_names(self, tracked: _Tracked) -> bool:
         """True for a moment from the first question on, until the workers have reported, in their first step, whether a

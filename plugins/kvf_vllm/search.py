@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvf_vllm.lookups import LookupService
-from kvframework.client import EngineSpeed, LookupResult, RequestHashes
+from kvframework.client import EngineSpeed, LoadGrant, LookupResult, RequestHashes
 
 # The scheduler may ask about a request at every step for as long as it has no room for it.
 POLL_S = 0.002
@@ -62,6 +62,10 @@ class PrefixSearch:
                 if not self._result.hit_tokens:
                     self.give_up()
         return start + self._result.hit_tokens
+
+    def take_grants(self) -> tuple[LoadGrant, ...]:
+        """The loads of the hit that are prepared, once; they go on after `release`."""
+        return () if self._result is None else self._result.take_grants()
 
     def give_up(self) -> None:
         """Releases the hit and treats it as a miss, for as long as a miss holds. Idempotent."""

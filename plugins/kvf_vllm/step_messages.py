@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kvframework.api.content import ChunkContent
 from kvframework.api.retain import Retain
+from kvframework.client import LoadGrant
 
 # One list of block ids per KV cache group of vLLM.
 GroupBlocks = Sequence[Sequence[int]]
@@ -18,13 +19,15 @@ GroupBlocks = Sequence[Sequence[int]]
 @dataclass(frozen=True)
 class Served:
     """A worker's knowledge after the server has accepted it: the names that scheduler and workers give to content.
-    Workers of different pipeline stages hold different layers, under different names."""
+    Workers of different pipeline stages hold different layers, under different names. `instances` are the ids of the
+    registrations that use these names: a worker's own, in the scheduler those of all ranks."""
 
     model_name: str
     namespace: bytes
     chunk_tokens: int
     world_size: int
     stage: int = 0
+    instances: tuple[int, ...] = field(default=(), compare=False)
 
 
 class AdapterUse(NamedTuple):
@@ -45,7 +48,8 @@ class AdapterNews(NamedTuple):
 @dataclass(frozen=True)
 class LoadOp:
     """Tokens `[start + skip, end)` go into `block_ids`, which cover `[start, end)`. `digests` cover `[0, end)`.
-    `in_step`: the load ends before the step computes. `content` goes to a server that asks for it."""
+    `in_step`: the load ends before the step computes. `content` goes to a server that asks for it. `grants` are what
+    the lookup has prepared for all workers."""
 
     request_id: str
     start: int
@@ -59,6 +63,7 @@ class LoadOp:
     adapter: AdapterUse | None = None
     content: ChunkContent | None = None
     retain: tuple[Retain, ...] = ()
+    grants: tuple[LoadGrant, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,17 @@ from hypothesis import strategies as st
 
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
+from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import Registration, StoreOutcome
 from kvframework.api.types import Message
 from kvframework.client import KVClient, SchedulerAdapter
-from kvframework.client.transfers import bare_transfer
+from kvframework.client.grants import granted_ranges
+from kvframework.client.transfers import bare_transfer, check_complete, check_ranges
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from kvframework.wire.client_deadlines import ClientDeadlines
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, join, split
+from kvframework.wire.indices import pack_offsets
 from kvframework.wire.table import REQUESTS
 from tests.fuzz.bounds import check_words
 from tests.fuzz.effort import EXAMPLES, fuzzed
@@ -173,6 +176,21 @@ def test_no_hello_and_no_pong_does_harm(short_path: Path, caplog: pytest.LogCapt
             assert client.wait_up(20)
     assert {"HELLO", "PING", "NOOP"} <= set(server.asked)
     assert not unforeseen(caplog)
+
+
+@settings(fuzzed, max_examples=max(EXAMPLES // 10, 10))
+@given(st.one_of(st.binary(max_size=40), st.lists(st.integers(0, 1 << 13), max_size=3).map(pack_offsets)), st.binary())
+def test_a_grant_of_nonsense_is_refused(offsets: bytes, objects: bytes) -> None:
+    grant = LoadGrant(1, "lease", 0, 256, offsets, objects, bytes(16), 0.0, 1.0)
+    try:
+        ranges = granted_ranges(TRANSFER, grant)
+        check_ranges(TRANSFER, ranges, 1 << 14)
+        check_complete(TRANSFER, ranges)
+    except KVFrameworkError:
+        return
+    (place,) = ranges
+    assert (place.chunk, place.group) == (0, 0)
+    assert 0 <= place.offset <= (1 << 14) - place.length
 
 
 @settings(fuzzed, max_examples=max(EXAMPLES // 10, 10))

@@ -60,7 +60,7 @@ def test_the_provider_makes_an_arena_of_the_configured_size() -> None:
     (provider,) = kvf_memories()
     assert isinstance(provider, MemoryProvider)
     assert provider.name == "pinned"
-    arena = provider.create(options({"capacity": "3MiB"}), MemoryContext(where="[l1]"))
+    arena = provider.create(options({"capacity": "3MiB", "huge_pages": "off"}), MemoryContext(where="[l1]"))
     assert arena.capacity == 3 * MIB == os.fstat(arena.fd).st_size
     arena.close()
 

@@ -106,9 +106,9 @@ def policies(numa_maps: str) -> list[str]:
 
 @contextmanager
 def made(numa: Numa) -> Iterator[MemfdArena]:
-    """By the provider, as the server does it."""
+    """By the provider, as the server does it, of pages of the usual size."""
     (provider,) = kvf_memories()
-    arena = provider.create(PinnedOptions(ByteSize(4 << 20), numa), MemoryContext(where="[l1]"))
+    arena = provider.create(PinnedOptions(ByteSize(4 << 20), numa, "off"), MemoryContext(where="[l1]"))
     assert isinstance(arena, MemfdArena)
     with closing(arena):
         yield arena

@@ -14,11 +14,15 @@ from kvf_eviction import Lru
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import CacheKey, ClientInfo, PackedKey
+from kvframework.events.feed import NO_EVENTS
 from kvframework.service.accounts.finished import FinishedRequests
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups
+from kvframework.service.transfer_paths.contents import Contents
 from kvframework.service.transfer_paths.engine_driven import pin_whole
+from kvframework.service.transfer_paths.grants import Grants, objects_of
 from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire import messages as m
@@ -75,6 +79,23 @@ def test_it_finds_what_the_hit_rule_says_of_all_keys(
         assert found[1] in [grid.flat[index] for index in missing if index // rows == found[0]]
 
 
+@given(
+    st.integers(1, 4), st.lists(st.sampled_from([0, 0, 1, 5, 9]), min_size=1, max_size=3), st.integers(1, 6), st.data()
+)
+@settings(deadline=None)
+def test_a_rank_is_granted_what_its_own_key_would_find(
+    ranks: int, windows: list[int], chunks: int, data: st.DataObject
+) -> None:
+    grid = grid_of(chunks, windows, ranks=ranks)
+    held = data.draw(st.permutations(range(ranks)))[: data.draw(st.integers(1, ranks))]
+    hit = data.draw(st.integers(1, chunks))
+    own = KeyResolver(Sha256()).resolve(key_of(hit, ranks=ranks, rank=held[0]), desc_of(windows), held)
+    found = [StoredObject(grid.flat[index], index, 1) for index in grid.needed(hit)]
+    granted, positions = objects_of(held, grid, hit, found)
+    assert [stored.key for stored in granted] == [own.flat[index] for index in own.needed(hit)]
+    assert list(positions or range(len(granted))) == own.needed(hit)
+
+
 def test_a_miss_asks_one_row_only() -> None:
     asked: list[bytes] = []
 
@@ -110,7 +131,9 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
     """LOOKUP, FREE_LOOKUP_LOCKS and what PREPARE_RETRIEVE pins: of 32,768 objects the same as of eight."""
     storage = StorageManager(PlainMemory(MAX_OBJECTS * ALIGNMENT), Lru(), threads=False)
     resolver, client = KeyResolver(Sha256()), Client()
-    lookups = Lookups(storage, resolver, FinishedRequests(b""), ticket_s=100.0)
+    lookups = Lookups(
+        storage, resolver, FinishedRequests(b""), Grants({}, storage, Contents(NO_EVENTS), str), ticket_s=100.0
+    )
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))
     most = MAX_OBJECTS // RANKS
     for rank in range(RANKS):
@@ -143,7 +166,13 @@ def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.Mo
     monkeypatch.setattr("kvframework.storage.lookup.tickets.UNPIN_AT_ONCE", RANKS + 1)
     now = [0.0]
     storage = StorageManager(PlainMemory(64 * ALIGNMENT), Lru(), threads=False, clock=lambda: now[0])
-    lookups = Lookups(storage, KeyResolver(Sha256()), FinishedRequests(b""), ticket_s=10.0)
+    lookups = Lookups(
+        storage,
+        KeyResolver(Sha256()),
+        FinishedRequests(b""),
+        Grants({}, storage, Contents(NO_EVENTS), str),
+        ticket_s=10.0,
+    )
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))
     lease = storage.reserve(grid_of(1, [0]).sized(), owner=1, request_id="r", lease_s=None).lease
     assert lease is not None

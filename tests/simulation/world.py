@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 
 from kvframework.api.futures import Future
 from kvframework.api.requests import ClientInfo, Message
+from kvframework.events.feed import NO_EVENTS
 from kvframework.service.accounts.finished import FinishedRequests
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
+from kvframework.service.transfer_paths.contents import Contents
+from kvframework.service.transfer_paths.grants import Grants
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.l2.full_tier_victims import Watermarks
@@ -115,7 +118,13 @@ class World:
             threads=False,
         )
         finished = FinishedRequests(b"", self.clock)
-        self.lookups = Lookups(self.manager, KeyResolver(None), finished, ticket_s=TICKET_S)  # type: ignore[arg-type]
+        self.lookups = Lookups(
+            self.manager,
+            KeyResolver(None),
+            finished,
+            Grants({}, self.manager, Contents(NO_EVENTS), str),
+            ticket_s=TICKET_S,
+        )  # type: ignore[arg-type]
         self.writers = self.manager._tiers.writers
         self.ledgers = [Ledger(writer, tier) for writer, tier in zip(self.writers, self.tiers, strict=True)]
         # Answers that are held back, and until when.

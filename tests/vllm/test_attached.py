@@ -155,6 +155,33 @@ def test_what_one_engine_stores_another_loads_byte_by_byte(make: Any) -> None:
     assert other.worker.tally.counts["loaded_bytes"] == before[:, 10:16].numel() * 4
 
 
+@pytest.mark.parametrize("groups", [PLAIN, HYBRID], ids=["plain", "windows"])
+def test_a_hit_is_loaded_without_another_question(
+    make: Any, groups: tuple[GroupFacts, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = make(groups), make(groups)
+    tokens = list(range(3 * CHUNK))
+    request = FakeRequest("a", tokens)
+    assert first.match(request) == 0
+    table = [[5, 4, 9, 8, 1, 2], [20, 21, 22, 23, 24, 25]][: len(groups)]
+    first.compute(request, table)
+    again = FakeRequest("b", [*tokens, 9])
+    asked: list[str] = []
+    begin = other.clients[0]._connection.begin
+    monkeypatch.setattr(
+        other.clients[0]._connection,
+        "begin",
+        lambda name, *rest, **options: (asked.append(name), begin(name, *rest, **options))[1],
+    )
+    assert other.match(again) == 3 * CHUNK
+    into = [[10, 11, 12, 13, 14, 15], [26, 27, 28, 29, 30, 31]][: len(groups)]
+    assert other.load(again, into, 3 * CHUNK) == ({"b"}, set())
+    assert asked == []
+    assert torch.equal(other.memory[:, 10:16], first.memory[:, [5, 4, 9, 8, 1, 2]])
+    if len(groups) > 1:
+        assert torch.equal(other.memory[0, 31], first.memory[0, 25])
+
+
 def test_local_blocks_are_not_written(make: Any) -> None:
     first, other = make(), make()
     tokens = list(range(2 * CHUNK))

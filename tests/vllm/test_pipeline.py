@@ -242,7 +242,7 @@ def test_results_of_stages_are_one_as_far_as_all_have_it() -> None:
     request = RequestHashes(Sha256(), CHUNK, request_id="a")
     assert _together([one], request, 16, None) is one
     assert _together([other, one], request, 16, None) == StagedResult(
-        32, "t1", True, 96, [other, one], request, 16, None
+        32, "t1", True, 96, 16, parts=[other, one], request=request
     )
 
 

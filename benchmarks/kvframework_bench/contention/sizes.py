@@ -9,7 +9,7 @@ from kvframework_bench.workload import SHAPES, Shape
 # The share of `copy`'s quiet ratio that spinners leave.
 SPINNING_RATIO = 0.5
 # LOOKUP's p99 next to stores, in units of its quiet p99.
-STORING_P99_RATIO = 5.0
+STORING_P99_RATIO = 3.0
 HIT_US = 300.0
 
 

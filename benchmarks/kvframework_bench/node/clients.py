@@ -23,7 +23,7 @@ from kvframework.api.keys import DIGEST_BYTES, CacheKey
 from kvframework.api.types import Message
 from kvframework.wire import messages as m
 from kvframework.wire.frames import NO_ANSWER, join, split
-from kvframework.wire.handshake import ONE_WAY, offer
+from kvframework.wire.handshake import offer
 from kvframework.wire.table import REQUESTS
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.zmq_reference import ECHO
@@ -90,14 +90,15 @@ class Echoed(Client):
 
 
 class Session(Client):
-    """A client of the server: `call` while it is not busy. `one_way`: what is given back is not answered."""
+    """A client of the server, whose `features` these are: `call` while it is not busy. `one_way`: what is given back is
+    not answered."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
         super().__init__(context, endpoint)
         self._id = 0
         self.one_way = False
         hello = self.call("HELLO", offer("bench node", os.getpid()), m.HelloReply)
-        self.can_one_way = ONE_WAY in hello.features
+        self.features = hello.features
         self._live = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._live.connect(hello.liveness)
         self._live.sendall(hello.session)
@@ -132,10 +133,14 @@ class Session(Client):
 
 class Scheduler(Session):
     """LOOKUP of prompts that are all in L1; what one has pinned is freed: by a message that is answered, or by the next
-    LOOKUP."""
+    LOOKUP. `grants`: it prepares the loads of the engine's workers, which ask nothing themselves."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: list[CacheKey]) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: str, keys: list[CacheKey], workers: dict[int, Worker]
+    ) -> None:
         super().__init__(context, endpoint)
+        self.grants = False
+        self._workers = workers
         self._keys = keys
         self._next = 0
         self._tickets: tuple[str, ...] = ()
@@ -143,7 +148,8 @@ class Scheduler(Session):
     def begin(self) -> None:
         self._next += 1
         key = self._keys[self._next % len(self._keys)]
-        self.send("LOOKUP", m.Lookup(key, free=self._tickets if self.one_way else ()))
+        grant = tuple(self._workers) if self.grants else ()
+        self.send("LOOKUP", m.Lookup(key, free=self._tickets if self.one_way else (), grant=grant))
 
     def goes_on(self, frames: list[bytes]) -> bool:
         if frames[1] != b"LOOKUP":
@@ -153,6 +159,11 @@ class Scheduler(Session):
         self.answered()
         if reply.hit_tokens != self._keys[0].end:
             raise BenchFailed(f"a lookup found {reply.hit_tokens} tokens", available=f"{self._keys[0].end} expected")
+        if self.grants:
+            if len(reply.grants) != len(self._workers):
+                raise BenchFailed(f"a lookup granted {len(reply.grants)} loads", available=f"{len(self._workers)}")
+            for grant in reply.grants:
+                self._workers[grant.instance_id].loaded(grant.lease, self.latencies[-1])
         if self.one_way:
             self._tickets = (reply.ticket,)
             return False
@@ -162,7 +173,8 @@ class Scheduler(Session):
 
 
 class Worker(Session):
-    """One rank: PREPARE_RETRIEVE, no copy, COMMIT_RETRIEVE. The latency is that of the first."""
+    """One rank: PREPARE_RETRIEVE, no copy, COMMIT_RETRIEVE. The latency is that of the first, or of the LOOKUP that has
+    granted the load."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: list[CacheKey], instance_id: int) -> None:
         super().__init__(context, endpoint)
@@ -176,6 +188,11 @@ class Worker(Session):
         outcome = self.call("COMMIT_STORE", m.Commit(plan.lease), m.Committed).outcome
         if outcome.stored * CHUNK_TOKENS != key.end:
             raise BenchFailed(f"stored {outcome.stored} chunks", available=f"{key.end // CHUNK_TOKENS}")
+
+    def loaded(self, lease: str, latency: float) -> None:
+        """End the load of a grant."""
+        self.latencies.append(latency)
+        self.post("COMMIT_RETRIEVE", m.Commit(lease))
 
     def begin(self) -> None:
         self._next += 1

@@ -1,5 +1,5 @@
-"""The run of `kvframework bench node`: the same requests to a bare peer, to the server with all answers, and without
-those that are of no use, in turn.
+"""The run of `kvframework bench node`: the same requests to a bare peer, to the server with all answers, without those
+that are of no use, and with loads that LOOKUPs have granted, in turn.
 
 The times of requests are drawn before: a server that is late meets the next ones all the same, and their latency counts
 from when they were due.
@@ -17,9 +17,11 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvframework.api.keys import CacheKey
+from kvframework.api.keys import NAMESPACE_BYTES, CacheKey
+from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
+from kvframework.wire.handshake import LOOKUP_GRANT, ONE_WAY
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.node.clients import CHUNK_TOKENS, MODEL, Client, Echoed, Scheduler, Worker, digests
@@ -27,12 +29,15 @@ from kvframework_bench.node.figures import NodeFigures, NodeRow
 from kvframework_bench.process import scratch
 from kvframework_bench.rounds import Latency, Spread
 from kvframework_bench.server import run_ns, running_server
+from kvframework_bench.workload import TRANSPORT
 from kvframework_bench.zmq_reference import running_zmq_peer
 
 PROMPTS = 16
 _ARENA_BYTES = 256 << 20
 _LATE_S = 10.0
-_SHAPE = m.RegisterNonGpuContextPayload(0, MODEL, 1, CHUNK_TOKENS, 1, 16, "bfloat16", True)
+_GROUP = LayerGroup(1, CHUNK_TOKENS, 1, 16, "bfloat16", planes=1)
+_NAMESPACE = MODEL.encode().ljust(NAMESPACE_BYTES)
+_SHAPE = m.RegisterKvCache(0, MODEL, 1, 0, _NAMESPACE, TRANSPORT, KVLayout("paged", (_GROUP,), 1))
 
 
 class Sizes(msgspec.Struct, frozen=True):
@@ -76,19 +81,25 @@ def bench_node(sizes: Sizes, *, seed: int, stage: Stage = no_progress) -> NodeFi
         context = zmq.Context()
         stack.callback(context.destroy, 0)
         sessions = _connected(context, server.endpoint, sizes, seed, stack)
-        lookup = m.Lookup(_key(sizes, seed, 0, b"n" * 16, None))
+        lookup = m.Lookup(_key(sizes, seed, 0, None))
         nbytes = sum(len(frame) for frame in join(1, "LOOKUP", lookup))
         echoes = [Echoed(context, peer.endpoint, nbytes) for _ in sessions]
         ways: dict[str, tuple[Sequence[Client], int]] = {"bare echo": (echoes, peer.pid)}
         ways["all answered"] = (sessions, server.child.pid)
-        if sessions[0].can_one_way:
+        if ONE_WAY in sessions[0].features:
             ways["one way back"] = (sessions, server.child.pid)
+        schedulers = [session for session in sessions if isinstance(session, Scheduler)]
+        if LOOKUP_GRANT in sessions[0].features:
+            ways["granted"] = (schedulers, server.child.pid)
         with stage("serving a node", sizes.rounds) as advance:
             for _ in range(sizes.rounds):
                 for way, (clients, pid) in ways.items():
                     for session in sessions:
-                        session.one_way = way == "one way back"
-                    samples.setdefault(way, []).append(_take(clients, sizes, chance, pid))
+                        session.one_way = way in ("one way back", "granted")
+                    for scheduler in schedulers:
+                        scheduler.grants = way == "granted"
+                    everyone = echoes if way == "bare echo" else sessions
+                    samples.setdefault(way, []).append(_take(clients, everyone, sizes, chance, pid))
                 advance()
     rows = [_row(way, taken, samples["bare echo"]) for way, taken in samples.items()]
     return NodeFigures(sizes.engines, sizes.ranks, sizes.rate, sizes.chunks, seed, rows)
@@ -100,42 +111,44 @@ def _connected(
     """Return the clients, an engine's scheduler before its workers, with all prompts stored."""
     made: list[Scheduler | Worker] = []
     for engine in range(sizes.engines):
-        namespace = b""
-        workers = []
+        workers: dict[int, Worker] = {}
         for rank in range(sizes.ranks):
             instance_id = engine * sizes.ranks + rank + 1
             keys: list[CacheKey] = []
             worker = Worker(context, endpoint, keys, instance_id)
             stack.callback(worker.close)
-            shape = msgspec.structs.replace(_SHAPE, instance_id=instance_id, world_size=sizes.ranks)
-            namespace = worker.call("REGISTER_KV_CACHE_NON_GPU_CONTEXT", shape, m.Registered).namespace
-            keys += [_key(sizes, seed, prompt, namespace, rank) for prompt in range(PROMPTS)]
+            shape = msgspec.structs.replace(_SHAPE, instance_id=instance_id, world_size=sizes.ranks, rank=rank)
+            worker.call("REGISTER_KV_CACHE", shape, m.Registered)
+            keys += [_key(sizes, seed, prompt, rank) for prompt in range(PROMPTS)]
             if not engine:
                 for key in keys:
                     worker.store(key)
-            workers.append(worker)
-        asked = [_key(sizes, seed, prompt, namespace, None) for prompt in range(PROMPTS)]
-        scheduler = Scheduler(context, endpoint, asked)
+            workers[instance_id] = worker
+        asked = [_key(sizes, seed, prompt, None) for prompt in range(PROMPTS)]
+        scheduler = Scheduler(context, endpoint, asked, workers)
         stack.callback(scheduler.close)
-        made += [scheduler, *workers]
+        made += [scheduler, *workers.values()]
     return made
 
 
-def _key(sizes: Sizes, seed: int, prompt: int, namespace: bytes, rank: int | None) -> CacheKey:
+def _key(sizes: Sizes, seed: int, prompt: int, rank: int | None) -> CacheKey:
     end = sizes.chunks * CHUNK_TOKENS
     content = digests(seed, prompt, sizes.chunks)
-    return CacheKey(MODEL, sizes.ranks, rank, namespace, 0, end, f"prompt {prompt}", digests=content)
+    return CacheKey(MODEL, sizes.ranks, rank, _NAMESPACE, 0, end, f"prompt {prompt}", digests=content)
 
 
-def _take(clients: Sequence[Client], sizes: Sizes, chance: random.Random, server_pid: int) -> _Sample:
-    """Have all clients ask for a while, at random times. Blocks until everything is answered."""
+def _take(
+    asking: Sequence[Client], clients: Sequence[Client], sizes: Sizes, chance: random.Random, server_pid: int
+) -> _Sample:
+    """Have those of the clients ask that do, for a while, at random times. Blocks until everything is answered."""
     times = []
     for client in clients:
+        client.latencies = []
+    for client in asking:
         at = chance.expovariate(sizes.rate)
         while at < sizes.seconds:
             times.append((at, client))
             at += chance.expovariate(sizes.rate)
-        client.latencies = []
     times.sort(key=lambda each: each[0])
     poller = zmq.Poller()
     of = {}

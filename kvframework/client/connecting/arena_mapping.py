@@ -8,6 +8,7 @@ import mmap
 import os
 import select
 import threading
+import time
 import weakref
 
 from kvframework.api.shared_mapping import map_shared
@@ -27,10 +28,13 @@ class MappedArena:
     """
 
     def __init__(self, arena_fd: int, alive_fd: int | None) -> None:
+        # Of the monotonic clock: the session is older than that.
+        self.since = time.monotonic()
         self._alive_fd = alive_fd
         try:
             status = os.fstat(arena_fd)
             mapping = map_shared(arena_fd, status.st_size)
+            reserved = os.fstatvfs(arena_fd).f_bsize > mmap.PAGESIZE
         except BaseException:
             if alive_fd is not None:
                 os.close(alive_fd)
@@ -47,6 +51,9 @@ class MappedArena:
         self._map = mapped
         self.view = mapping.view()
         self._ahead = threading.Lock()
+        if reserved:
+            # `mincore` does not tell what is resident of reserved huge pages, and there is next to nothing to gain.
+            self._ahead.acquire()
         close_after_fork(self)
 
     @property

@@ -3,6 +3,8 @@ ticket before that."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvframework.api.requests import CacheKey, ClientInfo
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.service.accounts.priced import Priced
@@ -20,6 +22,7 @@ class Asked:
     __slots__ = (
         "began",
         "client",
+        "grant",
         "grid",
         "key",
         "l1_tokens",
@@ -31,10 +34,19 @@ class Asked:
         "task",
     )
 
-    def __init__(self, client: ClientInfo, key: CacheKey, began: float, speed: EngineSpeed | None = None) -> None:
+    def __init__(
+        self,
+        client: ClientInfo,
+        key: CacheKey,
+        began: float,
+        speed: EngineSpeed | None = None,
+        grant: Sequence[int] = (),
+    ) -> None:
         self.client = client
         self.key = key
         self.began = began
+        # The instances whose loads its answer prepares.
+        self.grant = grant
         # What its engine says of itself, and what its load was decided by, once it was.
         self.speed = speed
         self.priced: Priced | None = None

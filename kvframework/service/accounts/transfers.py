@@ -50,6 +50,19 @@ class TransferAccounts:
             request, subject, outcome, objects, nbytes = begun
             self.finished(request, subject, outcome if ok else "failed", objects=objects, nbytes=nbytes)
 
+    def granted(
+        self, client: ClientInfo, subject: Subject, took_s: float, *, objects: int, nbytes: int, ok: bool
+    ) -> None:
+        """Add a RETRIEVE of which the server hears at its end: it took its client so long. `subject` is that of the
+        LOOKUP that granted it, begun with the grant."""
+        subject = subject._replace(
+            began=max(self._clock() - took_s, subject.began),
+            client=client.name,
+            pid=client.pid,
+            session_id=client.session_id,
+        )
+        self.finished("RETRIEVE", subject, "hit" if ok else "failed", objects=objects, nbytes=nbytes)
+
     def end_session(self, session_id: int) -> None:
         """Add, as failed, the transfers under way of a client that has ended."""
         under_way = self._under_way.items()

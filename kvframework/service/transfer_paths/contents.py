@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey
-from kvframework.api.requests import ClientInfo
 from kvframework.errors import BadRange
 from kvframework.events.feed import Events
 
@@ -20,10 +19,15 @@ class Contents:
         self._events = events
         self._prepared: dict[str, tuple[int, CacheKey, int]] = {}
 
-    def prepared(self, client: ClientInfo, lease: str, key: CacheKey, chunk_tokens: int) -> None:
-        """A lease was given for the objects of a key."""
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is kept."""
+        return self._events.wanted
+
+    def prepared(self, session_id: int, lease: str, key: CacheKey, chunk_tokens: int) -> None:
+        """A lease was given to a session for the objects of a key."""
         if self._events.wanted:
-            self._prepared[lease] = client.session_id, key, chunk_tokens
+            self._prepared[lease] = session_id, key, chunk_tokens
             if len(self._prepared) > MAX_PREPARED:
                 del self._prepared[next(iter(self._prepared))]
 

@@ -17,6 +17,7 @@ from kvframework.service.contexts import Contexts
 from kvframework.service.keys import KeyGrid
 from kvframework.service.prompt_parts import found_part, prompt_part
 from kvframework.service.transfer_paths.contents import Contents
+from kvframework.service.transfer_paths.grants import Grants
 from kvframework.storage.l1.leases import PinLease, StoredObject
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.manager import StorageManager
@@ -38,12 +39,14 @@ class EngineDrivenTransfers:
         store_share: float,
         accounts: TransferAccounts,
         contents: Contents,
+        grants: Grants,
     ) -> None:
         self._contexts = contexts
         self._storage = storage
         self._keys = keys
         self._accounts = accounts
         self._contents = contents
+        self._grants = grants
         self.configure(store_lease_s=store_lease_s, retrieve_lease_s=retrieve_lease_s, store_share=store_share)
 
     def configure(self, *, store_lease_s: float, retrieve_lease_s: float, store_share: float) -> None:
@@ -84,7 +87,7 @@ class EngineDrivenTransfers:
             return m.StorePlan("", (), outcome)
         ranges = placed_ranges(grid, wanted, result)
         self._begin("STORE", result.lease.id, subject, store_outcome(result), ranges)
-        self._contents.prepared(client, result.lease.id, payload.key, grid.desc.chunk_tokens)
+        self._contents.prepared(client.session_id, result.lease.id, payload.key, grid.desc.chunk_tokens)
         return m.StorePlan(result.lease.id, ranges, outcome, self._store_lease_s)
 
     def _share_of(self, client: ClientInfo) -> float:
@@ -119,14 +122,23 @@ class EngineDrivenTransfers:
             return m.RetrievePlan(False, reason="not all objects are in L1")
         ranges = pinned_ranges(grid, lease.objects)
         self._begin("RETRIEVE", lease.id, subject, "hit", ranges)
-        self._contents.prepared(client, lease.id, payload.key, grid.desc.chunk_tokens)
+        self._contents.prepared(client.session_id, lease.id, payload.key, grid.desc.chunk_tokens)
         return m.RetrievePlan(True, lease.id, ranges, lease_s)
 
     def _commit_retrieve(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.RetrieveCommitted:
-        self._contents.check(payload.lease, payload.content)
-        held = self._storage.unpin(payload.lease, owner=client.session_id).held
-        self._accounts.ended(payload.lease, ok=held)
-        self._contents.ended(payload.lease, payload.content, ok=held)
+        lease, owner = payload.lease, client.session_id
+        self._contents.check(lease, payload.content)
+        granted = self._grants.take(client, lease)
+        if granted is None:
+            held = self._storage.unpin(lease, owner=owner).held
+            self._accounts.ended(lease, ok=held)
+        else:
+            held = self._storage.unpin(lease, owner=owner, use="retrieve", prompt=granted.prompt).held
+            self._storage.count(retrieves=1)
+            self._accounts.granted(
+                client, granted.subject, payload.took_s, objects=granted.objects, nbytes=granted.nbytes, ok=held
+            )
+        self._contents.ended(lease, payload.content, ok=held)
         return m.RetrieveCommitted(held)
 
     def _begin(self, request: str, lease: str, subject: Subject, outcome: str, ranges: Sequence[ArenaRange]) -> None:

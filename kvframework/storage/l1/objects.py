@@ -320,9 +320,14 @@ class ObjectTable:
         lease = self._own_pin_lease(lease_id, owner, now)
         return lease.objects if lease.held else None
 
-    def unpin(self, lease_id: str, *, owner: int, now: float) -> PinLease:
-        """End a pin lease; its `held` says whether the pins held until now."""
+    def unpin(
+        self, lease_id: str, *, owner: int, now: float, use: Use | None = None, prompt: PromptPart = NO_PROMPT
+    ) -> PinLease:
+        """End a pin lease; its `held` says whether the pins held until now. With a `use`, which it turns out to have
+        been, that of each object, if they did; `prompt` as for `pin_objects`."""
         lease = self._own_pin_lease(lease_id, owner, now)
+        if use is not None and lease.objects:
+            self._used(lease.objects, use, lease.request_id, lease.objects[0].tenant, prompt)
         self._drop_pin_lease(lease)
         return lease
 

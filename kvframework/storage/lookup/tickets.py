@@ -70,6 +70,11 @@ class LookupTickets:
     def __len__(self) -> int:
         return len(self._table)
 
+    @property
+    def ticket_s(self) -> float:
+        """The lifetime of a ticket that is not freed, in seconds."""
+        return self._table.ticket_s
+
     def configure(self, *, ticket_s: float) -> None:
         """Change the lifetime of tickets from their next pin on."""
         with self._lock:
@@ -147,6 +152,12 @@ class LookupTickets:
             if not absent and self._may_load(ticket) and self._storage.submit_record_task(namespace, known):
                 self._table.load_begun(ticket, None)
             return self._answer(ticket)
+
+    def pinned(self, ticket_id: str, owner: int) -> list[StoredObject]:
+        """Return the objects that a ticket pins, [] if it has ended. The list is the table's."""
+        with self._lock, contextlib.suppress(LeaseUnknown):
+            return self._storage.pinned(self._table.get(ticket_id, owner).pins, owner=owner) or []
+        return []
 
     def is_loading(self, ticket_id: str, owner: int) -> bool:
         """Whether a ticket's load is under way; False for a ticket that has ended. Does not pin what has arrived."""

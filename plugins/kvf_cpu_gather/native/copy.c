@@ -7,10 +7,12 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -22,6 +24,12 @@
 #define ABREAST 4
 #define LINE 64
 #define ABREAST_RUN 2048 /* measured: shorter runs are faster one after the other */
+#define LONG_NS 1000000 /* longer than anything that an engine waits for */
+#define LOSES 40 /* at most one part in so many of a copy's time */
+#define MOST_CREDIT_NS 20000000
+#ifndef TURN
+#define TURN (4 << 20) /* bytes, about 0.4 ms: measured: more often costs a copy beside lookups more */
+#endif
 
 typedef struct {
     uint64_t count;
@@ -58,6 +66,8 @@ typedef struct part {
     int64_t ahead;
     uint64_t first;
     uint64_t last;
+    uint64_t turn_began_ns;
+    int earns;
     uint32_t waiting;
     uint8_t *to[ABREAST];
     const uint8_t *from[ABREAST];
@@ -220,12 +230,50 @@ static uint8_t *arena_of(const kvf_product *product, uint64_t cell)
     return (uint8_t *)((uintptr_t)product->arena + lane + product->place_offsets[cell % product->places]);
 }
 
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+}
+
+/* The time that the threads of this process may lose to others, of which a copy's first thread earns a part while it
+ * copies. */
+static int64_t credit_ns = MOST_CREDIT_NS;
+
+/* Leaves the core to whom waits for it, between two turns. A thread that wakes up for a moment, as a lookup does, would
+ * else wait for the end of a slice, 4 ms where the kernel's tick is 250 Hz. Where another one wants all of the core, as
+ * long a slice is lost each time: so that is paid, and without credit no thread gives way. */
+static void give_way(part *p)
+{
+    uint64_t left = now_ns();
+    int64_t credit = __atomic_load_n(&credit_ns, __ATOMIC_RELAXED);
+    if (p->earns && credit < MOST_CREDIT_NS)
+        __atomic_fetch_add(&credit_ns, (int64_t)(left - p->turn_began_ns) / LOSES, __ATOMIC_RELAXED);
+    p->turn_began_ns = left;
+    if (credit <= 0)
+        return;
+    sched_yield();
+    uint64_t back = now_ns();
+    p->turn_began_ns = back;
+    if (back - left >= LONG_NS)
+        __atomic_fetch_sub(&credit_ns, (int64_t)(back - left), __ATOMIC_RELAXED);
+}
+
 static void *run_part(void *argument)
 {
     part *p = argument;
     const kvf_product *product = p->product;
     choose(p);
-    for (uint64_t cell = p->first; cell < p->last; cell++) {
+    uint64_t cell_bytes = product->run, copied = 0;
+    for (uint64_t level = 0; level < product->step_count; level++)
+        cell_bytes *= product->steps[level].count;
+    p->turn_began_ns = now_ns();
+    for (uint64_t cell = p->first; cell < p->last; cell++, copied += cell_bytes) {
+        if (copied >= TURN) {
+            give_way(p);
+            copied = 0;
+        }
         uint8_t *engine = engine_of(product, cell), *arena = arena_of(product, cell);
         if (cell + 1 == p->last)
             p->ahead = 0;
@@ -265,7 +313,7 @@ int kvf_copy(const kvf_product *product, uint32_t threads)
     pthread_t helpers[MAX_THREADS];
     int started[MAX_THREADS] = {0};
     for (uint32_t i = 0; i < threads; i++)
-        parts[i] = (part){.product = product, .first = cells * i / threads, .last = cells * (i + 1) / threads};
+        parts[i] = (part){.product = product, .first = cells * i / threads, .last = cells * (i + 1) / threads, .earns = i == 0};
 
     sigset_t all, before;
     if (threads > 1) {

@@ -1,0 +1,187 @@
+"""Loads that a LOOKUP prepares for the instances that it names, so that they begin with the copy.
+
+A grant is a pin lease of the session that registered the instance, as PREPARE_RETRIEVE gives it. The end of the ticket
+does not end it, since the server does not know whether its load is under way: the client that looked up gives back the
+grants that no load uses. Runs on the serving thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES
+from kvframework.api.requests import CacheKey, ClientInfo
+from kvframework.errors import LeaseUnknown, RequestError
+from kvframework.service.accounts.finished import Subject, subject_of
+from kvframework.service.contexts import Contexts, RegisteredContext
+from kvframework.service.keys import KeyGrid
+from kvframework.service.transfer_paths.contents import Contents
+from kvframework.storage.l1.leases import NO_PROMPT, PromptPart, StoredObject
+from kvframework.storage.manager import StorageManager
+from kvframework.wire import messages as m
+from kvframework.wire.indices import pack_indices, pack_offsets
+
+# Grants that have not ended, of all sessions and of one: it needs leases and pins for other transfers, too.
+MAX_OPEN, MAX_OF_OWNER = 4096, 512
+
+
+class Granted(NamedTuple):
+    """A grant: the sessions of the instance, `owner`, and of the client that looked up, `asked_by`; its end, of the
+    clock. `subject` is that of the LOOKUP; `prompt` tells where in it the objects are."""
+
+    owner: int
+    asked_by: int
+    until: float
+    subject: Subject
+    prompt: PromptPart
+    objects: int
+    nbytes: int
+
+
+class Grants:
+    """The grants that have not ended. `tenant_of` gives the tenant of a salt."""
+
+    def __init__(
+        self, contexts: Contexts, storage: StorageManager, contents: Contents, tenant_of: Callable[[str], str]
+    ) -> None:
+        self._contexts = contexts
+        self._storage = storage
+        self._contents = contents
+        self._tenant_of = tenant_of
+        self._clock = storage.clock
+        # The oldest first.
+        self._open: dict[str, Granted] = {}
+        self._of_owner: Counter[int] = Counter()
+
+    def grant(
+        self,
+        client: ClientInfo,
+        key: CacheKey,
+        grid: KeyGrid,
+        hit: int,
+        objects: list[StoredObject],
+        instances: Sequence[int],
+        *,
+        lease_s: float,
+    ) -> tuple[m.Grant, ...]:
+        """Pin, for `lease_s` seconds, what each of `instances` loads for a hit of `hit` chunks, whose `objects` are
+        those of all ranks. Left out are instances that could not load it in the arena, or not at all, and those
+        beyond a bound."""
+        grants: list[m.Grant] = []
+        left, until = m.MAX_GRANTED, self._clock() + lease_s
+        self._forget_lapsed()
+        for instance_id in dict.fromkeys(instances):
+            context = self._contexts.get(instance_id)
+            if context is None or not _loads(context, key, grid):
+                continue
+            own, positions = objects_of(context.ranks, grid, hit, objects)
+            owner = context.session_id
+            left -= len(own)
+            if left < 0 or len(self._open) >= MAX_OPEN or self._of_owner[owner] >= MAX_OF_OWNER:
+                break
+            offsets = pack_offsets([stored.offset for stored in own])
+            try:
+                lease = self._storage.pin_objects(
+                    own, owner=owner, request_id=key.request_id, lease_s=lease_s, use=None
+                ).id
+            except RequestError:
+                break  # it holds too many; its load may say so
+            subject = subject_of(client, key, self._clock(), "engine", self._tenant_of(key.cache_salt))
+            subject = subject._replace(asked_tokens=hit * grid.desc.chunk_tokens)
+            prompt = _prompt(key, grid, hit, context.ranks, positions) if key.retain else NO_PROMPT
+            nbytes = sum([stored.length for stored in own])
+            self._open[lease] = Granted(owner, client.session_id, until, subject, prompt, len(own), nbytes)
+            self._of_owner[owner] += 1
+            if self._contents.wanted:
+                self._contents.prepared(owner, lease, _cut(key, grid, hit), grid.desc.chunk_tokens)
+            grants.append(m.Grant(instance_id, lease, offsets, pack_indices(positions)))
+        return tuple(grants)
+
+    def take(self, client: ClientInfo, lease: str) -> Granted | None:
+        """Return the grant whose load ends, of an instance of this client; None for another lease."""
+        granted = self._open.get(lease)
+        if granted is None or granted.owner != client.session_id:
+            return None
+        self._forget(lease, granted)
+        return granted
+
+    def give_back(self, client: ClientInfo, lease: str) -> bool:
+        """End a grant that no load uses, of a LOOKUP of this client or for an instance of it; return whether it is
+        one."""
+        granted = self._open.get(lease)
+        if granted is None or client.session_id not in (granted.asked_by, granted.owner):
+            return False
+        self._forget(lease, granted)
+        self._contents.ended(lease)
+        try:
+            self._storage.unpin(lease, owner=granted.owner)
+        except LeaseUnknown:
+            return False  # the session of its instance has ended
+        return True
+
+    def end_session(self, session_id: int) -> None:
+        """Forget the grants of a client that has ended; its leases have."""
+        for lease in [lease for lease, granted in self._open.items() if granted.owner == session_id]:
+            del self._open[lease]
+        del self._of_owner[session_id]
+
+    def _forget_lapsed(self) -> None:
+        now = self._clock()
+        while self._open:
+            lease, granted = next(iter(self._open.items()))
+            if now < granted.until:
+                return
+            self._forget(lease, granted)
+
+    def _forget(self, lease: str, granted: Granted) -> None:
+        del self._open[lease]
+        self._of_owner[granted.owner] -= 1
+
+
+def _loads(context: RegisteredContext, key: CacheKey, grid: KeyGrid) -> bool:
+    """Whether an instance loads what the key names, for ranks that are known and in it, with a copy of its
+    engine's."""
+    return (
+        context.memory is None
+        and context.namespace == key.namespace
+        and (context.rank is not None or context.world_size == 1)
+        and all(rank in grid.ranks for rank in context.ranks)
+    )
+
+
+def objects_of(
+    ranks: Sequence[int], grid: KeyGrid, hit: int, objects: list[StoredObject]
+) -> tuple[list[StoredObject], Sequence[int]]:
+    """Return those of `objects` that are of `ranks`, and their positions in a key of these ranks: () for all of it."""
+    if [*ranks] == [*grid.ranks]:
+        return list(objects), grid.needed(hit) if grid.has_windows else ()
+    rows, groups = len(grid.prefixes), len(grid.desc.groups)
+    own = [grid.ranks.index(rank) * groups + group for rank in ranks for group in range(groups)]
+    if not grid.has_windows:
+        return [objects[chunk * rows + row] for chunk in range(hit) for row in own], ()
+    at = {row: index for index, row in enumerate(own)}
+    needed = zip(grid.needed(hit), objects, strict=True)
+    found = {index // rows * len(own) + at[index % rows]: stored for index, stored in needed if index % rows in at}
+    positions = sorted(found)
+    return [found[position] for position in positions], positions
+
+
+def _prompt(key: CacheKey, grid: KeyGrid, hit: int, ranks: Sequence[int], positions: Sequence[int]) -> PromptPart:
+    rows, tokens = len(ranks) * len(grid.desc.groups), grid.desc.chunk_tokens
+    first = key.start // tokens
+    return PromptPart([first + index // rows for index in positions or range(hit * rows)], tokens, key.retain)
+
+
+def _cut(key: CacheKey, grid: KeyGrid, hit: int) -> CacheKey:
+    """Return the key of the hit."""
+    end = key.start + hit * grid.desc.chunk_tokens
+    return msgspec.structs.replace(
+        key,
+        end=end,
+        tokens=key.tokens[: end * TOKEN_BYTES],
+        digests=key.digests[: end // grid.desc.chunk_tokens * DIGEST_BYTES],
+    )

@@ -1,0 +1,470 @@
+"""Loads that a lookup has prepared: they ask the server nothing, and their pins are their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kvframework.api.futures import Future
+from kvframework.api.layout import KVLayout, LayerGroup
+from kvframework.api.transfer import LoadGrant
+from kvframework.api.transport import LoadPlan, Transfer
+from kvframework.client import (
+    KVClient,
+    LookupResult,
+    RequestHashes,
+    SchedulerAdapter,
+    WorkerAdapter,
+    register_canonical,
+)
+from kvframework.client.engine_driven import SPARE_S
+from kvframework.errors import DeadlineExceeded
+from kvframework.service.transfer_paths.grants import MAX_OF_OWNER
+from kvframework.storage.l1.leases import MAX_PINS_PER_OWNER
+from kvframework.wire import messages as m
+from kvframework.wire.indices import unpack_offsets
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
+
+TOKENS = list(range(512))
+AXES = ["plane", "block", "token", "head", "dim"]
+
+
+class Engine:
+    """A scheduler and a worker, each with a client of its own; 512 tokens are stored. `asked` has what the worker asks
+    the server from `load` on."""
+
+    def __init__(self, server: ServerProcess, clients: list[KVClient], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.server, self.client, self.worker = server, clients[0], clients[-1]
+        instance = register_canonical(
+            self.worker,
+            instance_id=7,
+            model_name="tiny",
+            block_size=16,
+            num_layers=2,
+            hidden_dim_size=8,
+            dtype="float32",
+        )
+        registered = m.Registered(instance.namespace, instance.registration.desc)
+        self.scheduler = SchedulerAdapter(
+            self.client, model_name="tiny", namespace=instance.namespace, chunk_tokens=256, instances=(7, 8)
+        )
+        assert self.client.wait_up(5)
+        self.request = RequestHashes(self.client.hasher, 256, request_id="r")
+        self.request.extend(TOKENS)
+        self.key = key_for(registered, TOKENS)
+        self._transfer = instance.transfer
+        with self.worker.prepare_store(self.transfer()).result() as plan:
+            for place in plan.ranges:
+                plan.arena[place.offset : place.offset + place.length] = b"k" * place.length
+            assert plan.commit().result().stored == 2
+        self.asked: list[str] = []
+        for name in ("begin", "post"):
+            monkeypatch.setattr(self.worker._connection, name, self._counted(name))
+
+    def _counted(self, method: str) -> Any:
+        call = getattr(self.worker._connection, method)
+
+        def counted(name: str, *arguments: Any, **options: Any) -> Any:
+            self.asked.append(f"{name} unanswered" if method == "post" else name)
+            return call(name, *arguments, **options)
+
+        return counted
+
+    def transfer(self, grant: LoadGrant | None = None, end: int = 512) -> Transfer:
+        key = msgspec.structs.replace(self.key, end=end, tokens=self.key.tokens[: end * 4])
+        transfer: Transfer = self._transfer(key)
+        return Transfer(key, transfer.registration, {}, (), transfer.blocks, grant=grant)
+
+    def look_up(self) -> LookupResult:
+        found = self.scheduler.lookup(self.request)
+        assert found.hit_tokens == 512
+        return found
+
+    def load(self, grant: LoadGrant | None, end: int = 512) -> LoadPlan:
+        self.asked.clear()
+        return self.worker.prepare_load(self.transfer(grant, end)).result()
+
+    def pins(self) -> int:
+        return int(self.server.status()["l1"]["pins"])
+
+    def settle(self, pins: int) -> None:
+        wait_until(lambda: self.pins() == pins, what=f"{pins} pins")
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess("server.ticket_s=30") as server:
+        yield server
+
+
+@pytest.fixture
+def engine(request: Any, server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """Of as many clients as the test says, two otherwise."""
+    with ExitStack() as stack:
+        clients = [stack.enter_context(server.engine_client()) for _ in range(getattr(request, "param", 2))]
+        yield Engine(server, clients, monkeypatch)
+
+
+def content(plan: LoadPlan) -> bytes:
+    return b"".join(plan.arena[place.offset : place.offset + place.length] for place in plan.ranges)
+
+
+@pytest.mark.parametrize("engine", [1, 2], indirect=True)
+def test_a_granted_load_asks_nothing_and_is_accounted_for(engine: Engine) -> None:
+    found = engine.look_up()
+    assert engine.pins() == 4, "the ticket's, and the load's own"
+    (grant,) = found.take_grants()
+    assert (grant.instance_id, grant.start, grant.end) == (7, 0, 512), "instance 8 is none"
+    plan = engine.load(grant)
+    assert engine.asked == []
+    assert set(content(plan)) == {ord("k")}
+    assert plan.commit().result().ok
+    assert engine.asked == ["COMMIT_RETRIEVE unanswered"]
+    engine.scheduler.free(found)
+    engine.settle(0)
+    records = engine.client.request("RECENT", m.Recent(), m.RecentReply).records
+    assert [(each.request, each.outcome) for each in records] == [
+        ("STORE", "stored"),
+        ("LOOKUP", "hit"),
+        ("RETRIEVE", "hit"),
+    ]
+    retrieved = records[-1]
+    assert (retrieved.asked_tokens, retrieved.objects, retrieved.path) == (512, 2, "engine")
+    assert retrieved.nbytes == sum(place.length for place in plan.ranges)
+    assert retrieved.session_id == records[0].session_id
+    assert retrieved.monotonic - retrieved.seconds > records[1].monotonic, "begun after the lookup"
+    counters = engine.server.status()["l1"]["counters"]
+    assert (counters["retrieves"], counters["retrieve_misses"]) == (1, 0)
+
+
+def test_the_end_of_the_lookup_is_not_that_of_the_load(engine: Engine) -> None:
+    found = engine.look_up()
+    plan = engine.load(*found.take_grants())
+    engine.scheduler.free(found)
+    engine.settle(2)
+    cleared = engine.client.request("CLEAR", m.Clear(), m.Cleared)
+    assert (cleared.objects, cleared.in_use) == (0, 2), "nothing takes the place of what is read"
+    assert set(content(plan)) == {ord("k")}
+    assert plan.commit().result().ok
+    engine.settle(0)
+
+
+def test_what_no_load_takes_is_given_back(engine: Engine) -> None:
+    engine.scheduler.free(engine.look_up())
+    engine.settle(0)
+    assert engine.server.status()["l1"]["counters"]["retrieves"] == 0
+
+
+def test_a_request_has_its_grants_until_they_are_taken(engine: Engine) -> None:
+    found = engine.look_up()
+    assert engine.request.grants.take(7, 0, 256) is None
+    assert engine.request.grants.take(8, 0, 512) is None
+    assert engine.request.grants.take(7, 0, 512) is not None
+    assert engine.request.grants.take(7, 0, 512) is None
+    assert found.take_grants() == ()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"boot_id": b"another server.."},
+        {"began": 0.0},
+        {"instance_id": 8},
+        {"start": 256},
+    ],
+    ids=["another server", "an earlier session", "another instance", "other tokens"],
+)
+def test_a_grant_that_is_for_something_else_is_passed_over(engine: Engine, wrong: dict[str, Any]) -> None:
+    (grant,) = engine.look_up().take_grants()
+    plan = engine.load(grant._replace(**wrong))
+    assert engine.asked == ["PREPARE_RETRIEVE"]
+    assert set(content(plan)) == {ord("k")}
+    assert plan.commit().result().ok
+
+
+def test_a_grant_that_ends_soon_is_passed_over(engine: Engine) -> None:
+    (grant,) = engine.look_up().take_grants()
+    plan = engine.load(grant._replace(until=grant.until - 30 + SPARE_S))
+    assert engine.asked == ["PREPARE_RETRIEVE"]
+    assert plan.commit().result().ok
+
+
+def test_a_load_that_outlasts_its_grant_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframework.client.engine_driven.SPARE_S", 0.0)
+    with ServerProcess("server.ticket_s=0.3") as server, server.engine_client() as client:
+        engine = Engine(server, [client], monkeypatch)
+        plan = engine.load(*engine.look_up().take_grants())
+        engine.settle(0)
+        assert not plan.commit().result().ok
+        assert "COMMIT_RETRIEVE" in engine.asked
+
+
+@pytest.mark.parametrize("engine", [1, 2], indirect=True)
+def test_a_load_beside_the_end_of_its_session_asks(engine: Engine) -> None:
+    plan = engine.load(*engine.look_up().take_grants())
+    engine.worker.request("END_SESSION", m.EndSession(), m.SessionEnded)
+    engine.asked.clear()
+    assert not plan.commit().result().ok
+    assert engine.asked == ["COMMIT_RETRIEVE"]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["and is gone", "and another one serves"])
+def test_a_granted_load_that_outlives_its_server_is_no_hit(engine: Engine, again: bool) -> None:
+    plan = engine.load(*engine.look_up().take_grants())
+    engine.server.kill9()
+    if again:
+        engine.server.start()
+    assert not plan.commit().result().ok
+
+
+def test_the_scheduler_may_end_while_its_worker_loads(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    with server.engine_client() as scheduler, server.engine_client() as worker:
+        engine = Engine(server, [scheduler, worker], monkeypatch)
+        plan = engine.load(*engine.look_up().take_grants())
+        scheduler.close()
+        engine.settle(2)
+        assert plan.commit().result().ok
+        engine.settle(0)
+
+
+def test_an_older_server_is_asked_for_no_grants(engine: Engine) -> None:
+    features = tuple(each for each in engine.client.hello.features if each != "lookup.grant")
+    engine.client._reply = msgspec.structs.replace(engine.client.hello, features=features)
+    found = engine.look_up()
+    assert found.take_grants() == ()
+    assert engine.pins() == 2
+
+
+# The server's part, message by message.
+
+
+def asking(client: WireClient, key: Any, *instances: int, **fields: Any) -> m.LookupReply:
+    reply: m.LookupReply = client.call(
+        "LOOKUP", m.Lookup(msgspec.structs.replace(key, worker_id=None), grant=instances, **fields)
+    )
+    return reply
+
+
+def test_who_asked_and_the_instance_give_back_and_only_the_instance_commits(server: ServerProcess) -> None:
+    with server.client() as worker, server.client() as scheduler, server.client() as stranger:
+        key = key_for(worker.register(7), TOKENS)
+        worker.store(key, b"x", 7)
+        reply = asking(scheduler, key, 7, 7, 99)
+        (grant,) = reply.grants
+        for each in (stranger, scheduler):
+            with pytest.raises(Exception, match="no lease"):
+                each.call("COMMIT_RETRIEVE", m.Commit(grant.lease))
+        assert asking(stranger, key, free=(grant.lease,)).hit_tokens == 512
+        granted_at = time.monotonic()
+        wait_until(lambda: time.monotonic() > granted_at + 0.02, what="a copy")
+        assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease, took_s=0.02)).held
+        (loaded,) = [each for each in scheduler.call("RECENT", m.Recent()).records if each.request == "RETRIEVE"]
+        assert loaded.seconds >= 0.02
+        for each in (scheduler, worker):
+            unused = asking(scheduler, key, 7).grants[0].lease
+            asking(each, key, free=(unused, unused, "nothing"))
+            with pytest.raises(Exception, match="no lease"):
+                worker.call("COMMIT_RETRIEVE", m.Commit(unused))
+
+
+def test_an_instance_that_has_ended_is_granted_nothing(server: ServerProcess) -> None:
+    with server.client() as worker, server.client() as scheduler:
+        key = key_for(worker.register(7), TOKENS)
+        worker.store(key, b"x", 7)
+        lease = asking(scheduler, key, 7).grants[0].lease
+        worker.close()
+        wait_until(lambda: not asking(scheduler, key, 7).grants, what="the worker's end")
+        assert asking(scheduler, key, free=(lease,)).hit_tokens == 512
+
+
+def test_an_instance_that_does_not_say_of_which_rank_it_is_gets_none(server: ServerProcess) -> None:
+    with server.client() as worker:
+        for rank in range(2):
+            key = key_for(worker.register(rank, world_size=2), TOKENS, worker_id=rank, world_size=2)
+            worker.store(key, b"x", rank)
+        found = asking(worker, key, 0, 1)
+        assert (found.hit_tokens, found.grants) == (512, ())
+
+
+def test_each_rank_is_granted_its_own_objects(server: ServerProcess) -> None:
+    group = LayerGroup(1, 16, 1, 8, "float32")
+    with ExitStack() as stack:
+        workers = [stack.enter_context(server.client()) for _ in range(3)]
+        for number, worker in enumerate(workers):
+            shape = m.RegisterKvCache(
+                number, "tiny", 2, number % 2, b"n" * 16, "cpu_gather", KVLayout("paged", (group,), 4)
+            )
+            registered = worker.call("REGISTER_KV_CACHE", shape)
+        keys = [key_for(registered, TOKENS, worker_id=rank, world_size=2) for rank in range(2)]
+        for rank, key in enumerate(keys):
+            workers[rank].store(key, bytes([65 + rank]), rank)
+        grants = asking(stack.enter_context(server.client()), keys[0], 2, 1, 0).grants
+        assert [each.instance_id for each in grants] == [2, 1, 0]
+        for grant in grants:
+            worker, rank = workers[grant.instance_id], grant.instance_id % 2
+            ranges = worker.prepare_retrieve(keys[rank], grant.instance_id).ranges
+            assert unpack_offsets(grant.offsets, where="offsets") == [place.offset for place in ranges]
+            assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
+
+
+def test_grants_leave_leases_for_other_transfers(server: ServerProcess) -> None:
+    with server.client() as worker:
+        key = key_for(worker.register(7), TOKENS)
+        worker.store(key, b"x", 7)
+        grants = [asking(worker, key, 7).grants for _ in range(MAX_OF_OWNER + 1)]
+        assert all(grants[:-1])
+        assert grants[-1] == ()
+        assert worker.prepare_retrieve(key, 7).hit
+        assert asking(worker, key, free=(grants[0][0].lease,)).hit_tokens == 512
+        assert asking(worker, key, 7).grants != ()
+
+
+def test_grants_that_no_load_ends_lapse() -> None:
+    with ServerProcess("server.ticket_s=0.2") as server, server.client() as worker:
+        key = key_for(worker.register(7), TOKENS)
+        worker.store(key, b"x", 7)
+        lapsed = asking(worker, key, 7).grants[0].lease
+        wait_until(lambda: server.status()["l1"]["pins"] == 0, what="the end of the grant")
+        assert not worker.call("COMMIT_RETRIEVE", m.Commit(lapsed)).held
+        lapsed = asking(worker, key, 7).grants[0].lease
+        wait_until(lambda: server.status()["l1"]["pins"] == 0, what="the end of the grant")
+        assert asking(worker, key, 7).grants, "which forgets it"
+        assert not worker.call("COMMIT_RETRIEVE", m.Commit(lapsed)).held
+
+
+def test_an_instance_that_is_registered_anew_passes_over_what_was_granted_before(engine: Engine) -> None:
+    (grant,) = engine.look_up().take_grants()
+    engine.worker.request("UNREGISTER_KV_CACHE", m.Unregister(7), m.Empty)
+    other = register_canonical(
+        engine.worker,
+        instance_id=7,
+        model_name="other",
+        block_size=16,
+        num_layers=2,
+        hidden_dim_size=8,
+        dtype="float32",
+    )
+    bare = other.transfer(msgspec.structs.replace(engine.key, model_name="other", namespace=other.namespace))
+    engine.asked.clear()
+    plan = engine.worker.prepare_load(dataclasses.replace(bare, grant=grant)).result()
+    assert engine.asked[0] == "PREPARE_RETRIEVE"
+    assert not plan.ranges, "these are another model's"
+    engine.settle(2)
+
+
+def test_what_is_passed_over_is_given_back(engine: Engine) -> None:
+    found = engine.look_up()
+    plan = engine.load(found.take_grants()[0]._replace(start=256))
+    assert plan.commit().result().ok
+    engine.scheduler.free(found)
+    engine.settle(0)
+
+
+def test_a_load_of_nothing_gives_its_grant_back(server: ServerProcess) -> None:
+    with server.engine_client() as client:
+        caches = {"layer.0": torch.zeros(2, 64, 16, 1, 8)}
+        worker = WorkerAdapter(client, instance_id=7, model_name="tiny", layout_options={"axes": AXES})
+        worker.register_kv_caches(caches, block_size=16)
+        request = RequestHashes(client.hasher, 256, request_id="r")
+        request.extend(TOKENS)
+        blocks = [list(range(32))]
+        assert worker.submit_store(request, 0, 512, blocks).result().ok
+        assert worker.scheduler().lookup(request).hit_tokens == 512
+        assert worker.submit_retrieve(request, 0, 512, blocks, skip_first_n_tokens=512).result().ok
+        wait_until(lambda: server.status()["l1"]["pins"] == 2, what="the end of the grant")
+        worker.close()
+
+
+def test_grants_of_an_answer_after_its_deadline_are_given_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    payload = m.Lookup(msgspec.structs.replace(engine.key, worker_id=None), grant=(7,))
+    reply = engine.client.request("LOOKUP", payload, m.LookupReply)
+    assert engine.pins() == 4
+    late: list[Any] = []
+
+    def unanswered(*_arguments: Any, on_late: Any = None, **_options: Any) -> None:
+        late.append(on_late)
+        raise DeadlineExceeded("no answer")
+
+    monkeypatch.setattr(engine.client, "request", unanswered)
+    asked = engine.scheduler.poll(LookupResult(0, reply.ticket, True, 512))
+    assert asked.pending
+    late[0](reply)
+    engine.settle(2)
+    engine.scheduler.free(asked)
+    engine.settle(0)
+
+
+def test_an_end_of_the_session_that_arrives_after_the_grant_is_known(engine: Engine) -> None:
+    connection, held = engine.worker._connection, []
+    send = connection.request
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            connection, "request", lambda *arguments, **options: held.append((arguments, options)) or Future()
+        )
+        engine.worker.send("END_SESSION", m.EndSession())
+    plan = engine.load(*engine.look_up().take_grants())
+    (arguments, options) = held[0]
+    assert send(*arguments, **options).result(5)
+    assert not plan.commit().result().ok
+
+
+def test_a_grant_of_a_server_means_nothing_in_the_memory_of_another(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (grant,) = engine.look_up().take_grants()
+    before = engine.worker._arena
+
+    class Reconnecting(type(engine.worker._connection)):  # type: ignore[misc]
+        @property
+        def boot_id(self) -> Any:
+            engine.worker._arena = None
+            return grant.boot_id
+
+    monkeypatch.setattr(engine.worker._connection, "__class__", Reconnecting)
+    assert before is not None
+    assert not engine.worker._is_good(grant, engine.transfer(), before)
+
+
+def test_a_lookup_of_one_rank_grants_another_nothing(server: ServerProcess) -> None:
+    group = LayerGroup(1, 16, 1, 8, "float32")
+    with ExitStack() as stack:
+        workers = [stack.enter_context(server.client()) for _ in range(2)]
+        for rank, worker in enumerate(workers):
+            shape = m.RegisterKvCache(rank, "tiny", 2, rank, b"n" * 16, "cpu_gather", KVLayout("paged", (group,), 4))
+            registered = worker.call("REGISTER_KV_CACHE", shape)
+        for rank, worker in enumerate(workers):
+            worker.store(key_for(registered, TOKENS, worker_id=rank, world_size=2), b"x", rank)
+        for rank in range(2):
+            key = key_for(registered, TOKENS, worker_id=rank, world_size=2)
+            found = workers[0].call("LOOKUP", m.Lookup(key, grant=(0, 1)))
+            assert found.hit_tokens == 512
+            assert [each.instance_id for each in found.grants] == [rank]
+            ranges = workers[rank].prepare_retrieve(key, rank).ranges
+            assert unpack_offsets(found.grants[0].offsets, where="offsets") == [place.offset for place in ranges]
+
+
+def test_no_load_has_begun_before_its_grant(server: ServerProcess) -> None:
+    with server.client() as worker:
+        key = key_for(worker.register(7), TOKENS)
+        worker.store(key, b"x", 7)
+        for took_s in (1e300, math.inf):
+            grant = asking(worker, key, 7).grants[0]
+            assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease, took_s=took_s)).held
+        records = worker.call("RECENT", m.Recent()).records
+        began = [each.monotonic - each.seconds for each in records if each.request in ("LOOKUP", "RETRIEVE")]
+        assert began == sorted(began)
+        assert len(began) == 4
+
+
+def test_grants_leave_pins_for_other_transfers() -> None:
+    assert MAX_OF_OWNER * m.MAX_GRANTED <= MAX_PINS_PER_OWNER // 2
