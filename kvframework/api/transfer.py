@@ -122,13 +122,15 @@ class Registration(Message, frozen=True):
 
 class LoadGrant(NamedTuple):
     """What a lookup has prepared for the load of tokens `[start, end)` by one instance: it goes from the scheduler's
-    side of an engine to the worker's, and there to the link, which reads it. `boot_id` is that of the server's start.
-    The rest is the server's, and times of the node's monotonic clock, in seconds."""
+    side of an engine to the worker's, and there to the link, which reads it. `content` names the prompt up to `end` and
+    its salt, `boot_id` the server's start. The rest is the server's, and times of the node's monotonic clock, in
+    seconds."""
 
     instance_id: int
     lease: str
     start: int
     end: int
+    content: bytes
     offsets: bytes
     objects: bytes
     boot_id: bytes

@@ -25,7 +25,7 @@ from kvframework.api.transport import (
 )
 from kvframework.client.calls import ServerCalls
 from kvframework.client.connecting.arena_mapping import MappedArena
-from kvframework.client.grants import granted_ranges
+from kvframework.client.grants import content_name, granted_ranges
 from kvframework.client.replies import as_response, granted, mapped, only, settled
 from kvframework.client.transfers import check_complete, check_held, check_ranges
 from kvframework.errors import DeadlineExceeded, KVFrameworkError, ProtocolError, ServerGone
@@ -35,6 +35,8 @@ from kvframework.wire.indices import pack_indices, unpack_indices
 
 # The least time, in seconds, that a grant has left for its copy: with less the pins are asked for anew.
 SPARE_S = 5.0
+# The same where the engine copies in pieces, and takes its time.
+PIECES_S = 15.0
 _NO_ARENA = memoryview(b"")
 _HELD = LoadOutcome(True)
 _PINS_LOST = LoadOutcome(False, "the pins on the objects lapsed while they were read")
@@ -142,7 +144,8 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
             # Of that very server: before there is another one, this is no more.
             and self._arena is arena
             and max(arena.since, transfer.registration.since) < grant.began
-            and time.monotonic() < grant.until - SPARE_S
+            and time.monotonic() < grant.until - (PIECES_S if transfer.in_pieces else SPARE_S)
+            and grant.content == content_name(transfer.key.digests, transfer.key.cache_salt)
             and (grant.instance_id, grant.start, grant.end)
             == (transfer.registration.instance_id, transfer.key.start, transfer.key.end)
         )

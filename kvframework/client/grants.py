@@ -5,8 +5,11 @@ A grant has one end: a load takes it, in this process or another, or it is given
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
+from kvframework.api.hasher import DIGEST_BYTES
+from kvframework.api.keys import CacheKey
 from kvframework.api.transfer import ArenaRange, LoadGrant, Transfer
 from kvframework.errors import ProtocolError
 from kvframework.wire import messages as m
@@ -36,11 +39,20 @@ class Grants:
         return tuple(each for each in taken if each is not None)
 
 
-def grants_of(reply: m.LookupReply, start: int, boot_id: bytes, began: float) -> Iterable[LoadGrant]:
-    """Return the grants in an answer about tokens from `start` on, to a request that was sent at `began`."""
-    end, until = start + reply.hit_tokens, began + reply.lease_s
+def content_name(digests: bytes, cache_salt: str) -> bytes:
+    """Return a name of what the prompt is up to the last of the chunks with these digests: 32 bytes, in which a salt is
+    not to be read."""
+    return hashlib.sha256(digests[-DIGEST_BYTES:] + cache_salt.encode()).digest()
+
+
+def grants_of(
+    reply: m.LookupReply, key: CacheKey, chunk_tokens: int, boot_id: bytes, began: float
+) -> Iterable[LoadGrant]:
+    """Return the grants in an answer about the tokens of `key`, to a request that was sent at `began`."""
+    start, end, until = key.start, key.start + reply.hit_tokens, began + reply.lease_s
+    content = content_name(key.digests[: end // chunk_tokens * DIGEST_BYTES], key.cache_salt)
     return [
-        LoadGrant(each.instance_id, each.lease, start, end, each.offsets, each.objects, boot_id, began, until)
+        LoadGrant(each.instance_id, each.lease, start, end, content, each.offsets, each.objects, boot_id, began, until)
         for each in reply.grants
     ]
 

@@ -39,7 +39,8 @@ _ALL = 1 << 62
 @dataclass(frozen=True)
 class LookupResult:
     """The result of a lookup: `hit_tokens` from its `start`, at most `asked_tokens`, are pinned under `ticket` ("" for
-    none). `pending`: the answer of L2 is still open. `grants` has the loads of all of the hit that are prepared."""
+    none). `pending`: the answer of L2 is still open. `grants` has the loads of all of the hit that are prepared, `key`
+    what was asked for, with its salt."""
 
     hit_tokens: int
     ticket: str = ""
@@ -47,6 +48,7 @@ class LookupResult:
     asked_tokens: int = 0
     start: int = 0
     grants: Grants = field(default_factory=Grants, compare=False, repr=False)
+    key: CacheKey | None = field(default=None, compare=False, repr=False)
 
     def take_grants(self) -> tuple[LoadGrant, ...]:
         """Return the grants for the workers of other processes or clients, whose `RequestHashes` take them, once: the
@@ -125,7 +127,7 @@ class SchedulerAdapter:
             speed = speed if self._client.prices_loads else None
         freed = self._client.take_freed() if self._client.one_way else ()
         grant = self._instances if self._instances and self._client.grants_loads else ()
-        asked = LookupResult(0, asked_tokens=last - start, start=start)
+        asked = LookupResult(0, asked_tokens=last - start, start=start, key=key)
         found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed, grant), asked, held_s)
         if found is None:
             if freed:
@@ -228,12 +230,12 @@ class SchedulerAdapter:
             log.warning("%s failed, taken as a miss: %s", name, error)
             return None
         # An answer of another server than before may be from either.
-        if reply.grants and boot_id is not None and self._client.boot_id == boot_id:
-            before.grants.add(grants_of(reply, before.start, boot_id, began))
+        if reply.grants and before.key is not None and boot_id is not None and self._client.boot_id == boot_id:
+            before.grants.add(grants_of(reply, before.key, self.chunk_tokens, boot_id, began))
         else:
             self._give_back(reply)
         return LookupResult(
-            reply.hit_tokens, reply.ticket, reply.pending, before.asked_tokens, before.start, before.grants
+            reply.hit_tokens, reply.ticket, reply.pending, before.asked_tokens, before.start, before.grants, before.key
         )
 
     def _free_late(self, reply: m.LookupReply) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from kvframework.api.futures import Future
 from kvframework.api.layout import KVLayout, LayerGroup
@@ -25,7 +24,8 @@ from kvframework.client import (
     WorkerAdapter,
     register_canonical,
 )
-from kvframework.client.engine_driven import SPARE_S
+from kvframework.client.engine_driven import PIECES_S, SPARE_S
+from kvframework.client.grants import content_name
 from kvframework.errors import DeadlineExceeded
 from kvframework.service.transfer_paths.grants import MAX_OF_OWNER
 from kvframework.storage.l1.leases import MAX_PINS_PER_OWNER
@@ -80,19 +80,19 @@ class Engine:
 
         return counted
 
-    def transfer(self, grant: LoadGrant | None = None, end: int = 512) -> Transfer:
-        key = msgspec.structs.replace(self.key, end=end, tokens=self.key.tokens[: end * 4])
+    def transfer(self, grant: LoadGrant | None = None, end: int = 512, *, in_pieces: bool = False) -> Transfer:
+        key = msgspec.structs.replace(self.key, end=end, tokens=b"", digests=self.request.digests(end))
         transfer: Transfer = self._transfer(key)
-        return Transfer(key, transfer.registration, {}, (), transfer.blocks, grant=grant)
+        return Transfer(key, transfer.registration, {}, (), transfer.blocks, grant=grant, in_pieces=in_pieces)
 
     def look_up(self) -> LookupResult:
         found = self.scheduler.lookup(self.request)
         assert found.hit_tokens == 512
         return found
 
-    def load(self, grant: LoadGrant | None, end: int = 512) -> LoadPlan:
+    def load(self, grant: LoadGrant | None, end: int = 512, *, in_pieces: bool = False) -> LoadPlan:
         self.asked.clear()
-        return self.worker.prepare_load(self.transfer(grant, end)).result()
+        return self.worker.prepare_load(self.transfer(grant, end, in_pieces=in_pieces)).result()
 
     def pins(self) -> int:
         return int(self.server.status()["l1"]["pins"])
@@ -181,8 +181,9 @@ def test_a_request_has_its_grants_until_they_are_taken(engine: Engine) -> None:
         {"began": 0.0},
         {"instance_id": 8},
         {"start": 256},
+        {"content": bytes(32)},
     ],
-    ids=["another server", "an earlier session", "another instance", "other tokens"],
+    ids=["another server", "an earlier session", "another instance", "other tokens", "another prompt"],
 )
 def test_a_grant_that_is_for_something_else_is_passed_over(engine: Engine, wrong: dict[str, Any]) -> None:
     (grant,) = engine.look_up().take_grants()
@@ -192,9 +193,16 @@ def test_a_grant_that_is_for_something_else_is_passed_over(engine: Engine, wrong
     assert plan.commit().result().ok
 
 
-def test_a_grant_that_ends_soon_is_passed_over(engine: Engine) -> None:
+def test_the_content_of_a_grant_is_that_of_prompt_and_salt() -> None:
+    named = content_name(b"c" * 32 + b"d" * 32, "salt")
+    assert named == content_name(b"d" * 32, "salt")
+    assert len({named, content_name(b"c" * 32, "salt"), content_name(b"d" * 32, ""), content_name(b"d" * 32, "s")}) == 4
+
+
+@pytest.mark.parametrize(("in_pieces", "spare_s"), [(False, SPARE_S), (True, PIECES_S)])
+def test_a_grant_that_ends_soon_is_passed_over(engine: Engine, in_pieces: bool, spare_s: float) -> None:
     (grant,) = engine.look_up().take_grants()
-    plan = engine.load(grant._replace(until=grant.until - 30 + SPARE_S))
+    plan = engine.load(grant._replace(until=grant.until - 30 + spare_s), in_pieces=in_pieces)
     assert engine.asked == ["PREPARE_RETRIEVE"]
     assert plan.commit().result().ok
 
@@ -371,6 +379,8 @@ def test_what_is_passed_over_is_given_back(engine: Engine) -> None:
 
 
 def test_a_load_of_nothing_gives_its_grant_back(server: ServerProcess) -> None:
+    import torch
+
     with server.engine_client() as client:
         caches = {"layer.0": torch.zeros(2, 64, 16, 1, 8)}
         worker = WorkerAdapter(client, instance_id=7, model_name="tiny", layout_options={"axes": AXES})

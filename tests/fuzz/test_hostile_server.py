@@ -181,7 +181,7 @@ def test_no_hello_and_no_pong_does_harm(short_path: Path, caplog: pytest.LogCapt
 @settings(fuzzed, max_examples=max(EXAMPLES // 10, 10))
 @given(st.one_of(st.binary(max_size=40), st.lists(st.integers(0, 1 << 13), max_size=3).map(pack_offsets)), st.binary())
 def test_a_grant_of_nonsense_is_refused(offsets: bytes, objects: bytes) -> None:
-    grant = LoadGrant(1, "lease", 0, 256, offsets, objects, bytes(16), 0.0, 1.0)
+    grant = LoadGrant(1, "lease", 0, 256, bytes(32), offsets, objects, bytes(16), 0.0, 1.0)
     try:
         ranges = granted_ranges(TRANSFER, grant)
         check_ranges(TRANSFER, ranges, 1 << 14)
