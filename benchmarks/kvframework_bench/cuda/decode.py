@@ -1,8 +1,8 @@
 """The part `decode`: what loads cost the steps of an engine that decodes.
 
 A step reads all its weights once, as decoding does, between two events of the GPU; a run is many steps, and what counts
-is the p99 of their times. Else it is as `matmul`: alone, and next to each kind of transfer. Imports torch when a loop is
-made. For the thread that opened the device.
+is the p99 of their times. Else it is as `matmul`: alone, and next to each kind of transfer. Imports torch when a loop
+is made. For the thread that opened the device.
 """
 
 from __future__ import annotations

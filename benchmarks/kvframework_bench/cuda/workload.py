@@ -100,7 +100,8 @@ class Sizes(msgspec.Struct, frozen=True):
     """`chunks` are the steps of a shape, ascending. A step has at most `rounds` rounds, fewer (but three) if they would
     take longer than `row_s`, and is left out if one store would take longer than `patience_s`. `submits` are for each
     step and direction. The loop of `matmul` multiplies matrices of `matmul_size` for `loop_s`, next to transfers of
-    `matmul_chunks`; the steps of `decode` read `step_bytes`, next to as many. The sweep moves about `sweep_bytes` in fragments of each of `sweep_fragments`."""
+    `matmul_chunks`; the steps of `decode` read `step_bytes`, next to as many. The sweep moves about `sweep_bytes` in
+    fragments of each of `sweep_fragments`."""
 
     shapes: tuple[CudaShape, ...] = tuple(shape.with_block(tokens) for shape in SHAPES.values() for tokens in BLOCKS)
     engines: tuple[str, ...] = ENGINES

@@ -106,7 +106,7 @@ def test_steps_are_measured_by_the_p99_of_their_times(monkeypatch: pytest.Monkey
         cuda=cuda,
         bfloat16=2,
         randn=lambda *shape, **_: shape,
-        mv=lambda weights, token, out: read.append(2 * weights[0] * weights[1]),
+        mv=lambda weights, _token, **_: read.append(2 * weights[0] * weights[1]),
     )
     monkeypatch.setattr(decode, "cuda_torch", lambda: torch)
     loop = decode.StepLoop(1 << 20)
