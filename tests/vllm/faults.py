@@ -80,17 +80,17 @@ class ServerDiesDuringLoad(Watched):
     """When the bytes have been copied, and before the server says that they were right."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        commit = KVClient._commit_load
+        loaded = KVClient._loaded
 
-        def killed_first(client: KVClient, lease: str) -> Future[LoadOutcome]:
+        def killed_first(client: KVClient, *arguments: Any) -> Future[LoadOutcome]:
             _kill_server()
-            return commit(client, lease)
+            return loaded(client, *arguments)
 
-        KVClient._commit_load = killed_first  # type: ignore[method-assign]
+        KVClient._loaded = killed_first  # type: ignore[method-assign]
         try:
             super().start_load_kv(forward_context, **kwargs)
         finally:
-            KVClient._commit_load = commit  # type: ignore[method-assign]
+            KVClient._loaded = loaded  # type: ignore[method-assign]
 
 
 class RaisesOncePromised(Watched):
