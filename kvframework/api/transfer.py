@@ -106,7 +106,8 @@ class Registration(Message, frozen=True):
 
     `rank` of `world_size` is in its keys. Where objects are shards of the whole model, `shards` is the number of those
     that the instance holds, else 0. `rank` is then the first of them, `world_size` the number of all, and a transport
-    gets a `layout` and a `desc` with the engine's layer groups once for each shard.
+    gets a `layout` and a `desc` with the engine's layer groups once for each shard. `since` is the time of the
+    monotonic clock, in seconds, at which the server had accepted it.
     """
 
     instance_id: int
@@ -116,6 +117,7 @@ class Registration(Message, frozen=True):
     desc: MemoryLayoutDesc
     world_size: int = 1
     shards: int = 0
+    since: float = 0.0
 
 
 class LoadGrant(NamedTuple):

@@ -7,8 +7,10 @@ that thread.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvframework.api.futures import Future
@@ -24,13 +26,35 @@ from kvframework.wire.client_deadlines import ClientDeadlines
 M = TypeVar("M", bound=Message)
 
 
+class Withdrawals:
+    """The END_SESSIONs of one session: each may end what a load has pinned before. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._last = -math.inf
+
+    def none_since(self, began: float) -> bool:
+        """Whether none has ended what was pinned from `began` on, a time of the monotonic clock, and none will."""
+        return not self._open and self._last < began
+
+    def begun(self) -> None:
+        with self._lock:
+            self._open += 1
+
+    def ended(self, error: BaseException | None = None) -> None:
+        """One was answered, or has failed: it may yet be answered after its deadline, and is open until then."""
+        if not isinstance(error, DeadlineExceeded):
+            with self._lock:
+                self._open, self._last = self._open - 1, time.monotonic()
+
+
 class ServerCalls:
     """The sending half of `KVClient`, which makes the connection. Thread-safe."""
 
     deadlines: ClientDeadlines
     _connection: Connection
-    # When the last END_SESSION was begun, of the monotonic clock: each may end what a load has pinned before.
-    _withdrew_at = -math.inf
+    _withdrawals: Withdrawals
 
     def request(
         self,
@@ -47,10 +71,11 @@ class ServerCalls:
 
         `on_late` is called, in the connection's thread, with an answer that arrives after the wait has ended.
         """
-        self._noted(name)
-        wait = self.deadlines.of(name) if timeout is None else timeout
-        answer = self._connection.ask(name, payload, timeout=wait, urgent=urgent, on_late=only(response, on_late))
-        return as_response(answer, response)
+        wait, late = self.deadlines.of(name) if timeout is None else timeout, only(response, on_late)
+        if name == "END_SESSION":
+            sent = self._withdraw(partial(self._connection.request, name, payload, timeout=wait, urgent=urgent), late)
+            return as_response(sent.result().payload, response)
+        return as_response(self._connection.ask(name, payload, timeout=wait, urgent=urgent, on_late=late), response)
 
     def begin(
         self,
@@ -85,8 +110,11 @@ class ServerCalls:
 
     def send(self, name: str, payload: Message) -> None:
         """Send a request without interest in its answer. Never blocks, never raises."""
-        self._noted(name)
-        self._connection.request(name, payload, timeout=self.deadlines.of(name), urgent=True)
+        sent = partial(self._connection.request, name, payload, timeout=self.deadlines.of(name), urgent=True)
+        if name == "END_SESSION":
+            self._withdraw(sent)
+        else:
+            sent()
 
     def _begin(
         self,
@@ -96,15 +124,27 @@ class ServerCalls:
         urgent: bool = False,
         on_late: Callable[[Message], None] | None = None,
     ) -> Future[Answer]:
-        self._noted(name)
-        deadlines = self.deadlines
-        return self._connection.begin(
-            name, payload, timeout=deadlines.of(name), turn=deadlines.engine_s, urgent=urgent, on_late=on_late
-        )
-
-    def _noted(self, name: str) -> None:
+        wait, turn = self.deadlines.of(name), self.deadlines.engine_s
         if name == "END_SESSION":
-            self._withdrew_at = time.monotonic()
+            begin = partial(self._connection.begin, name, payload, timeout=wait, turn=turn, urgent=urgent)
+            return self._withdraw(begin, on_late)
+        return self._connection.begin(name, payload, timeout=wait, turn=turn, urgent=urgent, on_late=on_late)
+
+    def _withdraw(
+        self, send: Callable[..., Future[Answer]], on_late: Callable[[Message], None] | None = None
+    ) -> Future[Answer]:
+        """Send an END_SESSION, and note that it is under way: other requests may overtake it."""
+        withdrawals = self._withdrawals
+        withdrawals.begun()
+
+        def late(reply: Message) -> None:
+            withdrawals.ended()
+            if on_late is not None:
+                on_late(reply)
+
+        sent = send(on_late=late)
+        sent.add_done_callback(lambda ended: withdrawals.ended(ended.exception()))
+        return sent
 
     def _bulk(self, name: str, payload: Message, buffers: Sequence[Buffer], nbytes: int) -> Future[Answer]:
         return self._connection.bulk_request(name, payload, buffers, timeout=self.deadlines.of_bulk(nbytes))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import EngineLink
+from kvframework.client.calls import Withdrawals
 from kvframework.client.connecting.arena_mapping import MappedArena
 from kvframework.client.connecting.curve import keys_for
 from kvframework.client.engine_driven import EngineDrivenCalls
@@ -74,6 +75,7 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         self._reply: m.HelloReply | None = None
         self._hasher: KeyHasher | None = None
         self._arena: MappedArena | None = None
+        self._withdrawals = Withdrawals()
         self._maps_ahead = False
         self._on_up: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -125,11 +127,6 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     def grants_loads(self) -> bool:
         """Whether the server's lookups prepare loads through the arena, which is mapped here. Never blocks."""
         return self.maps_arena and self._reply is not None and LOOKUP_GRANT in self._reply.features
-
-    def free_soon(self, *tickets: str) -> None:
-        """Free tickets, and grants by their leases, with the next LOOKUP or PING, at a server that takes them so. Never
-        blocks."""
-        self._connection.freed.add(tickets)
 
     def take_freed(self) -> tuple[str, ...]:
         """Return the tickets that a LOOKUP should free: its caller sends them, or gives them back by `free_soon`."""
@@ -220,6 +217,7 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     # the connection's supervisor thread
 
     def _up(self, reply: m.HelloReply, arena_fd: int | None) -> None:
+        self._withdrawals = Withdrawals()
         self._arena = self._mapped(arena_fd) if arena_fd is not None else None
         if self._arena is not None and self._maps_ahead:
             self._arena.map_ahead()

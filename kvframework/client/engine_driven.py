@@ -50,6 +50,11 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
     def one_way(self) -> bool:
         """Whether the server takes requests that it does not answer, and tickets to free with others. Never blocks."""
 
+    def free_soon(self, *tickets: str) -> None:
+        """Free tickets, and grants by their leases, with the next LOOKUP or PING, at a server that takes them so. Never
+        blocks."""
+        self._connection.freed.add(tickets)
+
     @property
     def maps_arena(self) -> bool:
         return self._arena is not None
@@ -86,8 +91,10 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
 
     def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
         arena, grant = self._arena, transfer.grant
-        if grant is not None and arena is not None and self._is_good(grant, transfer, arena):
-            return self._granted(transfer, grant, arena)
+        if grant is not None:
+            if arena is not None and self._is_good(grant, transfer, arena):
+                return self._granted(transfer, grant, arena)
+            self.free_soon(grant.lease)
         payload = m.Prepare(transfer.key, transfer.registration.instance_id)
         began = time.monotonic()
         sent = self._begin("PREPARE_RETRIEVE", payload, on_late=only(m.RetrievePlan, self._unpin_late))
@@ -128,10 +135,13 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
         )
 
     def _is_good(self, grant: LoadGrant, transfer: Transfer, arena: MappedArena) -> bool:
-        """Whether a grant is one for this transfer, of this session, and lasts long enough for a copy."""
+        """Whether a grant is one for this transfer, of this session and registration, and lasts long enough for a
+        copy."""
         return (
             grant.boot_id == self._connection.boot_id
-            and arena.since < grant.began
+            # Of that very server: before there is another one, this is no more.
+            and self._arena is arena
+            and max(arena.since, transfer.registration.since) < grant.began
             and time.monotonic() < grant.until - SPARE_S
             and (grant.instance_id, grant.start, grant.end)
             == (transfer.registration.instance_id, transfer.key.start, transfer.key.end)
@@ -204,7 +214,7 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
         # That would be the end of this session, an END_SESSION, or this COMMIT. Where it is known that they held, the
         # answer is of no use.
         if self.one_way and arena is not None and self._arena is arena:
-            held = time.monotonic() < until and arena.is_served and self._withdrew_at < began
+            held = time.monotonic() < until and arena.is_served and self._withdrawals.none_since(began)
             if held and self._connection.post("COMMIT_RETRIEVE", commit):
                 return Future.resolved(_HELD)
         return self._commit_load(commit)

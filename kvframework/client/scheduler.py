@@ -215,7 +215,7 @@ class SchedulerAdapter:
             self._failed(ServerGone("the server does not answer"))
             return None
         try:
-            late = self._free_late if name == "LOOKUP" else None
+            late = self._free_late if name == "LOOKUP" else self._give_back
             timeout = self._client.deadlines.of(name) + held_s
             boot_id, began = self._client.boot_id if self._instances else None, time.monotonic()
             reply = self._client.request(name, payload, m.LookupReply, timeout=timeout, on_late=late)
@@ -230,6 +230,8 @@ class SchedulerAdapter:
         # An answer of another server than before may be from either.
         if reply.grants and boot_id is not None and self._client.boot_id == boot_id:
             before.grants.add(grants_of(reply, before.start, boot_id, began))
+        else:
+            self._give_back(reply)
         return LookupResult(
             reply.hit_tokens, reply.ticket, reply.pending, before.asked_tokens, before.start, before.grants
         )
@@ -237,6 +239,10 @@ class SchedulerAdapter:
     def _free_late(self, reply: m.LookupReply) -> None:
         """Free the ticket of a LOOKUP that was answered after its deadline: no caller knows the ticket."""
         self.let_go(reply.ticket)
+        self._give_back(reply)
+
+    def _give_back(self, reply: m.LookupReply) -> None:
+        """Give back the grants of an answer that no caller gets. The ticket of a question is still the caller's."""
         if reply.grants:
             self._client.free_soon(*(each.lease for each in reply.grants))
 

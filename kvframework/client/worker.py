@@ -189,10 +189,13 @@ class WorkerAdapter:
             skipped = checked_skip(transfer.registration, transfer.tokens, skip_first_n_tokens)
             # Of shards all have the same blocks.
             filled = [each.ids[each.first :] for each in transfer.blocks[: len(block_ids)]]
-            if not self._client.reachable("PREPARE_RETRIEVE"):
-                future = Future.resolved(LoadOutcome.failed(self._away("loads", transfer)))
-            elif skipped == transfer.tokens:
+            loads = skipped < transfer.tokens and self._client.reachable("PREPARE_RETRIEVE")
+            if transfer.grant is not None and not loads:
+                self._client.free_soon(transfer.grant.lease)
+            if skipped == transfer.tokens:
                 future = Future.resolved(LoadOutcome(True))  # there is nothing to load
+            elif not loads:
+                future = Future.resolved(LoadOutcome.failed(self._away("loads", transfer)))
             else:
                 future = self._started(
                     "loads", instance, transfer, lambda: instance.transfer.load(transfer, skipped), LoadOutcome.failed

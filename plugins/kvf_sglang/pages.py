@@ -48,6 +48,7 @@ class Salt:
 
 class _Held(NamedTuple):
     last: bytes
+    salt: str
     until: float
     result: LookupResult
 
@@ -60,16 +61,17 @@ class Tickets:
         self._held: list[_Held] = []
         self._lock = threading.Lock()
 
-    def hold(self, result: LookupResult, last: bytes) -> list[LookupResult]:
+    def hold(self, result: LookupResult, last: bytes, salt: str) -> list[LookupResult]:
         """Returns those that are to be freed."""
         with self._lock:
-            self._held.append(_Held(last, self._clock() + TICKET_HOLDS_S, result))
+            self._held.append(_Held(last, salt, self._clock() + TICKET_HOLDS_S, result))
             return self._ended(())
 
-    def grants(self, last: bytes, tokens: int) -> Sequence[LoadGrant]:
-        """What a question has prepared that found so many tokens up to this page, once."""
+    def grants(self, last: bytes, salt: str, tokens: int) -> Sequence[LoadGrant]:
+        """What a question has prepared that found so many tokens up to this page under this salt, once."""
         with self._lock:
-            found = [each.result for each in self._held if each.last == last and each.result.hit_tokens == tokens]
+            held = [each for each in self._held if (each.last, each.salt) == (last, salt)]
+        found = [each.result for each in held if each.result.hit_tokens == tokens]
         return found[-1].take_grants() if found else ()
 
     def take(self, ends: Collection[bytes]) -> list[LookupResult]:
@@ -168,7 +170,7 @@ class PoolPages:
         request = self._request(digests)
         if request is None or not digests:
             return 0
-        request.grants.add(self._tickets.grants(digests[-1], len(digests) * pool.page_tokens))
+        request.grants.add(self._tickets.grants(digests[-1], request.cache_salt, len(digests) * pool.page_tokens))
         blocks = [places] * pool.groups
         with pool.loading:
             future = pool.loads.submit_retrieve(request, 0, len(digests) * pool.page_tokens, blocks)
@@ -186,7 +188,7 @@ class PoolPages:
         result = lookups.wait(lookups.lookup(request, wait_s=left), left)
         pages = result.hit_tokens // self._pool.page_tokens
         if result.ticket:
-            self._free(self._tickets.hold(result, digests[pages - 1] if pages else b""))
+            self._free(self._tickets.hold(result, digests[pages - 1] if pages else b"", request.cache_salt))
         return pages
 
     def _free(self, results: Sequence[LookupResult]) -> None:

@@ -251,6 +251,15 @@ def test_after_a_clear_only_what_is_stored_later_is_found(server: ServerProcess)
             assert other.cache.find(names).pages == 2
 
 
+def test_what_was_found_before_a_clear_is_not_loaded_after_it(server: ServerProcess) -> None:
+    names = keys(2)
+    with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:
+        assert engine.store(names) == [True] * 2
+        assert engine.cache.find(names).pages == 2
+        engine.cache.forget()
+        assert engine.load(names) == [False] * 2
+
+
 def test_a_retired_cache_neither_loads_nor_stores(server: ServerProcess) -> None:
     names = keys(2)
     with Engine(server.endpoint, MHATokenToKVPoolHost()) as engine:

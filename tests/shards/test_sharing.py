@@ -160,7 +160,7 @@ def test_a_server_without_the_setting_has_the_names_of_before() -> None:
         SplitEngine(client, 11, model, 2, known=False) as unknown,
     ):
         mine, theirs = known.ranks[1].registration, unknown.ranks[1].registration
-        assert mine == msgspec.structs.replace(theirs, instance_id=mine.instance_id)
+        assert mine == msgspec.structs.replace(theirs, instance_id=mine.instance_id, since=mine.since)
 
 
 def test_layers_with_and_without_a_window_are_split_alike(client: KVClient) -> None:

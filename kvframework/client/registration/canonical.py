@@ -5,6 +5,7 @@ Its stores and loads use `KVClient.prepare_store` and its siblings, into and out
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from kvframework.api.keys import CacheKey
@@ -62,5 +63,12 @@ def register_canonical(
     )
     registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload, m.Registered)
     return CanonicalInstance(
-        Registration(instance_id, 0, registered.namespace, non_gpu_layout(payload), registered.desc)
+        Registration(
+            instance_id,
+            0,
+            registered.namespace,
+            non_gpu_layout(payload),
+            registered.desc,
+            since=time.monotonic(),
+        )
     )

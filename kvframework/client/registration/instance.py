@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -259,6 +260,7 @@ class Instance:
                 desc,
                 world_size,
                 shards=0 if shards is None else len(shards.ranks),
+                since=time.monotonic(),
             )
             self.transfer.on_registered(moved, layout)
         return Registered(replace(moved, layout=self._declared, desc=whole), moved, shards)

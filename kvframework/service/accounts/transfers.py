@@ -54,9 +54,12 @@ class TransferAccounts:
         self, client: ClientInfo, subject: Subject, took_s: float, *, objects: int, nbytes: int, ok: bool
     ) -> None:
         """Add a RETRIEVE of which the server hears at its end: it took its client so long. `subject` is that of the
-        LOOKUP that granted it."""
+        LOOKUP that granted it, begun with the grant."""
         subject = subject._replace(
-            began=self._clock() - took_s, client=client.name, pid=client.pid, session_id=client.session_id
+            began=max(self._clock() - took_s, subject.began),
+            client=client.name,
+            pid=client.pid,
+            session_id=client.session_id,
         )
         self.finished("RETRIEVE", subject, "hit" if ok else "failed", objects=objects, nbytes=nbytes)
 

@@ -25,8 +25,8 @@ from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.indices import pack_indices, pack_offsets
 
-# Grants that have not ended, of all sessions and of one: it needs leases for other transfers, too.
-MAX_OPEN, MAX_OF_OWNER = 4096, 1024
+# Grants that have not ended, of all sessions and of one: it needs leases and pins for other transfers, too.
+MAX_OPEN, MAX_OF_OWNER = 4096, 512
 
 
 class Granted(NamedTuple):
@@ -76,7 +76,7 @@ class Grants:
         self._forget_lapsed()
         for instance_id in dict.fromkeys(instances):
             context = self._contexts.get(instance_id)
-            if context is None or not _loads(context, key):
+            if context is None or not _loads(context, key, grid):
                 continue
             own, positions = objects_of(context.ranks, grid, hit, objects)
             owner = context.session_id
@@ -90,7 +90,7 @@ class Grants:
                 ).id
             except RequestError:
                 break  # it holds too many; its load may say so
-            subject = subject_of(client, key, 0.0, "engine", self._tenant_of(key.cache_salt))
+            subject = subject_of(client, key, self._clock(), "engine", self._tenant_of(key.cache_salt))
             subject = subject._replace(asked_tokens=hit * grid.desc.chunk_tokens)
             prompt = _prompt(key, grid, hit, context.ranks, positions) if key.retain else NO_PROMPT
             nbytes = sum([stored.length for stored in own])
@@ -110,9 +110,10 @@ class Grants:
         return granted
 
     def give_back(self, client: ClientInfo, lease: str) -> bool:
-        """End a grant that no load uses, of a LOOKUP of this client; return whether it is one."""
+        """End a grant that no load uses, of a LOOKUP of this client or for an instance of it; return whether it is
+        one."""
         granted = self._open.get(lease)
-        if granted is None or granted.asked_by != client.session_id:
+        if granted is None or client.session_id not in (granted.asked_by, granted.owner):
             return False
         self._forget(lease, granted)
         self._contents.ended(lease)
@@ -141,12 +142,14 @@ class Grants:
         self._of_owner[granted.owner] -= 1
 
 
-def _loads(context: RegisteredContext, key: CacheKey) -> bool:
-    """Whether an instance loads what the key names, for ranks that are known, with a copy of its engine's."""
+def _loads(context: RegisteredContext, key: CacheKey, grid: KeyGrid) -> bool:
+    """Whether an instance loads what the key names, for ranks that are known and in it, with a copy of its
+    engine's."""
     return (
         context.memory is None
         and context.namespace == key.namespace
         and (context.rank is not None or context.world_size == 1)
+        and all(rank in grid.ranks for rank in context.ranks)
     )
 
 
@@ -157,7 +160,7 @@ def objects_of(
     if [*ranks] == [*grid.ranks]:
         return list(objects), grid.needed(hit) if grid.has_windows else ()
     rows, groups = len(grid.prefixes), len(grid.desc.groups)
-    own = [rank * groups + group for rank in ranks for group in range(groups)]
+    own = [grid.ranks.index(rank) * groups + group for rank in ranks for group in range(groups)]
     if not grid.has_windows:
         return [objects[chunk * rows + row] for chunk in range(hit) for row in own], ()
     at = {row: index for index, row in enumerate(own)}
