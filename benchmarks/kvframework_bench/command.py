@@ -40,6 +40,7 @@ app = typer.Typer(
         "kvframework bench policy --trace FILE     hit rates of a trace, too",
         "kvframework bench blend                   answers over shuffled documents",
         "kvframework bench serving --trace FILE    vLLM, and what its users wait for",
+        "kvframework bench decode                  vLLM's next token beside loads",
         "kvframework bench cuda --sweep            fragments and copy engines",
         "kvframework bench compare old.json new.json",
     ),
@@ -92,6 +93,7 @@ class CudaPart(str, enum.Enum):
     transfers = "transfers"
     submits = "submits"
     matmul = "matmul"
+    decode = "decode"
 
 
 class CudaEngine(str, enum.Enum):
@@ -478,6 +480,32 @@ def serving(
     )
 
 
+@app.command("decode")
+def decode(
+    model: Annotated[pathlib.Path | None, typer.Option(help="A folder with a model; default: one is made.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Each decodes alone and beside the others.")] = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+    markdown: Markdown = False,
+    plot: Plot = None,
+) -> None:
+    """vLLM's time from token to token: alone, and beside requests whose 4,096 tokens are loaded, one after the other.
+
+    Also beside the same requests with their KV in the engine, which leaves what only the loads cost. Needs vLLM; takes
+    five minutes and 4 GB of memory.
+    """
+    import msgspec
+
+    from kvframework_bench.errors import require_vllm
+
+    require_vllm()
+    from kvframework_bench.decode.run import FULL, QUICK, bench_decode
+
+    sizes = QUICK if quick else FULL
+    sizes = msgspec.structs.replace(sizes, rounds=rounds or sizes.rounds)
+    _run("decode", lambda stage: bench_decode(sizes, model=model, stage=stage), quick, as_json, markdown, plot)
+
+
 @app.command("cuda")
 def cuda(
     part: Annotated[list[CudaPart] | None, typer.Option(help="Only this part; repeatable.")] = None,
@@ -499,7 +527,8 @@ def cuda(
     """Transport cuda_ipc on the first GPU: store and retrieve next to one plain pinned copy. Contents are verified.
 
     transfers: every shape, from 1 to 64 chunks, each way and both ways at once, by each engine. submits: the engine
-    thread's time for a submit. matmul: a loop of matrix products next to transfers; needs torch with CUDA.
+    thread's time for a submit. matmul, decode: loops of products next to transfers, by their time and by the p99 of
+    their steps; need torch with CUDA.
     """
     from kvframework_bench.cuda.run import SWEEP, bench_cuda
     from kvframework_bench.cuda.workload import FULL, QUICK

@@ -7,6 +7,7 @@ import msgspec
 from kvframework_bench.blend.figures import BlendFigures
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures
+from kvframework_bench.decode.figures import DecodeFigures
 from kvframework_bench.events.figures import EventsFigures
 from kvframework_bench.l2.figures import L2Figures
 from kvframework_bench.machine import Load, Machine
@@ -158,6 +159,7 @@ Figures = (
     | BlendFigures
     | NodeFigures
     | ServingFigures
+    | DecodeFigures
 )
 
 
@@ -179,6 +181,7 @@ FIGURES: dict[str, type[Figures]] = {
     "node": NodeFigures,
     "blend": BlendFigures,
     "serving": ServingFigures,
+    "decode": DecodeFigures,
 }
 
 

@@ -9,6 +9,7 @@ from kvframework.api.options import ByteSize
 from kvframework_bench.blend.figures import FULL, BlendFigures
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures
+from kvframework_bench.decode.figures import DecodeFigures
 from kvframework_bench.document import Figures, HostFigures, LookupFigures, RestartFigures, StoreFigures
 from kvframework_bench.events.figures import EventsFigures
 from kvframework_bench.l2.figures import L2Figures
@@ -108,6 +109,12 @@ def panels(figures: Figures) -> list[Panel]:
         ]
     if isinstance(figures, ServingFigures):
         return _serving(figures)
+    if isinstance(figures, DecodeFigures):
+        ratios = [spread_bar(row.beside, row.p99, 1.5) for row in figures.rows if row.p99 is not None]
+        return [
+            Bars("from token to token, p99", "ms", [spread_bar(row.beside, row.p99_ms) for row in figures.rows]),
+            Bars("p99, to alone", "x", ratios),
+        ]
     return _l2(figures)
 
 
@@ -328,6 +335,9 @@ def _cuda(figures: CudaFigures) -> list[Panel]:
     if figures.matmul is not None:
         slower = [spread_bar(f"{row.operation}s, {row.engine}", row.slowdown) for row in figures.matmul.rows]
         made.append(Bars("a loop of matrix products next to transfers, to quiet", "x", slower))
+    if figures.decode is not None:
+        slower = [spread_bar(f"{row.operation}s, {row.engine}", row.slowdown, 1.5) for row in figures.decode.rows]
+        made.append(Bars("p99 of steps that read all weights, next to transfers, to quiet", "x", slower))
     if figures.sweep is not None:
         lines = []
         for operation in ("store", "retrieve"):

@@ -11,6 +11,7 @@ from kvframework_bench.blend.figures import BlendFigures, blend_tables
 from kvframework_bench.console import format_latency, format_range, format_rate, format_ratio, format_time, new_table
 from kvframework_bench.contention.figures import ContentionFigures, contention_tables
 from kvframework_bench.cuda.figures import CudaFigures, cuda_tables
+from kvframework_bench.decode.figures import DecodeFigures, decode_tables
 from kvframework_bench.document import (
     Document,
     HashFigures,
@@ -96,6 +97,8 @@ def tables(document: Document, *, markdown: bool = False) -> list[Table]:
         made = node_tables(figures)
     elif isinstance(figures, ServingFigures):
         made = serving_tables(figures)
+    elif isinstance(figures, DecodeFigures):
+        made = decode_tables(figures)
     else:
         made = [_store(figures)]
     for table in made:

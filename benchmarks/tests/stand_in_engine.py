@@ -1,7 +1,9 @@
 """A stand-in for vLLM's OpenAI server: `stand_in_engine.py PORT [FAULT]`. FAULT is dies, dies-when-asked, refuses,
-other-tokens or leaves-a-child.
+other-tokens, never-loads or leaves-a-child.
 
 Its answers follow from the prompt; it says of a prompt's first half that it was cached if it has answered it before.
+Its metrics say that it has loaded what it has answered before, but for the last two of long prompts, which it holds.
+Of long answers a token comes every two milliseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 PORT, FAULT = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
+LONG = 500
 seen: set[str] = set()
+held: list[str] = []
+loaded = 0
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -25,9 +30,11 @@ class Handler(BaseHTTPRequestHandler):
         return
 
     def do_GET(self) -> None:
+        text = f'kvframework:loaded_tokens_total{{engine="0"}} {float(loaded)}\n'.encode()
         self.send_response(200)
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(len(text)))
         self.end_headers()
+        self.wfile.write(text)
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -46,14 +53,26 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         half = str(asked["prompt"][: len(asked["prompt"]) // 2])
         cached = len(asked["prompt"]) // 2 if half in seen else 0
+        self._load(half, len(asked["prompt"]))
         seen.add(half)
         first = zlib.crc32(str(asked["prompt"]).encode()) + (FAULT == "other-tokens")
         for number in range(asked["max_tokens"]):
+            if asked["max_tokens"] > 10:
+                time.sleep(0.002)
             self._tell({"choices": [{"text": "", "token_ids": [first + number]}]})
         usage = {"prompt_tokens": len(asked["prompt"]), "prompt_tokens_details": {"cached_tokens": cached}}
         self._tell({"choices": [], "usage": usage})
         self._send(b"data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
+
+    def _load(self, half: str, tokens: int) -> None:
+        global held, loaded
+        if tokens >= LONG:
+            time.sleep(0.02)
+            if half in seen and half not in held and FAULT != "never-loads":
+                loaded += tokens - 1
+                time.sleep(0.02)
+            held = [*(each for each in held if each != half), half][-2:]
 
     def _tell(self, event: object) -> None:
         self._send(b"data: " + json.dumps(event).encode() + b"\n\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import kvframework_bench.decode.figures as decoded
 from kvframework.api.installing import install_command
 from kvframework_bench.blend.figures import BlendFigures, WayRow
 from kvframework_bench.contention.figures import (
@@ -22,6 +23,7 @@ from kvframework_bench.contention.figures import (
     StoringFigures,
     StoringLookup,
 )
+from kvframework_bench.decode.figures import DecodeFigures
 from kvframework_bench.document import (
     Document,
     Echo,
@@ -138,6 +140,11 @@ def serving() -> ServingFigures:
     return ServingFigures(load, rows_of(replays, "no offload"), [Skipped("a peer", "Exception: no GPU", "it ends")])
 
 
+def decode() -> DecodeFigures:
+    windows = {name: [decoded.Window([0.01] * 9, [0.05], 4096)] * 3 for name in ("alone", "held", "loads")}
+    return DecodeFigures("a small Llama", 4096, 1 << 27, 512, decoded.rows_of(windows, "alone", "held"))
+
+
 FIGURES = {
     "scale": scale(),
     "host": host(),
@@ -149,6 +156,7 @@ FIGURES = {
     "shards": shards(),
     "blend": blend(),
     "serving": serving(),
+    "decode": decode(),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from kvframework.errors import Cancelled, DeadlineExceeded, DeviceError
 
 __all__ = [
+    "AdvanceHook",
     "DeviceFuture",
     "Future",
     "Promise",
@@ -24,6 +25,8 @@ _telling = threading.RLock()
 T = TypeVar("T")
 # `EngineDriver.block_stream`.
 StreamHook = Callable[[object | None], Callable[[], None]]
+# `Future.advance`.
+AdvanceHook = Callable[[int | None], int]
 
 
 class Future(Generic[T]):
@@ -33,9 +36,25 @@ class Future(Generic[T]):
     it is resolved already; they must not block.
     """
 
-    __slots__ = ("_callbacks", "_cancel_hook", "_done", "_error", "_held", "_lock", "_stream_hook", "_value")
+    __slots__ = (
+        "_advance_hook",
+        "_callbacks",
+        "_cancel_hook",
+        "_done",
+        "_error",
+        "_held",
+        "_lock",
+        "_stream_hook",
+        "_value",
+    )
 
-    def __init__(self, cancel_hook: Callable[[], None] | None = None, *, stream_hook: StreamHook | None = None) -> None:
+    def __init__(
+        self,
+        cancel_hook: Callable[[], None] | None = None,
+        *,
+        stream_hook: StreamHook | None = None,
+        advance_hook: AdvanceHook | None = None,
+    ) -> None:
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._value: T | None = None
@@ -45,6 +64,7 @@ class Future(Generic[T]):
         self._held: list[Callable[[], None]] | None = []
         self._cancel_hook = cancel_hook
         self._stream_hook = stream_hook
+        self._advance_hook = advance_hook
 
     @classmethod
     def resolved(cls, value: T) -> Future[T]:
@@ -109,6 +129,16 @@ class Future(Generic[T]):
         else:
             self._resolve(None, Cancelled("the request was cancelled"))
 
+    def advance(self, nbytes: int | None = None) -> int:
+        """Does the next piece of work that waits for its owner's thread, such as a load in pieces: `nbytes` of it at
+        most, though never less than its smallest piece; None: all that is left. Returns the bytes that were moved.
+
+        Blocks for the piece. Returns 0 at once if there is nothing to do here now: the work waits for something else,
+        goes on by itself, as most work does, or has ended.
+        """
+        hook = self._advance_hook
+        return hook(nbytes) if hook is not None else 0
+
     def to_cuda_future(self) -> DeviceFuture[T]:
         """Returns the same result as a future for which the engine's streams can wait, on any device."""
         return DeviceFuture(self)
@@ -119,7 +149,7 @@ class Future(Generic[T]):
                 return False
             self._value, self._error = value, error
             callbacks, self._callbacks = self._callbacks, []
-            self._cancel_hook = None
+            self._cancel_hook = self._advance_hook = None
             self._done.set()
             # After the result is set: a thread that finds no hold accepted any more also finds the result.
             releases, self._held = self._held or [], None
@@ -140,7 +170,8 @@ class Promise(Future[T]):
     """A future as seen by the worker behind it, which resolves it once.
 
     `cancel_hook` is called by `cancel`, in any thread, and must not block. `stream_hook` makes a stream of the device
-    wait, see `EngineDriver.block_stream`; a future of a transport without a device has none.
+    wait, see `EngineDriver.block_stream`; a future of a transport without a device has none. `advance_hook` does what
+    `advance` says; work that goes on by itself has none.
     """
 
     __slots__ = ()

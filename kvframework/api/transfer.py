@@ -159,6 +159,8 @@ class Transfer:
     are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's own event behind
     the work that the copy has to wait for, None for the work in the calling thread's current stream. `content` goes to
     the server beside the bytes, if it has asked for it. `grant` is for the link, which need not ask for ranges then.
+    `in_pieces`: a transport that copies a load in the engine's own thread does so in `Future.advance` only, piece by
+    piece; others take no notice.
     """
 
     key: CacheKey
@@ -169,6 +171,7 @@ class Transfer:
     event: torch.Event | None = None
     content: ChunkContent | None = None
     grant: LoadGrant | None = None
+    in_pieces: bool = False
 
     @property
     def request_id(self) -> str:

@@ -164,7 +164,8 @@ class TransferContext(ABC):
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
         """Loads the transfer's tokens except the first `skip_tokens`, fewer than there are, whose slots are not
         written. Opaque blocks are skipped whole; a state is always written. The future is resolved once the blocks are
-        no longer touched."""
+        no longer touched. A transport that copies in this thread should do so in `Future.advance` if the load is
+        `in_pieces`: what the engine computes waits for no more than a piece then."""
 
     @abstractmethod
     def close(self) -> None:

@@ -65,6 +65,7 @@ def checked_transfer(
     storing: bool,
     moved: Registration | None = None,
     grant: LoadGrant | None = None,
+    in_pieces: bool = False,
 ) -> Transfer:
     """Return the transfer of the key's tokens, which are whole chunks. `moved` is the registration of the transport,
     whose layer groups are those of `registration`, perhaps several times over. Raises `BadBlockIds`."""
@@ -78,9 +79,9 @@ def checked_transfer(
         error.where = f"{of}, {error.where}" if error.where else of
         raise
     if moved is None or moved is registration or len(moved.layout.groups) == len(blocks):
-        return Transfer(key, moved or registration, kv_caches, block_ids, blocks, event, content, grant)
+        return Transfer(key, moved or registration, kv_caches, block_ids, blocks, event, content, grant, in_pieces)
     copies = len(moved.layout.groups) // len(blocks)
-    return Transfer(key, moved, kv_caches, [*block_ids] * copies, blocks * copies, event, content, grant)
+    return Transfer(key, moved, kv_caches, [*block_ids] * copies, blocks * copies, event, content, grant, in_pieces)
 
 
 def bare_transfer(registration: Registration, key: CacheKey) -> Transfer:

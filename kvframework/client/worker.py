@@ -176,16 +176,21 @@ class WorkerAdapter:
         kv_caches: Mapping[str, LayerTensors] | None = None,
         event: torch.Event | None = None,
         skip_first_n_tokens: int = 0,
+        *,
+        in_pieces: bool = False,
     ) -> Future[LoadOutcome]:
         """Load tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. Unless the
         outcome is `ok` they must be computed. A load of all that the request's last lookup has found needs no question
-        to the server, where that has granted it. Raises as `submit_store` does."""
+        to the server, where that has granted it. `in_pieces`: what would be copied in this thread waits for the calls
+        of the future's `advance`, or for `close`, by which it fails. Raises as `submit_store` does."""
         instance = self._instance
         if instance is None:
             future = Future.resolved(LoadOutcome.failed(self._not_registered()))
             filled: Sequence[Sequence[int]] = [tuple(ids) for ids in block_ids]
         else:
-            transfer = self._transfer(instance, request, start, end, block_ids, kv_caches, event, storing=False)
+            transfer = self._transfer(
+                instance, request, start, end, block_ids, kv_caches, event, storing=False, in_pieces=in_pieces
+            )
             skipped = checked_skip(transfer.registration, transfer.tokens, skip_first_n_tokens)
             # Of shards all have the same blocks.
             filled = [each.ids[each.first :] for each in transfer.blocks[: len(block_ids)]]
@@ -256,6 +261,7 @@ class WorkerAdapter:
         event: torch.Event | None,
         *,
         storing: bool,
+        in_pieces: bool = False,
     ) -> Transfer:
         # Once: another thread may register again meanwhile.
         registered = instance.registered
@@ -272,6 +278,7 @@ class WorkerAdapter:
             else None,
             storing=storing,
             moved=registered.moved,
+            in_pieces=in_pieces,
             grant=None if storing else request.grants.take(self.identity.instance_id, start, end),
         )
 

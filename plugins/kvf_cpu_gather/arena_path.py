@@ -5,11 +5,14 @@ Engine side; written as steps, see `transfer_steps.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, takewhile
+
 import torch
 
 from kvf_cpu_gather.moves import Moves
-from kvf_cpu_gather.transfer_steps import Steps, planned, unless_cancelled
-from kvframework.api.transport import EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
+from kvf_cpu_gather.transfer_steps import Steps, Turn, planned, unless_cancelled
+from kvframework.api.transport import ArenaRange, EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
 from kvframework.errors import Cancelled
 
 
@@ -39,8 +42,22 @@ def load_from_arena(
         if plan.hit:
             if event is not None:
                 event.synchronize()
-            with torch.inference_mode():
-                moves.scatter(plan.arena, plan.ranges, skip_tokens)
-                moves.memory.wait()
+            left = plan.ranges
+            while left:
+                turn = Turn()
+                room = (yield turn) if transfer.in_pieces else None
+                piece = left[: _that_fit(left, room)]
+                with torch.inference_mode():
+                    moves.scatter(plan.arena, piece, skip_tokens)
+                    moves.memory.wait()
+                left, turn.moved = left[len(piece) :], sum(place.length for place in piece)
         committed: LoadOutcome = yield plan.commit()
         return committed
+
+
+def _that_fit(places: Sequence[ArenaRange], room: int | None) -> int:
+    """Return how many of the first places fit into so many bytes, at least one; None: all."""
+    if room is None:
+        return len(places)
+    ends = accumulate(place.length for place in places)
+    return max(sum(1 for _ in takewhile(lambda end: end <= room, ends)), 1)

@@ -2,7 +2,8 @@
 thread of its own. Engine side.
 
 A transfer is a generator that yields each future it waits for, and continues with its result. It touches the engine's
-memory between two yields only: while it waits, it can be cancelled at once, by `Cancelled` at its yield.
+memory between two yields only: while it waits, it can be cancelled at once, by `Cancelled` at its yield. A load in
+pieces yields a `Turn` before each: then the thread that calls `Future.advance` takes its steps.
 """
 
 from __future__ import annotations
@@ -50,11 +51,26 @@ def unless_cancelled() -> Steps[None]:
     yield Future.resolved(None)
 
 
-class Course(Generic[R]):
-    """One transfer under way. `borrowed` stays referenced until `future` is resolved."""
+class Turn(Promise["int | None"]):
+    """The wait for `Future.advance`; its result are the bytes that it allows. The transfer notes what it has
+    `moved`."""
 
-    def __init__(self, steps: Steps[R], ended: Ended[R], borrowed: object) -> None:
-        self.future: Promise[R] = Promise(self.cancel)
+    moved = 0
+
+
+class Course(Generic[R]):
+    """One transfer under way. `borrowed` stays referenced until `future` is resolved. `elsewhere(course, awaited)` has
+    another thread go on with it."""
+
+    def __init__(
+        self,
+        steps: Steps[R],
+        ended: Ended[R],
+        borrowed: object,
+        elsewhere: Callable[[Course[R], Future[Any]], None],
+    ) -> None:
+        self.future: Promise[R] = Promise(self.cancel, advance_hook=self.advance)
+        self._elsewhere = elsewhere
         self._steps = steps
         self._ended = ended
         self._borrowed = borrowed
@@ -71,6 +87,19 @@ class Course(Generic[R]):
                 return
             self._takes_steps = True
         self._end(None, Cancelled("the transfer was cancelled"))
+
+    def advance(self, nbytes: int | None) -> int:
+        """See `Future.advance`."""
+        with self._lock:
+            turn = self._awaited
+            # Who takes steps now may not have begun to wait.
+            if self._takes_steps or not isinstance(turn, Turn):
+                return 0
+        turn.set_result(nbytes)
+        awaited = self.go_on()
+        if awaited is not None:
+            self._elsewhere(self, awaited)
+        return turn.moved
 
     def go_on(self) -> Future[Any] | None:
         """Take steps as long as the answers are there. Returns the future to wait for; None once the transfer's own is
@@ -144,7 +173,7 @@ class Courses:
     def start(self, steps: Steps[R], ended: Ended[R], borrowed: object, *, here: bool) -> Future[R]:
         """Start a transfer. `here`: the calling thread takes the first steps; else it never waits and never copies.
         `ended` makes the future's result. Raises `RuntimeError` if no further thread can be started."""
-        course = Course(steps, ended, borrowed)
+        course = Course(steps, ended, borrowed, self._continue)
         awaited = course.go_on() if here else None
         if course.future.query():
             return course.future
@@ -189,7 +218,7 @@ class Courses:
     def _continue(self, course: Course[Any], awaited: Future[Any] | None) -> None:
         if awaited is None:
             self._ready.put(course)
-        else:
+        elif not isinstance(awaited, Turn):
             awaited.add_done_callback(lambda _: self._ready.put(course))
 
     def _forget(self, course: Course[Any]) -> None:

@@ -109,13 +109,14 @@ class AttachedInstance:
             self._closed.clear()
             self._attach()
 
-    def load(self, op: LoadOp) -> Future[LoadOutcome]:
+    def load(self, op: LoadOp, *, in_pieces: bool) -> Future[LoadOutcome]:
         return self._adapter.submit_retrieve(
             self._request(op),
             op.start,
             op.end,
             self._by_layer_group(op.block_ids),
             skip_first_n_tokens=op.skip,
+            in_pieces=in_pieces,
         )
 
     def store(self, op: StoreOp) -> Future[StoreOutcome]:

@@ -261,7 +261,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._worker is None or self._instance is None:
             return KVConnectorTransferResults()
-        received, failed = self._worker.finished_loads()
+        received, failed = self._worker.finished_loads(finished_req_ids)
         self._instance.collect()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 

@@ -250,7 +250,7 @@ class SchedulerSide:
                     stores += self._plan_store(tracked, tokens, tables, states.get(request_id, ()))
         loads, self._planned_loads = self._planned_loads, []
         self._begin_step(scheduled, counts=not any(load.in_step for load in loads))
-        return StepPlan(loads, stores, fence)
+        return StepPlan(loads, stores, fence, bool(scheduled))
 
     def step_ended(self) -> None:
         """vLLM has taken in what the first step under way has computed."""

@@ -87,11 +87,12 @@ class StoreOp:
 @dataclass
 class StepPlan:
     """From the scheduler to each worker. Stores whose numbers are in `fence` must have ended before the step writes
-    anything: their blocks may belong to other requests now."""
+    anything: their blocks may belong to other requests now. `computes`: requests wait for this step."""
 
     loads: list[LoadOp] = field(default_factory=list)
     stores: list[StoreOp] = field(default_factory=list)
     fence: list[int] = field(default_factory=list)
+    computes: bool = True
 
 
 @dataclass

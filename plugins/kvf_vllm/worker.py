@@ -1,18 +1,20 @@
 """The worker side: the loads and stores of one step, their results, and the end of each store before its blocks are
 written. Runs in the engine's worker thread; drives an `Instance`, which moves the bytes.
 
-With an engine-driven transport every transfer is done when it is submitted; with a server-driven one it ends later.
+With an engine-driven transport a store is done when it is submitted, and a load between steps is copied in pieces, so
+that no step is much longer by it; with a server-driven one both go on beside the steps.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol, TypeVar
 
 from kvf_vllm.loaded_adapters import LoadedAdapters
+from kvf_vllm.pace import Pace
 from kvf_vllm.step_messages import AdapterUse, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
 from kvframework.api.futures import Future
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 
 # A transfer's own deadline ends it long before; this covers a transport that misses its own deadline.
 LAST_RESORT_S = 120.0
+# A load that is as old has no bound any more: its pins (`[server] retrieve_lease_s`, 30 s) do not last for ever.
+PATIENCE_S = 10.0
 O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
 _DONE = {"load": "loaded", "store": "stored"}
 
@@ -34,7 +38,9 @@ class Instance(Protocol):
     def served(self) -> Served | None:
         """The names of content, None as long as no server has accepted this worker."""
 
-    def load(self, op: LoadOp) -> Future[LoadOutcome]: ...
+    def load(self, op: LoadOp, *, in_pieces: bool) -> Future[LoadOutcome]:
+        """`in_pieces`: what this thread has to copy waits for `Future.advance`."""
+        ...
 
     def store(self, op: StoreOp) -> Future[StoreOutcome]: ...
 
@@ -67,10 +73,12 @@ class WorkerSide:
         self._stores = stores
         self._block_size = block_size
         self._clock = clock
+        self._pace = Pace(clock)
         self._loading: dict[str, tuple[LoadOp, Future[LoadOutcome], float]] = {}
         self._storing: dict[int, tuple[StoreOp, Future[StoreOutcome], float]] = {}
         self._report = StepReport()
         self._told: list[Served | None] = []
+        self._left: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
@@ -89,13 +97,14 @@ class WorkerSide:
         self._settle_stores()
 
     def load(self, plan: StepPlan) -> None:
-        """Starts the loads; synchronous ones are over when this returns."""
+        """Starts the loads; synchronous ones are over when this returns. Of the others a piece is copied."""
+        self._pace.begin()
         for op in plan.loads:
             started = self._clock()
             # A load without digests stands for one that the scheduler could not plan, see
             # `SchedulerSide.allocated_in_vain`.
             future = (
-                self._submitted(partial(self._instance.load, op), LoadOutcome.failed)
+                self._submitted(partial(self._instance.load, op, in_pieces=not self._in_step(op)), LoadOutcome.failed)
                 if op.digests and self._has(op.adapter)
                 else Future.resolved(LoadOutcome(False, "the scheduler could not name it"))
             )
@@ -103,6 +112,7 @@ class WorkerSide:
         for op, future, _ in self._loading.values():
             if self._in_step(op):
                 self._wait(future)
+        self._advance(computes=plan.computes)
         self._settle_loads()
 
     def store(self, plan: StepPlan) -> None:
@@ -123,9 +133,13 @@ class WorkerSide:
             self._storing[op.number] = (op, future, started)
         self._settle_stores()
 
-    def finished_loads(self) -> tuple[set[str], set[str]]:
+    def finished_loads(self, left: Iterable[str] = ()) -> tuple[set[str], set[str]]:
         """Requests whose loads between steps have ended since the last call, and the failed ones among them that can
-        only be reported by request. Never blocks."""
+        only be reported by request. Loads of requests that have `left` are cancelled: vLLM frees their blocks at the
+        loads' ends. Never blocks."""
+        for request_id in self._loading.keys() & left:
+            self._left.add(request_id)
+            self._loading[request_id][1].cancel()
         self._settle_loads()
         received, self._received = self._received, set()
         failed, self._failed = self._failed, set()
@@ -156,6 +170,19 @@ class WorkerSide:
         for _, storing, _ in self._storing.values():
             self._end(storing)
 
+    def _advance(self, *, computes: bool) -> None:
+        """Copies the next piece of the loads, the oldest first."""
+        left = self._pace.room(computes=computes)
+        for _, future, since in self._loading.values():
+            started = self._clock()
+            nbytes = future.advance(left if started - since < PATIENCE_S else None)
+            if nbytes:
+                self._pace.copied(nbytes, self._clock() - started)
+                left = None if left is None else left - nbytes
+                if left is not None and (left <= 0 or not future.query()):
+                    break
+        self._pace.end(computes=computes)
+
     def _submitted(self, submit: Callable[[], Future[O]], failed: Callable[[BaseException], O]) -> Future[O]:
         try:
             return submit()
@@ -182,6 +209,9 @@ class WorkerSide:
             self._report.loaded[request_id] += 1
             if not self._in_step(op):
                 self._received.add(request_id)
+            if request_id in self._left:
+                self._left.discard(request_id)
+                continue
             if _succeeded(future):
                 self._count("load", self._instance.load_bytes(op), op.end - op.start - op.skip, started)
                 continue

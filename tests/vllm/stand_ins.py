@@ -178,7 +178,7 @@ class FakeInstance:
         self.loads: list[LoadOp] = []
         self.stores: list[StoreOp] = []
 
-    def load(self, op: LoadOp) -> Future[Any]:
+    def load(self, op: LoadOp, *, in_pieces: bool = False) -> Future[Any]:
         self.loads.append(op)
         return self.answer()
 

@@ -18,7 +18,8 @@ from kvframework_bench.contention.figures import (
     StoringFigures,
     StoringLookup,
 )
-from kvframework_bench.cuda.figures import MatmulFigures, MatmulRow, Moved, SubmitRow, SweepRow
+from kvframework_bench.cuda.figures import MatmulFigures, MatmulRow, Moved, StepFigures, SubmitRow, SweepRow
+from kvframework_bench.decode.figures import DecodeRow
 from kvframework_bench.document import (
     Echo,
     HashFigures,
@@ -151,6 +152,7 @@ READINGS: dict[type[msgspec.Struct], dict[str, Reading | None]] = {
     Moved: {"gb_s": MORE, "reference_gb_s": REFERENCE, "ratio_to_reference": MORE_RATIO},
     SubmitRow: {"latency": LESS},
     MatmulFigures: {"quiet_tflop_s": REFERENCE},
+    StepFigures: {"quiet_s": REFERENCE},
     MatmulRow: {"slowdown": LESS_RATIO, "gb_s": MORE},
     SweepRow: {
         "dma_gb_s": MORE,
@@ -186,6 +188,14 @@ READINGS: dict[type[msgspec.Struct], dict[str, Reading | None]] = {
         "p99": LESS_RATIO,
         "tokens": MORE_RATIO,
         "engine": LESS_RATIO,
+    },
+    DecodeRow: {
+        "p50_ms": LESS,
+        "p99_ms": LESS,
+        "p50": LESS_RATIO,
+        "p99": LESS_RATIO,
+        "p99_to_held": LESS_RATIO,
+        "first_ms": LESS,
     },
 }
 

@@ -82,6 +82,17 @@ class MatmulFigures(msgspec.Struct, frozen=True):
     rows: list[MatmulRow]
 
 
+class StepFigures(msgspec.Struct, frozen=True):
+    """The figures of `decode`. Steps read `step_bytes`; `quiet_s` is the p99 of their times alone, and a row's
+    `slowdown` is that of the p99."""
+
+    step_bytes: int
+    shape: str
+    chunks: int
+    quiet_s: Spread
+    rows: list[MatmulRow]
+
+
 class SweepRow(msgspec.Struct, frozen=True):
     """Fragments of one size, moved by copy engines and by the kernel: rates, and shares of a plain copy's speed."""
 
@@ -114,6 +125,7 @@ class CudaFigures(msgspec.Struct, frozen=True):
     matmul: MatmulFigures | None
     sweep: SweepFigures | None
     skipped: list[Skipped]
+    decode: StepFigures | None = None
 
 
 def cuda_tables(figures: CudaFigures) -> list[Table]:
@@ -125,6 +137,8 @@ def cuda_tables(figures: CudaFigures) -> list[Table]:
         made.append(_submits(figures.submits))
     if figures.matmul is not None:
         made.append(_matmul(figures.matmul))
+    if figures.decode is not None:
+        made.append(_decode(figures.decode))
     if figures.sweep is not None:
         made.append(_sweep(figures.sweep))
     if figures.skipped:
@@ -177,6 +191,18 @@ def _matmul(figures: MatmulFigures) -> Table:
     )
     quiet = figures.quiet_tflop_s
     table.add_row(f"nothing: {quiet.median:.0f} TFLOP/s ({quiet.min:.0f} to {quiet.max:.0f})", "1.00 x", "", "")
+    for row in figures.rows:
+        share = format_ratio(row.slowdown)
+        table.add_row(f"{row.operation}s, {_copier(row.engine)}", *share, f"{row.gb_s.median:.2f}")
+    table.add_row(f"moved: {figures.shape}, {figures.chunks} chunks at a time")
+    return table
+
+
+def _decode(figures: StepFigures) -> Table:
+    table = new_table(
+        f"steps that read {ByteSize(figures.step_bytes)}, next to", "p99 ratio to quiet", "min to max", "moved GB/s"
+    )
+    table.add_row(f"nothing: p99 {1000 * figures.quiet_s.median:.2f} ms", "1.00 x", "", "")
     for row in figures.rows:
         share = format_ratio(row.slowdown)
         table.add_row(f"{row.operation}s, {_copier(row.engine)}", *share, f"{row.gb_s.median:.2f}")

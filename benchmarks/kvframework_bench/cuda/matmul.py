@@ -32,7 +32,19 @@ class Loop(Protocol):
         """Return whether the run has ended; never waits."""
 
     def seconds(self) -> float:
-        """Return the seconds of the run, by the GPU's clock. Waits until it has ended."""
+        """Return what the run is measured by, in seconds by the GPU's clock. Waits until it has ended."""
+
+
+def cuda_torch() -> Any:
+    """Return torch. Raises `BenchUnavailable` where it is not installed, or cannot use the GPU."""
+    require_torch()
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BenchUnavailable(
+            f"torch {torch.__version__} cannot use the GPU", hint="install a torch that was built for CUDA"
+        )
+    return torch
 
 
 class MatmulLoop:
@@ -40,14 +52,7 @@ class MatmulLoop:
 
     def __init__(self, size: int, seconds: float) -> None:
         """Raises `BenchUnavailable` where torch is not installed, or cannot use the GPU."""
-        require_torch()
-        import torch
-
-        if not torch.cuda.is_available():
-            raise BenchUnavailable(
-                f"torch {torch.__version__} cannot use the GPU", hint="install a torch that was built for CUDA"
-            )
-        self._torch = torch
+        self._torch = torch = cuda_torch()
         cuda: Any = torch.cuda
         self._stream = cuda.Stream()
         self._begun, self._done = (cuda.Event(enable_timing=True) for _ in range(2))
@@ -96,7 +101,7 @@ def bench_matmul(sizes: Sizes, device: Device, _directory: Path, skipped: list[S
 
 
 def slowdowns(
-    sizes: Sizes, device: Device, loop: Loop, skipped: list[Skipped], stage: Stage
+    sizes: Sizes, device: Device, loop: Loop, skipped: list[Skipped], stage: Stage, *, what: str = "matmul"
 ) -> tuple[list[MatmulRow], Spread]:
     """Return the slowdowns of `loop` next to stores and next to retrieves of each engine and of plain copies; and its
     quiet seconds."""
@@ -116,13 +121,13 @@ def slowdowns(
 
         ways = {"plain": {"store": lambda: plain.store(nbytes), "retrieve": lambda: plain.retrieve(nbytes)}}
         for engine in sizes.engines:
-            ways[engine] = measure_or_skip(skipped, f"matmul, engine {engine}", partial(by_server, engine)) or {}
+            ways[engine] = measure_or_skip(skipped, f"{what}, engine {engine}", partial(by_server, engine)) or {}
         for engine, ways_of in ways.items():
             for operation, case in ways_of.items():
                 transfers[engine, operation] = _LoopAndTransfers(loop, case)
         cases: dict[str, Case] = {_QUIET: lambda: _alone(loop)}
         cases |= {f"{engine} {operation}": each.run for (engine, operation), each in transfers.items()}
-        with stage("multiplying matrices next to transfers", sizes.matmul_rounds) as advance:
+        with stage(f"{what}: a loop next to transfers", sizes.matmul_rounds) as advance:
             measured = interleave(cases, rounds=sizes.matmul_rounds, advance=advance)
     rows = [
         MatmulRow(

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from kvframework.registry import PluginRegistry
 from kvframework_bench.console import Stage, no_progress
+from kvframework_bench.cuda.decode import bench_steps
 from kvframework_bench.cuda.device import Device
 from kvframework_bench.cuda.figures import CudaFigures
 from kvframework_bench.cuda.instance import TRANSPORT
@@ -19,7 +20,7 @@ from kvframework_bench.errors import BenchUnavailable, Skipped, measure_or_skip
 from kvframework_bench.l2.tier import check_plugin
 from kvframework_bench.process import scratch
 
-PARTS = ("transfers", "submits", "matmul")
+PARTS = ("transfers", "submits", "matmul", "decode")
 SWEEP = "sweep"
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ def bench_cuda(sizes: Sizes = FULL, *, parts: Collection[str] = PARTS, stage: St
         transfers = part("transfers", bench_transfers)
         submits = part("submits", bench_submits)
         matmul = part("matmul", bench_matmul)
+        decode = part("decode", bench_steps)
         sweep = part(SWEEP, bench_sweep)
         return CudaFigures(
             gpu=device.describe(),
@@ -54,4 +56,5 @@ def bench_cuda(sizes: Sizes = FULL, *, parts: Collection[str] = PARTS, stage: St
             sweep=sweep,
             # Parts that have a step in common each leave it out.
             skipped=list(dict.fromkeys(skipped)),
+            decode=decode,
         )

@@ -100,7 +100,7 @@ class Sizes(msgspec.Struct, frozen=True):
     """`chunks` are the steps of a shape, ascending. A step has at most `rounds` rounds, fewer (but three) if they would
     take longer than `row_s`, and is left out if one store would take longer than `patience_s`. `submits` are for each
     step and direction. The loop of `matmul` multiplies matrices of `matmul_size` for `loop_s`, next to transfers of
-    `matmul_chunks`. The sweep moves about `sweep_bytes` in fragments of each of `sweep_fragments`."""
+    `matmul_chunks`; the steps of `decode` read `step_bytes`, next to as many. The sweep moves about `sweep_bytes` in fragments of each of `sweep_fragments`."""
 
     shapes: tuple[CudaShape, ...] = tuple(shape.with_block(tokens) for shape in SHAPES.values() for tokens in BLOCKS)
     engines: tuple[str, ...] = ENGINES
@@ -112,6 +112,7 @@ class Sizes(msgspec.Struct, frozen=True):
     matmul_size: int = 8192
     matmul_chunks: int = 16
     matmul_rounds: int = 10
+    step_bytes: int = 4 << 30
     loop_s: float = 0.2
     sweep_bytes: int = 64 << 20
     sweep_fragments: tuple[int, ...] = tuple(1 << power for power in range(8, 20))
@@ -152,6 +153,7 @@ QUICK = Sizes(
     matmul_size=1024,
     matmul_chunks=1,
     matmul_rounds=2,
+    step_bytes=64 << 20,
     loop_s=0.01,
     sweep_bytes=4 << 20,
     sweep_fragments=(1 << 10, 32 << 10, 256 << 10),

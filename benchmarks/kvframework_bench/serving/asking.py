@@ -40,6 +40,8 @@ class Answer(msgspec.Struct, frozen=True):
     tokens: list[int]
     prompt: int
     cached: int
+    # Between a token and the next, in seconds.
+    gaps_s: list[float] = []
 
 
 class _Choice(msgspec.Struct):
@@ -64,8 +66,9 @@ class _Event(msgspec.Struct):
 _event = msgspec.json.Decoder(_Event)
 
 
-def body(model: str, prompt: Sequence[int], answer_tokens: int) -> bytes:
-    """Return a request for a greedy answer of so many tokens, as a stream that ends with the usage."""
+def body(model: str, prompt: Sequence[int], answer_tokens: int, **connector: bool) -> bytes:
+    """Return a request for a greedy answer of so many tokens, as a stream that ends with the usage; `connector` are its
+    `kv_transfer_params`."""
     return msgspec.json.encode(
         {
             "model": model,
@@ -76,6 +79,7 @@ def body(model: str, prompt: Sequence[int], answer_tokens: int) -> bytes:
             "stream": True,
             "return_token_ids": True,
             "stream_options": {"include_usage": True},
+            **({"kv_transfer_params": connector} if connector else {}),
         }
     )
 
@@ -92,7 +96,7 @@ def ask_all(asked: Sequence[Due]) -> tuple[list[Answer], float]:
 async def _ask_all(asked: Sequence[Due]) -> tuple[list[Answer], float]:
     # All connections are made in this thread, none of them before the clock runs.
     began = time.perf_counter() + 0.01
-    tasks = [asyncio.ensure_future(_ask(due, began + due.at)) for due in asked]
+    tasks = [asyncio.ensure_future(ask(due, began + due.at)) for due in asked]
     try:
         answers = await asyncio.gather(*tasks)
     finally:
@@ -102,7 +106,8 @@ async def _ask_all(asked: Sequence[Due]) -> tuple[list[Answer], float]:
     return answers, max(due.at + answer.end_s for due, answer in zip(asked, answers, strict=True))
 
 
-async def _ask(due: Due, at: float) -> Answer:
+async def ask(due: Due, at: float) -> Answer:
+    """Return the answer to one request, which is due at that time of `time.perf_counter`. Raises as `ask_all` does."""
     await asyncio.sleep(at - time.perf_counter())
     try:
         return await asyncio.wait_for(_exchange(due, at), _ANSWER_S)
@@ -152,6 +157,8 @@ class _Stream:
     _unread: bytes = b""
     _tokens: list[int] = field(default_factory=list)
     _first: float = 0.0
+    _last: float = 0.0
+    _gaps: list[float] = field(default_factory=list)
     _usage: _Usage | None = None
 
     def feed(self, data: bytes) -> None:
@@ -174,7 +181,11 @@ class _Stream:
             raise BenchFailed(f"the engine answers: {_shown(bytes(event.error))}")
         for choice in event.choices:
             if choice.token_ids:
-                self._first = self._first or now
+                if self._tokens:
+                    self._gaps.append(now - self._last)
+                # Tokens that come together.
+                self._gaps += [0.0] * (len(choice.token_ids) - 1)
+                self._first, self._last = self._first or now, now
                 self._tokens += choice.token_ids
         self._usage = event.usage or self._usage
 
@@ -187,7 +198,9 @@ class _Stream:
         details = self._usage.prompt_tokens_details
         cached = (details.cached_tokens if details else None) or 0
         ended = time.perf_counter()
-        return Answer(self._first - self.at, ended - self.at, self._tokens, self._usage.prompt_tokens, cached)
+        return Answer(
+            self._first - self.at, ended - self.at, self._tokens, self._usage.prompt_tokens, cached, self._gaps
+        )
 
 
 def _shown(text: bytes) -> str:

@@ -1,7 +1,7 @@
-"""The model of the serving bench: a small Llama with random weights by seed, made once into a folder.
+"""The models of the benches with vLLM: small Llamas with random weights by seed, made once into a folder.
 
-Run as `python -m kvframework_bench.serving.model FOLDER`; needs torch and transformers. It has no tokenizer: prompts
-and answers are token ids. Nothing is downloaded.
+Run as `python -m kvframework_bench.serving.model FOLDER NAME`; needs torch and transformers. They have no tokenizer:
+prompts and answers are token ids. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -9,15 +9,31 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from kvframework_bench.errors import BenchUnavailable
+from kvframework_bench.process import await_end, running
 
 VOCABULARY = 32000
 LONGEST = 8192
-_LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM = 4, 256, 8, 4, 32
-SUMMARY = f"a Llama of {_LAYERS} layers, hidden size {_HIDDEN}, float32, random weights"
+
+
+class Shape(NamedTuple):
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"a Llama of {self.layers} layers, hidden size {self.hidden}, float32, random weights"
+
+
+# A prompt of 4,096 tokens has 16 MiB of KV, or 128: a copy of several steps' time, as large models have on a GPU.
+SHAPES = {"small": Shape(4, 256, 8, 4, 32), "large_kv": Shape(8, 512, 8, 8, 64)}
+SUMMARY = str(SHAPES["small"])
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -25,6 +41,17 @@ class Config(msgspec.Struct, frozen=True):
 
     vocab_size: int
     max_position_embeddings: int
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 1
+    hidden_size: int = 0
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV of one token in float32."""
+        heads = self.num_key_value_heads or self.num_attention_heads
+        return 2 * self.num_hidden_layers * heads * (self.head_dim or self.hidden_size // self.num_attention_heads) * 4
 
 
 def read_config(model: Path) -> Config:
@@ -42,7 +69,17 @@ def read_config(model: Path) -> Config:
         ) from error
 
 
-def make(folder: Path) -> None:
+def made_model(directory: Path, name: str) -> Path:
+    """Return a new folder with a model of `SHAPES`, made by a process of its own. Raises `BenchFailed`."""
+    model = directory / "model"
+    with running("model", [sys.executable, "-m", "kvframework_bench.serving.model", str(model), name], directory) as it:
+        await_end(it)
+        if not (model / "config.json").exists():
+            raise it.failure("has not written the model")
+    return model
+
+
+def make(folder: Path, shape: Shape) -> None:
     """Write the model. Overwrites what is there."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -50,12 +87,12 @@ def make(folder: Path) -> None:
     torch.manual_seed(1234)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=_HIDDEN,
-        intermediate_size=_HIDDEN * 11 // 4,
-        num_hidden_layers=_LAYERS,
-        num_attention_heads=_HEADS,
-        num_key_value_heads=_KV_HEADS,
-        head_dim=_HEAD_DIM,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.hidden * 11 // 4,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         max_position_embeddings=LONGEST,
         # So that logits differ by more than the order of additions changes them.
         initializer_range=0.05,
@@ -68,4 +105,4 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(Path(sys.argv[1]), SHAPES[sys.argv[2]])

@@ -7,7 +7,6 @@ round has other tokens, so that nothing of one is a hit in the next; the arithme
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -21,14 +20,13 @@ from kvframework.trace.reading import open_trace
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped
 from kvframework_bench.machine import available_bytes
-from kvframework_bench.process import adopting, await_end, scratch
-from kvframework_bench.process import running as running_child
+from kvframework_bench.process import adopting, scratch
 from kvframework_bench.serving.asking import Answer, Due, ask_all, body
 from kvframework_bench.serving.contenders import CONTENDERS, NONE, Contender, Offload
 from kvframework_bench.serving.engines import SERVED, Engine, EngineSettings, family, processor_s, running_engine
 from kvframework_bench.serving.figures import LoadFigures, Replay, ServingFigures, rows_of
 from kvframework_bench.serving.load import Ask, LoadShape, Piece, make_load, shared_tokens, token_ids
-from kvframework_bench.serving.model import SUMMARY, VOCABULARY, read_config
+from kvframework_bench.serving.model import SUMMARY, VOCABULARY, made_model, read_config
 
 _ENGINES = (1, 2)
 _WARM_UP_TOKENS, _WARM_UP_SEED = 1024, -1
@@ -102,7 +100,7 @@ def bench_serving(
     _check_memory(sizes, len(contenders))
     with scratch() as directory, adopting(), ExitStack() as stack:
         if model is None:
-            model = _made(directory)
+            model = made_model(directory, "small")
         settings = EngineSettings(model, longest, sizes.kv_cache_bytes)
         skipped: list[Skipped] = []
         with stage("starting engines", len(contenders)) as advance:
@@ -134,18 +132,6 @@ def _check_memory(sizes: ServingSizes, contenders: int) -> None:
         )
 
 
-def _made(directory: Path) -> Path:
-    """Return a new folder with the bench's own model. Raises `BenchFailed`."""
-    model = directory / "model"
-    with running_child(
-        "model", [sys.executable, "-m", "kvframework_bench.serving.model", str(model)], directory
-    ) as child:
-        await_end(child)
-        if not (model / "config.json").exists():
-            raise child.failure("has not written the model")
-    return model
-
-
 def _started(
     contenders: Sequence[Contender],
     sizes: ServingSizes,
@@ -166,7 +152,7 @@ def _started(
             engines: list[Engine] = []
             try:
                 offload = own.enter_context(contender.open(place, sizes.capacity_bytes))
-                for index, cores in enumerate(_halves(sorted(os.sched_getaffinity(0)))):
+                for index, cores in enumerate(halves(sorted(os.sched_getaffinity(0)))):
                     name = f"{contender.name}, engine {index + 1}"
                     engines.append(own.enter_context(launch(name, settings, offload.options, cores, place)))
                 for engine in engines:
@@ -185,7 +171,7 @@ def _started(
     return answering
 
 
-def _halves(cores: Sequence[int]) -> list[Sequence[int]]:
+def halves(cores: Sequence[int]) -> list[Sequence[int]]:
     """Return the cores of each engine; of a single core, twice that one."""
     half = len(cores) // 2
     return [cores[:half] or cores, cores[half:]]

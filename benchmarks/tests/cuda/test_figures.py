@@ -3,16 +3,20 @@ GPU."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from kvframework.api.installing import install_command
+from kvframework_bench.cuda import decode
 from kvframework_bench.cuda.device import Device, link_of
 from kvframework_bench.cuda.figures import (
     CudaFigures,
@@ -20,6 +24,7 @@ from kvframework_bench.cuda.figures import (
     MatmulFigures,
     MatmulRow,
     Moved,
+    StepFigures,
     SubmitRow,
     SweepFigures,
     SweepRow,
@@ -56,6 +61,7 @@ def figures(**changes: Any) -> CudaFigures:
         "transfers": rows,
         "submits": submits,
         "matmul": matmul,
+        "decode": StepFigures(4 << 30, "deepseek-v3", 16, ONE, matmul.rows),
         "sweep": sweep,
         "skipped": [],
     } | changes
@@ -63,6 +69,53 @@ def figures(**changes: Any) -> CudaFigures:
 
 
 # pure parts
+
+
+def test_steps_are_measured_by_the_p99_of_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for torch: one step in fifty takes ten times as long."""
+    clock = [0.0]
+
+    class Event:
+        at = 0.0
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            clock[0] += 1.0 + 9.0 * (next(steps) % 50 == 0)
+            self.at = clock[0]
+
+        def query(self) -> bool:
+            return self.at > 0
+
+        def synchronize(self) -> None:
+            return
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    steps, read = itertools.count(1), []
+    cuda = SimpleNamespace(
+        OutOfMemoryError=MemoryError,
+        Stream=object,
+        Event=Event,
+        stream=lambda _stream: contextlib.nullcontext(),
+        synchronize=lambda: None,
+    )
+    torch = SimpleNamespace(
+        cuda=cuda,
+        bfloat16=2,
+        randn=lambda *shape, **_: shape,
+        mv=lambda weights, token, out: read.append(2 * weights[0] * weights[1]),
+    )
+    monkeypatch.setattr(decode, "cuda_torch", lambda: torch)
+    loop = decode.StepLoop(1 << 20)
+    read.clear()
+    loop.start()
+    assert loop.ended()
+    assert sum(read) == 150 * loop.nbytes
+    assert 0.9 < loop.nbytes / (1 << 20) <= 1
+    assert loop.seconds() == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(
@@ -148,18 +201,18 @@ def test_a_sweep_that_does_not_cross_says_so() -> None:
 
 
 def test_what_was_not_measured_has_no_table() -> None:
-    text = shown(figures(transfers=[], submits=[], matmul=None, sweep=None))
+    text = shown(figures(transfers=[], submits=[], matmul=None, decode=None, sweep=None))
     assert text.count("|--") == 1 + text.count("-|--")
-    assert panels(figures(transfers=[], submits=[], matmul=None, sweep=None)) == []
+    assert panels(figures(transfers=[], submits=[], matmul=None, decode=None, sweep=None)) == []
 
 
 def test_pictures_show_shares_with_their_reach_and_the_sweep_as_lines() -> None:
-    auto, dma, submits, matmul, sweep = panels(figures())
+    auto, dma, submits, matmul, steps, sweep = panels(figures())
     assert isinstance(auto, Bars)
     assert isinstance(sweep, Lines)
     assert [bar.target_ratio for bar in auto.bars] == [0.9] * 3
     assert [bar.value for bar in auto.bars] == [0.92] * 3
-    assert all(isinstance(panel, Bars) for panel in (dma, submits, matmul))
+    assert all(isinstance(panel, Bars) for panel in (dma, submits, matmul, steps))
     (store_dma, store_kernel, *_) = sweep.lines
     assert (list(store_dma.xs), list(store_dma.ys), list(store_kernel.ys)) == ([1024, 32768], [1.0, 3.0], [2.0, 2.0])
 
@@ -170,7 +223,7 @@ def test_pictures_show_shares_with_their_reach_and_the_sweep_as_lines() -> None:
 @pytest.mark.parametrize(
     ("arguments", "asked"),
     [
-        ([], "transfers submits matmul; 8 shapes; auto dma kernel; 20 rounds"),
+        ([], "transfers submits matmul decode; 8 shapes; auto dma kernel; 20 rounds"),
         (["--sweep"], "sweep; 8 shapes; auto dma kernel; 20 rounds"),
         (["--quick", "--part", "submits"], "submits; 4 shapes; auto dma kernel; 2 rounds"),
         (

@@ -23,12 +23,13 @@ from kvframework.testing.transport.faults import Faults
 from kvframework.testing.transport.life import Life
 from kvframework.testing.transport.memory import Memory
 from kvframework.testing.transport.order import Order
+from kvframework.testing.transport.pieces import Pieces
 from kvframework.testing.transport.rig import RigSpec, TransportRig
 from kvframework.testing.transport.streams import Streams
 
 
 # pytest runs the tests of the last base first: those of content, of which the simplest round trip is the first.
-class TransportConformance(Life, EngineDriven, Driver, Faults, Streams, Order, Memory, Content):
+class TransportConformance(Life, EngineDriven, Pieces, Driver, Faults, Streams, Order, Memory, Content):
     """All tests of the kit. Give a `spec` fixture of class scope."""
 
 

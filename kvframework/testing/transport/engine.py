@@ -113,6 +113,7 @@ class KitEngine:
         *,
         skip: int = 0,
         event: object = None,
+        in_pieces: bool = False,
     ) -> Future[LoadOutcome]:
         return self.worker.submit_retrieve(
             request,
@@ -122,6 +123,7 @@ class KitEngine:
             self._passed,
             event=self.rig.event() if event is None else event,  # type: ignore[arg-type]
             skip_first_n_tokens=skip,
+            in_pieces=in_pieces,
         )
 
     def hit(self, request: RequestHashes) -> int:
