@@ -109,7 +109,7 @@ class AttachedInstance:
             self._closed.clear()
             self._attach()
 
-    def load(self, op: LoadOp, *, in_pieces: bool) -> Future[LoadOutcome]:
+    def load(self, op: LoadOp, *, in_pieces: bool = False) -> Future[LoadOutcome]:
         return self._adapter.submit_retrieve(
             self._request(op),
             op.start,
