@@ -17,6 +17,7 @@ from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import LoadPlan, Transfer
 from kvframework.client import (
+    CanonicalInstance,
     KVClient,
     LookupResult,
     RequestHashes,
@@ -39,21 +40,25 @@ TOKENS = list(range(512))
 AXES = ["plane", "block", "token", "head", "dim"]
 
 
+def registered_as(worker: KVClient, model_name: str) -> CanonicalInstance:
+    return register_canonical(
+        worker,
+        instance_id=7,
+        model_name=model_name,
+        block_size=16,
+        num_layers=2,
+        hidden_dim_size=8,
+        dtype="float32",
+    )
+
+
 class Engine:
     """A scheduler and a worker, each with a client of its own; 512 tokens are stored. `asked` has what the worker asks
     the server from `load` on."""
 
     def __init__(self, server: ServerProcess, clients: list[KVClient], monkeypatch: pytest.MonkeyPatch) -> None:
         self.server, self.client, self.worker = server, clients[0], clients[-1]
-        instance = register_canonical(
-            self.worker,
-            instance_id=7,
-            model_name="tiny",
-            block_size=16,
-            num_layers=2,
-            hidden_dim_size=8,
-            dtype="float32",
-        )
+        instance = registered_as(self.worker, "tiny")
         registered = m.Registered(instance.namespace, instance.registration.desc)
         self.scheduler = SchedulerAdapter(
             self.client, model_name="tiny", namespace=instance.namespace, chunk_tokens=256, instances=(7, 8)
@@ -353,15 +358,7 @@ def test_grants_that_no_load_ends_lapse() -> None:
 def test_an_instance_that_is_registered_anew_passes_over_what_was_granted_before(engine: Engine) -> None:
     (grant,) = engine.look_up().take_grants()
     engine.worker.request("UNREGISTER_KV_CACHE", m.Unregister(7), m.Empty)
-    other = register_canonical(
-        engine.worker,
-        instance_id=7,
-        model_name="other",
-        block_size=16,
-        num_layers=2,
-        hidden_dim_size=8,
-        dtype="float32",
-    )
+    other = registered_as(engine.worker, "other")
     bare = other.transfer(msgspec.structs.replace(engine.key, model_name="other", namespace=other.namespace))
     engine.asked.clear()
     plan = engine.worker.prepare_load(dataclasses.replace(bare, grant=grant)).result()

@@ -66,11 +66,7 @@ class Pieces(TransportKit):
         self, client: KVClient, make_engine: MakeEngine
     ) -> None:
         engine = make_engine(NHD)
-        request = engine.request()
-        must_succeed(engine.store(request, engine.source()))
-        future = engine.load(request, engine.target(), in_pieces=True)
-        if not self._first_piece(future):
-            pytest.skip("the transport copies by itself")
+        future = self._between_two_pieces(engine)
         engine.overwrite()
         future.cancel()
         assert future.query(), "a load that touches nothing does not end at once when it is cancelled"
@@ -82,11 +78,7 @@ class Pieces(TransportKit):
 
     def test_the_end_of_an_instance_ends_its_loads_in_pieces(self, client: KVClient, make_engine: MakeEngine) -> None:
         engine = make_engine(NHD)
-        request = engine.request()
-        must_succeed(engine.store(request, engine.source()))
-        future = engine.load(request, engine.target(), in_pieces=True)
-        if not self._first_piece(future):
-            pytest.skip("the transport copies by itself")
+        future = self._between_two_pieces(engine)
         engine.close()
         engine.overwrite()
         must_miss(future, "a load ended well after its instance")
@@ -122,6 +114,15 @@ class Pieces(TransportKit):
             if not piece:
                 future.wait(0.01)
         pytest.fail("a load in pieces did not end, though it was advanced")
+
+    def _between_two_pieces(self, engine: KitEngine) -> Future[LoadOutcome]:
+        """Store, and return a load of it of which the first piece is copied; skip if the transport copies by itself."""
+        request = engine.request()
+        must_succeed(engine.store(request, engine.source()))
+        future = engine.load(request, engine.target(), in_pieces=True)
+        if not self._first_piece(future):
+            pytest.skip("the transport copies by itself")
+        return future
 
     def _first_piece(self, future: Future[LoadOutcome]) -> int:
         """Return the bytes of the first piece of a load, 0 if it has ended without one."""
