@@ -6,6 +6,8 @@ import errno
 import mmap
 import os
 import re
+import select
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,7 +95,7 @@ def test_it_is_begun_once(file: int) -> None:
 
 
 def test_the_end_of_the_arena_ends_it(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread refers to the mapping only during a step, else the server could not know its client's end."""
+    """The thread refers to the mapping only during a step: afterwards nothing of it is left."""
     rests, go = threading.Event(), threading.Event()
 
     def rest(_: float) -> None:
@@ -109,6 +111,34 @@ def test_the_end_of_the_arena_ends_it(file: int, monkeypatch: pytest.MonkeyPatch
     assert mapped_bytes(file) == 0
     go.set()
     ended()
+
+
+def test_a_step_under_way_does_not_delay_the_end_of_the_session(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the lowest priority may wait for its turn as long as others are busy: a client that was closed, and
+    opened again, found its own instance registered by its former session."""
+    steps, go = threading.Event(), threading.Event()
+
+    def no_turn(*_: int) -> None:
+        steps.set()
+        go.wait()
+
+    monkeypatch.setattr(resident_pages, "_populate", no_turn)
+    os.pwrite(file, bytes(SIZE), 0)
+    server, client = socket.socketpair()
+    with server:
+        arena = MappedArena(os.dup(file), client.detach())
+        kept = arena.view[:1]
+        arena.map_ahead()
+        steps.wait()
+        del arena
+        assert not select.select([server], [], [], 0)[0], "the session ended before the last copy"
+        kept.release()
+        try:
+            assert select.select([server], [], [], 0)[0], "the session goes on"
+            assert server.recv(1) == b""
+        finally:
+            go.set()
+            ended()
 
 
 def test_without_room_for_page_tables_nothing_is_mapped(file: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ class MappedArena:
 
     There is no call to unmap it: each copy holds a reference to `view` (a tensor made from it does), and the mapping
     ends with the last one. Until then `alive_fd` (a copy of the liveness socket) stays open, so the server cannot take
-    this process for dead and give a range to another client while it is still written here.
+    this process for dead and give a range to another client while it is still written here. What only maps pages ahead
+    holds `mapping`, and the session may end under it.
 
     Forked children do not inherit the memory, and close the arena's descriptors, so that the end of this process is the
     end of all its writes, and of its locks on what it may write.
@@ -41,15 +42,15 @@ class MappedArena:
             raise
         finally:
             os.close(arena_fd)
-        mapped = mapping.memory
-        mapped.madvise(mmap.MADV_DONTFORK)
-        self._end = weakref.finalize(mapped, os.close, alive_fd) if alive_fd is not None else None
+        mapping.memory.madvise(mmap.MADV_DONTFORK)
+        written = (ctypes.c_char * mapping.nbytes).from_buffer(mapping.memory, mapping.begin)
+        self._end = weakref.finalize(written, os.close, alive_fd) if alive_fd is not None else None
         if self._end is not None:
             # At the process's end the kernel closes it, after the last thread that could write has ended.
             self._end.atexit = False
         self._file = status.st_dev, status.st_ino
-        self._map = mapped
-        self.view = mapping.view()
+        self.mapping = mapping
+        self.view = memoryview(written).cast("B")
         self._ahead = threading.Lock()
         if reserved:
             # `mincore` does not tell what is resident of reserved huge pages, and there is next to nothing to gain.
@@ -76,7 +77,7 @@ class MappedArena:
         never be unmapped there."""
         if self._end is not None and self._end.detach() and self._alive_fd is not None:
             os.close(self._alive_fd)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.mapping.memory))
         # Among them the one of the mapping object, which lasts from here on.
         for fd in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError):

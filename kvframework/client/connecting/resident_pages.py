@@ -19,6 +19,7 @@ from typing import Protocol
 
 from kvframework.api.available_memory import available_memory
 from kvframework.api.copying import address_of
+from kvframework.api.shared_mapping import SharedMapping
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +39,13 @@ _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 class Mapped(Protocol):
-    view: memoryview
+    mapping: SharedMapping
 
 
 def map_ahead(arena: Mapped) -> None:
     """Begin to map the resident pages of `arena` in the background, to which only a weak reference is kept: its end is
-    the end of the work. Never blocks; any failure leaves the rest to the copies."""
+    the end of the work, and no step of this thread, which a busy machine may leave without a turn for long, delays it.
+    Never blocks; any failure leaves the rest to the copies."""
     thread = threading.Thread(target=_map_all, args=(weakref.ref(arena),), name="kvf-map-ahead", daemon=True)
     try:
         thread.start()
@@ -77,23 +79,27 @@ def _map_all(reference: weakref.ref[Mapped]) -> None:
 
 
 def _begins(reference: weakref.ref[Mapped]) -> list[int]:
-    return list(range(0, _alive(reference).view.nbytes, _STEP))
+    return list(range(0, _mapping(reference).nbytes, _STEP))
 
 
 def _map_step(reference: weakref.ref[Mapped], begin: int) -> bool:
-    """Map the resident pages of one step; return whether they were all. The arena is referred to only meanwhile."""
-    with _alive(reference).view[begin : begin + _STEP] as step, address_of(step, True) as (address, nbytes):
+    """Map the resident pages of one step; return whether they were all. Only meanwhile the mapping is referred to."""
+    with (
+        _mapping(reference).view() as all_of_it,
+        all_of_it[begin : begin + _STEP] as step,
+        address_of(step, True) as (address, nbytes),
+    ):
         present = _resident(address, nbytes)
         for first, last in _runs(present):
             _populate(address + first * mmap.PAGESIZE, min((last - first) * mmap.PAGESIZE, nbytes))
         return all(present)
 
 
-def _alive(reference: weakref.ref[Mapped]) -> Mapped:
+def _mapping(reference: weakref.ref[Mapped]) -> SharedMapping:
     arena = reference()
     if arena is None:
         raise _Gone
-    return arena
+    return arena.mapping
 
 
 def _resident(address: int, nbytes: int) -> list[bool]:
