@@ -67,14 +67,16 @@ class Answers:
             return
         self._waiting[client] = number
 
-    def end(self) -> None:
-        """Send nothing any more but the ends, and those at once."""
+    def end(self) -> bool:
+        """Send nothing any more but the ends, and those at once, also to who asks from now on. True if any are due."""
         self._share, self._rest_until = math.inf, -math.inf
+        self._messages = lambda _number: ()
         for client in self._waiting:
             self._open.setdefault(client, _Answer(iter(()), 0.0))
         self._waiting.clear()
         for answer in self._open.values():
             answer.end()
+        return bool(self._open)
 
     def turn(self, now: float) -> float:
         """Begin an answer and send what readers take, for a few milliseconds at most; return the seconds until the next

@@ -38,7 +38,8 @@ _WRITE_AGAIN_S = 10.0
 # A turn that takes longer is a problem: of the disk of the ledger, most likely.
 HANGS_S = 30.0
 _STOP_S = 2.0
-# Who is told at the end that something is missing asks at once; answers under way end then, read or not.
+# Who is told at the end that something is missing asks at once; answers under way end then, read or not, and who asks
+# again gets the end alone.
 _LAST_QUESTIONS_S = 0.1
 _LAST_ENDS_S = 0.5
 
@@ -122,10 +123,9 @@ class Publisher:
                 self._teller.known.forget()
                 self._announce(self._teller.known.take())
             self._listen(_LAST_QUESTIONS_S)
-            self._answers.end()
-            until = time.monotonic() + _LAST_ENDS_S
-            while self._answers.turn(time.monotonic()) < math.inf and time.monotonic() < until:
-                pause()
+            if self._answers.end():
+                # Who reads an end goes on with what it has heard meanwhile, lacks what is between, and asks again.
+                self._listen(_LAST_ENDS_S)
         except Exception as error:
             self.problem = f"nothing is announced: {error!r}"
             log.exception("nothing is announced to routers any more")

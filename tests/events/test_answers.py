@@ -194,3 +194,12 @@ def test_the_ends_do_not_wait_for_a_rest() -> None:
     while answers.turn(0.0) < math.inf:
         pass
     assert sent[-1] is END
+
+
+def test_who_asks_after_the_end_of_all_gets_an_end() -> None:
+    sent: list[Numbered] = []
+    answers = Answers(lambda _client, message: not sent.append(message), numbered, at_no_cost)
+    assert not answers.end()
+    answers.ask(b"a", 0)
+    assert answers.turn(0.0) == math.inf
+    assert sent == [END]

@@ -16,6 +16,7 @@ import pytest
 from kvframework.api.content import ChunkContent
 from kvframework.events import ledger as ledgers
 from kvframework.events import publisher as publishers
+from kvframework.events.answers import END
 from kvframework.events.encoding import Encoder
 from kvframework.events.history import History, Numbered
 from kvframework.events.known import Medium
@@ -47,6 +48,30 @@ class Sockets:
         pass
 
 
+class NeverDone(Sockets):
+    """A reader that takes nothing but the end of its answer, and asks again then: as Dynamo does, whose queue has later
+    news by then."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.ends = 0
+        self._times = times
+        self._questions = [(b"reader", 0)]
+
+    def wait(self, timeout_s: float) -> tuple[int, list[Any]]:
+        time.sleep(min(timeout_s, 0.001))
+        asked, self._questions = self._questions, []
+        return 0, asked
+
+    def answer(self, client: bytes, message: Numbered) -> bool | None:
+        if message is not END:
+            return False
+        self.ends += 1
+        if self.ends < self._times:
+            self._questions.append((client, 0))
+        return True
+
+
 class Disk:
     """Stands for `os.write` of the ledger: with `room`, that many bytes are left."""
 
@@ -64,12 +89,16 @@ class Disk:
 
 
 @contextmanager
-def publishing(node: Node, path: Path) -> Iterator[Publisher]:
+def publishing(node: Node, path: Path, sockets: Any = None) -> Iterator[Publisher]:
     ledger = Ledger(path, keeps=False)
     encoder = Encoder("map", BLOCK)
-    sockets: Any = Sockets()
     publisher = Publisher(
-        node.teller, ledger, ledger.open(), lambda first: History(encoder, ("a",), first), sockets, batch_s=0.01
+        node.teller,
+        ledger,
+        ledger.open(),
+        lambda first: History(encoder, ("a",), first),
+        sockets or Sockets(),
+        batch_s=0.01,
     )
     publisher.start()
     try:
@@ -118,3 +147,11 @@ def test_a_disk_that_was_full_leaves_a_ledger_that_is_whole(
     assert found.next >= number
     assert list(tmp_path.glob("*.new")) == []
     assert [each.levelno for each in caplog.records if "ledger" in each.getMessage()] == [logging.ERROR, logging.INFO]
+
+
+def test_who_asks_again_when_an_answer_is_ended_by_the_stop_gets_an_end_too(tmp_path: Path) -> None:
+    sockets = NeverDone(times=3)
+    with publishing(Node(), tmp_path / "l", sockets) as publisher:
+        wait_until(lambda: publisher.counters["replays"], what="the question")
+        assert not sockets.ends
+    assert sockets.ends == 3
