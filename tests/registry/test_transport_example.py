@@ -17,7 +17,7 @@ from kvframework.testing.accelerator import Accelerator, SimulatedNode
 from kvframework.testing.accelerator.rig import SimulatedRig
 from kvframework.testing.transport.cases import PAGED
 from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, client_of, held_by, serving, status_of
+from kvframework.testing.transport.node import PATIENCE_S, client_of, held_by, serving, status_of, wait_until
 from tests.registry.fake_distributions import install
 from tests.registry.test_hook_examples import example
 
@@ -47,7 +47,8 @@ def test_it_stores_and_loads(rig: SimulatedRig, client: KVClient) -> None:
     assert engine.hit(request) == engine.chunks * engine.registration.desc.chunk_tokens
     assert engine.load(request, engine.target()).result(PATIENCE_S).ok
     assert not engine.load(engine.request(), engine.target()).result(PATIENCE_S).ok
-    assert held_by(status_of(client)) == (0, 0)
+    # The end of the lookup goes with a later message.
+    wait_until(lambda: held_by(status_of(client)) == (0, 0), "the end of all pins and reservations")
 
 
 def test_without_the_arena_it_is_refused_at_once(
