@@ -14,6 +14,8 @@ from kvframework.scaffold.errors import NameRefused
 # Kind and option of each variant of the plain plugin, and the folders of its templates: a later one's file stands in
 # the place of an earlier one's.
 VARIANTS = {("tier", "helper"): ("tier", "tier-helper"), ("transport", "driver"): ("transport-driver",)}
+# The plain plugins that have more than the folder of their kind.
+_PLAIN = {"layout": ("torch", "layout"), "transport": ("torch", "transport")}
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class PluginNames:
     @property
     def templates(self) -> tuple[str, ...]:
         """The folders of its own templates, beside the shared ones."""
-        return VARIANTS[self.kind, self.variant] if self.variant else (self.kind,)
+        return VARIANTS[self.kind, self.variant] if self.variant else _PLAIN.get(self.kind, (self.kind,))
 
     @property
     def test_extras(self) -> str:

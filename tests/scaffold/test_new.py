@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework import __version__
+from kvframework import __version__, scaffold
 from kvframework.api.codec import MAX_CODEC_NAME
 from kvframework.api.installing import requirement
 from kvframework.registry import KINDS
@@ -82,6 +82,14 @@ def test_no_word_of_the_templates_is_left(kind: str, variant: str) -> None:
         assert text.endswith("\n") or not text
     assert f'dependencies = ["kvframework>={__version__.rpartition(".")[0]}"]' in files["pyproject.toml"]
     assert f'"{kind}.my_store" = "kvf_my_store"' in files["pyproject.toml"]
+
+
+def test_no_template_is_there_twice() -> None:
+    """What checks a release's wheel refuses equal files."""
+    found: dict[bytes, Path] = {}
+    for file in sorted((Path(scaffold.__file__).parent / "templates").rglob("*-tpl")):
+        if content := file.read_bytes():
+            assert found.setdefault(content, file) == file
 
 
 def test_the_folder_may_be_given_with_parents_that_are_not_there(tmp_path: Path) -> None:
