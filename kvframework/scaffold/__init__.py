@@ -1,7 +1,7 @@
 """A new plugin's distribution, complete and working, from the templates in this package. Runs in the command's process.
 
-`templates/shared` has the files of every kind; those of `PluginNames.templates` are added to them. Files end in `-tpl`, so
-that no tool takes them for code of this package.
+`templates/shared` has the files of every kind; those of `PluginNames.templates` are added to them. Files end in `-tpl`,
+so that no tool takes them for code of this package.
 """
 
 from kvframework.scaffold.errors import FolderExists, NameRefused, ScaffoldError

@@ -12,6 +12,11 @@ from typing import Any
 import pytest
 import redis
 
+from kvf_redis import cluster as clusters
+from kvf_redis.addresses import Place
+from kvf_redis.cluster import Cluster
+from kvf_redis.commands import Ping
+from kvf_redis.connect import NoAnswer
 from kvf_redis.slots import slot_of
 from kvframework.api.tier import Outcome, TierEntry
 from kvframework.errors import TierError
@@ -339,3 +344,31 @@ def test_what_leads_nowhere_ends_as_a_tier_error(script: bytes, said: str) -> No
             tier.contains([b"key"], deadline=soon())
         assert peer.asked <= 10
         tier.close()
+
+
+class Starved:
+    """Stands for a node and for the clock: its calls end half a second later, whatever their deadline, without an
+    answer, as those of a process that is not scheduled do."""
+
+    now = 100.0
+    calls = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def carry(self, _commands: object, _deadline: float) -> TierError:
+        self.calls += 1
+        self.now += 0.5
+        return NoAnswer("no answer", where="here")
+
+
+def test_only_a_node_that_had_time_to_answer_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    starved, place = Starved(), Place("127.0.0.1", 1)
+    connector: Any = None
+    cluster = Cluster(connector, [place], 1, where="here")
+    monkeypatch.setattr(clusters, "time", starved)
+    monkeypatch.setattr(cluster, "_node", lambda _place: starved)
+    for lasts, calls in ((0.001, 1), (0.001, 2), (10.0, 3), (10.0, 3)):
+        with pytest.raises(TierError, match="no answer" if starved.calls < calls else "did not answer recently"):
+            cluster.run_at(place, Ping(), starved.now + lasts)
+        assert starved.calls == calls
