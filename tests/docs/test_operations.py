@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import typer
 
@@ -22,6 +23,7 @@ from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import KVFrameworkError
 from kvframework.observe.supervisor import ObserveSupervisor
+from kvframework.pricing.prefill import EngineSpeed
 from kvframework.service.health import EVENTS_TROUBLE, L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.wire import messages as m
 from kvframework.wire.messages import REASONS
@@ -169,10 +171,11 @@ def fields(value: Any, path: str = "") -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Of a server with an instance, a tier, a lookup, and a client that was refused."""
-    settings = ("l2.0.use=filesystem", f"l2.0.path={tmp_path_factory.mktemp('tier')}", "l2.0.capacity=1GiB")
-    with ServerProcess(*settings) as server, server.client() as client:
-        ticket = client.lookup(key_for(client.register(), range(256))).ticket
+    """Of a server with an instance, a tier, a lookup whose load is priced, and a client that was refused."""
+    tier = ("l2.0.use=filesystem", f"l2.0.path={tmp_path_factory.mktemp('tier')}", "l2.0.capacity=1GiB")
+    with ServerProcess(*tier, "server.price=true") as server, server.client() as client:
+        asked = msgspec.structs.replace(key_for(client.register(), range(256)), worker_id=None)
+        ticket = client.call("LOOKUP", m.Lookup(asked, speed=EngineSpeed(1000.0))).ticket
         query = m.TicketRef(ticket)
         wait_until(lambda: not client.call("QUERY_PREFETCH_STATUS", query).pending, what="the end of the lookup")
         with server.client(hello=False) as stranger, pytest.raises(KVFrameworkError):
