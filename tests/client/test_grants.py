@@ -375,6 +375,7 @@ def test_what_is_passed_over_is_given_back(engine: Engine) -> None:
     engine.settle(0)
 
 
+@pytest.mark.torch
 def test_a_load_of_nothing_gives_its_grant_back(server: ServerProcess) -> None:
     import torch
 

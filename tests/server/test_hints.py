@@ -103,6 +103,7 @@ def test_hints_cannot_fill_l1(client: WireClient) -> None:
     assert [found(client, registered, number, 8) for number in range(20, 23)] == [8, 8, 8]
 
 
+@pytest.mark.torch
 def test_the_library_sends_hints_with_lookups_loads_and_chunked_stores(small: ServerProcess) -> None:
     with small.engine_client() as connected:
         engine = Engine(connected, 7)

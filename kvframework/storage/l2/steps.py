@@ -26,18 +26,21 @@ def do(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Steps[R]:
 
 def run(steps: Steps[R]) -> R:
     """Take all steps at once; blocks as long as they do."""
+    failure: Exception | None = None
     try:
         step = next(steps)
         while True:
+            failure = None
             try:
                 result = step()
             except Exception as error:  # noqa: BLE001  the generator decides
-                del step
-                step = steps.throw(error)
-            else:
-                # With the packed objects that it has sent: the generator may pack the next ones now.
-                del step
-                step = steps.send(result)
+                failure = error
+            # With the packed objects that it has sent: the generator may pack the next ones now. Until 3.11 an `except`
+            # that is not left holds them, too.
+            del step
+            step = steps.send(result) if failure is None else steps.throw(failure)
     except StopIteration as end:
         answer: R = end.value
         return answer
+    finally:
+        del failure
