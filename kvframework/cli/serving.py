@@ -152,10 +152,10 @@ def _raise_descriptor_limit() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Set the most that glibc's malloc comes to by itself: it maps blocks from 32 MiB on each for itself, and keeps up
-    to 64 MiB that are freed at a heap's end. What ZMQ receives is such a block for each object: while glibc still gave
-    it back, a fault for each page made receiving half as dear again."""
+    """Have glibc's malloc keep what it comes to keep by itself at most: blocks below 32 MiB are parts of a heap, of whose
+    free end 64 MiB stay. ZMQ receives each object into such a block: where malloc gives that back to the kernel and
+    takes it again, a fault for each page costs half as much as to receive."""
     with contextlib.suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+        if mallopt(_M_MMAP_THRESHOLD, 32 << 20):  # either one ends the growth of both
+            mallopt(_M_TRIM_THRESHOLD, 64 << 20)
