@@ -152,9 +152,9 @@ def _raise_descriptor_limit() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc's malloc keep what it comes to keep by itself at most: blocks below 32 MiB are parts of a heap, of whose
-    free end 64 MiB stay. ZMQ receives each object into such a block: where malloc gives that back to the kernel and
-    takes it again, a fault for each page costs half as much as to receive."""
+    """Have glibc's malloc keep what it comes to keep by itself at most: blocks below 32 MiB are parts of a heap, of
+    whose free end 64 MiB stay. ZMQ receives each object into such a block: where malloc gives that back to the kernel
+    and takes it again, a fault for each page costs half as much as to receive."""
     with contextlib.suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         if mallopt(_M_MMAP_THRESHOLD, 32 << 20):  # either one ends the growth of both

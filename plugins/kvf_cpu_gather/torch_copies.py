@@ -51,8 +51,8 @@ class Copies(ABC):
 
 
 class TorchCopies(Copies):
-    """Copies by torch, on any of its devices: a call for each layer of each piece. Without gradients, and the tensors may
-    be those of an inference mode."""
+    """Copies by torch, on any of its devices: a call for each layer of each piece. Without gradients, and the tensors
+    may be those of an inference mode."""
 
     def __init__(
         self,
