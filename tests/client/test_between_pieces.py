@@ -10,6 +10,7 @@ import pytest
 from kvframework.api.futures import Future
 from kvframework.api.transport import LoadOutcome
 from kvframework.client import KVClient
+from kvframework.errors import ServerGone
 from tests.client.engine import Engine
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -53,6 +54,20 @@ def test_the_end_of_the_connection_ends_them(server: ServerProcess) -> None:
     with connected(server) as again:
         Engine(again).worker.close()
     engine.worker.close()
+
+
+def test_a_connection_that_breaks_is_replaced(server: ServerProcess) -> None:
+    """The next one registers the instance again, for which the session of the first has to end: the client stayed away
+    from its server as long as the engine did not go on with the load."""
+    with connected(server) as client:
+        engine = Engine(client)
+        load = between_pieces(engine)
+        broken = client._connection._link
+        assert broken is not None
+        broken._stop(ServerGone("a signal interrupted a message"))
+        wait_until(lambda: client._connection._link is not broken and client.usable, what="another connection")
+        assert not load.result(60).ok
+        engine.worker.close()
 
 
 def test_a_server_that_is_killed_ends_them(server: ServerProcess) -> None:
