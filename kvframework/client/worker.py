@@ -183,7 +183,7 @@ class WorkerAdapter:
         """Load tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. Unless the
         outcome is `ok` they must be computed. A load of all that the request's last lookup has found needs no question
         to the server, where that has granted it. `in_pieces`: what would be copied in this thread waits for the calls
-        of the future's `advance`, or for `close`, by which it fails. Raises as `submit_store` does."""
+        of the future's `advance`; `close` and the end of the connection cancel it. Raises as `submit_store` does."""
         instance = self._instance
         if instance is None:
             future = Future.resolved(LoadOutcome.failed(self._not_registered()))
