@@ -74,7 +74,8 @@ def _become(context: typer.Context, serve: list[str]) -> NoReturn:
     from kvframework.keeper.process import PATHS, become_holder
 
     chosen = _options_of_serve(context, serve)
-    settings = load_config(chosen["config"], chosen["overrides"] or ())
+    # Earlier releases of typer leave it a string.
+    settings = load_config(chosen["config"] and Path(chosen["config"]), chosen["overrides"] or ())
     form = chosen["log_format"].value if chosen["log_format"] else settings.log.format
     base = keeper_path(settings.server.endpoint)
     prepare_private_directory(Path(base).parent, shared=bool(settings.server.admit_uids))
