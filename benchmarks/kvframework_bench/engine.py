@@ -75,6 +75,8 @@ def block_ids(blocks: Sequence[int]) -> list[list[int]]:
 
 
 _TIMEOUT_S = 60.0
+# For some ms after torch has filled the blocks its threads look for more work, and take the cores from a copy.
+_TORCH_ENDS_S = 0.05
 
 
 class Transfers:
@@ -170,6 +172,7 @@ class Transfers:
         """Return the seconds of a `retrieve` into poisoned blocks. Raises `WrongBytes` unless they equal the stored
         ones."""
         self.memory.poison()
+        time.sleep(_TORCH_ENDS_S)
         seconds = self.retrieve()
         self.memory.verify()
         return seconds
