@@ -28,11 +28,9 @@
 #define LOSES 40 /* at most one part in so many of a copy's time */
 #define MOST_CREDIT_NS 20000000
 #ifndef TURN
-#define TURN (4 << 20) /* bytes, about 0.4 ms: measured: more often costs a copy beside lookups more */
+#define TURN (2 << 20) /* bytes, 0.1 to 0.2 ms: measured: with twice as many a lookup waits nearly twice as long */
 #endif
-#ifndef SHARE
-#define SHARE (512 << 10) /* bytes, about 50 us: the threads of a copy end at most so far apart */
-#endif
+#define SHARE (512 << 10) /* bytes, 25 to 50 us: by so much the threads of a copy end apart */
 
 typedef struct {
     uint64_t count;
@@ -283,8 +281,8 @@ static void copy_cells(part *p, uint64_t first, uint64_t last)
     }
 }
 
-/* Copies a thread's own part, then what others have left of theirs: one that waits for a core delays the end by a share
- * at most. Each begins with its own, since neighbouring cells have their page tables in common. */
+/* Copies a thread's own part, then what others have left of theirs: of one that waits for a core they wait for the end of
+ * a share at most. Each begins with its own, since neighbouring cells have their page tables in common. */
 static void *run_part(void *argument)
 {
     part *p = argument;
