@@ -23,6 +23,7 @@
 #define MAX_THREADS 64
 #define ABREAST 4
 #define LINE 64
+#define LINES_APART 128 /* processors fetch lines by twos */
 #define ABREAST_RUN 2048 /* measured: shorter runs are faster one after the other */
 #define LONG_NS 1000000 /* longer than anything that an engine waits for */
 #define LOSES 40 /* at most one part in so many of a copy's time */
@@ -59,9 +60,10 @@ typedef void (*copy_runs)(uint8_t *const *to, const uint8_t *const *from, size_t
 /* What one thread copies: the cells from `next` to `last`, of which each thread takes `share` at once.
  * `together` is NULL where runs are copied one by one; else they wait until there are ABREAST.
  * `lines`: copies a step of short runs of whole lines, or NULL; `ahead` is then the way from where a run is read to where
- * that of the next cell is, 0 in the last one. */
+ * that of the next cell is, 0 in the last one.
+ * Each is in lines of its own: without, copies of runs of 4 KiB took 1.1 times as long. */
 typedef struct part {
-    const kvf_product *product;
+    _Alignas(LINES_APART) const kvf_product *product;
     copy_run copy;
     copy_runs together;
     void (*lines)(const struct part *, const kvf_step *, uint8_t *engine, uint8_t *arena);
