@@ -17,6 +17,7 @@ import torch
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.wire import messages as m
+from kvframework_bench.copy_reference import TORCH_ENDS_S
 from kvframework_bench.errors import BenchFailed, WrongBytes
 from kvframework_bench.server import emptied
 from kvframework_bench.workload import BLOCK_TOKENS, TRANSPORT, Shape
@@ -75,8 +76,6 @@ def block_ids(blocks: Sequence[int]) -> list[list[int]]:
 
 
 _TIMEOUT_S = 60.0
-# For some ms after torch has filled the blocks its threads look for more work, and take the cores from a copy.
-_TORCH_ENDS_S = 0.05
 
 
 class Transfers:
@@ -172,7 +171,7 @@ class Transfers:
         """Return the seconds of a `retrieve` into poisoned blocks. Raises `WrongBytes` unless they equal the stored
         ones."""
         self.memory.poison()
-        time.sleep(_TORCH_ENDS_S)
+        time.sleep(TORCH_ENDS_S)
         seconds = self.retrieve()
         self.memory.verify()
         return seconds
