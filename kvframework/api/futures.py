@@ -46,6 +46,7 @@ class Future(Generic[T]):
         "_lock",
         "_stream_hook",
         "_value",
+        "_waited_for",
     )
 
     def __init__(
@@ -56,7 +57,9 @@ class Future(Generic[T]):
         advance_hook: AdvanceHook | None = None,
     ) -> None:
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._done = False
+        # Made by the first thread that has to wait: most futures are resolved before anybody does.
+        self._waited_for: threading.Event | None = None
         self._value: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Future[T]], None]] = []
@@ -82,12 +85,16 @@ class Future(Generic[T]):
 
     def query(self) -> bool:
         """Returns True once there is a result or an error. Never blocks."""
-        return self._done.is_set()
+        return self._done
 
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks until the future is resolved, at most `timeout` seconds (None: no limit), and returns whether it
         is."""
-        return self._done.wait(timeout)
+        with self._lock:
+            if self._done:
+                return True
+            waited_for = self._waited_for = self._waited_for or threading.Event()
+        return waited_for.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
         """Returns the value, waiting at most `timeout` seconds (None: no limit).
@@ -95,7 +102,7 @@ class Future(Generic[T]):
         Raises `DeadlineExceeded` when the time is over (the future stays pending), or the error with which the work
         failed.
         """
-        if not self._done.wait(timeout):
+        if not self.wait(timeout):
             raise DeadlineExceeded(f"no result within {timeout} s")
         if self._error is not None:
             error = self._error
@@ -113,7 +120,7 @@ class Future(Generic[T]):
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Calls `callback(future)` once the future is resolved, at once if it already is."""
         with self._lock:
-            if not self._done.is_set():
+            if not self._done:
                 self._callbacks.append(callback)
                 return
         callback(self)
@@ -145,12 +152,14 @@ class Future(Generic[T]):
 
     def _resolve(self, value: T | None, error: BaseException | None) -> bool:
         with self._lock:
-            if self._done.is_set():
+            if self._done:
                 return False
             self._value, self._error = value, error
             callbacks, self._callbacks = self._callbacks, []
             self._cancel_hook = self._advance_hook = None
-            self._done.set()
+            self._done = True
+            if self._waited_for is not None:
+                self._waited_for.set()
             # After the result is set: a thread that finds no hold accepted any more also finds the result.
             releases, self._held = self._held or [], None
         _call_all([*releases, *(partial(callback, self) for callback in callbacks)])

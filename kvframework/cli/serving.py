@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import resource
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from kvframework.storage.l1.journal.kept import Keeper as L1Keeper
 
 log = logging.getLogger(__name__)
+
+# Of glibc's mallopt.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class _Logged(Exception):
@@ -104,6 +108,7 @@ def _run(
     from kvframework.storage.l1.journal.kept import ARENA, free_kept
 
     _raise_descriptor_limit()
+    _keep_freed_memory()
     registry = PluginRegistry()
     running = running_server(settings) if takeover else None
     kept = keeper is not None and keeper.has(ARENA)
@@ -144,3 +149,13 @@ def _raise_descriptor_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc's malloc keep what it comes to keep by itself at most: blocks below 32 MiB are parts of a heap, of
+    whose free end 64 MiB stay. ZMQ receives each object into such a block: where malloc gives that back to the kernel
+    and takes it again, a fault for each page costs half as much as to receive."""
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        if mallopt(_M_MMAP_THRESHOLD, 32 << 20):  # either one ends the growth of both
+            mallopt(_M_TRIM_THRESHOLD, 64 << 20)

@@ -9,8 +9,10 @@ product, see
 from __future__ import annotations
 
 import array
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -38,6 +40,21 @@ class _Lanes:
     strides: tuple[int, int, int, int]
     addresses: array.array[int]
     offsets: array.array[int]
+
+
+# Group, blocks in a run, first slot, and columns with their distance: what the fragments of one batch have in common.
+_Alike = tuple[int, int, int, int, int]
+
+
+class _Places(NamedTuple):
+    """First blocks of runs, and where in the arena each run begins."""
+
+    ids: list[int]
+    offsets: list[int]
+
+    def add(self, ids: Iterable[int], offsets: Iterable[int]) -> None:
+        self.ids.extend(ids)
+        self.offsets.extend(offsets)
 
 
 class CopyPlanner:
@@ -74,25 +91,31 @@ class CopyPlanner:
         """Return the copies of a `CopyJob`. `NO_BLOCK` and the first `skip_tokens` tokens are left out. Ranges and
         blocks fit the registration: the core has checked them. `joined`: shards that lie side by side in both memories
         are one batch, by which a kernel reads the engine's memory once, from its beginning to its end."""
-        places: dict[tuple[int, int, int, int, int], list[tuple[int, int]]] = {}
+        places: defaultdict[_Alike, _Places] = defaultdict(lambda: _Places([], []))
         columned = self._columns(ranges, blocks) if joined and any(self._beside) else ((each, 1, 0) for each in ranges)
         for place, columns, distance in columned:
             group, count = self._groups[place.group], blocks[place.group].per_object
             ids = blocks[place.group].ids[place.chunk * count : (place.chunk + 1) * count]
-            skip = 0 if group.state else max(skip_tokens - place.chunk * self._desc.chunk_tokens, 0)
-            whole, rest = divmod(skip // group.slot_tokens, group.slots)
             size, offset = self._sizes[place.group], place.offset
-            if rest and whole < count and ids[whole] != NO_BLOCK:
-                key = (place.group, 1, rest, columns, distance)
-                places.setdefault(key, []).append((ids[whole], offset + whole * size))
-            start = whole + bool(rest)
+            skip = 0 if group.state else max(skip_tokens - place.chunk * self._desc.chunk_tokens, 0)
+            start = 0
+            if skip:
+                whole, rest = divmod(skip // group.slot_tokens, group.slots)
+                if rest and whole < count and ids[whole] != NO_BLOCK:
+                    rest_of_one = places[place.group, 1, rest, columns, distance]
+                    rest_of_one.add([ids[whole]], [offset + whole * size])
+                start = whole + bool(rest)
             if self._merged:
                 for first, number, at in _runs(ids, start):
-                    places.setdefault((place.group, number, 0, 1, 0), []).append((first, offset + at * size))
-            else:
-                single = [(each, offset + at * size) for at, each in enumerate(ids) if at >= start and each != NO_BLOCK]
-                if single:
-                    places.setdefault((place.group, 1, 0, columns, distance), []).extend(single)
+                    places[place.group, number, 0, 1, 0].add([first], [offset + at * size])
+                continue
+            kept = ids[start:]
+            offsets: Iterable[int] = range(offset + start * size, offset + len(ids) * size, size)
+            if NO_BLOCK in kept:
+                offsets = [at for at, each in zip(offsets, kept, strict=True) if each != NO_BLOCK]
+                kept = [each for each in kept if each != NO_BLOCK]
+            if kept:
+                places[place.group, 1, 0, columns, distance].add(kept, offsets)
         return [batch for key, found in places.items() for batch in self._batches(*key, found)]
 
     def _columns(
@@ -126,21 +149,21 @@ class CopyPlanner:
         first_slot: int,
         columns: int,
         distance: int,
-        places: Sequence[tuple[int, int]],
+        places: _Places,
     ) -> list[CopyBatch]:
         """Return runs of `number` blocks, each without its first `first_slot` slots, of all planes and layers; of
         `columns` shards, `distance` bytes apart in the arena."""
         group, size = self._groups[index], dtype_bytes(self._groups[index].dtype)
+        skipped = first_slot * group.hidden * size
+        offsets = array.array("Q", [each + skipped for each in places.offsets] if skipped else places.offsets)
+        counts = (number, group.slots - first_slot, group.heads, group.head_dim)
         batches = []
         for lanes in self._lanes[index]:
-            block, slot, *_ = lanes.strides
-            counts = (number, group.slots - first_slot, group.heads, group.head_dim)
-            steps, run = _fragment(counts, lanes.strides, size, _size(group))
+            block, begin = lanes.strides[0], first_slot * lanes.strides[1]
+            steps, run = _fragment(counts, lanes.strides, size, self._sizes[index])
             if columns > 1:
                 steps = (Step(columns, self._beside[index], distance), *steps)
-            addresses = array.array("Q", [at * block + first_slot * slot for at, _ in places])
-            skipped = first_slot * group.hidden * size
-            offsets = array.array("Q", [offset + skipped for _, offset in places])
+            addresses = array.array("Q", [at * block + begin for at in places.ids])
             batches.append(CopyBatch(lanes.addresses, lanes.offsets, addresses, offsets, steps, run))
         return batches
 
@@ -201,6 +224,7 @@ def _runs(ids: Sequence[int], start: int) -> list[tuple[int, int, int]]:
     return runs
 
 
+@lru_cache(maxsize=256)  # a planner asks for the same few again and again
 def _fragment(
     counts: tuple[int, ...], strides: tuple[int, ...], itemsize: int, block_bytes: int
 ) -> tuple[tuple[Step, ...], int]:

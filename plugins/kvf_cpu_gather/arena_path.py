@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, takewhile
-
-import torch
+from typing import TYPE_CHECKING
 
 from kvf_cpu_gather.moves import Moves
 from kvf_cpu_gather.transfer_steps import Steps, Turn, planned, unless_cancelled
 from kvframework.api.transport import ArenaRange, EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
 from kvframework.errors import Cancelled
+
+if TYPE_CHECKING:
+    import torch
 
 
 def store_in_arena(
@@ -24,8 +26,7 @@ def store_in_arena(
         if plan.ranges:
             if event is not None:
                 event.synchronize()
-            with torch.inference_mode():
-                moves.gather(plan.arena, plan.ranges)
+            moves.gather(plan.arena, plan.ranges)
             yield from unless_cancelled()
         try:
             committed: StoreOutcome = yield plan.commit()
@@ -47,9 +48,8 @@ def load_from_arena(
                 turn = Turn()
                 room = (yield turn) if transfer.in_pieces else None
                 piece = left[: _that_fit(left, room)]
-                with torch.inference_mode():
-                    moves.scatter(plan.arena, piece, skip_tokens)
-                    moves.memory.wait()
+                moves.scatter(plan.arena, piece, skip_tokens)
+                moves.memory.wait()
                 left, turn.moved = left[len(piece) :], sum(place.length for place in piece)
         committed: LoadOutcome = yield plan.commit()
         return committed

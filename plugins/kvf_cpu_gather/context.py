@@ -107,8 +107,7 @@ class CpuGather(TransferContext):
         cache."""
         if self._registered is None:
             raise NotRegistered("no instance is registered with this transport", where="cpu_gather")
-        with torch.inference_mode():
-            moves = Moves(transfer, self._registered.of(transfer.kv_caches))
+        moves = Moves(transfer, self._registered.of(transfer.kv_caches))
         try:
             mapped = self._uses_arena()
             ready = transfer.event or moves.memory.mark()

@@ -100,12 +100,15 @@ class RegisteredMemory:
         """Return the memory of these tensors. Raises `BadLayout` for tensors that do not fit the registration."""
         groups, desc = self.registration.layout.groups, self.registration.desc
         now = signature(kv_caches)
-        if self._seen is not None and self._seen[0] == now:
-            seen = self._seen[1]
-            return seen if isinstance(seen, PlannedMemory) else ViewedMemory(groups, desc, seen.again(kv_caches))
-        views = self.layout.block_views(self.registration.layout, kv_caches)
-        memory = memory_of(self._kernel, groups, desc, views)
-        kept = memory if isinstance(memory, PlannedMemory) else RememberedViews.of(views, kv_caches)
+        seen = self._seen[1] if self._seen is not None and self._seen[0] == now else None
+        if isinstance(seen, PlannedMemory):
+            return seen
+        with torch.inference_mode():
+            if seen is not None:
+                return ViewedMemory(groups, desc, seen.again(kv_caches))
+            views = self.layout.block_views(self.registration.layout, kv_caches)
+            memory = memory_of(self._kernel, groups, desc, views)
+            kept = memory if isinstance(memory, PlannedMemory) else RememberedViews.of(views, kv_caches)
         self._seen = (now, kept) if kept is not None else None
         return memory
 

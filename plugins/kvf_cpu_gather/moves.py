@@ -36,33 +36,26 @@ class Moves:
 
     def gather(self, memory: Buffer, places: Sequence[ArenaRange]) -> None:
         """Fill the ranges of `memory` from the engine's blocks."""
-        self._copies.gather(self._pieces(memory, places))
+        self._copies.gather(_seen(memory), places)
 
     def scatter(self, memory: Buffer, places: Sequence[ArenaRange], skip_tokens: int) -> None:
         """Write the ranges of `memory` into the engine's blocks, limited to a group's window and without the first
         `skip_tokens` tokens. A state is written whole, unless all tokens are skipped."""
-        self._scatter(self._pieces(memory, places), skip_tokens)
+        if skip_tokens < self._tokens:
+            self._copies.scatter(_seen(memory), places, skip_tokens)
 
     def scatter_each(self, parts: Iterable[tuple[Buffer, ArenaRange]], skip_tokens: int) -> None:
         """Do `scatter` for objects that arrived one by one, each whole in a buffer of its own."""
-        pieces = [
-            piece
-            for memory, place in parts
-            for piece in self._pieces(memory, [ArenaRange(place.chunk, place.group, 0, place.length)])
-        ]
-        self._scatter(pieces, skip_tokens)
-
-    def _scatter(self, pieces: Sequence[Piece], skip_tokens: int) -> None:
         if skip_tokens < self._tokens:
-            self._copies.scatter(pieces, skip_tokens)
+            self._copies.scatter_each([Piece(place, _seen(memory)) for memory, place in parts], skip_tokens)
 
     def reaches(self, place: ArenaRange, skip_tokens: int) -> bool:
         """Return False if a load that skips the first `skip_tokens` tokens would write nothing of `place`."""
         return (place.chunk + 1) * self._chunk_tokens > skip_tokens
 
-    def _pieces(self, memory: Buffer, places: Sequence[ArenaRange]) -> list[Piece]:
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        return [Piece(place, whole[place.offset : place.offset + place.length]) for place in places]
+
+def _seen(memory: Buffer) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def gather_blocks(
@@ -79,6 +72,6 @@ def gather_blocks(
         memory = torch.empty(one.nbytes, dtype=torch.uint8)
         seen = memory_of(kernel, [group], MemoryLayoutDesc(group.block_size, (one,)), [view])
         copies = seen.copies([GroupBlocks([block], 1, 0, block)])
-        copies.gather([Piece(ArenaRange(0, 0, 0, one.nbytes), memory)])
+        copies.gather(memory, [ArenaRange(0, 0, 0, one.nbytes)])
         gathered.append(bytes(memory.tolist()))
     return gathered

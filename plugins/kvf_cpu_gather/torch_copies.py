@@ -33,19 +33,26 @@ class Piece(NamedTuple):
 
 
 class Copies(ABC):
-    """The copies of one transfer. `views` and `blocks` are by layer group, already checked against each other."""
+    """The copies of one transfer. `views` and `blocks` are by layer group, already checked against each other. `memory`
+    is 1-D, uint8, borrowed, and holds all `places`."""
 
     @abstractmethod
-    def gather(self, pieces: Sequence[Piece]) -> None:
-        """Fill each piece from its blocks."""
+    def gather(self, memory: torch.Tensor, places: Sequence[ArenaRange]) -> None:
+        """Fill the places from their blocks."""
 
     @abstractmethod
-    def scatter(self, pieces: Sequence[Piece], skip_tokens: int) -> None:
-        """Write each piece into its blocks, without the first `skip_tokens` tokens of the transfer (a state whole)."""
+    def scatter(self, memory: torch.Tensor, places: Sequence[ArenaRange], skip_tokens: int) -> None:
+        """Write the places into their blocks, without the first `skip_tokens` tokens of the transfer (a state
+        whole)."""
+
+    @abstractmethod
+    def scatter_each(self, pieces: Sequence[Piece], skip_tokens: int) -> None:
+        """Do `scatter` for objects that lie in memory of their own each."""
 
 
 class TorchCopies(Copies):
-    """Copies by torch, on any of its devices: a call for each layer of each piece."""
+    """Copies by torch, on any of its devices: a call for each layer of each piece. Without gradients, and the tensors
+    may be those of an inference mode."""
 
     def __init__(
         self,
@@ -62,25 +69,37 @@ class TorchCopies(Copies):
             BlockSelection(torch.tensor(each.ids, dtype=torch.int64), each.per_object) for each in blocks
         ]
 
-    def gather(self, pieces: Sequence[Piece]) -> None:
-        for place, data in pieces:
-            self._selections[place.group].gather(place.chunk, self._views[place.group], self._seen(place, data))
+    def gather(self, memory: torch.Tensor, places: Sequence[ArenaRange]) -> None:
+        with torch.inference_mode():
+            for place, data in _pieces(memory, places):
+                self._selections[place.group].gather(place.chunk, self._views[place.group], self._seen(place, data))
 
-    def scatter(self, pieces: Sequence[Piece], skip_tokens: int) -> None:
+    def scatter(self, memory: torch.Tensor, places: Sequence[ArenaRange], skip_tokens: int) -> None:
+        self.scatter_each(_pieces(memory, places), skip_tokens)
+
+    def scatter_each(self, pieces: Sequence[Piece], skip_tokens: int) -> None:
+        with torch.inference_mode():
+            for place, data in pieces:
+                self._scatter(place, data, skip_tokens)
+
+    def _scatter(self, place: ArenaRange, data: torch.Tensor, skip_tokens: int) -> None:
         chunk_tokens = self._desc.chunk_tokens
-        for place, data in pieces:
-            group, blocks = self._groups[place.group], self._blocks[place.group]
-            if group.state:
-                skip = 0 if place.chunk == len(blocks.ids) - 1 else chunk_tokens
-            else:
-                skip = max(max(skip_tokens, blocks.first * group.block_size) - place.chunk * chunk_tokens, 0)
-            if skip < chunk_tokens:
-                self._selections[place.group].scatter(
-                    place.chunk, self._views[place.group], self._seen(place, data), skip // group.slot_tokens
-                )
+        group, blocks = self._groups[place.group], self._blocks[place.group]
+        if group.state:
+            skip = 0 if place.chunk == len(blocks.ids) - 1 else chunk_tokens
+        else:
+            skip = max(max(skip_tokens, blocks.first * group.block_size) - place.chunk * chunk_tokens, 0)
+        if skip < chunk_tokens:
+            self._selections[place.group].scatter(
+                place.chunk, self._views[place.group], self._seen(place, data), skip // group.slot_tokens
+            )
 
     def _seen(self, place: ArenaRange, data: torch.Tensor) -> torch.Tensor:
         return object_view(data, self._desc.groups[place.group], self._views[place.group][0][0])
+
+
+def _pieces(memory: torch.Tensor, places: Sequence[ArenaRange]) -> list[Piece]:
+    return [Piece(place, memory[place.offset : place.offset + place.length]) for place in places]
 
 
 def object_view(data: torch.Tensor, desc: GroupDesc, sample: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,7 @@ under way, so that one is gathered while others are sent, and one is received wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvf_cpu_gather.moves import Moves
 from kvf_cpu_gather.transfer_steps import Steps, planned, unless_cancelled
@@ -18,6 +16,9 @@ from kvf_cpu_gather.wire_staging import Staging
 from kvframework.api.futures import Future
 from kvframework.api.transport import ArenaRange, EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
 from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class _Sent(NamedTuple):
@@ -93,14 +94,13 @@ class WirePath:
     def _send(self, transfer: Transfer, moves: Moves, batch: Batch) -> Steps[_Sent]:
         staged = self._staging.take(batch.nbytes)
         groups = len(transfer.blocks)
-        with torch.inference_mode():
-            moves.gather(
-                staged,
-                [
-                    ArenaRange(place.chunk, place.group, offset, place.length)
-                    for place, offset in zip(batch.places, batch.offsets, strict=True)
-                ],
-            )
+        moves.gather(
+            staged,
+            [
+                ArenaRange(place.chunk, place.group, offset, place.length)
+                for place, offset in zip(batch.places, batch.offsets, strict=True)
+            ],
+        )
         try:
             yield from unless_cancelled()
         except (Cancelled, GeneratorExit):
@@ -134,8 +134,7 @@ def _received(moves: Moves, window: Window[_Asked], skip_tokens: int) -> Steps[N
     buffers = yield asked.answer
     if not buffers:
         raise PinsLost("the server did not keep the objects for long enough")
-    with torch.inference_mode():
-        moves.scatter_each(zip(buffers, asked.places, strict=True), skip_tokens)
+    moves.scatter_each(zip(buffers, asked.places, strict=True), skip_tokens)
 
 
 def _place(transfer: Transfer, index: int) -> ArenaRange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from tests.support.processes import send  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 from tests.support.wire_client import WireClient  # noqa: E402
 from tests.wire_path import store_program  # noqa: E402
-from tests.wire_path.engine import Engine  # noqa: E402
+from tests.wire_path.engine import BLOCK, Engine  # noqa: E402
 from tests.wire_path.remote import RemoteServer, held, remote_server  # noqa: E402
 from tests.wire_path.stalling_proxy import StallingProxy  # noqa: E402
 
@@ -207,3 +208,23 @@ def test_repeated_transfers_take_no_more_memory(server: RemoteServer, watcher: W
         before = resident()
         rounds(40)  # 320 MiB each way
         assert resident() - before < 48 << 20
+
+
+def test_what_is_received_lies_in_memory_that_is_there(server: RemoteServer, watcher: WireClient) -> None:
+    def faults() -> int:
+        return int(Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[7])
+
+    blocks = list(range(192))  # 24 MiB
+    with KVClient(server.tcp, deadline_scale=4.0) as client:
+        engine = Engine(client, blocks=len(blocks), wide=WIDE)
+
+        def rounds(count: int) -> None:
+            for _ in range(count):
+                watcher.call("CLEAR", m.Clear())
+                assert engine.store(engine.request(list(range(len(blocks) * BLOCK))), blocks)
+
+        rounds(4)
+        before = faults()
+        rounds(8)
+        # A tenth of the pages that came; half of them where malloc gives them back to the kernel and takes them again.
+        assert faults() - before < 8 * (24 << 20) // mmap.PAGESIZE // 10
