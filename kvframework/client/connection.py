@@ -11,7 +11,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from kvframework.api.futures import Future
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import EngineLink
@@ -78,6 +80,7 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         self._withdrawals = Withdrawals()
         self._maps_ahead = False
         self._on_up: list[Callable[[], None]] = []
+        self._until_down: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._finding_plugins = threading.Lock()
         self._connection = Connection(
@@ -192,6 +195,14 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         with self._lock, contextlib.suppress(ValueError):
             self._on_up.remove(callback)
 
+    def cancel_when_down(self, work: Future[Any]) -> None:
+        """Cancel `work`, which waits for a thread of the engine's, at the end of this connection, unless it has ended
+        by then. Never blocks."""
+        self._until_down.add(work)
+        work.add_done_callback(self._until_down.discard)
+        if self._connection.state == "down":
+            work.cancel()
+
     def map_ahead(self) -> None:
         """See `EngineDrivenLink`."""
         self._maps_ahead = True
@@ -246,6 +257,8 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     def _down(self) -> None:
         # A copy in progress still holds the view; the mapping ends with the last one.
         self._arena = None
+        for work in list(self._until_down):
+            work.cancel()
 
     def _check(self, reply: m.HelloReply) -> None:
         """Raise unless another server at the same place cuts, hashes and names as the first did: the engine's own state

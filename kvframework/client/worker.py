@@ -16,6 +16,7 @@ from kvframework.api.canary import EngineView
 from kvframework.api.futures import Future
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import LayerTensors
+from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import BlockIds, LoadOutcome, LostKind, Registration, StoreOutcome, Transfer, error_code
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
@@ -182,29 +183,49 @@ class WorkerAdapter:
         """Load tokens `[start + skip_first_n_tokens, end)` into `block_ids`, which cover `[start, end)`. Unless the
         outcome is `ok` they must be computed. A load of all that the request's last lookup has found needs no question
         to the server, where that has granted it. `in_pieces`: what would be copied in this thread waits for the calls
-        of the future's `advance`, or for `close`, by which it fails. Raises as `submit_store` does."""
+        of the future's `advance`; `close` and the end of the connection cancel it. Raises as `submit_store` does."""
         instance = self._instance
         if instance is None:
             future = Future.resolved(LoadOutcome.failed(self._not_registered()))
             filled: Sequence[Sequence[int]] = [tuple(ids) for ids in block_ids]
         else:
-            transfer = self._transfer(
-                instance, request, start, end, block_ids, kv_caches, event, storing=False, in_pieces=in_pieces
-            )
-            skipped = checked_skip(transfer.registration, transfer.tokens, skip_first_n_tokens)
-            # Of shards all have the same blocks.
-            filled = [each.ids[each.first :] for each in transfer.blocks[: len(block_ids)]]
-            loads = skipped < transfer.tokens and self._client.reachable("PREPARE_RETRIEVE")
-            if transfer.grant is not None and not loads:
-                self._client.free_soon(transfer.grant.lease)
-            if skipped == transfer.tokens:
-                future = Future.resolved(LoadOutcome(True))  # there is nothing to load
-            elif not loads:
-                future = Future.resolved(LoadOutcome.failed(self._away("loads", transfer)))
-            else:
-                future = self._started(
-                    "loads", instance, transfer, lambda: instance.transfer.load(transfer, skipped), LoadOutcome.failed
+            grant = request.grants.take(self.identity.instance_id, start, end)
+            loads = False
+            try:
+                transfer = self._transfer(
+                    instance,
+                    request,
+                    start,
+                    end,
+                    block_ids,
+                    kv_caches,
+                    event,
+                    grant,
+                    storing=False,
+                    in_pieces=in_pieces,
                 )
+                skipped = checked_skip(transfer.registration, transfer.tokens, skip_first_n_tokens)
+                # Of shards all have the same blocks.
+                filled = [each.ids[each.first :] for each in transfer.blocks[: len(block_ids)]]
+                if skipped == transfer.tokens:
+                    future = Future.resolved(LoadOutcome(True))  # there is nothing to load
+                elif not self._client.reachable("PREPARE_RETRIEVE"):
+                    future = Future.resolved(LoadOutcome.failed(self._away("loads", transfer)))
+                else:
+                    future = self._started(
+                        "loads",
+                        instance,
+                        transfer,
+                        lambda: instance.transfer.load(transfer, skipped),
+                        LoadOutcome.failed,
+                    )
+                    loads = True
+            finally:
+                if grant is not None and not loads:
+                    self._client.free_soon(grant.lease)
+            if in_pieces:
+                # Else it would keep the session, which has nothing for it any more, until this thread goes on with it.
+                self._client.cancel_when_down(future)
         self._loads.setdefault(request.request_id, []).append((future, filled))
         return future
 
@@ -259,6 +280,7 @@ class WorkerAdapter:
         block_ids: BlockIds,
         kv_caches: Mapping[str, LayerTensors] | None,
         event: torch.Event | None,
+        grant: LoadGrant | None = None,
         *,
         storing: bool,
         in_pieces: bool = False,
@@ -279,7 +301,7 @@ class WorkerAdapter:
             storing=storing,
             moved=registered.moved,
             in_pieces=in_pieces,
-            grant=None if storing else request.grants.take(self.identity.instance_id, start, end),
+            grant=grant,
         )
 
     def _started(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Generator
@@ -78,6 +79,7 @@ class Course(Generic[R]):
         self._takes_steps = False
         self._is_cancelled = False
         self._awaited: Future[Any] | None = None
+        self._pid = os.getpid()
 
     def cancel(self) -> None:
         """End the transfer before its next step. Waits for nothing."""
@@ -89,13 +91,16 @@ class Course(Generic[R]):
         self._end(None, Cancelled("the transfer was cancelled"))
 
     def advance(self, nbytes: int | None) -> int:
-        """See `Future.advance`."""
+        """See `Future.advance`. Nothing in a forked child, which has no arena."""
+        if os.getpid() != self._pid:
+            return 0
         with self._lock:
             turn = self._awaited
             # Who takes steps now may not have begun to wait.
             if self._takes_steps or not isinstance(turn, Turn):
                 return 0
-        turn.set_result(nbytes)
+        if not turn.set_result(nbytes):
+            return 0  # another thread has this turn
         awaited = self.go_on()
         if awaited is not None:
             self._elsewhere(self, awaited)

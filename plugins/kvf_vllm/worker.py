@@ -175,7 +175,14 @@ class WorkerSide:
         left = self._pace.room(computes=computes)
         for _, future, since in self._loading.values():
             started = self._clock()
-            nbytes = future.advance(left if started - since < PATIENCE_S else None)
+            try:
+                nbytes = future.advance(left if started - since < PATIENCE_S else None)
+            except Exception as error:
+                # Its request would wait for ever, and with it those behind it.
+                self.tally.count("errors")
+                log.exception("a load failed: %s", type(error))
+                future.cancel()
+                continue
             if nbytes:
                 self._pace.copied(nbytes, self._clock() - started)
                 left = None if left is None else left - nbytes

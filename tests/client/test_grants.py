@@ -27,7 +27,7 @@ from kvframework.client import (
 )
 from kvframework.client.engine_driven import PIECES_S, SPARE_S
 from kvframework.client.grants import content_name
-from kvframework.errors import DeadlineExceeded
+from kvframework.errors import BadBlockIds, BadLayout, BadRange, DeadlineExceeded
 from kvframework.service.transfer_paths.grants import MAX_OF_OWNER
 from kvframework.storage.l1.leases import MAX_PINS_PER_OWNER
 from kvframework.wire import messages as m
@@ -388,6 +388,34 @@ def test_a_load_of_nothing_gives_its_grant_back(server: ServerProcess) -> None:
         assert worker.submit_store(request, 0, 512, blocks).result().ok
         assert worker.scheduler().lookup(request).hit_tokens == 512
         assert worker.submit_retrieve(request, 0, 512, blocks, skip_first_n_tokens=512).result().ok
+        wait_until(lambda: server.status()["l1"]["pins"] == 2, what="the end of the grant")
+        worker.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "wrong"),
+    [
+        (BadBlockIds, {"block_ids": [[*range(31), 64]]}),
+        (BadRange, {"skip_first_n_tokens": 513}),
+        (BadLayout, {"kv_caches": {}}),
+    ],
+)
+def test_a_load_that_is_refused_gives_its_grant_back(
+    server: ServerProcess, error: type[Exception], wrong: dict[str, Any]
+) -> None:
+    import torch
+
+    with server.engine_client() as client:
+        caches = {"layer.0": torch.zeros(2, 64, 16, 1, 8)}
+        worker = WorkerAdapter(client, instance_id=7, model_name="tiny", layout_options={"axes": AXES})
+        worker.register_kv_caches(caches, block_size=16)
+        request = RequestHashes(client.hasher, 256, request_id="r")
+        request.extend(TOKENS)
+        blocks = [list(range(32))]
+        assert worker.submit_store(request, 0, 512, blocks).result().ok
+        assert worker.scheduler().lookup(request).hit_tokens == 512
+        with pytest.raises(error):
+            worker.submit_retrieve(request, 0, 512, **({"block_ids": blocks} | wrong))
         wait_until(lambda: server.status()["l1"]["pins"] == 2, what="the end of the grant")
         worker.close()
 

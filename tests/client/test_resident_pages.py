@@ -94,6 +94,24 @@ def test_it_is_begun_once(file: int) -> None:
     assert len(begun) == 1
 
 
+def test_its_thread_waits_for_a_core_no_longer_than_those_that_wait_for_it(
+    file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a lower priority it lost the core beside other busy processes, for a second, and the engine could map no
+    memory, nor run Python, until it had it back."""
+    priorities: list[int] = []
+
+    def populate(*_: int) -> None:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    monkeypatch.setattr(resident_pages, "_populate", populate)
+    os.pwrite(file, bytes(SIZE), 0)
+    arena = MappedArena(os.dup(file), None)
+    arena.map_ahead()
+    ended()
+    assert set(priorities) == {os.getpriority(os.PRIO_PROCESS, threading.get_native_id())}
+
+
 def test_the_end_of_the_arena_ends_it(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread refers to the mapping only during a step: afterwards nothing of it is left."""
     rests, go = threading.Event(), threading.Event()
@@ -114,8 +132,8 @@ def test_the_end_of_the_arena_ends_it(file: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_step_under_way_does_not_delay_the_end_of_the_session(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of the lowest priority may wait for its turn as long as others are busy: a client that was closed, and
-    opened again, found its own instance registered by its former session."""
+    """On a busy machine its thread waits for its turn: a client that was closed, and opened again, found its own
+    instance registered by its former session."""
     steps, go = threading.Event(), threading.Event()
 
     def no_turn(*_: int) -> None:

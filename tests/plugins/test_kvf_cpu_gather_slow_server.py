@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvf_cpu_gather.transfer_steps import Courses
+from kvf_cpu_gather.transfer_steps import Course, Courses, Turn
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import StoreOutcome
 from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone
@@ -241,3 +241,22 @@ def test_a_store_cancelled_over_the_wire_counts_what_was_answered(monkeypatch, a
     stored.cancel()
     assert stored.result(PATIENCE_S) == StoreOutcome(stored=1, unknown=1, error=Cancelled.code)
     engine.transport.close()
+
+
+def test_threads_that_advance_a_load_at_once_take_turns():
+    """One of them found the next turn without a word of how much it may copy, and the load failed."""
+    turns = [Turn() for _ in range(4)]
+
+    def steps():
+        for turn in turns:
+            yield turn
+            turn.moved = 1
+        return "whole"
+
+    course = Course(steps(), lambda result, error: error or result, None, lambda *_: None)
+    turns[0].add_done_callback(lambda _: course.advance(1))
+    course.go_on()
+    assert course.advance(1) == 1
+    assert not turns[1].query()
+    assert [course.advance(1) for _ in range(4)] == [1, 1, 1, 0]
+    assert course.future.result(0) == "whole"

@@ -110,7 +110,7 @@ def server_for(kind: str, directory: Path) -> Iterator[tuple[int, str, str]]:
 @pytest.mark.parametrize(
     "size",
     [
-        pytest.param("few", marks=pytest.mark.timeout(300)),
+        pytest.param("few", marks=pytest.mark.timeout(900)),
         pytest.param("many", marks=[pytest.mark.slow, pytest.mark.timeout(7200)]),
     ],
 )

@@ -188,3 +188,22 @@ def test_an_engine_that_ends_ends_what_is_left_of_its_loads() -> None:
     engine.step("a")
     engine.worker.close()
     assert engine.copies[0].is_cancelled
+
+
+def test_a_load_that_cannot_be_advanced_ends_and_those_behind_it_go_on() -> None:
+    """Its request would wait for ever."""
+
+    def broken(_: int | None) -> int:
+        raise ValueError("a transport with a mistake")
+
+    def cancelled() -> None:
+        load.set_result(LoadOutcome(False))
+
+    engine = Engine(lambda clock: [Copy(clock), Copy(clock)])
+    load = engine.copies[0].future = Promise(cancelled, advance_hook=broken)
+    left = [each.future for each in engine.copies]
+    engine.instance.answer = lambda: left.pop(0)  # type: ignore[assignment]
+    engine.step("a", "b")
+    assert engine.worker.finished_loads() == ({"a"}, set())
+    assert engine.worker.take_failed_blocks() == {2, 3, 4}
+    assert engine.copies[1].pieces

@@ -31,40 +31,36 @@ class MappedArena:
     def __init__(self, arena_fd: int, alive_fd: int | None) -> None:
         # Of the monotonic clock: the session is older than that.
         self.since = time.monotonic()
-        self._alive_fd = alive_fd
         try:
             status = os.fstat(arena_fd)
             mapping = map_shared(arena_fd, status.st_size)
             reserved = os.fstatvfs(arena_fd).f_bsize > mmap.PAGESIZE
+            mapping.memory.madvise(mmap.MADV_DONTFORK)
         except BaseException:
             if alive_fd is not None:
                 os.close(alive_fd)
             raise
         finally:
             os.close(arena_fd)
-        mapping.memory.madvise(mmap.MADV_DONTFORK)
         written = (ctypes.c_char * mapping.nbytes).from_buffer(mapping.memory, mapping.begin)
-        self._end = weakref.finalize(written, os.close, alive_fd) if alive_fd is not None else None
-        if self._end is not None:
-            # At the process's end the kernel closes it, after the last thread that could write has ended.
-            self._end.atexit = False
-        self._file = status.st_dev, status.st_ino
+        self._writers = _Writers(mapping.memory, (status.st_dev, status.st_ino), alive_fd)
+        # At the process's end the kernel closes it, after the last thread that could write has ended.
+        weakref.finalize(written, self._writers.ended).atexit = False
         self.mapping = mapping
         self.view = memoryview(written).cast("B")
         self._ahead = threading.Lock()
         if reserved:
             # `mincore` does not tell what is resident of reserved huge pages, and there is next to nothing to gain.
             self._ahead.acquire()
-        close_after_fork(self)
 
     @property
     def is_served(self) -> bool:
         """Whether the server still has the session for which it was mapped: once that has ended, the server has closed
         its end of the liveness socket, before anything that the session held."""
-        if self._alive_fd is None:
+        if self._writers.alive_fd is None:
             return False
         poll = select.poll()
-        poll.register(self._alive_fd, select.POLLIN)
+        poll.register(self._writers.alive_fd, select.POLLIN)
         return not poll.poll(0)
 
     def map_ahead(self) -> None:
@@ -72,12 +68,27 @@ class MappedArena:
         if self._ahead.acquire(blocking=False):
             map_ahead(self)
 
+
+class _Writers:
+    """What lasts as long as anything that can write the memory, the arena's own object or a copy that outlives it."""
+
+    def __init__(self, memory: mmap.mmap, file: tuple[int, int], alive_fd: int | None) -> None:
+        self.alive_fd = alive_fd
+        self._memory = memory
+        self._file = file
+        close_after_fork(self)
+
+    def ended(self) -> None:
+        if self.alive_fd is not None:
+            os.close(self.alive_fd)
+
     def close_in_child(self) -> None:
         """Leave the memory mapped in a forked child: its addresses may belong to other mappings by now, so it must
         never be unmapped there."""
-        if self._end is not None and self._end.detach() and self._alive_fd is not None:
-            os.close(self._alive_fd)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.mapping.memory))
+        alive_fd, self.alive_fd = self.alive_fd, None
+        if alive_fd is not None:
+            os.close(alive_fd)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         # Among them the one of the mapping object, which lasts from here on.
         for fd in map(int, os.listdir("/proc/self/fd")):
             with contextlib.suppress(OSError):

@@ -2,7 +2,10 @@
 
 The first write to a page costs a fault, which takes longer than the copy of the page. The pages are the server's: only
 those that it has made resident are mapped, so nothing but page tables is charged to this process, 2 MiB for each GiB of
-small pages. A thread of the lowest priority does it in small steps, and rests after each for as long as it took.
+small pages. A thread does it in small steps, and rests after each for as long as it took: longer on a busy machine.
+
+Its priority is the usual one. Whatever a thread of a lower one holds when it loses its core, the interpreter or the
+lock of the address space, the engine waits for: beside four busy processes on two cores that was up to a second.
 """
 
 from __future__ import annotations
@@ -30,7 +33,6 @@ _STEP = 2 << 20
 _ROOM_EVERY, _ROOM = 256 << 20, 256 << 20
 # The server makes its memory resident at a GB a second or so: the pauses reach for a TiB.
 _PAUSES_S = [0.5 * 2**i for i in range(11)]
-_LOWEST_PRIORITY = 19
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _madvise, _mincore = _libc.madvise, _libc.mincore
@@ -55,7 +57,6 @@ def map_ahead(arena: Mapped) -> None:
 
 def _map_all(reference: weakref.ref[Mapped]) -> None:
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         begins, examined = _begins(reference), 0
         for pause in _PAUSES_S:
             later: list[int] = []
