@@ -14,6 +14,7 @@ import importlib.util
 import mmap
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,10 @@ from kvframework_bench.rounds import Case, interleave, percentile, timed
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcmp.restype = ctypes.c_int
+
+
+# For some 5 ms after torch had work for several threads they look for more, and take the cores from what comes next.
+TORCH_ENDS_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,7 @@ def _torch(buffers: Buffers, threads: int) -> list[Copy]:
                 return timed(lambda: target.copy_(source))
             finally:
                 torch.set_num_threads(before)
+                time.sleep(TORCH_ENDS_S)
 
         return run
 

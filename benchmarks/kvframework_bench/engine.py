@@ -17,6 +17,7 @@ import torch
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.wire import messages as m
+from kvframework_bench.copy_reference import TORCH_ENDS_S
 from kvframework_bench.errors import BenchFailed, WrongBytes
 from kvframework_bench.server import emptied
 from kvframework_bench.workload import BLOCK_TOKENS, TRANSPORT, Shape
@@ -170,6 +171,7 @@ class Transfers:
         """Return the seconds of a `retrieve` into poisoned blocks. Raises `WrongBytes` unless they equal the stored
         ones."""
         self.memory.poison()
+        time.sleep(TORCH_ENDS_S)
         seconds = self.retrieve()
         self.memory.verify()
         return seconds

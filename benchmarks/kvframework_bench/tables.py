@@ -193,6 +193,7 @@ def _store(figures: StoreFigures) -> Table:
         "GB/s",
         "min to max",
         "first",
+        "min to max",
         "ratio to `copy`",
         "min to max",
         *(["ratio to ZMQ"] if wire else []),
@@ -212,7 +213,7 @@ def _add_transfers(table: Table, shape: ShapeFigures, *, wire: bool) -> None:
         table.add_row(
             f"{shape.shape}, {name} ({ByteSize(shape.nbytes)})",
             *format_rate(figures.gb_s),
-            f"{figures.first_gb_s:.2f}",
+            *format_rate(figures.first_gb_s),
             *format_ratio(figures.ratio_to_copy),
             *([f"{bare.median:.2f} x" if bare else "-"] if wire else []),
             "0.8 x of ZMQ" if wire else f"{short_number(shape.target_ratio)} x",

@@ -75,6 +75,18 @@ def test_a_process_that_copies_no_more_ends_the_bench() -> None:
             ways[0].run()
 
 
+def test_nothing_is_measured_beside_threads_of_torch_that_look_for_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    rests: list[float] = []
+    monkeypatch.setattr("kvframework_bench.copy_reference.time.sleep", rests.append)
+    with copies(NBYTES) as ways:
+        rests.clear()
+        for way in ways:
+            way.run()
+            assert bool(rests) is way.name.startswith("torch"), way.name
+            rests.clear()
+
+
 def test_torch_keeps_its_threads() -> None:
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads()

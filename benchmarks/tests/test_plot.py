@@ -84,7 +84,7 @@ def lookup() -> LookupFigures:
 
 
 def store() -> StoreFigures:
-    moved = TransferFigures(ONE, 1.0, ONE)
+    moved = TransferFigures(ONE, ONE, ONE)
     copy = Throughput("numpy", 1 << 20, ONE)
     return StoreFigures(
         "arena", "shuffled", [ShapeFigures("1kb", "", 1024, 1024, 1 << 20, 1, True, copy, moved, moved, 0.3)]

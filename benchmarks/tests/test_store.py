@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from kvframework_bench.document import Document  # noqa: E402
 from kvframework_bench.engine import PagedMemory, Transfers  # noqa: E402
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, WrongBytes  # noqa: E402
 from kvframework_bench.machine import Load, describe_machine  # noqa: E402
+from kvframework_bench.server import RunningServer, running_server  # noqa: E402
 from kvframework_bench.store import bench_store  # noqa: E402
 from kvframework_bench.tables import tables, warning  # noqa: E402
 from kvframework_bench.workload import SHAPES, Shape, TransferPath  # noqa: E402
@@ -69,8 +72,15 @@ def test_the_shapes_are_those_they_are_called_after() -> None:
     assert SHAPES["1kb"].nbytes == 2 << 20
 
 
-def test_a_bench_reports_what_it_verified() -> None:
+def test_a_bench_reports_what_it_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
+    servers: list[Path] = []
+
+    def starting(directory: Path, capacity: int) -> AbstractContextManager[RunningServer]:
+        servers.append(directory)
+        return running_server(directory, capacity)
+
+    monkeypatch.setattr("kvframework_bench.store.running_server", starting)
 
     class Counting:
         def __init__(self, title: str, total: int) -> None:
@@ -84,12 +94,13 @@ def test_a_bench_reports_what_it_verified() -> None:
 
     figures = bench_store([TINY], stage=Counting)
     (shape,) = figures.shapes
+    assert len(set(servers)) == 3, "each first transfer has a server of its own, and all later ones have another"
     assert (figures.path, figures.blocks) == ("arena", "shuffled")
     assert (shape.verified, shape.nbytes, shape.rounds) == (True, TINY.nbytes, 2)
     for transfer in (shape.store, shape.retrieve):
         assert 0 < transfer.gb_s.min <= transfer.gb_s.median <= transfer.gb_s.max
         assert 0 < transfer.ratio_to_copy.min <= transfer.ratio_to_copy.max
-        assert transfer.first_gb_s > 0
+        assert 0 < transfer.first_gb_s.min <= transfer.first_gb_s.median <= transfer.first_gb_s.max
         assert transfer.ratio_to_zmq is None
 
 
