@@ -88,8 +88,8 @@ class LookupFigures(msgspec.Struct, frozen=True):
 
 class TransferFigures(msgspec.Struct, frozen=True):
     """Stores or retrieves. `first_gb_s` is the speed of the first one of several engines, each with a new server, a
-    second after its registration. `ratio_to_copy` and `ratio_to_zmq` are shares of the references' speed, the latter for the wire
-    path only."""
+    second after its registration. `ratio_to_copy` and `ratio_to_zmq` are shares of the references' speed, the latter
+    for the wire path only."""
 
     gb_s: Spread
     first_gb_s: Spread

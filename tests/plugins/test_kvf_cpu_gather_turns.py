@@ -1,6 +1,6 @@
-"""The copy kernel leaves its core to others between two turns, what it loses by that is bounded, and no thread waits for
-one that has no core: by the counts of a kernel that is built with a clock and a scheduler of these tests' own. Without
-a C compiler these skip."""
+"""The copy kernel leaves its core to others between two turns, what it loses by that is bounded, and no thread waits
+for one that has no core: by the counts of a kernel that is built with a clock and a scheduler of these tests' own.
+Without a C compiler these skip."""
 
 from __future__ import annotations
 
