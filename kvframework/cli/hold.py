@@ -69,14 +69,15 @@ def _become(context: typer.Context, serve: list[str]) -> NoReturn:
     import sys
     from pathlib import Path
 
+    from kvframework.cli.serve_options import Format
     from kvframework.config import keeper_path, load_config, prepare_private_directory
     from kvframework.errors import EndpointError
     from kvframework.keeper.process import PATHS, become_holder
 
     chosen = _options_of_serve(context, serve)
-    # Earlier releases of typer leave it a string.
+    # Earlier releases of typer leave them strings.
     settings = load_config(chosen["config"] and Path(chosen["config"]), chosen["overrides"] or ())
-    form = chosen["log_format"].value if chosen["log_format"] else settings.log.format
+    form = Format(chosen["log_format"]).value if chosen["log_format"] else settings.log.format
     base = keeper_path(settings.server.endpoint)
     prepare_private_directory(Path(base).parent, shared=bool(settings.server.admit_uids))
     program = PATHS + "from kvframework.cli.main import main; main()"
