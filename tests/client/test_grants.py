@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -37,6 +38,7 @@ from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
 TOKENS = list(range(512))
+BLOCKS = list(range(32))
 AXES = ["plane", "block", "token", "head", "dim"]
 
 
@@ -375,8 +377,9 @@ def test_what_is_passed_over_is_given_back(engine: Engine) -> None:
     engine.settle(0)
 
 
-@pytest.mark.torch
-def test_a_load_of_nothing_gives_its_grant_back(server: ServerProcess) -> None:
+@contextlib.contextmanager
+def worker_with_a_hit(server: ServerProcess) -> Iterator[tuple[WorkerAdapter, RequestHashes]]:
+    """A worker, and a request of 512 tokens in 32 blocks whose load is granted."""
     import torch
 
     with server.engine_client() as client:
@@ -385,14 +388,20 @@ def test_a_load_of_nothing_gives_its_grant_back(server: ServerProcess) -> None:
         worker.register_kv_caches(caches, block_size=16)
         request = RequestHashes(client.hasher, 256, request_id="r")
         request.extend(TOKENS)
-        blocks = [list(range(32))]
-        assert worker.submit_store(request, 0, 512, blocks).result().ok
+        assert worker.submit_store(request, 0, 512, [BLOCKS]).result().ok
         assert worker.scheduler().lookup(request).hit_tokens == 512
-        assert worker.submit_retrieve(request, 0, 512, blocks, skip_first_n_tokens=512).result().ok
-        wait_until(lambda: server.status()["l1"]["pins"] == 2, what="the end of the grant")
+        yield worker, request
         worker.close()
 
 
+@pytest.mark.torch
+def test_a_load_of_nothing_gives_its_grant_back(server: ServerProcess) -> None:
+    with worker_with_a_hit(server) as (worker, request):
+        assert worker.submit_retrieve(request, 0, 512, [BLOCKS], skip_first_n_tokens=512).result().ok
+        wait_until(lambda: server.status()["l1"]["pins"] == 2, what="the end of the grant")
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("error", "wrong"),
     [
@@ -404,21 +413,10 @@ def test_a_load_of_nothing_gives_its_grant_back(server: ServerProcess) -> None:
 def test_a_load_that_is_refused_gives_its_grant_back(
     server: ServerProcess, error: type[Exception], wrong: dict[str, Any]
 ) -> None:
-    import torch
-
-    with server.engine_client() as client:
-        caches = {"layer.0": torch.zeros(2, 64, 16, 1, 8)}
-        worker = WorkerAdapter(client, instance_id=7, model_name="tiny", layout_options={"axes": AXES})
-        worker.register_kv_caches(caches, block_size=16)
-        request = RequestHashes(client.hasher, 256, request_id="r")
-        request.extend(TOKENS)
-        blocks = [list(range(32))]
-        assert worker.submit_store(request, 0, 512, blocks).result().ok
-        assert worker.scheduler().lookup(request).hit_tokens == 512
+    with worker_with_a_hit(server) as (worker, request):
         with pytest.raises(error):
-            worker.submit_retrieve(request, 0, 512, **({"block_ids": blocks} | wrong))
+            worker.submit_retrieve(request, 0, 512, **({"block_ids": [BLOCKS]} | wrong))
         wait_until(lambda: server.status()["l1"]["pins"] == 2, what="the end of the grant")
-        worker.close()
 
 
 def test_grants_of_an_answer_after_its_deadline_are_given_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
