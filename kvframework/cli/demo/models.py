@@ -85,7 +85,7 @@ def _installed(name: str, model: Trained) -> ChosenModel:
         ) from None
     _check_gguf_is_read()
     listed = _listed_file(found)
-    problem = _problem(listed) if listed else "has no GGUF file"
+    problem = _problem(listed) if listed else _not_listed(found)
     if problem or listed is None:
         raise DemoFailed(
             f"the model's file {problem}",
@@ -99,6 +99,11 @@ def _installed(name: str, model: Trained) -> ChosenModel:
 
 def _listed_file(found: Distribution) -> PackagePath | None:
     return next((file for file in found.files or () if file.suffix == ".gguf"), None)
+
+
+def _not_listed(found: Distribution) -> str:
+    """From Python 3.12 on a file that is missing is not listed."""
+    return "is missing" if ".gguf," in (found.read_text("RECORD") or "") else "has no GGUF file"
 
 
 def _problem(listed: PackagePath) -> str:
