@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,11 +41,12 @@ WORDS += ["é\udc80"]
 
 
 def whole(arguments: Sequence[str]) -> ServeOptions:
-    """What typer reads."""
+    """What typer reads, in the types that it hands on: some of its releases convert only then."""
     command: Any = typer.main.get_command(app)
     parent = command.make_context("kvframework", ["serve"], obj=Settings())
     read = command.get_command(parent, "serve").make_context("serve", list(arguments), parent=parent).params
-    return ServeOptions(**{**read, "overrides": read["overrides"] or []})
+    config = Path(read["config"]) if read["config"] else None
+    return ServeOptions(**{**read, "config": config, "overrides": list(read["overrides"] or [])})
 
 
 @pytest.mark.parametrize("arguments", USUAL)
