@@ -14,6 +14,7 @@ import kvf_filesystem.tier as filesystem
 from kvframework.api.tier import Tier
 from kvframework.cli.main import main
 from kvframework.storage import manager as storage_manager
+from kvframework.storage.l1.journal import kept
 from kvframework.storage.manager import StorageManager
 from kvframework.testing.faults import FaultyTier
 
@@ -117,6 +118,20 @@ def ignored_writers() -> None:
     storage_manager.may_write = lambda _fd, _writer: False
 
 
+def forgetful_start() -> None:
+    """Forget the object that was used last: a start takes it over under another key."""
+    read = kept.read
+
+    def forgetful(*arguments: Any) -> Any:
+        found = read(*arguments)
+        objects = found.slots.objects
+        if objects:
+            objects[-1] = objects[-1]._replace(key=os.urandom(len(objects[-1].key)))
+        return found
+
+    kept.read = forgetful
+
+
 def _after_commit(planted: Callable[[Any, int, list[Any]], int]) -> None:
     commit = StorageManager.commit
     calls = 0
@@ -136,7 +151,7 @@ def _after_commit(planted: Callable[[Any, int, list[Any]], int]) -> None:
 
 BUGS = {bug.__name__: bug for bug in (wrong_byte, lost_commit, leaked_pin, leaked_range, leaked_descriptor, traceback)}
 # Of a server whose L1 a keeper has: they show after a kill.
-HELD_BUGS = {bug.__name__: bug for bug in (ignored_writers,)}
+HELD_BUGS = {bug.__name__: bug for bug in (ignored_writers, forgetful_start)}
 
 if __name__ == "__main__":
     slow_disk()

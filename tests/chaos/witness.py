@@ -18,7 +18,7 @@ from tests.tiers.prompts import CHUNK_TOKENS
 _ANSWER_S = 2.0
 _AT_ONCE_S = 1.0
 # Under LRU the newest object is evicted last: after fewer evictions than this it must still be there.
-_FEW_EVICTIONS = 16
+FEW_EVICTIONS = 16
 
 
 class Witness:
@@ -66,7 +66,7 @@ class Witness:
         status = client.status()
         evictions = status["l1"]["evictions"] - claim.evictions
         another = status["server"]["boot_id"] != claim.boot_id
-        if another or evictions >= _FEW_EVICTIONS or self._ledger.explained(("clear",), claim.began, answered):
+        if another or evictions >= FEW_EVICTIONS or self._ledger.explained(("clear",), claim.began, answered):
             self._ledger.count(claims_excused=1)
             return
         self._ledger.violate(

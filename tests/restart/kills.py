@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
+from kvframework.api.keys import CacheKey
 from kvframework.errors import KVFrameworkError
 from tests.chaos.course import Course
+from tests.chaos.witness import FEW_EVICTIONS
 from tests.chaos.world import Plan, World
 from tests.support.held_server import HeldServer
 from tests.support.processes import busy_s, has_ended
@@ -43,7 +45,6 @@ class Kills(Course):
     def _live(self, world: World) -> None:
         assert isinstance(world.server, HeldServer)
         self._server = world.server
-        self._store_keepsake()
         for number in range(self._kills):
             moment = self._moment()
             self.ledger.count(**{moment: 1})
@@ -81,6 +82,7 @@ class Kills(Course):
         serves = moment in ("working", "stopped", "reloaded")
         late = self._late_writer() if serves and self._chance.random() < 0.3 else nullcontext()
         with late, self._engines(world), self.ledger.work("kill_server"):
+            used = serves and self._use_keepsake()
             if moment == "reloaded":
                 reply = self._server.keeper("reload")
                 assert reply["done"], f"{reply}\n{self._server.log[-3000:]}"
@@ -92,7 +94,7 @@ class Kills(Course):
             if self._chance.random() < 0.8:
                 self._server.start()
         if self._chance.random() < 0.8:
-            self._look()
+            self._look(used)
 
     @contextmanager
     def _engines(self, world: World) -> Iterator[None]:
@@ -154,30 +156,35 @@ class Kills(Course):
 
     # what outlives a kill
 
-    def _store_keepsake(self) -> None:
-        with self._server.client() as client:
-            registered = client.register(1001, model_name="keepsake")
-            client.store(key_for(registered, KEEPSAKE, model_name="keepsake"), b"kept", 1001)
+    def _use_keepsake(self) -> bool:
+        """Make the keepsake what the engines' objects evict last. Returns whether that was done."""
+        with suppress(KVFrameworkError, OSError), self._server.client() as client:
+            key = _keepsake(client)
+            return self._loads(client, key) or client.store(key, b"kept", 1001) is not None
+        return False
 
-    def _look(self) -> None:
-        """Load what was stored before the first kill, or store it again."""
+    def _look(self, used: bool) -> None:
+        """Load the keepsake, `used` right before the kill. The engines that have worked since may have evicted it."""
         self._server.serving(0)
         with suppress(KVFrameworkError, OSError), self._server.client() as client:
             recovered = client.status()["l1"]["recovered"]
             assert recovered["why_cold"] == "", f"the server began empty: {recovered}"
             assert recovered["objects"] > 0, f"nothing came back: {recovered}"
-            self._has_keepsake(client)
+            if self._loads(client, _keepsake(client)):
+                self.ledger.count(keepsakes=1)
+                return
+            evictions = client.status()["l1"]["evictions"]
+            assert not used or evictions >= FEW_EVICTIONS, f"LOST what was used right before; {evictions} evictions"
+            self.ledger.count(keepsakes_evicted=1)
 
-    def _has_keepsake(self, client: WireClient) -> None:
-        registered = client.register(1001, model_name="keepsake")
-        key = key_for(registered, KEEPSAKE, model_name="keepsake")
+    def _loads(self, client: WireClient, key: CacheKey) -> bool:
         found = client.retrieve(key, 1001)
-        if found is None:
-            self.ledger.count(keepsakes_missed=1)
-            client.store(key, b"kept", 1001)
-            return
-        assert found == b"kept" * (len(found) // 4), "WRONG BYTES in what was stored before the kill"
-        self.ledger.count(keepsakes=1)
+        assert found is None or found == b"kept" * (len(found) // 4), "WRONG BYTES in what was stored before the kill"
+        return found is not None
+
+
+def _keepsake(client: WireClient) -> CacheKey:
+    return key_for(client.register(1001, model_name="keepsake"), KEEPSAKE, model_name="keepsake")
 
 
 SEED = int(os.environ.get("KVFRAMEWORK_CHAOS_SEED", random.SystemRandom().randrange(1 << 32)))
