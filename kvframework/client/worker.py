@@ -155,8 +155,8 @@ class WorkerAdapter:
         for tensors that differ from the registered ones."""
         instance = self._instance
         if instance is None:
-            dropped = (end - start) // request.chunk_tokens * len(block_ids)
-            future = Future.resolved(StoreOutcome(dropped=dropped, error=NotRegistered.code))
+            dropped = StoreOutcome(dropped=_objects(request, start, end, block_ids), error=NotRegistered.code)
+            future = Future.resolved(dropped)
         else:
             transfer = self._transfer(instance, request, start, end, block_ids, kv_caches, event, storing=True)
             if self._client.reachable("PREPARE_STORE"):
@@ -228,6 +228,55 @@ class WorkerAdapter:
                 self._client.cancel_when_down(future)
         self._loads.setdefault(request.request_id, []).append((future, filled))
         return future
+
+    def batched_submit_store(
+        self,
+        requests: Sequence[RequestHashes],
+        ranges: Sequence[tuple[int, int]],
+        block_ids: Sequence[BlockIds],
+        event: torch.Event | None = None,
+    ) -> list[Future[StoreOutcome]]:
+        """Submit a store for each request, in order, as `submit_store` does. Raises `RequestError` for lists of unequal
+        length, and what `submit_store` raises for a bad item, before the first store is sent."""
+        self._check_batch(requests, ranges, block_ids, [0] * len(requests), event, storing=True)
+        futures: list[Future[StoreOutcome]] = []
+        for request, (start, end), blocks in zip(requests, ranges, block_ids, strict=True):
+            try:
+                future = self.submit_store(request, start, end, blocks, None, event)
+            except Exception as error:
+                if not futures:
+                    raise
+                dropped = StoreOutcome(dropped=_objects(request, start, end, blocks), error=error_code(error))
+                future = self._refused_late("stores", request, error, dropped)
+                self._stores.setdefault(request.request_id, []).append(future)
+            futures.append(future)
+        return futures
+
+    def batched_submit_retrieve(
+        self,
+        requests: Sequence[RequestHashes],
+        ranges: Sequence[tuple[int, int]],
+        block_ids: Sequence[BlockIds],
+        event: torch.Event | None = None,
+        skip_first_n_tokens: Sequence[int] | None = None,
+        *,
+        in_pieces: bool = False,
+    ) -> list[Future[LoadOutcome]]:
+        """Submit a load for each request, in order, as `submit_retrieve` does. Raises as `batched_submit_store` does,
+        before the first load is sent."""
+        skips = [0] * len(requests) if skip_first_n_tokens is None else skip_first_n_tokens
+        self._check_batch(requests, ranges, block_ids, skips, event, storing=False)
+        futures: list[Future[LoadOutcome]] = []
+        for request, (start, end), blocks, skip in zip(requests, ranges, block_ids, skips, strict=True):
+            try:
+                future = self.submit_retrieve(request, start, end, blocks, None, event, skip, in_pieces=in_pieces)
+            except Exception as error:
+                if not futures:
+                    raise
+                future = self._refused_late("loads", request, error, LoadOutcome.failed(error))
+                self._loads.setdefault(request.request_id, []).append((future, [tuple(ids) for ids in blocks]))
+            futures.append(future)
+        return futures
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Return the request ids whose stores, and those whose retrieves, have all ended since the last call: of those
@@ -339,11 +388,47 @@ class WorkerAdapter:
         if code == NotRegistered.code:
             instance.recover()
 
+    def _check_batch(
+        self,
+        requests: Sequence[RequestHashes],
+        ranges: Sequence[tuple[int, int]],
+        block_ids: Sequence[BlockIds],
+        skips: Sequence[int],
+        event: torch.Event | None,
+        *,
+        storing: bool,
+    ) -> None:
+        """Raise for lists of unequal length, and for the first bad item. An item alone is checked by its submit."""
+        if not len(requests) == len(ranges) == len(block_ids) == len(skips):
+            raise RequestError(
+                f"a batch of {len(requests)} requests, {len(ranges)} ranges, {len(block_ids)} times block ids and "
+                f"{len(skips)} skips",
+                available="lists of equal length",
+            )
+        if self._instance is None or len(requests) < 2:
+            return
+        for request, (start, end), blocks, skip in zip(requests, ranges, block_ids, skips, strict=True):
+            own = self._instance.registered.own
+            start, end = checked_tokens(own, request.request_id, start, end)
+            checked_transfer(own, self._key(own, request, start, end), {}, blocks, event, storing=storing)
+            checked_skip(own, end - start, skip)
+
+    def _refused_late(self, kind: LostKind, request: RequestHashes, error: Exception, outcome: O) -> Future[O]:
+        """Return the outcome of an item that is refused after others of its batch were sent, as by a transport whose
+        tensors have changed: an exception would lose their futures."""
+        log.warning("%s of request %r failed: %s", kind, request.request_id, error)
+        self._client.lost(kind, error_code(error), 0)
+        return Future.resolved(outcome)
+
     def _note_failed(self, filled: Sequence[Sequence[int]]) -> None:
         if not self._failed_blocks:
             self._failed_blocks = [set() for _ in filled]
         for failed, ids in zip(self._failed_blocks, filled, strict=True):
             failed.update(ids)
+
+
+def _objects(request: RequestHashes, start: int, end: int, block_ids: BlockIds) -> int:
+    return (end - start) // request.chunk_tokens * len(block_ids)
 
 
 def _code_of(future: Future[StoreOutcome] | Future[LoadOutcome]) -> str:

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 from typing import NamedTuple, TypeVar
 
 from kvf_sglang.attach import AttachedPool
@@ -160,24 +161,23 @@ class PoolPages:
         return outcome is not None and not (outcome.dropped or outcome.unknown or outcome.error)
 
     def _load(self, digests: Sequence[bytes], places: Sequence[int], until: float) -> int:
-        """All pages or none, each in one request if it is a state."""
-        pool = self._pool
-        if pool.form.state and len(digests) > 1:
-            done = 0
-            while done < len(digests) and self._load(digests[done : done + 1], places[done : done + 1], until):
-                done += 1
-            return done
-        request = self._request(digests)
-        if request is None or not digests:
+        """All pages or none, each in one request if it is a state: then those before the first that failed."""
+        pool, size = self._pool, 1 if self._pool.form.state else max(len(digests), 1)
+        parts = [digests[at : at + size] for at in range(0, len(digests), size)]
+        requests = [request for request in map(self._request, parts) if request is not None]
+        if len(requests) < len(parts):
             return 0
-        request.grants.add(self._tickets.grants(digests[-1], request.cache_salt, len(digests) * pool.page_tokens))
-        blocks = [places] * pool.groups
+        for request, part in zip(requests, parts, strict=True):
+            request.grants.add(self._tickets.grants(part[-1], request.cache_salt, len(part) * pool.page_tokens))
+        ranges = [(0, len(part) * pool.page_tokens) for part in parts]
+        blocks = [[places[at : at + size]] * pool.groups for at in range(0, len(digests), size)]
         with pool.loading:
-            future = pool.loads.submit_retrieve(request, 0, len(digests) * pool.page_tokens, blocks)
-            outcome = self._ended(future, until)
+            futures = pool.loads.batched_submit_retrieve(requests, ranges, blocks)
+            outcomes = [self._ended(future, until) for future in futures]
             pool.loads.get_finished()
             pool.loads.take_failed_blocks()
-        return len(digests) if outcome is not None and outcome.ok else 0
+        loaded = takewhile(lambda outcome: outcome is not None and outcome.ok, outcomes)
+        return sum(len(part) for part, _ in zip(parts, loaded, strict=False))
 
     def _asked(self, digests: Sequence[bytes], until: float) -> int:
         """The hit in pages; its ticket is held."""

@@ -109,18 +109,21 @@ class AttachedInstance:
             self._closed.clear()
             self._attach()
 
-    def load(self, op: LoadOp, *, in_pieces: bool = False) -> Future[LoadOutcome]:
-        return self._adapter.submit_retrieve(
-            self._request(op),
-            op.start,
-            op.end,
-            self._by_layer_group(op.block_ids),
-            skip_first_n_tokens=op.skip,
+    def load(self, ops: Sequence[LoadOp], *, in_pieces: bool = False) -> list[Future[LoadOutcome]]:
+        return self._adapter.batched_submit_retrieve(
+            [self._request(op) for op in ops],
+            [(op.start, op.end) for op in ops],
+            [self._by_layer_group(op.block_ids) for op in ops],
+            skip_first_n_tokens=[op.skip for op in ops],
             in_pieces=in_pieces,
         )
 
-    def store(self, op: StoreOp) -> Future[StoreOutcome]:
-        return self._adapter.submit_store(self._request(op), op.start, op.end, self._by_layer_group(op.block_ids))
+    def store(self, ops: Sequence[StoreOp]) -> list[Future[StoreOutcome]]:
+        return self._adapter.batched_submit_store(
+            [self._request(op) for op in ops],
+            [(op.start, op.end) for op in ops],
+            [self._by_layer_group(op.block_ids) for op in ops],
+        )
 
     def load_bytes(self, op: LoadOp) -> int:
         return self._nbytes(op, op.end - op.start - op.skip)

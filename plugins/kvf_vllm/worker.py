@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -28,6 +28,7 @@ LAST_RESORT_S = 120.0
 # A load that is as old has no bound any more: its pins (`[server] retrieve_lease_s`, 30 s) do not last for ever.
 PATIENCE_S = 10.0
 O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
+Op = TypeVar("Op", LoadOp, StoreOp)
 _DONE = {"load": "loaded", "store": "stored"}
 
 
@@ -38,11 +39,13 @@ class Instance(Protocol):
     def served(self) -> Served | None:
         """The names of content, None as long as no server has accepted this worker."""
 
-    def load(self, op: LoadOp, *, in_pieces: bool) -> Future[LoadOutcome]:
-        """`in_pieces`: what this thread has to copy waits for `Future.advance`."""
+    def load(self, ops: Sequence[LoadOp], *, in_pieces: bool) -> list[Future[LoadOutcome]]:
+        """Raises before the first is sent. `in_pieces`: what this thread has to copy waits for `Future.advance`."""
         ...
 
-    def store(self, op: StoreOp) -> Future[StoreOutcome]: ...
+    def store(self, ops: Sequence[StoreOp]) -> list[Future[StoreOutcome]]:
+        """Raises before the first is sent."""
+        ...
 
     def load_bytes(self, op: LoadOp) -> int: ...
 
@@ -99,16 +102,19 @@ class WorkerSide:
     def load(self, plan: StepPlan) -> None:
         """Starts the loads; synchronous ones are over when this returns. Of the others a piece is copied."""
         self._pace.begin()
+        started = self._clock()
+        # A load without digests stands for one that the scheduler could not plan, see
+        # `SchedulerSide.allocated_in_vain`.
+        named = [op for op in plan.loads if op.digests and self._has(op.adapter)]
+        futures: dict[str, Future[LoadOutcome]] = {}
+        for in_pieces in (True, False):
+            ops = [op for op in named if self._in_step(op) != in_pieces]
+            load = partial(self._instance.load, in_pieces=in_pieces)
+            submitted = self._submitted(ops, load, LoadOutcome.failed)
+            futures.update((op.request_id, future) for op, future in zip(ops, submitted, strict=True))
         for op in plan.loads:
-            started = self._clock()
-            # A load without digests stands for one that the scheduler could not plan, see
-            # `SchedulerSide.allocated_in_vain`.
-            future = (
-                self._submitted(partial(self._instance.load, op, in_pieces=not self._in_step(op)), LoadOutcome.failed)
-                if op.digests and self._has(op.adapter)
-                else Future.resolved(LoadOutcome(False, "the scheduler could not name it"))
-            )
-            self._loading[op.request_id] = (op, future, started)
+            unnamed = Future.resolved(LoadOutcome(False, "the scheduler could not name it"))
+            self._loading[op.request_id] = (op, futures.get(op.request_id, unnamed), started)
         for op, future, _ in self._loading.values():
             if self._in_step(op):
                 self._wait(future)
@@ -118,18 +124,17 @@ class WorkerSide:
     def store(self, plan: StepPlan) -> None:
         """Starts the stores of the tokens that the step has computed. If a load for this step has failed, the computed
         KV may be wrong: nothing is stored then."""
-        is_base_spoiled = self._adapters.spoils_base()
+        is_base_spoiled, started = self._adapters.spoils_base(), self._clock()
+        ops = []
         for op in plan.stores:
             if self._is_spoiled or self._instance.served is None:
                 self._report.unstored[op.request_id] = min(op.start, self._report.unstored.get(op.request_id, op.start))
                 self._report.ended[op.number] += 1
-                continue
-            started = self._clock()
-            future = (
-                self._submitted(partial(self._instance.store, op), _not_stored)
-                if self._stores and self._has(op.adapter) and (op.adapter is not None or not is_base_spoiled)
-                else Future.resolved(StoreOutcome(dropped=int(self._stores)))
-            )
+            elif self._stores and self._has(op.adapter) and (op.adapter is not None or not is_base_spoiled):
+                ops.append(op)
+            else:
+                self._storing[op.number] = (op, Future.resolved(StoreOutcome(dropped=int(self._stores))), started)
+        for op, future in zip(ops, self._submitted(ops, self._instance.store, _not_stored), strict=True):
             self._storing[op.number] = (op, future, started)
         self._settle_stores()
 
@@ -190,16 +195,21 @@ class WorkerSide:
                     break
         self._pace.end(computes=computes)
 
-    def _submitted(self, submit: Callable[[], Future[O]], failed: Callable[[BaseException], O]) -> Future[O]:
+    def _submitted(
+        self, ops: Sequence[Op], submit: Callable[[Sequence[Op]], list[Future[O]]], failed: Callable[[BaseException], O]
+    ) -> list[Future[O]]:
+        """The futures of a step's transfers."""
         try:
-            return submit()
+            return submit(ops) if ops else []
         # After any failure the engine goes on without the cache.
         except Exception as error:
+            if len(ops) > 1:  # none was sent: the bad one fails alone
+                return [future for op in ops for future in self._submitted([op], submit, failed)]
             self.tally.count("errors")
             log.exception(
                 "a transfer was not started: %s", error if isinstance(error, KVFrameworkError) else type(error)
             )
-            return Future.resolved(failed(error))
+            return [Future.resolved(failed(error))]
 
     def _in_step(self, op: LoadOp) -> bool:
         return op.in_step or not self._is_async

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvf_sglang.cache import KV, Worker
-from kvframework.client import KvIdentity
+from kvframework.client import KvIdentity, WorkerAdapter
 from kvframework.errors import ConfigFieldError
 from kvframework.wire import messages as m
 from tests.sglang import pools
@@ -144,6 +144,30 @@ def test_a_hit_of_a_hybrid_ends_where_a_state_is(server: ServerProcess) -> None:
         assert second.cache.load("mamba", [names[1], names[2]], [3, 4]) == [True, False]
     with Engine(server.endpoint, MHATokenToKVPoolHost(), MambaPoolHost(width=6)) as other:
         assert other.cache.find(names, [MAMBA]).pages == 0
+
+
+def test_states_are_loaded_as_one_batch_up_to_the_first_that_is_missing(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, batches = keys(4), []
+    single = WorkerAdapter.batched_submit_retrieve
+
+    def spy(self: WorkerAdapter, requests: Any, *args: Any, **more: Any) -> Any:
+        batches.append(len(requests))
+        return single(self, requests, *args, **more)
+
+    monkeypatch.setattr(WorkerAdapter, "batched_submit_retrieve", spy)
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), MambaPoolHost()) as engine:
+        assert engine.store(names) == [True] * 4
+        for place, name in enumerate([names[0], names[1], names[3]]):
+            assert engine.store_state(name, place) == [True]
+    with Engine(server.endpoint, MHATokenToKVPoolHost(), MambaPoolHost()) as second:
+        assert second.load(names) == [True] * 4
+        assert second.cache.load("mamba", names, [3, 4, 5, 6]) == [True, True, False, False]
+        for place, name in [(3, names[0]), (4, names[1])]:
+            for index, part in enumerate(second.pools["mamba"].parts(place)):
+                assert torch.equal(part, content(part, name, index))
+    assert batches[:2] == [1, 4], "pages of keys and values are one request, each state is one"
 
 
 def test_a_state_of_another_shape_or_release_is_another_name(

@@ -178,13 +178,13 @@ class FakeInstance:
         self.loads: list[LoadOp] = []
         self.stores: list[StoreOp] = []
 
-    def load(self, op: LoadOp, *, in_pieces: bool = False) -> Future[Any]:
-        self.loads.append(op)
-        return self.answer()
+    def load(self, ops: Sequence[LoadOp], *, in_pieces: bool = False) -> list[Future[Any]]:
+        self.loads += ops
+        return [self.answer() for _ in ops]
 
-    def store(self, op: StoreOp) -> Future[Any]:
-        self.stores.append(op)
-        return self.answer()
+    def store(self, ops: Sequence[StoreOp]) -> list[Future[Any]]:
+        self.stores += ops
+        return [self.answer() for _ in ops]
 
     def load_bytes(self, op: LoadOp) -> int:
         return op.end - op.start - op.skip

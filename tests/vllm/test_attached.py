@@ -137,6 +137,32 @@ def make(server: ServerProcess) -> Iterator[Any]:
         engine.close()
 
 
+def test_a_steps_requests_go_to_the_server_as_batches(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests in one step, stored and then loaded by another engine."""
+    batches: list[tuple[str, int]] = []
+    for name in ("batched_submit_store", "batched_submit_retrieve"):
+        single = getattr(WorkerAdapter, name)
+
+        def spy(self: WorkerAdapter, requests: Any, *args: Any, _name: str = name, _single: Any = single, **more: Any):  # type: ignore[no-untyped-def]
+            batches.append((_name, len(requests)))
+            return _single(self, requests, *args, **more)
+
+        monkeypatch.setattr(WorkerAdapter, name, spy)
+    first, other = make(), make()
+    prompts = {"a": [*range(CHUNK)], "b": [*range(100, 100 + CHUNK)]}
+    tables = {"a": [[5, 4]], "b": [[9, 8]]}
+    requests = [FakeRequest(name, tokens) for name, tokens in prompts.items()]
+    assert [first.match(request) for request in requests] == [0, 0]
+    first.step(first.scheduler.plan_step(dict.fromkeys(prompts, CHUNK), tables.__getitem__))
+    targets = {"a": [[10, 11]], "b": [[12, 13]]}
+    for request in requests:
+        assert other.match(request) == CHUNK
+        other.scheduler.allocated(request, targets[request.request_id], CHUNK)
+    assert other.step(other.scheduler.plan_step({}, lambda _request_id: None)) == ({"a", "b"}, set())
+    assert torch.equal(other.memory[:, 10:14], first.memory[:, [5, 4, 9, 8]])
+    assert batches == [("batched_submit_store", 2), ("batched_submit_retrieve", 2)]
+
+
 def test_what_one_engine_stores_another_loads_byte_by_byte(make: Any) -> None:
     first, other = make(), make()
     tokens = list(range(3 * CHUNK))

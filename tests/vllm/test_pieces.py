@@ -150,9 +150,9 @@ def test_a_load_within_a_step_is_not_in_pieces() -> None:
     asked: list[bool] = []
 
     class Instance(FakeInstance):
-        def load(self, op, *, in_pieces=False):  # type: ignore[no-untyped-def]
-            asked.append(in_pieces)
-            return super().load(op, in_pieces=in_pieces)
+        def load(self, ops, *, in_pieces=False):  # type: ignore[no-untyped-def]
+            asked.extend([in_pieces] * len(ops))
+            return super().load(ops, in_pieces=in_pieces)
 
     WorkerSide(Instance(), block_size=BLOCK).load(StepPlan([LOAD, replace(LOAD, request_id="b", in_step=True)]))
     WorkerSide(Instance(), is_async=False, block_size=BLOCK).load(StepPlan([LOAD]))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -138,6 +140,42 @@ def test_a_transfer_that_cannot_even_start_is_a_miss(caplog: pytest.LogCaptureFi
     assert worker.take_failed_blocks() == {2, 3, 4}
     assert worker.tally.counts["errors"] == 2
     assert "block 9 of 4" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_a_steps_transfers_are_one_batch_of_which_a_bad_one_fails_alone(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches: list[int] = []
+
+    class Instance(FakeInstance):
+        def checked(self, ops: Sequence[LoadOp | StoreOp]) -> None:
+            batches.append(len(ops))
+            if any(op.request_id == "b" for op in ops):
+                raise BadBlockIds("block 9 of 4")
+
+        def load(self, ops: Sequence[LoadOp], *, in_pieces: bool = False) -> list[Future[Any]]:
+            self.checked(ops)
+            return super().load(ops, in_pieces=in_pieces)
+
+        def store(self, ops: Sequence[StoreOp]) -> list[Future[Any]]:
+            self.checked(ops)
+            return super().store(ops)
+
+    worker = WorkerSide(Instance(), block_size=BLOCK)
+    loads = [LOAD, replace(LOAD, request_id="b", block_ids=[[7, 8, 9, 10]]), replace(LOAD, request_id="c")]
+    stores = [store(0), store(1, "b"), store(2, "c")]
+    worker.load(StepPlan(loads=loads if what == "load" else []))
+    worker.store(StepPlan(stores=stores if what == "store" else []))
+    assert batches == [3, 1, 1, 1]
+    assert worker.tally.counts["errors"] == 1
+    assert "block 9 of 4" in caplog.text
+    report = worker.take_report()
+    if what == "load":
+        assert (report.failed, report.loaded) == ({"b"}, {"a": 1, "b": 1, "c": 1})
+        assert worker.take_failed_blocks() == {8, 9, 10}
+    else:
+        assert (report.ended, report.stored) == ({0: 1, 1: 1, 2: 1}, {0: 1, 1: 0, 2: 1})
 
 
 def test_the_scheduler_is_told_who_serves_whenever_it_changes() -> None:
