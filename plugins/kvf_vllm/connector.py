@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm import envs
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -42,6 +43,7 @@ from kvf_vllm.facts import (
     packing_of,
     part_of,
     place_of,
+    why_unread,
 )
 from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.identity import identify
@@ -119,7 +121,10 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._instance: AttachedInstance | None = None
+        self._unread = why_unread(vllm_config, invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)))
         if role == KVConnectorRole.SCHEDULER:
+            if self._unread:
+                log.warning("nothing is loaded or stored: %s", self._unread)
             self._start("the scheduler's side", self._start_scheduler)
 
     # vLLM asks these two before it makes a connector, the first one while it reads its configuration, for full CUDA
@@ -146,6 +151,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             workers=config.parallel_config.world_size,
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
+            unread=bool(self._unread),
             event_block_size=_event_block_size(config, self._kv_cache_config),
             adapters=AdapterNames(
                 config.parallel_config.world_size,
@@ -179,6 +185,8 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._unread:
+            return
         self._start("the worker's side", lambda: self._start_worker(kv_caches))
 
     # vLLM since 0.33 calls these two around the sleep of an engine, whose blocks lose their memory.

@@ -96,6 +96,25 @@ def _check_states(index: int, specs: Iterable[Any]) -> None:
             )
 
 
+def why_unread(vllm_config: Any, *, invariant: bool = False) -> str:
+    """Return why this engine must not compute prompts behind loaded KV, "" where it may.
+
+    Its own prefix cache decides, which vLLM switches off where hits would be wrong. If the user alone has switched it
+    off, two facts show that hits are right: vLLM computes the later chunks of a prompt behind the KV of earlier ones,
+    and it supports prefix caching for the model. `invariant`: vLLM is to give the same tokens in every batch.
+    """
+    if vllm_config.cache_config.enable_prefix_caching:
+        return ""
+    if not vllm_config.scheduler_config.enable_chunked_prefill:
+        return (
+            "this engine has neither prefix caching nor chunked prefill, so its prefill does not read earlier KV (if "
+            "you switched both off, leave chunked prefill on)"
+        )
+    if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
+        return "vLLM does not support prefix caching for this model"
+    return "this engine is batch-invariant, and its prefix caching is off" if invariant else ""
+
+
 def check_parallel(parallel: Any) -> None:
     """Raises `TransportMismatch` for ways of splitting a model whose blocks do not hold consecutive tokens."""
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -72,8 +72,9 @@ class _Unfinished:
 
 
 class SchedulerSide:
-    """`workers` is the number of reporting workers; `loads` and `stores` are vLLM's role for this engine; with an
-    `event_block_size` (that of vLLM's block hashes) there are `events`. For one thread."""
+    """`workers` is the number of reporting workers; `loads` and `stores` are vLLM's role for this engine; `unread`: it
+    must not use KV that it has not computed itself, so it does neither; with an `event_block_size` (that of vLLM's
+    block hashes) there are `events`. For one thread."""
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class SchedulerSide:
         workers: int = 1,
         loads: bool = True,
         stores: bool = True,
+        unread: bool = False,
         event_block_size: int = 0,
         adapters: AdapterNames | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -97,7 +99,8 @@ class SchedulerSide:
         self._options = options
         self._workers = workers
         self._loads = loads
-        self._stores = stores
+        self._stores = stores and not unread
+        self._unread = unread
         self._clock = clock
         self._is_async = options.load == "async" or only_between_steps(self._groups)
         self._whole_prompt = self._is_async and whole_prompt_loadable(self._groups)
@@ -132,6 +135,8 @@ class SchedulerSide:
         self._waiting.gone(request.request_id)
         tracked = self._track(request)
         tracked.miss, tracked.own_end = "", computed
+        if self._unread:
+            return self._no_hit(tracked, "no_prefix_caching")
         if request.lora_request is not None and self._awaits_adapter(tracked):
             return None, False
         loads = self._loads and tracked.wish.load

@@ -9,7 +9,7 @@ import pytest
 
 from kvframework import errors
 from kvframework.api.transport import StoreOutcome
-from kvframework.client import KVClient, RequestHashes
+from kvframework.client import RequestHashes
 from kvframework.wire import messages as m
 from tests.client.engine import BLOCKS, CHUNK, Engine
 from tests.support.server_process import ServerProcess

@@ -22,14 +22,14 @@ WINDOW = 512
 
 def make(directory: Path, size: str) -> Path:
     """A Llama; for "window" a small Gemma 3 some of whose layers have sliding windows, for "windows" a Mistral all of
-    whose layers do. Made only if it is not there."""
+    whose layers do, for "mla" a DeepSeek-V2. Made only if it is not there."""
     if (directory / "done").exists():
         return directory
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(1234)
-    others = {"window": _gemma, "windows": _mistral}
+    others = {"window": _gemma, "windows": _mistral, "mla": _deepseek_v2}
     config = others[size]() if size in others else _llama(*SIZES[size])
     return save(directory, AutoModelForCausalLM.from_config(config).float())
 
@@ -119,6 +119,37 @@ def _mistral() -> Any:
     from transformers import MistralConfig
 
     return MistralConfig(**{**_llama(*SIZES["tiny"]).to_dict(), "model_type": "mistral", "sliding_window": WINDOW})
+
+
+def _deepseek_v2() -> Any:
+    """Latent attention of the sizes that vLLM's kernel for CPUs has, and experts behind a dense layer."""
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        topk_method="greedy",
+        first_k_dense_replace=1,
+        max_position_embeddings=8192,
+        initializer_range=0.05,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
 
 
 def _tokenizer(directory: Path) -> None:

@@ -139,7 +139,11 @@ def scheduler(
     server: FakeServer, *, groups: tuple[GroupFacts, ...] = ONE_GROUP, clock: Clock | None = None, **options: Any
 ) -> SchedulerSide:
     """With one worker that the server has accepted."""
-    roles = {name: options.pop(name) for name in ("loads", "stores", "workers", "event_block_size") if name in options}
+    roles = {
+        name: options.pop(name)
+        for name in ("loads", "stores", "unread", "workers", "event_block_size")
+        if name in options
+    }
     side = SchedulerSide(server, groups, VllmOptions(**options), clock=clock or Clock(), **roles)
     side.heard(StepReport(served=dict.fromkeys(range(roles.get("workers", 1)), SERVED)))
     return side

@@ -55,6 +55,18 @@ def test_requests_that_are_left_out(fields: dict[str, Any], reason: str) -> None
     assert dict(side.tally.counts) == {f"miss_requests|{reason}": 1}
 
 
+def test_an_engine_whose_prefill_reads_no_earlier_kv_computes_every_request() -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    side = scheduler(server, unread=True)
+    request = FakeRequest("a", list(range(16)), lora_request=object())
+    assert side.matched_tokens(request, 0) == (0, False), "at once: it waits for no name of an adapter either"
+    side.allocated(request, table(16), 0)
+    assert not computed(side, request, 16).stores
+    assert not server.asked
+    assert dict(side.tally.counts) == {"miss_requests|no_prefix_caching": 1}
+
+
 def test_a_prompt_without_a_whole_chunk_is_reported_once_it_is_scheduled() -> None:
     server = FakeServer()
     side = scheduler(server)
