@@ -12,11 +12,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvframework.http.exposition import OPEN_METRICS, TEXT
-from kvframework.http.messages import Reply, Request
+from kvframework.http.messages import Reply, Request, WantsBody
 from kvframework.http.rights import Rights
-from kvframework.route.app import MOST_TOKENS, App
+from kvframework.route.app import App
 from kvframework.route.metrics import METRICS
 from kvframework.route.router import Router
+from kvframework.route.score_request import MOST_TOKENS
 from kvframework.route.settings import Node
 from tests.route.publisher import TOPIC, batch, stored
 
@@ -45,7 +46,9 @@ class Asking:
         self._loop.close()
 
     def ask(self, method: str, target: str, body: bytes = b"", **headers: str) -> Reply:
-        reply = self.app.answer(Request(method, target, headers, body))
+        reply = self.app.answer(Request(method, target, headers))
+        if isinstance(reply, WantsBody):
+            reply = reply.answer(bytearray(body))
         return reply if isinstance(reply, Reply) else self._loop.run_until_complete(reply)
 
     def score(self, **asked: Any) -> Any:
