@@ -61,7 +61,7 @@ class App:
             while scores is None:
                 async with self._turn:
                     scores = next(steps)
-                await asyncio.sleep(0)
+                    await asyncio.sleep(0)
         except (msgspec.MsgspecError, OverflowError, RecursionError, ValueError) as error:
             self._refused += 1
             return Reply(HTTPStatus.BAD_REQUEST, JSON, msgspec.json.encode({"error": str(error)}))
