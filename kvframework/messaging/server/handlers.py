@@ -73,7 +73,7 @@ class InFlight:
         self._results: deque[tuple[Call, HandlerResult | BaseException]] = deque()
         self._serving_thread = 0
         self._workers = workers
-        # By request: any number of DUMPs takes no thread from REPORT_STATUS. A pool starts its threads as it needs them.
+        # By request: any number of DUMPs takes no thread from REPORT_STATUS. A pool starts threads as it needs them.
         self._pools: dict[str, ThreadPoolExecutor] = {}
 
     @property
