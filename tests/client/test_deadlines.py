@@ -79,9 +79,7 @@ SLOW_ENGINE = EngineSpeed(tokens_per_s=100.0)  # 5 s for 512 tokens
 SILENT_S = 2.0
 
 
-def test_a_lookup_waits_as_long_as_its_prompt_is_worth(
-    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_waits_as_long_as_its_prompt_is_worth(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same silence is a hit for an engine that would compute for longer, and a counted miss for a quick one."""
     monkeypatch.setenv(SCALE_VARIABLE, "10")  # a lookup waits 1 s, and 10 s at most
     with engine_of(server, "waits") as engine:
