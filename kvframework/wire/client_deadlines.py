@@ -50,8 +50,8 @@ class ClientDeadlines:
         return float(getattr(self, KINDS.get(request, "setup_s")))
 
     def of_lookup(self, prefill_s: float) -> float:
-        """The deadline of a LOOKUP whose hit saves so many seconds of prefill: a miss costs these, and a shorter wait is
-        cheaper."""
+        """The deadline of a LOOKUP whose hit saves so many seconds of prefill: a miss costs these, and a shorter wait
+        is cheaper."""
         return min(self.lookup_s + prefill_s, max(self.lookup_most_s, self.lookup_s))
 
     def of_bulk(self, nbytes: int) -> float:
