@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
+import re
+import time
 from urllib.parse import quote, quote_plus
 
 import pytest
@@ -67,6 +70,42 @@ def test_models_get_numbers() -> None:
     redaction = Redaction(models=["acme/secret-model", "tiny"])
     assert redaction.text("loads acme/secret-model, not tinyish") == "loads <model 1>, not tinyish"
     assert redaction.document({"tiny": ["tiny", 3]}) == {"<model 2>": ["<model 2>", 3]}
+
+
+@pytest.mark.parametrize("models", [["a-b-c", "a-b", "a"], ["/models/a", "a"], ["a.", "a._", "ä"], ["aa", "a a", "a"]])
+def test_the_longest_model_counts_that_stands_by_itself(models: list[str]) -> None:
+    """As the expression that names them all, one by one, finds it."""
+    shown = {model: f"<model {number}>" for number, model in enumerate(sorted(models), 1)}
+    longest_first = sorted(models, key=len, reverse=True)
+    pattern = re.compile("|".join(rf"(?<!\w){re.escape(model)}(?!\w)" for model in longest_first))
+    redaction = Redaction(models=models)
+    for length in range(5):
+        for letters in itertools.product(["a", "b", "ä", "-", ".", " ", "_", "/models/"], repeat=length):
+            text = "".join(letters)
+            assert redaction.text(text) == pattern.sub(lambda found: shown[found[0]], text), text
+
+
+def test_what_a_secret_and_a_model_share_is_hidden_with_both() -> None:
+    assert Redaction(["word/in"], ["pass/word"]).text("a pass/word/in here") == "a *** here"
+    assert Redaction(["hunter2"], ["acme/hunter2-8b"]).text("acme/hunter2-8b") == "***"
+
+
+def test_the_time_grows_with_the_text_alone() -> None:
+    """Of any number of models, and of a text that could be the beginning of anything."""
+
+    def seconds(models: int, text: str) -> float:
+        redaction = Redaction(models=[f"acme/llama-3.1-8b-instruct-{number}" for number in range(models)])
+        took = []
+        for _ in range(3):
+            began = time.thread_time()
+            redaction.text(text)
+            took.append(time.thread_time() - began)
+        return min(took)
+
+    line = "2026-11-22 22:14:19,344 INFO acme/llama-3.1-8b-instruct-7: acme/llama-3.1-8b-instruct-x, stored\n"
+    assert seconds(2000, 100 * line) < 20 * seconds(2, 100 * line) + 0.05
+    for part in ("a.", "a-", "x://", "://", "aaaaaaaaaaa ", "acme/"):
+        assert seconds(2, 8 * 4000 * part) < 8 * 8 * seconds(2, 4000 * part) + 0.05, part
 
 
 @pytest.mark.parametrize(

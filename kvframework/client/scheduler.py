@@ -1,6 +1,6 @@
 """The scheduler side of an engine integration: lookups and their tickets. No tensors, no torch.
 
-Called from the scheduler's thread: a lookup waits for its short deadline at most, other calls for `engine_s` (`wait`
+Called from the scheduler's thread: a lookup waits for its deadline at most, other calls for `engine_s` (`wait`
 has its own), and any failure is a miss, one log line and a count.
 """
 
@@ -40,7 +40,7 @@ _ALL = 1 << 62
 class LookupResult:
     """The result of a lookup: `hit_tokens` from its `start`, at most `asked_tokens`, are pinned under `ticket` ("" for
     none). `pending`: the answer of L2 is still open. `grants` has the loads of all of the hit that are prepared, `key`
-    what was asked for, with its salt."""
+    what was asked for, with its salt. `unanswered`: it is a miss since the server gave no answer in time."""
 
     hit_tokens: int
     ticket: str = ""
@@ -49,6 +49,7 @@ class LookupResult:
     start: int = 0
     grants: Grants = field(default_factory=Grants, compare=False, repr=False)
     key: CacheKey | None = field(default=None, compare=False, repr=False)
+    unanswered: bool = False
 
     def take_grants(self) -> tuple[LoadGrant, ...]:
         """Return the grants for the workers of other processes or clients, whose `RequestHashes` take them, once: the
@@ -57,6 +58,7 @@ class LookupResult:
 
 
 MISS = LookupResult(0)
+UNANSWERED = LookupResult(0, unanswered=True)
 
 
 class SchedulerAdapter:
@@ -99,7 +101,8 @@ class SchedulerAdapter:
         L1: a result that is not pending then needs no second question. Loads are not waited for.
 
         With the engine's `speed` a server with `[server] price` finds fewer tokens where the engine computes the rest
-        sooner than a tier loads it. `ValueError` for a speed that cannot be true.
+        sooner than a tier loads it. `ValueError` for a speed that cannot be true. The answer has as long as the engine
+        computes what it may find, within the bounds of `ClientDeadlines.of_lookup`.
         """
         start = checked_start(request.request_id, start, self.chunk_tokens)
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
@@ -121,18 +124,20 @@ class SchedulerAdapter:
             trace=request.trace,
             retain=request.retain,
         )
-        held_s = self._held_s(wait_s)
+        held_s, prefill_s = self._held_s(wait_s), (last - start) / self._client.deadlines.lookup_tokens_per_s
         if speed is not None:
             speed.check()
+            prefill_s = speed.prefill_s(start, last)
             speed = speed if self._client.prices_loads else None
         freed = self._client.take_freed() if self._client.one_way else ()
         grant = self._instances if self._instances and self._client.grants_loads else ()
         asked = LookupResult(0, asked_tokens=last - start, start=start, key=key)
-        found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed, grant), asked, held_s)
+        wait = self._client.deadlines.of_lookup(prefill_s) + held_s
+        found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed, grant), asked, wait)
         if found is None:
             if freed:
                 self._client.free_soon(*freed)
-            return MISS
+            return UNANSWERED
         request.grants = found.grants
         return found
 
@@ -207,18 +212,18 @@ class SchedulerAdapter:
         return min(wait_s, HELD_S) if wait_s > 0 and self._client.holds_answers else 0.0
 
     def _query(self, result: LookupResult, payload: m.PrefetchQuery, held_s: float = 0.0) -> LookupResult | None:
-        return self._ask("QUERY_PREFETCH_STATUS", payload, result, held_s)
+        # Without an answer it is asked again: no tokens are lost.
+        return self._ask("QUERY_PREFETCH_STATUS", payload, result, self._client.deadlines.lookup_s + held_s)
 
     def _ask(
-        self, name: str, payload: m.Lookup | m.PrefetchQuery, before: LookupResult, held_s: float = 0.0
+        self, name: str, payload: m.Lookup | m.PrefetchQuery, before: LookupResult, timeout: float
     ) -> LookupResult | None:
-        """Return the state after `before`, None if there was no answer."""
+        """Return the state after `before`, None if there was no answer within `timeout` seconds."""
         if not self._client.usable:
             self._failed(ServerGone("the server does not answer"))
             return None
         try:
             late = self._free_late if name == "LOOKUP" else self._give_back
-            timeout = self._client.deadlines.of(name) + held_s
             boot_id, began = self._client.boot_id if self._instances else None, time.monotonic()
             reply = self._client.request(name, payload, m.LookupReply, timeout=timeout, on_late=late)
             if not 0 <= reply.hit_tokens <= before.asked_tokens:

@@ -12,12 +12,12 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from http import HTTPStatus
 
 import h11
 
-from kvframework.http.messages import HEADERS, PLAIN, Reply, Request
+from kvframework.http.messages import HEADERS, PLAIN, Answer, Reply, Request, WantsBody, refused
 from kvframework.logs.limit import one_line
 
 log = logging.getLogger(__name__)
@@ -26,32 +26,30 @@ MOST_CONNECTIONS = 128
 HEAD_S = 10.0  # from a connection, or its last answer, to the whole head of a request
 BODY_S = 10.0  # to a request's body
 ANSWER_S = 20.0  # to take an answer
+# Of all bodies that arrive or are being answered.
+MOST_BODIES = 32 << 20
+_RETRY_AFTER = ("retry-after", "1")
 _MOST_HEAD = 16 << 10
 _READ = 16 << 10
+_EVENTS_AT_ONCE = 64  # a body may come in chunks of a byte
 DISCARD_S = 1.0
 PAUSE_S = 0.1
-_MOST_DISCARDED = 1 << 20
+_MOST_DISCARDED = 1 << 20  # of a request without an admitted body
 
 
 class Listener:
-    """Answers at one port; the body of a request has `most_body` bytes at most. With `MOST_CONNECTIONS` open ones the
-    oldest is closed for a new one, also if it has not ended its TLS handshake: asyncio's own servers do not bound
-    these, and spin when descriptors run out."""
+    """Answers at one port. `answer` is asked with the head of a request, and its body is read only where that wants
+    one: a stranger's never is. With `MOST_CONNECTIONS` open ones the oldest is closed for a new one, also if it has not
+    ended its TLS handshake: asyncio's own servers do not bound these, and spin when descriptors run out."""
 
-    def __init__(
-        self,
-        answer: Callable[[Request], Reply | Awaitable[Reply]],
-        *,
-        tls: ssl.SSLContext | None = None,
-        most_body: int = 0,
-    ) -> None:
+    def __init__(self, answer: Callable[[Request], Answer], *, tls: ssl.SSLContext | None = None) -> None:
         self._answer = answer
-        self._most_body = most_body
         self._tls = tls
-        # The oldest first, by their last answer.
+        # The oldest first, by their last answer or the head of their request.
         self._open: dict[socket.socket, asyncio.Task[None]] = {}
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
+        self._body_bytes = 0
 
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen; return the address. Raises `OSError`."""
@@ -119,63 +117,110 @@ class Listener:
                 request = await asyncio.wait_for(_next(connection, reader), HEAD_S)
                 if request is None:
                     return
-                body = await asyncio.wait_for(self._body(request, connection, reader, writer), BODY_S)
+                reply, unread = await self._answered(place, request, connection, reader, writer)
             except h11.RemoteProtocolError as error:
                 status = HTTPStatus(error.error_status_hint)
                 await self._send(connection, writer, Reply(status, PLAIN, f"{status.phrase}\n".encode()), last=True)
                 await _discard(reader)
                 return
-            if body is None:
-                said = b"the body is too large\n" if self._most_body else b"no body\n"
-                reply = Reply(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, PLAIN, said)
-            else:
-                reply = await self._reply(request, body)
-            await self._send(connection, writer, reply, last=body is None, head_only=request.method == b"HEAD")
+            await self._send(connection, writer, reply, last=unread > 0, head_only=request.method == b"HEAD")
             if connection.our_state is not h11.DONE:
-                await _discard(reader)
+                await _discard(reader, unread)
                 return
             while connection.their_state is h11.SEND_BODY:
                 connection.next_event()
             connection.start_next_cycle()
-            if place in self._open:
-                self._open[place] = self._open.pop(place)
+            self._renew(place)
+            await asyncio.sleep(0)  # requests that have arrived together take turns with others
 
-    async def _body(
+    def _renew(self, place: socket.socket) -> None:
+        if place in self._open:
+            self._open[place] = self._open.pop(place)
+
+    async def _answered(
         self,
+        place: socket.socket,
         request: h11.Request,
         connection: h11.Connection,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-    ) -> bytes | None:
-        """The body of a request; None for one that is too large."""
+    ) -> tuple[Reply, int]:
+        """The answer to a request, and how many bytes of it are worth reading so that its sender sees the answer."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
+        method, target = request.method.decode("latin-1"), request.target.decode("latin-1")
+        answer = await self._reply(target, lambda: self._answer(Request(method, target, headers)))
+        if isinstance(answer, Reply):
+            if not _has_body(request):
+                return answer, 0
+            return answer if answer.status >= HTTPStatus.BAD_REQUEST else _too_large("no body"), _MOST_DISCARDED
+        self._renew(place)
+        body = bytearray()
+        try:
+            refusal = await asyncio.wait_for(
+                self._receive(body, answer.most, request, connection, reader, writer), BODY_S
+            )
+            if refusal is not None:
+                return refusal, answer.most
+            wanted = answer.answer
+            reply = await self._reply(target, lambda: wanted(body))
+            assert isinstance(reply, Reply), "a body is wanted once"
+            return reply, 0
+        finally:
+            self._body_bytes -= len(body)
+            # A late body's error refers to its frames, and these to it, until that circle is collected.
+            with contextlib.suppress(BufferError):
+                body.clear()
+
+    async def _receive(
+        self,
+        body: bytearray,
+        most: int,
+        request: h11.Request,
+        connection: h11.Connection,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> Reply | None:
+        """Add all of a request's body to an empty one; the answer instead for one that is too large, or too much beside
+        the others."""
         if not _has_body(request):
-            return b""
-        announced = next((value for name, value in request.headers if name == b"content-length"), b"0")
-        if not self._most_body or int(announced) > self._most_body:
             return None
+        announced = int(next((value for name, value in request.headers if name == b"content-length"), b"0"))
+        if (refusal := self._refusal(announced, announced, most)) is not None:
+            return refusal
         if connection.they_are_waiting_for_100_continue:
             writer.write(connection.send(h11.InformationalResponse(status_code=HTTPStatus.CONTINUE, headers=[])) or b"")
-        body = bytearray()
-        while len(body) <= self._most_body:
+        events = 0
+        while True:
             event = connection.next_event()
             if event is h11.NEED_DATA:
                 connection.receive_data(await reader.read(_READ))
             elif isinstance(event, h11.Data):
+                if (refusal := self._refusal(len(body) + len(event.data), len(event.data), most)) is not None:
+                    return refusal
                 body += event.data
+                self._body_bytes += len(event.data)
+                events += 1
+                if events % _EVENTS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
             elif isinstance(event, h11.EndOfMessage):
-                return bytes(body)
+                return None
             else:
-                raise asyncio.IncompleteReadError(bytes(body), None)
+                raise asyncio.IncompleteReadError(b"", None)
+
+    def _refusal(self, length: int, more: int, most: int) -> Reply | None:
+        """The answer to a body of that length, of which so many bytes are not counted yet; None if it may come."""
+        if length > most:
+            return _too_large("the body is too large")
+        if self._body_bytes + more > MOST_BODIES:
+            return refused(HTTPStatus.SERVICE_UNAVAILABLE, _RETRY_AFTER)
         return None
 
-    async def _reply(self, request: h11.Request, body: bytes) -> Reply:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
+    async def _reply(self, target: str, answer: Callable[[], Answer]) -> Reply | WantsBody:
         try:
-            method, target = request.method.decode("latin-1"), request.target.decode("latin-1")
-            reply = self._answer(Request(method, target, headers, body))
-            return reply if isinstance(reply, Reply) else await reply
+            reply = answer()
+            return reply if isinstance(reply, (Reply, WantsBody)) else await reply
         except Exception:
-            log.exception("no answer to %s", one_line(request.target[:200].decode("latin-1")))
+            log.exception("no answer to %s", one_line(target[:200]))
             return Reply(HTTPStatus.INTERNAL_SERVER_ERROR, PLAIN, b"an error; see the log\n")
 
     async def _send(
@@ -240,15 +285,19 @@ async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> h11
             return None
 
 
-async def _discard(reader: asyncio.StreamReader) -> None:
+async def _discard(reader: asyncio.StreamReader, most: int = _MOST_DISCARDED) -> None:
     """Read on for a moment: the end of a connection with unread data would take the answer with it."""
 
     async def read() -> None:
-        for _ in range(_MOST_DISCARDED // _READ):
-            if not await reader.read(_READ):
-                return
+        left = most
+        while left > 0 and (data := await reader.read(_READ)):
+            left -= len(data)
 
-    await asyncio.wait_for(read(), DISCARD_S)
+    await asyncio.wait_for(read(), DISCARD_S if most <= _MOST_DISCARDED else BODY_S)
+
+
+def _too_large(why: str) -> Reply:
+    return Reply(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, PLAIN, f"{why}\n".encode())
 
 
 def _has_body(request: h11.Request) -> bool:

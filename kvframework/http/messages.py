@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 PLAIN = "text/plain; charset=utf-8"
 JSON = "application/json"
@@ -23,12 +23,11 @@ HEADERS = (
 
 
 class Request(NamedTuple):
-    """A request. Names of headers are in lower case; `body` is empty unless the listener takes one."""
+    """The head of a request. Names of headers are in lower case."""
 
     method: str
     target: str
     headers: Mapping[str, str] = {}
-    body: bytes = b""
 
 
 class Reply(NamedTuple):
@@ -38,6 +37,16 @@ class Reply(NamedTuple):
     type: str
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
+
+
+class WantsBody(NamedTuple):
+    """What a request is answered with whose head is in order: it has a body of `most` bytes at most, for `answer`."""
+
+    most: int
+    answer: Callable[[bytearray], Reply | Awaitable[Reply]]
+
+
+Answer: TypeAlias = "Reply | WantsBody | Awaitable[Reply]"
 
 
 def refused(status: HTTPStatus, *headers: tuple[str, str]) -> Reply:

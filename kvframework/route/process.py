@@ -13,7 +13,7 @@ from kvframework.http.listener import Listener
 from kvframework.http.rights import Rights
 from kvframework.http.serving import listen_until_signal
 from kvframework.http.settings import is_loopback, read_token, refusals, tls_context
-from kvframework.route.app import MOST_BODY, App
+from kvframework.route.app import App
 from kvframework.route.router import Router
 from kvframework.route.settings import Node, RouteConfig, read_nodes
 
@@ -41,7 +41,7 @@ async def _run(config: RouteConfig, nodes: list[Node]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_again, router, config)
     host, _ = parse_listen(config.listen)
     app = App(router, Rights(partial(read_token, config), loopback=is_loopback(host)))
-    listener = Listener(app.answer, tls=tls_context(config), most_body=MOST_BODY)
+    listener = Listener(app.answer, tls=tls_context(config))
     log.info("%d nodes, room for %d blocks in %d MB", len(nodes), config.blocks, router.index.bytes // 10**6)
     try:
         await listen_until_signal(listener, config, WHERE, "scores")

@@ -68,9 +68,13 @@ def by_digests(
     adapter: str = "",
 ) -> Scoring:
     """The score of each node for packed digests of kvframework's chunks."""
-    named = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
-    externals = np.array([last_block(digest, model, salt, adapter) for digest in named], np.uint64)
-    for scores in _scores(nodes, len(externals), chunk_tokens, lambda span: externals[span], index.holds_externals):
+
+    def externals(span: slice) -> Keys:
+        named = range(span.start * DIGEST_BYTES, span.stop * DIGEST_BYTES, DIGEST_BYTES)
+        found = (last_block(digests[at : at + DIGEST_BYTES], model, salt, adapter) for at in named)
+        return np.fromiter(found, np.uint64)
+
+    for scores in _scores(nodes, len(digests) // DIGEST_BYTES, chunk_tokens, externals, index.holds_externals):
         yield None if scores is None else {node: scores.get(node, {}) for node in nodes}
 
 

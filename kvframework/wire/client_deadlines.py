@@ -1,7 +1,7 @@
 """The table of a client's deadlines: how long each kind of call waits for its answer, for local and TCP servers. Pure.
 
-docs/deadlines.md shows it. Each deadline fits the value of its call: a LOOKUP holds up a scheduler, a store is work
-that is done already, and the time for bytes grows with their number.
+docs/deadlines.md shows it. Each deadline fits the value of its call: a LOOKUP holds up a scheduler, for no longer than
+a miss of its prompt would; a store is work that is done already; the time for bytes grows with their number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ HINT = f"on a busy node, raise deadline_scale: KVClient(deadline_scale=...), the
 
 @dataclass(frozen=True)
 class ClientDeadlines:
-    """The deadlines, in seconds, and `bulk_bytes_per_s` in bytes per second.
+    """The deadlines, in seconds, `bulk_bytes_per_s` in bytes per second, and `lookup_tokens_per_s`, the prefill of an
+    engine that has not said how fast it is.
 
     `engine_s` is how long an engine's thread waits for an answer to anything but a lookup: after it the call goes on
     without that thread, until its own deadline. A PING that is unanswered for `silent_s` puts the server in doubt;
@@ -29,6 +30,8 @@ class ClientDeadlines:
 
     engine_s: float = 0.05
     lookup_s: float = 0.1
+    lookup_most_s: float = 1.0
+    lookup_tokens_per_s: float = 20e3
     load_s: float = 1.0
     store_s: float = 2.0
     release_s: float = 5.0
@@ -45,6 +48,11 @@ class ClientDeadlines:
     def of(self, request: str) -> float:
         """The deadline of a request by its name, in seconds; `setup_s` for a plugin's."""
         return float(getattr(self, KINDS.get(request, "setup_s")))
+
+    def of_lookup(self, prefill_s: float) -> float:
+        """The deadline of a LOOKUP whose hit saves so many seconds of prefill: a miss costs these, and a shorter wait
+        is cheaper."""
+        return min(self.lookup_s + prefill_s, max(self.lookup_most_s, self.lookup_s))
 
     def of_bulk(self, nbytes: int) -> float:
         """The deadline of a request that moves `nbytes` over the wire, in seconds."""
@@ -77,6 +85,7 @@ KINDS = {
 SCALED = (
     "engine_s",
     "lookup_s",
+    "lookup_most_s",
     "load_s",
     "store_s",
     "release_s",

@@ -1,6 +1,6 @@
 """The scheduler's requests to the server: one request's digests, its lookups and their tickets.
 
-Scheduler process, scheduler thread. A lookup waits for its short deadline at most; failures are misses.
+Scheduler process, scheduler thread. A lookup waits for its deadline at most; failures are misses.
 """
 
 from __future__ import annotations
@@ -154,4 +154,7 @@ def _together(
     ticket = next((part.ticket for part in parts if part.ticket), "")
     asked = max(part.asked_tokens for part in parts)
     pending = any(part.pending for part in parts)
-    return StagedResult(hit, ticket, pending, asked, start, parts=parts, request=request, speed=speed)
+    unanswered = any(part.unanswered for part in parts)
+    return StagedResult(
+        hit, ticket, pending, asked, start, unanswered=unanswered, parts=parts, request=request, speed=speed
+    )

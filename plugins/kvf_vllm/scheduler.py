@@ -165,10 +165,12 @@ class SchedulerSide:
         if hit_end is None:
             self._has_waited = True
             return None, False
-        self.events.looked_up(request, tracked.wish, hit_end, end)
+        if not tracked.search.unanswered:
+            self.events.looked_up(request, tracked.wish, hit_end, end)
         external = hit_end - computed
         if external < max(self._options.min_hit_tokens, 1):
-            return self._no_hit(tracked, "not_stored" if external < 1 else "too_few")
+            unknown = "no_answer" if tracked.search.unanswered else "not_stored"
+            return self._no_hit(tracked, unknown if external < 1 else "too_few")
         tracked.start, tracked.hit_end = start, hit_end
         return external, not tracked.in_step
 

@@ -63,6 +63,11 @@ class PrefixSearch:
                     self.give_up()
         return start + self._result.hit_tokens
 
+    @property
+    def unanswered(self) -> bool:
+        """Whether the last lookup is a miss since the server gave no answer in time."""
+        return self._result is not None and self._result.unanswered
+
     def take_grants(self) -> tuple[LoadGrant, ...]:
         """The loads of the hit that are prepared, once; they go on after `release`."""
         return () if self._result is None else self._result.take_grants()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from kvframework.api.transport import StoreOutcome
-from kvframework.client import KVClient
+from kvframework.client import EngineSpeed, KVClient
 from kvframework.errors import ConfigFieldError, DeadlineExceeded
 from kvframework.testing.faults import FaultProxy
 from kvframework.wire import messages as m
@@ -59,6 +61,57 @@ def engine_of(server: ServerProcess, revision: str) -> Iterator[Engine]:
         engine = Engine(client, next(INSTANCES), revision=revision)
         yield engine
         engine.worker.close()
+
+
+@contextmanager
+def paused(server: ServerProcess, seconds: float) -> Iterator[None]:
+    """The server is stopped at once, and goes on after that time."""
+    server.sigstop()
+    goes_on = threading.Timer(seconds, server.sigcont)
+    goes_on.start()
+    try:
+        yield
+    finally:
+        goes_on.join()
+
+
+SLOW_ENGINE = EngineSpeed(tokens_per_s=100.0)  # 5 s for 512 tokens
+SILENT_S = 2.0
+
+
+def test_a_lookup_waits_as_long_as_its_prompt_is_worth(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same silence is a hit for an engine that would compute for longer, and a counted miss for a quick one."""
+    monkeypatch.setenv(SCALE_VARIABLE, "10")  # a lookup waits 1 s, and 10 s at most
+    with engine_of(server, "waits") as engine:
+        request = engine.request(list(range(512)))
+        assert engine.worker.submit_store(request, 0, 512, BLOCKS).result(PATIENCE_S).ok
+        with paused(server, SILENT_S):
+            found = engine.scheduler.lookup(request, speed=SLOW_ENGINE)
+        assert (found.hit_tokens, found.unanswered, engine.scheduler.failures) == (512, False, 0)
+        engine.scheduler.free(found)
+        with paused(server, SILENT_S):
+            began = time.monotonic()
+            found = engine.scheduler.lookup(request)
+            assert engine.scheduler.lookup(request, speed=SLOW_ENGINE).unanswered, "at once, until the server answers"
+            assert time.monotonic() - began < SILENT_S
+        assert (found.hit_tokens, found.unanswered, engine.scheduler.failures) == (0, True, 2)
+        wait_until(lambda: engine.client.usable, PATIENCE_S, "the answer")
+        assert engine.scheduler.lookup(request).hit_tokens == 512
+
+        def recent() -> list[dict[str, Any]]:
+            return [each for each in server.status()["losses"]["recent"] if each["client"] == "waits"]
+
+        wait_until(recent, PATIENCE_S, "the report of the losses")
+        (lost,) = recent()
+        assert (lost["lookups"], lost["codes"]) == (2, {DeadlineExceeded.code: 2})
+
+
+def test_the_longest_wait_of_a_lookup() -> None:
+    assert LOCAL.of_lookup(0.0) == LOCAL.lookup_s
+    assert LOCAL.of_lookup(0.5) == LOCAL.lookup_s + 0.5
+    assert LOCAL.of_lookup(1e9) == LOCAL.lookup_most_s == 1.0
+    assert deadlines_for("tcp://host:1", 5.0).of_lookup(0.0) == pytest.approx(5 * TCP.lookup_s)
+    assert deadlines_for("tcp://host:1", 5.0).of_lookup(1e9) == 5 * TCP.lookup_most_s
 
 
 class StopsIt:

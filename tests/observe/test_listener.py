@@ -10,6 +10,7 @@ import ssl
 import threading
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from kvframework.config import ObserveConfig
 from kvframework.http import listener as module
 from kvframework.http.listener import MOST_CONNECTIONS, Listener
-from kvframework.http.messages import PLAIN, Reply, Request
+from kvframework.http.messages import PLAIN, Reply, Request, WantsBody, refused
 from kvframework.http.settings import tls_context
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.observe_process import Got, get
@@ -26,9 +27,14 @@ from tests.support.waiting import wait_until
 BIG = b"x" * (8 << 20)
 
 
-def answer(request: Request) -> Reply:
+MOST_BODY = 1000
+
+
+def answer(request: Request) -> Reply | WantsBody:
     if request.target == "/echo":
-        return Reply(200, PLAIN, request.body)
+        return WantsBody(MOST_BODY, lambda body: Reply(200, PLAIN, bytes(body)))
+    if request.target == "/refused":
+        return refused(HTTPStatus.UNAUTHORIZED)
     if request.target == "/broken":
         raise RuntimeError("a bug")
     return Reply(200, PLAIN, BIG if request.target == "/big" else f"{request.method} {request.target}".encode())
@@ -37,11 +43,11 @@ def answer(request: Request) -> Reply:
 class Running:
     """A listener in a thread of its own, with TLS if there is a certificate."""
 
-    def __init__(self, certificate: Certificate | None = None, *, most_body: int = 0) -> None:
+    def __init__(self, certificate: Certificate | None = None) -> None:
         config = ObserveConfig()
         if certificate is not None:
             config = ObserveConfig(tls_cert=str(certificate.certificate), tls_key=str(certificate.key))
-        self.listener = Listener(answer, tls=tls_context(config), most_body=most_body)
+        self.listener = Listener(answer, tls=tls_context(config))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -212,15 +218,8 @@ def is_open(sock: socket.socket) -> bool:
         return False
 
 
-@pytest.fixture
-def taking_bodies() -> Iterator[Running]:
-    made = Running(most_body=1000)
-    yield made
-    made.close()
-
-
-def test_bodies_are_taken_up_to_their_bound_and_connections_go_on(taking_bodies: Running) -> None:
-    with taking_bodies.connect() as connection:
+def test_bodies_are_taken_up_to_their_bound_and_connections_go_on(running: Running) -> None:
+    with running.connect() as connection:
         for body in (b"x" * 1000, b"", b"y"):
             connection.sendall(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
             assert read_answer(connection).endswith(b"\r\n\r\n" + body)
@@ -239,18 +238,72 @@ def test_bodies_are_taken_up_to_their_bound_and_connections_go_on(taking_bodies:
     [b"Content-Length: 1001\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n3e9\r\n" + b"x" * 1001],
     ids=["announced", "sent"],
 )
-def test_a_body_beyond_its_bound_is_refused(taking_bodies: Running, head: bytes) -> None:
-    with taking_bodies.connect() as connection:
+def test_a_body_beyond_its_bound_is_refused(running: Running, head: bytes) -> None:
+    with running.connect() as connection:
         connection.sendall(b"POST /echo HTTP/1.1\r\nHost: a\r\n" + head)
         assert read_answer(connection).startswith(b"HTTP/1.1 413")
 
 
-def test_a_body_that_does_not_come_ends_its_connection(taking_bodies: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("request_line", "body", "status"),
+    [
+        (b"POST /refused", b"Content-Length: 9", b"401"),
+        (b"POST /refused", b"Transfer-Encoding: chunked", b"401"),
+        (b"POST /elsewhere", b"Content-Length: 9", b"413"),
+        (b"POST /echo", b"Content-Length: 1001", b"413"),
+    ],
+)
+def test_who_is_refused_by_the_head_is_not_asked_for_the_body(
+    running: Running, request_line: bytes, body: bytes, status: bytes
+) -> None:
+    with running.connect() as connection:
+        connection.sendall(request_line + b" HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\n" + body + b"\r\n\r\n")
+        answer = read_answer(connection)
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    assert b"\r\nconnection: close\r\n" in answer.lower()
+
+
+def test_bodies_have_a_bound_together(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BODIES", 1500)
+    head = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n"
+    with running.connect() as first:
+        first.sendall(head + b"x" * 999)
+        wait_until(lambda: running.listener._body_bytes == 999)
+        for more in (head, b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1f6\r\n" + b"x" * 502):
+            with running.connect() as second:
+                second.sendall(more)
+                answer = read_answer(second)
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"\r\nretry-after: 1\r\n" in answer.lower()
+        first.sendall(b"y")
+        assert read_answer(first).endswith(b"xy")
+        wait_until(lambda: not running.listener._body_bytes)
+        first.sendall(head + b"x" * 1000)
+        assert read_answer(first).startswith(b"HTTP/1.1 200 ")
+
+
+def test_requests_that_come_together_are_answered_in_their_order(running: Running) -> None:
+    with running.connect() as connection:
+        connection.sendall(
+            b"HEAD /a HTTP/1.1\r\nHost: a\r\n\r\n"
+            b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc"
+            b"GET /b HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+        )
+        data = b""
+        while piece := connection.recv(1 << 16):
+            data += piece
+    head, echo, last = data.split(b"HTTP/1.1 200 OK\r\n")[1:]
+    assert head.endswith(b"\r\n\r\n"), "of HEAD there is no body"
+    assert echo.endswith(b"\r\n\r\nabc")
+    assert last.endswith(b"\r\n\r\nGET /b")
+
+
+def test_a_body_that_does_not_come_ends_its_connection(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BODY_S", 0.2)
-    with taking_bodies.connect() as connection:
+    with running.connect() as connection:
         connection.sendall(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nabc")
         assert connection.recv(1000) == b""
-    wait_until(lambda: not taking_bodies.connections)
+    wait_until(lambda: not running.connections)
 
 
 def read_answer(connection: socket.socket) -> bytes:

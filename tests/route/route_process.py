@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,10 @@ class RouteProcess:
     @property
     def log(self) -> str:
         return self._log.read_text()
+
+    def connect(self) -> socket.socket:
+        place = urlsplit(self.url)
+        return socket.create_connection((place.hostname, place.port), SLOW_S)
 
     def ask(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         place = urlsplit(self.url)

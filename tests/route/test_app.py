@@ -8,15 +8,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvframework.http.exposition import OPEN_METRICS, TEXT
-from kvframework.http.messages import Reply, Request
+from kvframework.http.messages import Reply, Request, WantsBody
 from kvframework.http.rights import Rights
-from kvframework.route.app import MOST_TOKENS, App
+from kvframework.route.app import App
 from kvframework.route.metrics import METRICS
 from kvframework.route.router import Router
+from kvframework.route.score_request import MOST_TOKENS
 from kvframework.route.settings import Node
 from tests.route.publisher import TOPIC, batch, stored
 
@@ -45,7 +47,9 @@ class Asking:
         self._loop.close()
 
     def ask(self, method: str, target: str, body: bytes = b"", **headers: str) -> Reply:
-        reply = self.app.answer(Request(method, target, headers, body))
+        reply = self.app.answer(Request(method, target, headers))
+        if isinstance(reply, WantsBody):
+            reply = reply.answer(bytearray(body))
         return reply if isinstance(reply, Reply) else self._loop.run_until_complete(reply)
 
     def score(self, **asked: Any) -> Any:
@@ -94,6 +98,29 @@ def test_a_request_that_is_none_is_told_why(asking: Asking, body: bytes, said: s
     text = json.loads(reply.body)["error"]
     assert re.search(said, text), text
     assert SECRET not in text
+
+
+def test_a_long_prompt_leaves_the_loop_to_others(asking: Asking) -> None:
+    """A part of it is decoded, then others have their turn: also while twelve such prompts are asked for."""
+    wanted = asking.app.answer(Request("POST", "/score"))
+    assert isinstance(wanted, WantsBody)
+    body = msgspec.json.encode({"tokens": [100_000] * MOST_TOKENS})
+    rounds = 0
+
+    async def count() -> None:
+        nonlocal rounds
+        while True:
+            await asyncio.sleep(0)
+            rounds += 1
+
+    async def score() -> list[int]:
+        counting = asyncio.ensure_future(count())
+        replies = await asyncio.gather(*(wanted.answer(bytearray(body)) for _ in range(12)))  # type: ignore[arg-type]
+        counting.cancel()
+        return [reply.status for reply in replies]
+
+    assert asking._loop.run_until_complete(score()) == [200] * 12
+    assert rounds > 12 * 200
 
 
 def test_paths_and_methods(asking: Asking) -> None:

@@ -67,6 +67,11 @@ def test_what_a_lookup_misses_is_gone() -> None:
     # Another prompt says nothing about this one.
     side.matched_tokens(FakeRequest("other", list(range(50, 70))), 0)
     assert side.events.take() == []
+    # Nor does a server that gives no answer.
+    server.silent = True
+    assert side.matched_tokens(FakeRequest("late", list(TOKENS)), 0) == (0, False)
+    assert side.events.take() == []
+    server.silent = False
     side.matched_tokens(FakeRequest("b", list(TOKENS)), 0)
     assert side.events.take() == [BlocksRemoved(request.block_hashes[2:4])]
     side.matched_tokens(FakeRequest("c", list(TOKENS)), 0)

@@ -98,6 +98,16 @@ def test_log_probabilities_of_the_prompt_need_it_computed() -> None:
     assert computed(side, request, 16).stores
 
 
+def test_a_lookup_without_an_answer_is_counted_as_that() -> None:
+    server = FakeServer()
+    filled(server, list(range(16)))
+    server.silent = True
+    side, request = scheduler(server), FakeRequest("a", list(range(16)))
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated(request, table(16), 0)
+    assert dict(side.tally.counts) == {"miss_requests|no_answer": 1}
+
+
 def test_salts_keep_requests_apart() -> None:
     server = FakeServer()
     filled(server, list(range(16)), cache_salt="tenant")

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from kvframework.api.installing import install_command
-from kvframework.http.messages import Reply, Request
+from kvframework.http.messages import Reply, Request, WantsBody
 from kvframework.http.rights import Rights
 from kvframework.route import subscription
 from kvframework.route.app import App
@@ -227,10 +227,10 @@ def _thousand(rate: float, wire: float, removals: float, held: float) -> list[Ro
 def _score(router: Router, tokens: int, nodes: int, having: int) -> RouteScore:
     """Ask for a prompt that so many nodes have. Raises `BenchFailed` for another answer."""
     app = App(router, Rights(lambda: "", loopback=False))
-    request = Request("POST", "/score", {}, msgspec.json.encode({"tokens": list(range(tokens)), "model": "model"}))
+    body = msgspec.json.encode({"tokens": list(range(tokens)), "model": "model"})
     wholes, longest = [], []
     for _ in range(_ROUNDS):
-        reply, steps = _answered(app, request)
+        reply, steps = _answered(app, body)
         wholes.append(sum(steps))
         longest.append(max(steps))
     scores: dict[str, dict[str, int]] = msgspec.json.decode(reply.body)
@@ -239,10 +239,12 @@ def _score(router: Router, tokens: int, nodes: int, having: int) -> RouteScore:
     return RouteScore(tokens, nodes, having, 1000 * statistics.median(wholes), 1000 * statistics.median(longest))
 
 
-def _answered(app: App, request: Request) -> tuple[Reply, list[float]]:
-    """Return an answer, and the seconds of each step, after which others have the loop."""
+def _answered(app: App, body: bytes) -> tuple[Reply, list[float]]:
+    """Return the answer to a score's body, and the seconds of each step, after which others have the loop."""
     steps = []
-    answer = app.answer(request)
+    wanted = app.answer(Request("POST", "/score"))
+    assert isinstance(wanted, WantsBody)
+    answer = wanted.answer(bytearray(body))
     assert isinstance(answer, Coroutine)
     while True:
         began = time.process_time()

@@ -72,7 +72,9 @@ class InFlight:
         self._deadlines: Deadlines[CallKey] = Deadlines()
         self._results: deque[tuple[Call, HandlerResult | BaseException]] = deque()
         self._serving_thread = 0
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-worker")
+        self._workers = workers
+        # By request: any number of DUMPs takes no thread from REPORT_STATUS. A pool starts threads as it needs them.
+        self._pools: dict[str, ThreadPoolExecutor] = {}
 
     @property
     def in_flight(self) -> int:
@@ -162,7 +164,9 @@ class InFlight:
 
     def close(self) -> None:
         """Refuse further work. Does not wait for handlers in worker threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for name, handler in self._handlers.items():
+            if handler.pooled:
+                self._pool_of(name).shutdown(wait=False, cancel_futures=True)
 
     def _start(self, call: Call) -> None:
         call.started = True
@@ -170,7 +174,12 @@ class InFlight:
             self._settle(call, call.run())
             return
         self._track(call)
-        call.job = self._pool.submit(self._run_in_pool, call)
+        call.job = self._pool_of(call.handler.spec.name).submit(self._run_in_pool, call)
+
+    def _pool_of(self, name: str) -> ThreadPoolExecutor:
+        if name not in self._pools:
+            self._pools[name] = ThreadPoolExecutor(self._workers, thread_name_prefix="kvf-worker")
+        return self._pools[name]
 
     def _run_in_pool(self, call: Call) -> None:
         self._hand_over(call, call.run())
