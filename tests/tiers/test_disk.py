@@ -12,6 +12,7 @@ import pytest
 
 from kvf_filesystem.form import HEAD_BYTES, path_of
 from kvf_filesystem.root import MARKER
+from kvframework.errors import TierError
 from kvframework.wire import messages as m
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -155,6 +156,34 @@ def test_a_folder_that_is_deleted_underneath_is_made_good(tmp_path: Path, seed: 
         assert [engine.load(each) for each in prompts.values()] == [6] * len(prompts)
         assert tier(engine.client)["state"] == "closed"
         await_rest(engine.client)
+
+
+@pytest.mark.parametrize("removal", ["clear", "eviction"])
+def test_folders_that_are_links_lose_and_gain_nothing_where_they_lead(tmp_path: Path, removal: str) -> None:
+    folder, outside = tmp_path / "kv", tmp_path / "outside"
+    table = settings(folder, capacity="1MiB", high_watermark=0.9, low_watermark=0.5)
+    with ServerProcess(*table) as server, Engine(server.endpoint) as engine:
+        kept = prompt(range(20))
+        engine.store(kept)
+        await_written(engine.client)
+        outside.mkdir()
+        for each in [path for path in folder.iterdir() if path.is_dir()]:
+            each.rename(outside / each.name)
+            each.symlink_to(outside / each.name)
+        before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in outside.rglob("*") if path.is_file()}
+        assert len(before) == len(kept) + 1, "with the record of the namespace"
+        if removal == "clear":
+            with pytest.raises(TierError, match="Not a directory"):
+                engine.client.call("CLEAR", m.Clear(l2=True))
+        else:
+            for number in range(1, 8):
+                engine.store(prompt(range(1000 * number, 1000 * number + 20)))
+            wait_until(lambda: tier(engine.client)["evicted"] + tier(engine.client)["errors"] > 0, 60)
+        engine.clear()
+        assert engine.load(kept) == 0
+        after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in outside.rglob("*") if path.is_file()}
+        assert after == before
+        assert "Traceback" not in server.log
 
 
 def test_what_was_used_longest_ago_leaves_a_folder_at_its_capacity(tmp_path: Path) -> None:
