@@ -57,10 +57,10 @@ class FilesystemTier(Tier):
         self._writer = Writer(self._ledger, fsync=options.fsync, token=token)
         self._lister = Lister(self._ledger, shared=options.shared, token=token)
 
-        path = root.path
+        self._path = root.path
 
         def open_again() -> Root:
-            root = open_again_at(path, options, where=where)
+            root = open_again_at(self._path, options, where=where)
             self._counting.again()
             return root
 
@@ -126,6 +126,11 @@ class FilesystemTier(Tier):
                 raise OSError(code, os.strerror(code))
 
         self._run(ask, deadline)
+
+    def problems(self) -> list[str]:
+        """What the kernel said to the last write, until one succeeds."""
+        trouble = self._writer.trouble
+        return [f"{self._path}: {trouble}"] if trouble else []
 
     def close(self) -> None:
         """Waits a few seconds at most, for the counting thread; not for calls in flight, which fail by themselves."""

@@ -42,6 +42,8 @@ class Writer:
         self._syncs_names = fsync == "full"
         self._token = token
         self._numbers = itertools.count()
+        # What the kernel said to the last write, "" if that succeeded.
+        self.trouble = ""
 
     def store(self, root: Root, key: PackedKey, parts: Sequence[memoryview], limit: Limit) -> Outcome:
         """Writes the value of `parts` (of bytes, none empty): STORED, or FAILED if there is no room for it or its path
@@ -60,6 +62,7 @@ class Writer:
             finally:
                 self._ledger.release(nbytes)
         except OSError as error:
+            self.trouble = error.strerror or type(error).__name__
             if error.errno in _FULL:
                 return Outcome.FAILED
             raise
@@ -108,6 +111,8 @@ class Writer:
                     os.unlink(temporary, dir_fd=folder_fd)
         if self._syncs_names:
             os.fsync(folder_fd)
+        if published:
+            self.trouble = ""
         return Outcome.STORED if published else Outcome.FAILED
 
     def _made(self, root: Root, folder: int) -> int:
