@@ -79,7 +79,7 @@ class ConfigFileError(ConfigError):
 
 
 class ConfigFieldError(ConfigError):
-    """A field of the configuration is unknown, missing or of the wrong type.
+    """A field of the configuration is unknown, missing, of the wrong type or nested too deep.
 
     What to do: correct the field that it names; `kvframework plugins info KIND.NAME` lists a plugin's options."""
 

@@ -141,7 +141,8 @@ class Tier(ABC):
 
     def problems(self) -> Sequence[str]:
         """Returns what keeps the tier from working as configured now, a line each and without a secret, for the
-        server's status. Asked every few seconds, also while calls fail; must not block. Optional."""
+        server's status: the place, and the store's own words. Asked every few seconds, also while calls fail, and after
+        a `put` with a FAILED value, whose reason the log has from here; must not block. Optional."""
         return ()
 
     def status(self) -> Mapping[str, object]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kvframework.config.toml import parse_toml
+from kvframework.config.toml import MOST_LEVELS, parse_toml
+from kvframework.config.toml_excerpt import MOST_SHOWN
 from kvframework.errors import ConfigFieldError, ConfigFileError
 
 _HINT = "write table.key=value, for example l1.capacity=4GiB or l2.0.url=redis://localhost"
@@ -29,6 +30,8 @@ def override_keys(override: str) -> tuple[str, ...]:
     keys = tuple(key.strip() for key in path.split("."))
     if not separator or not all(keys):
         raise _refusal(override, "is not of the form table.key=value")
+    if len(keys) > MOST_LEVELS:
+        raise _refusal(override, f"names a key {len(keys)} levels deep", available=f"at most {MOST_LEVELS}")
     return keys
 
 
@@ -36,7 +39,7 @@ def parse_value(text: str) -> object:
     """`text` as a TOML value if it is one, else as a string."""
     try:
         parsed = parse_toml(f"value = {text}", where="")
-    except ConfigFileError:
+    except (ConfigFileError, ConfigFieldError):
         return text
     # A line break in the text could have smuggled in further keys.
     return parsed["value"] if len(parsed) == 1 else text
@@ -71,5 +74,5 @@ def _index(node: list[object], key: str, override: str) -> int:
 
 def _refusal(override: str, fact: str, available: str = "") -> ConfigFieldError:
     # The value may be a secret.
-    where = f"--set {override.partition('=')[0]}"
+    where = f"--set {override.partition('=')[0][:MOST_SHOWN]}"
     return ConfigFieldError(f"the override {fact}", where=where, available=available, hint=_HINT)

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvframework.api.options import ByteSize
+from kvframework.config.toml_excerpt import excerpt
 from kvframework.config.toml_mistakes import explain
-from kvframework.errors import ConfigFileError
+from kvframework.config.toml_places import deep_at
+from kvframework.errors import ConfigFieldError, ConfigFileError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -20,24 +22,36 @@ else:
 # The largest file that is read: no configuration has this many bytes, a device has no end, and the parser takes 2 us
 # for a byte.
 MOST_BYTES = 256 << 10
+# The deepest table or array that is read: no option is as deep, Python's stack has an end, and the parser takes the
+# square of a key's parts.
+MOST_LEVELS = 32
 
 
 def parse_toml(text: str, *, where: str) -> dict[str, object]:
-    """Parses a TOML text. Raises `ConfigFileError` with the line, its text, a caret at the mistake and a hint."""
+    """Parses a TOML text. Raises `ConfigFileError`, and `ConfigFieldError` for what is nested too deep, with the line,
+    its text, a caret at the mistake and a hint."""
+    text = text.replace("\r\n", "\n")
+    deep = deep_at(text, MOST_LEVELS)
+    if deep is not None:
+        line = text.count("\n", 0, deep) + 1
+        raise ConfigFieldError(
+            f"this is nested more than {MOST_LEVELS} levels deep\n{_indented(excerpt(text, deep, line))}",
+            where=f"{where}: line {line}",
+            hint="a name with a dot in it needs quotes, and each [ and { its end",
+        )
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         mistake = explain(text, str(error))
-        excerpt = "\n".join(f"    {line}" for line in mistake.excerpt.splitlines())
-        fact = f"not valid TOML, line {mistake.line}: {mistake.fact}\n{excerpt}"
+        fact = f"not valid TOML, line {mistake.line}: {mistake.fact}\n{_indented(mistake.excerpt)}"
         raise ConfigFileError(fact, where=where, hint=mistake.hint) from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+    except ValueError as error:  # a number of thousands of digits
         raise ConfigFileError(f"not valid TOML: {error}", where=where) from None
 
 
 def read_toml(path: Path, named_by: str = "--config and KVFRAMEWORK_CONFIG") -> dict[str, object]:
-    """Reads a TOML file. Blocking. Raises `ConfigFileError` if the file is missing, unreadable, not UTF-8 or no
-    TOML."""
+    """Reads a TOML file. Blocking. Raises like `parse_toml`, and `ConfigFileError` if the file is missing, unreadable,
+    too large or not UTF-8."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
@@ -75,6 +89,10 @@ def toml_value(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return f"[{', '.join(map(toml_value, value))}]"
     raise TypeError(f"TOML has no {type(value).__name__}")
+
+
+def _indented(lines: str) -> str:
+    return "\n".join(f"    {line}" for line in lines.splitlines())
 
 
 def _size(size: int) -> str:

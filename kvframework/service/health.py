@@ -134,9 +134,13 @@ def _said(name: str, amount: int, document: Document) -> str:
     """Return the words for a counter that has grown, and its place in the document."""
     if name.startswith(f"messaging.counters.{ERROR_COUNTER}"):
         return f"{amount} requests were answered with an error ({name})"
-    tier, _, counter = name.removeprefix("l2.").partition(".")
+    number, _, counter = name.removeprefix("l2.").partition(".")
     if name.startswith("l2."):
-        return f"{amount} {_meaning(counter)}, in {document['l2'][int(tier)]['name']} ({name})"
+        tier = document["l2"][int(number)]
+        if counter == "store_failed":
+            why = f": {one_line(tier['last_error'])}" if tier["last_error"] else ""
+            return f"{counted(amount, 'values')} could not be stored in {tier['name']}{why} ({name})"
+        return f"{amount} {_meaning(counter)}, in {tier['name']} ({name})"
     return f"{amount} {_meaning(name)} ({name})"
 
 

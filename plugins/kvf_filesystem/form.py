@@ -40,11 +40,17 @@ def folder_of(key: PackedKey) -> int:
     return key[-1]
 
 
-def path_of(key: PackedKey) -> str:
-    """The path below the root. Raises `ValueError` for bytes that are no packed key."""
+def place_of(key: PackedKey) -> tuple[int, str]:
+    """The folder and the name in it. Raises `ValueError` for bytes that are no packed key."""
     if len(key) != PACKED_KEY_BYTES:
         raise ValueError(f"an object key has {PACKED_KEY_BYTES} bytes, found {len(key)}")
-    return f"{folder_name(folder_of(key))}/{key.hex()}"
+    return folder_of(key), key.hex()
+
+
+def path_of(key: PackedKey) -> str:
+    """The path below the root, for people and tests: the tier opens each part of it by itself."""
+    folder, name = place_of(key)
+    return f"{folder_name(folder)}/{name}"
 
 
 def key_of(folder: int, name: str) -> PackedKey | None:

@@ -8,6 +8,7 @@ import os
 import stat
 import time
 
+from kvf_filesystem.folders import FOLDER_FLAGS
 from kvf_filesystem.form import counted_bytes, folder_name, key_of, token_of
 from kvf_filesystem.ledger import Ledger
 from kvf_filesystem.limit import Limit
@@ -37,8 +38,9 @@ class Lister:
     def _listed(self, root: Root, folder: int, limit: Limit) -> list[TierEntry]:
         entries = []
         try:
-            fd = os.open(folder_name(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root.fd)
-        except (FileNotFoundError, NotADirectoryError):
+            # One of its own: those that share a descriptor share the place in its list, too.
+            fd = os.open(folder_name(folder), FOLDER_FLAGS, dir_fd=root.fd)
+        except (FileNotFoundError, NotADirectoryError):  # the latter for a link, too
             return []
         try:
             with os.scandir(fd) as found:

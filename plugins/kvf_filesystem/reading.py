@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Sequence
 
 from kvf_filesystem.aligned import align
-from kvf_filesystem.form import HEAD_BYTES, LARGE, folder_name, folder_of, path_of, start_in, value_bytes
+from kvf_filesystem.form import HEAD_BYTES, LARGE, place_of, start_in, value_bytes
 from kvf_filesystem.moving import move, trimmed
 from kvf_filesystem.root import Root
 from kvframework.api.tier import Outcome, PackedKey
@@ -20,8 +20,9 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO)  # a symbolic link, a socket
 
 def look(root: Root, key: PackedKey) -> Outcome:
     """FOUND, MISSING, or DAMAGED if the path is not a file. Raises `OSError`."""
+    folder, name = place_of(key)
     try:
-        found = os.stat(path_of(key), dir_fd=root.fd, follow_symlinks=False)
+        found = os.stat(name, dir_fd=root.folders.at(folder), follow_symlinks=False)
     except FileNotFoundError:
         return Outcome.MISSING
     return Outcome.FOUND if stat.S_ISREG(found.st_mode) else Outcome.DAMAGED
@@ -32,14 +33,15 @@ def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callabl
 
     Raises `OSError` for errors that do not concern this file alone, and the errors of `check`.
     """
+    folder, name = place_of(key)
     try:
-        fd = os.open(path_of(key), _FLAGS, dir_fd=root.fd)
+        fd = os.open(name, _FLAGS, dir_fd=root.folders.at(folder))
     except FileNotFoundError:
         return Outcome.MISSING
     except OSError as error:
         if error.errno in _NO_FILE:
             return Outcome.DAMAGED
-        if root.spared_by(error, folder_name(folder_of(key))):
+        if root.spared_by(error, folder):
             return Outcome.FAILED
         raise
     try:

@@ -14,6 +14,7 @@ import stat
 from dataclasses import dataclass
 
 from kvf_filesystem.aligned import REFUSALS
+from kvf_filesystem.folders import FOLDER_FLAGS, Folders
 from kvf_filesystem.form import FORMAT, PAGE
 from kvf_filesystem.locking import check_lock, lock
 from kvf_filesystem.options import FilesystemOptions
@@ -30,41 +31,62 @@ _PASSED_OVER = {MARKER, "lost+found"}  # a new ext4 file system is not empty
 class Root:
     """The open folder; all of the tier's paths are relative to `fd`. Owns both descriptors until `close`."""
 
+    path: str
     fd: int
     marker_fd: int
+    folders: Folders
     direct_writes: bool = False
     direct_reads: bool = False
 
     def gone(self) -> bool:
-        """True once the folder was removed, even if its path exists again. Raises `OSError`."""
-        return os.fstat(self.fd).st_nlink == 0
+        """True once the folder was removed, even if its path exists again. Each call asks it first. Raises
+        `OSError`."""
+        found = os.fstat(self.fd)
+        self.folders.seen(found)
+        return found.st_nlink == 0
 
-    def usable(self, folder: str = ".") -> bool:
-        """True if the permissions of `folder` allow reading and writing files in it."""
-        return os.access(folder, os.R_OK | os.W_OK | os.X_OK, dir_fd=self.fd, effective_ids=True)
+    def usable(self) -> bool:
+        """True if the permissions of the folder allow reading and writing files in it."""
+        return _usable(self.fd)
 
-    def spared_by(self, error: OSError, folder: str) -> bool:
-        """True if `error` is a refusal that concerns one file and not all of `folder`."""
-        return error.errno in (errno.EACCES, errno.EPERM) and self.usable(folder)
+    def spared_by(self, error: OSError, folder: int) -> bool:
+        """True if `error` is a refusal that concerns one file and not all of the fan-out folder."""
+        if error.errno not in (errno.EACCES, errno.EPERM):
+            return False
+        try:
+            return _usable(self.folders.now(folder))
+        except OSError:
+            return False
 
     def close(self) -> None:
+        self.folders.close()
         os.close(self.fd)
         os.close(self.marker_fd)
 
 
-def open_root(options: FilesystemOptions, *, create: bool, where: str) -> Root:
-    """Opens the folder; creates it if it is missing and `create` is set. Raises `ConfigFieldError`."""
+def open_root(options: FilesystemOptions, *, where: str) -> Root:
+    """Opens the folder; creates it if it is missing. Links in its path are followed here, and never again. Raises
+    `ConfigFieldError`."""
     path = _absolute(options.path, where)
     try:
-        if create:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        path = os.path.realpath(path, strict=True)
+    except OSError as error:
+        raise _refused(path, error, where) from error
+    return open_again_at(path, options, where=where)
+
+
+def open_again_at(path: str, options: FilesystemOptions, *, where: str) -> Root:
+    """Opens the folder at the `path` of an earlier root, if it is there and no part of it is a link. Raises
+    `ConfigFieldError`."""
+    try:
+        fd = _open_part_by_part(path)
     except OSError as error:
         raise _refused(path, error, where) from error
     try:
-        root = Root(fd, _open_marker(fd, path, where))
+        root = Root(path, fd, _open_marker(fd, path, where), Folders(fd))
     except OSError as error:
         os.close(fd)
         raise _refused(path, error, where) from error
@@ -91,7 +113,7 @@ def check_root(options: FilesystemOptions, *, where: str, replaces: int | None =
     except OSError as error:
         raise _refused(path, error, where) from error
     try:
-        if not os.access(".", os.R_OK | os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True):
+        if not _usable(fd):
             raise _not_writable(base, where)
         if base == path:
             _check_private(fd, path, where)
@@ -115,6 +137,23 @@ def _absolute(path: str, where: str) -> str:
             f"the path {path!r} names no folder", where=f"{where}.path", hint="after ~ comes / or the name of a user"
         )
     return os.path.abspath(path)
+
+
+def _open_part_by_part(path: str) -> int:
+    above = os.open("/", os.O_PATH | FOLDER_FLAGS)
+    *parents, name = path.strip("/").split("/")
+    try:
+        for part in parents:
+            fd = os.open(part, os.O_PATH | FOLDER_FLAGS, dir_fd=above)
+            os.close(above)
+            above = fd
+        return os.open(name or ".", FOLDER_FLAGS, dir_fd=above)
+    finally:
+        os.close(above)
+
+
+def _usable(fd: int) -> bool:
+    return os.access(".", os.R_OK | os.W_OK | os.X_OK, dir_fd=fd, effective_ids=True)
 
 
 def _not_writable(path: str, where: str) -> ConfigFieldError:
@@ -164,11 +203,18 @@ def _check_marker(fd: int, path: str, where: str) -> None:
                 hint="name an empty folder, or one that does not exist",
             )
         return
-    marker_fd = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+    # O_NONBLOCK: opening a FIFO in place of the marker would block.
+    marker_fd = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
     try:
-        found = os.pread(marker_fd, len(_MARK) + 1, 0)
+        status = os.fstat(marker_fd)
+        is_file = stat.S_ISREG(status.st_mode)
+        found = os.pread(marker_fd, len(_MARK) + 1, 0) if is_file else b""
     finally:
         os.close(marker_fd)
+    if not is_file or (found != _MARK and status.st_nlink > 1):  # a torn one is written, but not a file of others
+        raise ConfigFieldError(
+            f"{MARKER} in the folder {path} is no file of the tier's", where=f"{where}.path", hint="remove it"
+        )
     if not _MARK.startswith(found):
         raise ConfigFieldError(
             f"the folder {path} is of another format: {found.decode(errors='replace').strip()!r}",

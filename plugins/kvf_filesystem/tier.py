@@ -3,7 +3,6 @@ thread."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import secrets
@@ -13,15 +12,15 @@ from functools import partial
 from typing import TypeVar
 
 from kvf_filesystem.counting import Counting
-from kvf_filesystem.form import FOLDERS, path_of
+from kvf_filesystem.form import FOLDERS
 from kvf_filesystem.ledger import Ledger
 from kvf_filesystem.limit import Limit
 from kvf_filesystem.listing import Lister
 from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.reading import load, look
-from kvf_filesystem.root import Root, open_root
+from kvf_filesystem.root import Root, open_again_at, open_root
 from kvf_filesystem.shared_root import SharedRoot
-from kvf_filesystem.writing import Writer
+from kvf_filesystem.writing import Writer, touch
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 
@@ -35,7 +34,7 @@ _HINTS = {
     errno.EROFS: "the file system is mounted read-only: see the kernel's log, mount it writable",
     errno.ENOENT: "the folder was removed: make it again",
     errno.EIO: "the disk fails: see the kernel's log",
-    errno.ENOTDIR: "a file stands where a folder belongs: remove it",
+    errno.ENOTDIR: "a file or a link stands where a folder belongs: remove it",
     errno.ESTALE: "the file server has lost the folder: it is opened again by the next call",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
@@ -43,7 +42,7 @@ _HINTS = {
 
 def open_tier(options: FilesystemOptions, *, where: str) -> Tier:
     """The tier; opens its folder, or creates it. Raises `ConfigFieldError`."""
-    return FilesystemTier(open_root(options, create=True, where=where), options, where=where)
+    return FilesystemTier(open_root(options, where=where), options, where=where)
 
 
 class FilesystemTier(Tier):
@@ -58,8 +57,10 @@ class FilesystemTier(Tier):
         self._writer = Writer(self._ledger, fsync=options.fsync, token=token)
         self._lister = Lister(self._ledger, shared=options.shared, token=token)
 
+        self._path = root.path
+
         def open_again() -> Root:
-            root = open_root(options, create=False, where=where)
+            root = open_again_at(self._path, options, where=where)
             self._counting.again()
             return root
 
@@ -99,11 +100,7 @@ class FilesystemTier(Tier):
         return self._each(lambda root, index, limit: self._writer.remove(root, keys[index], limit), len(keys), deadline)
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
-        def touch(root: Root, index: int, _limit: Limit) -> None:
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(path_of(keys[index]), dir_fd=root.fd, follow_symlinks=False)
-
-        self._each(touch, len(keys), deadline)
+        self._each(lambda root, index, _limit: touch(root, keys[index]), len(keys), deadline)
 
     def usage(self, *, deadline: float) -> TierUsage:
         """Bytes of values; waits for the first count for half of its time, then returns the bytes counted so far. The
@@ -129,6 +126,11 @@ class FilesystemTier(Tier):
                 raise OSError(code, os.strerror(code))
 
         self._run(ask, deadline)
+
+    def problems(self) -> list[str]:
+        """What the kernel said to the last write, until one succeeds."""
+        trouble = self._writer.trouble
+        return [f"{self._path}: {trouble}"] if trouble else []
 
     def close(self) -> None:
         """Waits a few seconds at most, for the counting thread; not for calls in flight, which fail by themselves."""

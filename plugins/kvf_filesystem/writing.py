@@ -1,5 +1,5 @@
-"""Writing and removal of one object's file: a temporary file beside its place, then a rename; and its bytes in the
-ledger. Runs in the caller's storage thread."""
+"""Writing, touching and removal of one object's file, and its bytes in the ledger. A value is written to a temporary
+file beside its place, which is then renamed. Runs in the caller's storage thread."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from kvf_filesystem.form import (
     counted_bytes,
     file_bytes,
     folder_name,
-    folder_of,
     lead_bytes,
     pack_head,
-    path_of,
+    place_of,
     start_for,
     temporary_name,
 )
@@ -43,6 +42,8 @@ class Writer:
         self._syncs_names = fsync == "full"
         self._token = token
         self._numbers = itertools.count()
+        # What the kernel said to the last write, "" if that succeeded.
+        self.trouble = ""
 
     def store(self, root: Root, key: PackedKey, parts: Sequence[memoryview], limit: Limit) -> Outcome:
         """Writes the value of `parts` (of bytes, none empty): STORED, or FAILED if there is no room for it or its path
@@ -52,43 +53,46 @@ class Writer:
         is removed then.
         """
         nbytes = sum(part.nbytes for part in parts)
-        if not self._ledger.reserve(nbytes, _bytes_at(root, path_of(key))):
-            return Outcome.FAILED
+        folder, name = place_of(key)
         try:
-            return self._write_and_publish(root, key, parts, nbytes, limit)
+            if not self._ledger.reserve(nbytes, _bytes_at(self._made(root, folder), name)):
+                return Outcome.FAILED
+            try:
+                return self._write_and_publish(root, folder, name, parts, nbytes, limit)
+            finally:
+                self._ledger.release(nbytes)
         except OSError as error:
+            self.trouble = error.strerror or type(error).__name__
             if error.errno in _FULL:
                 return Outcome.FAILED
             raise
-        finally:
-            self._ledger.release(nbytes)
 
     def remove(self, root: Root, key: PackedKey, limit: Limit) -> Outcome:
         """Removes the file, or an empty folder in its place: DELETED, MISSING or FAILED. Raises `OSError` and
         `TierError`."""
-        path, folder = path_of(key), folder_of(key)
+        folder, name = place_of(key)
         try:
             with limit.holding(self._ledger.locks[folder]):
-                found = os.stat(path, dir_fd=root.fd, follow_symlinks=False)
+                fd = root.folders.now(folder)
+                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
                 if stat.S_ISDIR(found.st_mode):
-                    os.rmdir(path, dir_fd=root.fd)
+                    os.rmdir(name, dir_fd=fd)
                 else:
-                    os.unlink(path, dir_fd=root.fd)
+                    os.unlink(name, dir_fd=fd)
                 self._ledger.change(folder, -_counted(found))
         except FileNotFoundError:
             return Outcome.MISSING
         except OSError as error:
-            if error.errno in _NOT_EMPTY or root.spared_by(error, folder_name(folder)):
+            if error.errno in _NOT_EMPTY or root.spared_by(error, folder):
                 return Outcome.FAILED
             raise
         return Outcome.DELETED
 
     def _write_and_publish(
-        self, root: Root, key: PackedKey, parts: Sequence[memoryview], nbytes: int, limit: Limit
+        self, root: Root, folder: int, name: str, parts: Sequence[memoryview], nbytes: int, limit: Limit
     ) -> Outcome:
-        folder = folder_name(folder_of(key))
-        temporary = f"{folder}/{temporary_name(self._token, next(self._numbers))}"
-        fd = self._create(root, folder, temporary)
+        temporary, folder_fd = temporary_name(self._token, next(self._numbers)), root.folders.at(folder)
+        fd = os.open(temporary, _FLAGS, 0o600, dir_fd=folder_fd)
         published = False
         try:
             try:
@@ -100,40 +104,54 @@ class Writer:
             finally:
                 os.close(fd)  # NFS reports here that the disk is full
             limit.check()
-            published = self._publish(root, key, temporary, nbytes, limit)
+            published = self._publish(root, folder, name, temporary, nbytes, limit)
         finally:
             if not published:
                 with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=root.fd)
+                    os.unlink(temporary, dir_fd=folder_fd)
         if self._syncs_names:
-            _sync_folder(root, folder)
+            os.fsync(folder_fd)
+        if published:
+            self.trouble = ""
         return Outcome.STORED if published else Outcome.FAILED
 
-    def _create(self, root: Root, folder: str, temporary: str) -> int:
+    def _made(self, root: Root, folder: int) -> int:
+        """The descriptor of the folder, which is made if it is missing."""
         try:
-            return os.open(temporary, _FLAGS, 0o600, dir_fd=root.fd)
+            return root.folders.now(folder)
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700, dir_fd=root.fd)
+                os.mkdir(folder_name(folder), 0o700, dir_fd=root.fd)
         if self._syncs_names:
-            _sync_folder(root, ".")
-        return os.open(temporary, _FLAGS, 0o600, dir_fd=root.fd)
+            os.fsync(root.fd)
+        return root.folders.now(folder)
 
-    def _publish(self, root: Root, key: PackedKey, temporary: str, nbytes: int, limit: Limit) -> bool:
-        path, folder = path_of(key), folder_of(key)
+    def _publish(self, root: Root, folder: int, name: str, temporary: str, nbytes: int, limit: Limit) -> bool:
         with limit.holding(self._ledger.locks[folder]):
-            replaced = _bytes_at(root, path)
+            # The one in its place may be another by now, without the temporary file.
+            fd = root.folders.now(folder)
+            replaced = _bytes_at(fd, name)
             if not self._ledger.replace(folder, nbytes, replaced):
                 return False
             try:
-                _rename(root, temporary, path)
+                _rename(fd, temporary, name)
             except OSError as error:
                 self._ledger.change(folder, replaced - nbytes)
                 # ENOENT: the temporary file was swept, or the folder removed.
-                if error.errno in (errno.ENOENT, *_NOT_EMPTY) or root.spared_by(error, folder_name(folder)):
+                if error.errno in (errno.ENOENT, *_NOT_EMPTY) or root.spared_by(error, folder):
                     return False
                 raise
         return True
+
+
+def touch(root: Root, key: PackedKey) -> None:
+    """Sets the time of the file, unless it has another name, too, which may be somebody else's. Raises `OSError`."""
+    folder, name = place_of(key)
+    with contextlib.suppress(FileNotFoundError):
+        fd = root.folders.at(folder)
+        found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+            os.utime(name, dir_fd=fd, follow_symlinks=False)
 
 
 def _write(fd: int, parts: Sequence[memoryview], nbytes: int, direct: bool, limit: Limit) -> None:
@@ -148,28 +166,20 @@ def _write(fd: int, parts: Sequence[memoryview], nbytes: int, direct: bool, limi
         os.ftruncate(fd, file_bytes(nbytes))
 
 
-def _rename(root: Root, temporary: str, path: str) -> None:
+def _rename(folder_fd: int, temporary: str, name: str) -> None:
     try:
-        os.rename(temporary, path, src_dir_fd=root.fd, dst_dir_fd=root.fd)
+        os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
     except IsADirectoryError:
-        os.rmdir(path, dir_fd=root.fd)
-        os.rename(temporary, path, src_dir_fd=root.fd, dst_dir_fd=root.fd)
+        os.rmdir(name, dir_fd=folder_fd)
+        os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
 
-def _bytes_at(root: Root, path: str) -> int:
+def _bytes_at(folder_fd: int, name: str) -> int:
     try:
-        return _counted(os.stat(path, dir_fd=root.fd, follow_symlinks=False))
+        return _counted(os.stat(name, dir_fd=folder_fd, follow_symlinks=False))
     except FileNotFoundError:
         return 0
 
 
 def _counted(found: os.stat_result) -> int:
     return counted_bytes(found.st_size) if stat.S_ISREG(found.st_mode) else 0
-
-
-def _sync_folder(root: Root, folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root.fd)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

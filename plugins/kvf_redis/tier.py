@@ -44,6 +44,7 @@ class RedisTier(Tier):
         self._ttl_s = options.ttl_s
         self._max_bytes = int(options.max_value_bytes)
         self._closed = False
+        self._full = False
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         self._check(deadline)
@@ -103,6 +104,8 @@ class RedisTier(Tier):
                 raise failure
             self._run([command for each in ready for command in (each.before, each.first)], deadline)
             self._try_all((_unlink(key) for each in writings for key in each.remains()), deadline)
+            asked = [command for each in writings for command in (*each.pieces, each.first) if command.answered]
+            self._full = any(each.outcome is Outcome.FAILED and not each.error for each in asked)
             return [each.first.outcome for each in writings]
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
@@ -113,6 +116,10 @@ class RedisTier(Tier):
     def capabilities(self) -> frozenset[str]:
         """`scan`, and `touch` if values have a TTL."""
         return super().capabilities() if self._ttl_s else super().capabilities() - {"touch"}
+
+    def problems(self) -> list[str]:
+        """That the server is full, until it stores values again."""
+        return ["the server is full, and its maxmemory-policy evicts nothing (OOM)"] if self._full else []
 
     def ping(self, *, deadline: float) -> None:
         self._router.ping(deadline)

@@ -4,7 +4,6 @@ tier's own thread, in which all requests are under way (`loop_thread.py`)."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -21,11 +20,8 @@ from kvf_s3.values import find, receive, remove, send
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
 
-log = logging.getLogger(__name__)
 R = TypeVar("R")
 T = TypeVar("T")
-
-_SAY_AGAIN_S = 60.0
 
 
 def open_tier(options: S3Options, *, where: str) -> S3Tier:
@@ -42,13 +38,15 @@ class S3Tier(Tier):
         self._store = settings.store
         self._address = settings.address
         self._where = f"{where}: {settings.shown}"
+        self._shown_as = settings.shown
         self._at_once = options.concurrency
         self._until_missing = options.ask == "until_missing"
         self._hints = Hints(options.remember_s)
         self._deleting: dict[PackedKey, asyncio.Event] = {}
         # Whether the bucket has shown itself: where it is missing, its keys look as if only they were.
         self._seen = False
-        self._said_full = -_SAY_AGAIN_S
+        # Why a value of the last `put` was not stored, though the store answers.
+        self._full: Failure | None = None
         sweeper = Sweeper(self._store, self._address, options.capacity, every_s=options.sweep_s, where=self._where)
         self._thread = LoopThread("kvf-s3", sweeper.run if options.capacity else None)
 
@@ -78,7 +76,11 @@ class S3Tier(Tier):
             self._noted(keys[index], there=answer is Outcome.STORED)
             return answer
 
-        return self._batch(lambda: self._ask(keys, put, deadline), deadline)
+        answers = self._run(lambda: self._ask(keys, put, deadline), deadline)
+        full = next((each for each in answers if isinstance(each, Failure) and each.full), None)
+        if full is not None or Outcome.STORED in answers:
+            self._full = full
+        return settled(answers, self._where)
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         """DELETED once, of several threads of this tier that delete a value; another server may say so as well."""
@@ -112,6 +114,10 @@ class S3Tier(Tier):
         if answer is not None:
             raise answer.error(self._where)
 
+    def problems(self) -> list[str]:
+        """What a full store said, until it stores a value again."""
+        return [] if self._full is None else [f"{self._shown_as}: {self._full.fact}; {self._full.hint}"]
+
     def close(self) -> None:
         """Ends calls in flight, and the tier's thread; blocks for two seconds at most."""
         self._thread.close()
@@ -119,10 +125,7 @@ class S3Tier(Tier):
     def _batch(
         self, work: Callable[[], Coroutine[Any, Any, Sequence[R | Outcome | Failure]]], deadline: float
     ) -> list[R | Outcome]:
-        answers = self._run(work, deadline)
-        if any(isinstance(each, Failure) and each.full for each in answers):
-            self._say_full(next(each for each in answers if isinstance(each, Failure) and each.full))
-        return settled(answers, self._where)
+        return settled(self._run(work, deadline), self._where)
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, T]], deadline: float) -> T:
         self._check(deadline)
@@ -184,13 +187,6 @@ class S3Tier(Tier):
             self._hints.note(key, time.monotonic())
         else:
             self._hints.forget(key)
-
-    def _say_full(self, failure: Failure) -> None:
-        """Log a full store, once a minute: FAILED, which it is for each value, has no text."""
-        now = time.monotonic()
-        if now - self._said_full >= _SAY_AGAIN_S:
-            self._said_full = now
-            log.warning("%s: values are not stored: %s; %s", self._where, failure.fact, failure.hint)
 
     def _scan(self, deadline: float) -> Iterator[TierEntry]:
         listing = pages(self._store, self._address)

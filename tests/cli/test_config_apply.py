@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import run
+from tests.cli.command import run, run_process
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -102,6 +102,36 @@ def test_sighup_reads_the_file_again_all_or_nothing(server: FileServer) -> None:
     server.hang_up()
     wait_until(lambda: 'configuration: log.level = "debug", was "info"' in server.log)
     assert "Traceback" not in server.log
+    assert server.status()["l1"]["capacity_bytes"] == 16 << 20
+
+
+DEEP = {
+    "key": ".".join(["a"] * 3000) + " = 1\n",
+    "name": "[" + ".".join(["a"] * 3000) + "]\n",
+    "tenant": "[tenants." + ".".join(["a"] * 3000) + "]\n",
+    "arrays": "a = " + "[" * 3000 + "]" * 3000 + "\n",
+    "tables": "a = " + "{a = " * 3000 + "1" + "}" * 3000 + "\n",
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_what_is_nested_thousands_deep_is_refused_by_each_reader_of_the_file(server: FileServer, name: str) -> None:
+    server.file.write_text(f"# a comment\n{DEEP[name]}")
+    refused = f"[config.field] {server.file}: line 2: "
+    for done in (run("config", "check", str(server.file)), run_process("serve", "--config", str(server.file))):
+        assert done.returncode == 2, done.args
+        assert refused in done.stderr, done.args
+        assert "hint: " in done.stderr
+        assert "Traceback" not in done.stderr
+    status, text = apply(server)
+    assert (status, refused in text) == (2, True)
+    server.hang_up()
+    wait_until(lambda: "SIGHUP: the configuration is refused, nothing has changed" in server.log)
+    assert refused in server.log
+    assert "Traceback" not in server.log
+    server.write(log='[log]\nlevel = "debug"\n')
+    server.hang_up()
+    wait_until(lambda: 'configuration: log.level = "debug", was "info"' in server.log)
     assert server.status()["l1"]["capacity_bytes"] == 16 << 20
 
 

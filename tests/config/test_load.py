@@ -212,5 +212,7 @@ def test_toml_errors_name_file_and_line(load: Load, tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'# caf\xe9\nuse = "x"')
     with pytest.raises(ConfigFileError, match="UTF-8"):
         load_config(tmp_path / "latin.toml", environ={})
-    with pytest.raises(ConfigFileError, match="not valid TOML"):
+    with pytest.raises(ConfigFieldError, match="nested more than"):
         load("x = " + "[" * 100_000)
+    with pytest.raises(ConfigFileError, match="not valid TOML"):
+        load("x = " + "1" * 100_000)

@@ -105,3 +105,15 @@ def test_a_wrong_value_points_at_the_overrides() -> None:
     assert caught.value.where == "embedded default with --set: [server] workers"
     with pytest.raises(ConfigFieldError, match="expected an array of tables"):
         load_config(overrides=["l2.use=redis"], environ={})
+
+
+def test_a_path_of_thousands_of_parts_is_refused_and_cut() -> None:
+    with pytest.raises(ConfigFieldError, match="3000 levels deep") as caught:
+        load_config(overrides=[f"{'.'.join(['a'] * 3000)}=1"], environ={})
+    assert len(str(caught.value)) < 400
+
+
+def test_a_value_of_thousands_of_brackets_is_a_text_as_anything_else_that_is_no_toml() -> None:
+    with pytest.raises(ConfigFieldError) as caught:
+        load_config(overrides=[f"log.level={'[' * 3000}{']' * 3000}"], environ={})
+    assert caught.value.where == "embedded default with --set: [log] level"

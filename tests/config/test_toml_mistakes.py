@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvframework.config.toml import MOST_BYTES, parse_toml, read_toml
+from kvframework.config.toml import MOST_BYTES, MOST_LEVELS, parse_toml, read_toml, toml_value
 from kvframework.config.toml_mistakes import explain
-from kvframework.errors import ConfigFileError
+from kvframework.config.toml_places import deep_at
+from kvframework.errors import ConfigFieldError, ConfigFileError
 
 # name: text, line, what stands at the caret, part of the hint
 MISTAKES = {
@@ -72,10 +73,10 @@ OF_1_0 = {
 }
 
 
-def refusal(text: str) -> ConfigFileError | None:
+def refusal(text: str) -> ConfigFileError | ConfigFieldError | None:
     try:
         parse_toml(text, where="kvf.toml")
-    except ConfigFileError as error:
+    except (ConfigFileError, ConfigFieldError) as error:
         return error
     return None
 
@@ -202,3 +203,75 @@ def test_no_message_breaks_it(text: str, message: str, line: int, column: int) -
     lines = text.replace("\r\n", "\n").count("\n") + 1
     place = f" (at line {min(line, lines)}, column {column})"
     assert explain(text, message + place).excerpt.count("\n") == 1
+
+
+def dotted(levels: int) -> str:
+    return ".".join(["a"] * levels)
+
+
+# What is nested this deep, and no deeper; each becomes deeper by its argument alone.
+DEEP = {
+    "a dotted key": lambda levels: f"x = 1\n{dotted(levels)} = 1",
+    "a table's name": lambda levels: f"x = 1\n[{dotted(levels)}]",
+    "a name of quoted parts": lambda levels: "x = 1\n[" + ". ".join(['"a.b"'] * levels) + "]",
+    "an array of tables": lambda levels: f"x = 1\n[[{dotted(levels - 1)}]]",
+    "a key in a table": lambda levels: f"x = 1\n[{dotted(levels // 2)}]  # a.b.c\n{dotted(levels - levels // 2)} = 1",
+    "arrays": lambda levels: "x = 1\na = " + "[" * (levels - 1) + "]" * (levels - 1),
+    "arrays in lines": lambda levels: "x = 1\na = [" + "[" * (levels - 2) + "\n1.5,\n" + "]" * (levels - 1),
+    "inline tables": lambda levels: "x = 1\na = " + "{a = " * (levels - 1) + "1.5" + "}" * (levels - 1),
+    "dots in an inline table": lambda levels: f"x = 1\na = {{b = 1.5, {dotted(levels - 1)} = 1}}",
+    "both": lambda levels: "x = 1\na = " + "[{a = " * ((levels - 1) // 2) + "1" + "}]" * ((levels - 1) // 2),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_what_is_nested_too_deep_is_an_error_at_its_place(name: str) -> None:
+    parse_toml(DEEP[name](MOST_LEVELS), where="kvf.toml")
+    for levels in (MOST_LEVELS + 2, 3000):
+        with pytest.raises(ConfigFieldError, match=f"nested more than {MOST_LEVELS} levels deep") as caught:
+            parse_toml(DEEP[name](levels), where="kvf.toml")
+        assert caught.value.where in ("kvf.toml: line 2", "kvf.toml: line 3"), "the line"
+        assert "^" in caught.value.fact
+        assert len(str(caught.value)) < 400
+        assert "needs quotes" in caught.value.hint
+
+
+VALUES = st.recursive(
+    st.one_of(st.floats(allow_nan=False), st.text(alphabet="a.,[]{}=\"'#\n", max_size=5)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("a.[=", max_size=3), inner, max_size=3),
+)
+
+
+def levels_of(value: object) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(levels_of, value.values()), default=0)
+    return 1 + max(map(levels_of, value), default=0) if isinstance(value, list) else 0
+
+
+@given(st.dictionaries(st.text("a.", max_size=3), VALUES, max_size=3))
+def test_the_levels_of_a_text_are_those_of_what_it_says(table: dict[str, object]) -> None:
+    text = "".join(f"{toml_value(key)} = {toml_value(value)}\n" for key, value in table.items())
+    levels = levels_of(table)
+    assert levels_of(parse_toml(text, where="")) == levels
+    assert deep_at(text, levels) is None
+    assert levels == 1 or deep_at(text, levels - 1) is not None
+
+
+def test_many_keys_one_after_the_other_are_not_deep() -> None:
+    text = "\n".join(f"[a{number}.b]\nc.d = [[1.5], {{e.f = 1}}]" for number in range(1000))
+    assert len(parse_toml(text, where="kvf.toml")) == 1000
+
+
+@pytest.mark.parametrize("piece", ["a.", "[", "{a=", "[a."])
+def test_a_file_that_is_one_deep_key_is_refused_at_once(piece: str) -> None:
+    text = ("" if piece in ("a.", "[a.") else "a = ") + piece * (MOST_BYTES // len(piece)) + "a = 1"
+    began = time.process_time()
+    with pytest.raises((ConfigFieldError, ConfigFileError)):
+        parse_toml(text, where="kvf.toml")
+    assert time.process_time() - began < 5  # the parser takes an hour for a key of 128,000 parts
+
+
+def test_no_secret_is_shown_of_what_is_nested_too_deep() -> None:
+    with pytest.raises(ConfigFieldError) as caught:
+        parse_toml('tokens = ["hunter2", ' + "[" * 99, where="kvf.toml")
+    assert "hunter2" not in str(caught.value)

@@ -59,6 +59,7 @@ def test_a_full_disk_fails_the_key_and_leaves_nothing_of_it(small_disk: Path) ->
     keys = [fresh_key() for _ in range(6)]
     outcomes = tier.put(keys, [[memoryview(value)]] * 6, deadline=soon())
     assert outcomes == [STORED] * 3 + [FAILED] * 3
+    assert tier.problems() == [f"{small_disk}: No space left on device"]
     assert temporary_files(small_disk) == []
     buffers = [bytearray(len(value)) for _ in keys]
     found = outcomes_of(tier.get_into(keys, [[memoryview(each)] for each in buffers], deadline=soon()))
@@ -73,6 +74,7 @@ def test_a_full_disk_fails_the_key_and_leaves_nothing_of_it(small_disk: Path) ->
 
     assert delete(tier, keys[0]) is DELETED
     assert put(tier, keys[5], value) is STORED
+    assert tier.problems() == []
     tier.close()
     assert open_files(small_disk) == []
 
@@ -104,9 +106,11 @@ def test_a_disk_that_became_read_only_fails_writes_until_it_is_writable(small_di
             assert "writable" in raised.value.hint
         assert get(tier, key, 5) == (FOUND, b"value")
         assert used(tier) == 5
+        assert tier.problems() == [f"{small_disk}: Read-only file system"]
         remount("rw")
         tier.ping(deadline=soon())
         assert put(tier, other, b"value") is STORED
+        assert tier.problems() == []
         assert delete(tier, key) is DELETED
 
 
@@ -120,9 +124,27 @@ def test_a_limit_of_file_size_fails_the_key(tmp_path: Path) -> None:
 def meet_a_limit_of_file_size(folder: Path) -> None:
     tier, key, small = open_tier(folder), fresh_key(), fresh_key()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    assert put(tier, key, bytes(2 << 20)) is FAILED
+    assert tier.problems() == [f"{folder}: File too large"]
     parts = [[memoryview(bytes(2 << 20))], [memoryview(b"value")]]
     assert tier.put([key, small], parts, deadline=soon()) == [FAILED, STORED]
+    assert tier.problems() == []
     assert temporary_files(folder) == []
+    tier.close()
+
+
+def test_a_quota_that_is_used_up_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, key = open_tier(tmp_path), fresh_key()
+
+    def fail(*_args: object) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    assert put(tier, key, b"value") is FAILED
+    assert tier.problems() == [f"{tmp_path}: Disk quota exceeded"]
+    monkeypatch.undo()
+    assert put(tier, key, b"value") is STORED
+    assert tier.problems() == []
     tier.close()
 
 
@@ -219,10 +241,14 @@ def test_a_failing_disk_is_the_tiers_failure(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(TierError, match="Input/output error") as raised:
             call()
         assert "kernel's log" in raised.value.hint
+    assert tier.problems() == [f"{tmp_path}: Input/output error"]
     monkeypatch.undo()
     assert get(tier, key, 5) == (FOUND, b"value")
     assert temporary_files(tmp_path) == []
     assert used(tier) == 5
+    assert tier.problems() != [], "a read says nothing about writes"
+    assert put(tier, key, b"other") is STORED
+    assert tier.problems() == []
     tier.close()
 
 

@@ -381,9 +381,11 @@ def test_a_full_server_leaves_no_pieces_behind(tier: Tier, client: Any) -> None:
     try:
         assert put(tier, KEY, bytes(40 * LIMIT)) is Outcome.FAILED
         assert client.keys() == [b"kvf:before"]
+        assert ["full" in each for each in tier.problems()] == [True]
     finally:
         client.config_set("maxmemory", "0")
     assert put(tier, KEY, bytes(40 * LIMIT)) is STORED
+    assert tier.problems() == []
 
 
 @given(st.binary(min_size=1, max_size=400), st.integers(1, 120), st.integers(0, 60))

@@ -280,8 +280,8 @@ def test_no_error_shows_what_the_store_or_the_environment_says(
     tier.close()
 
 
-def test_a_full_store_fails_the_values_and_says_so_once(
-    peer: S3Peer, opened: Callable[..., Tier], caplog: pytest.LogCaptureFixture
+def test_a_full_store_fails_the_values_and_is_a_problem_until_it_stores_again(
+    peer: S3Peer, opened: Callable[..., Tier]
 ) -> None:
     tier = opened()
     assert put(tier, KEYS[:1]) == [STORED]
@@ -291,9 +291,12 @@ def test_a_full_store_fails_the_values_and_says_so_once(
         )
         assert put(tier, KEYS[1:4]) == [FAILED] * 3
         assert get(tier, KEYS[:1], 5) == [5]
-    assert [each.message.count("the store takes no more") for each in caplog.records] == [1]
+        (problem,) = tier.problems()
+        assert "the store takes no more" in problem
+        assert "bucket" in problem
     peer.script = lambda _method, _path: None
     assert put(tier, KEYS[1:4]) == [STORED] * 3
+    assert tier.problems() == []
 
 
 def test_one_key_that_fails_spoils_no_other(peer: S3Peer, opened: Callable[..., Tier]) -> None:

@@ -185,6 +185,17 @@ def test_the_report_names_what_has_grown_once() -> None:
     )
 
 
+def test_the_report_of_values_that_were_not_stored_says_why() -> None:
+    why = "/mnt/kv: No space left on device"
+    one = document(l2=[tier(name="filesystem", store_failed=1, last_error=why)])
+    more = document(l2=[tier(name="filesystem", store_failed=3, last_error=why)])
+    report = CounterReport(now=100.0)
+    assert report.changes(one, 110.0) == f"1 value could not be stored in filesystem: {why} (l2.0.store_failed)"
+    assert report.changes(more, 120.0) == f"2 values could not be stored in filesystem: {why} (l2.0.store_failed)"
+    unknown = document(l2=[tier(name="filesystem", store_failed=4, last_error="")])
+    assert report.changes(unknown, 130.0) == "1 value could not be stored in filesystem (l2.0.store_failed)"
+
+
 def test_every_counter_of_trouble_has_words_for_the_log() -> None:
     names = {f"l1.counters.{name}" for name in L1_TROUBLE} | {*L2_TROUBLE, "prefetch.refused", "log.dropped"}
     names |= {f"losses.{name}" for name in LOSSES} | {f"events.counters.{name}" for name in EVENTS_TROUBLE}

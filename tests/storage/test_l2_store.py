@@ -483,3 +483,30 @@ def test_what_a_tier_does_not_have_is_a_miss_also_if_it_is_only_asked_for() -> N
     assert (store.counters["hits"], store.counters["misses"]) == (0, 2)
     assert read(store, K[0], 5) == b"value"
     assert (store.counters["hits"], store.counters["misses"]) == (1, 2)
+
+
+def test_why_values_are_not_stored_is_known_at_once_and_ends_with_a_write() -> None:
+    class Full(MemoryTier):
+        why: Sequence[str] = ()
+        full = True
+
+        def put(
+            self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+        ) -> list[Outcome]:
+            return [Outcome.FAILED] * len(keys) if self.full else super().put(keys, parts, deadline=deadline)
+
+        def problems(self) -> Sequence[str]:
+            return self.why if self.full else ()
+
+    tier = Full()
+    store = store_of(tier)
+    assert run(store.put_steps(K[:1], [memoryview(b"value")])) == [False]
+    assert store.status()["problems"] == []
+    assert store.status()["last_error"] == "the tier does not say why"
+    tier.why = ["/mnt/kv: No space left on device"]
+    assert run(store.put_steps(K[:1], [memoryview(b"value")])) == [False]
+    assert store.status()["problems"] == ["/mnt/kv: No space left on device"]
+    assert store.status()["last_error"] == "/mnt/kv: No space left on device"
+    tier.full = False
+    assert run(store.put_steps(K[:1], [memoryview(b"value")])) == [True]
+    assert store.status()["problems"] == []

@@ -12,7 +12,10 @@ import pytest
 
 from kvf_filesystem.form import HEAD_BYTES, path_of
 from kvf_filesystem.root import MARKER
+from kvframework.errors import TierError
 from kvframework.wire import messages as m
+from tests.cli.command import run
+from tests.support.observe_process import ObserveProcess, get
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.tiers import remountable_server
@@ -91,6 +94,52 @@ def test_a_full_disk_fails_no_store_and_writes_again_once_there_is_room(tmp_path
         assert count(engine.client, "corrupt") == 0
 
 
+def test_a_full_disk_is_seen_until_a_write_succeeds_again() -> None:
+    reason = "No space left on device"
+    with (
+        small_disk("4m") as disk,
+        ServerProcess(*settings(disk / "kv")) as server,
+        ObserveProcess(server.endpoint) as observe,
+        Engine(server.endpoint) as engine,
+    ):
+        seen = f"filesystem: {disk / 'kv'}: {reason}"
+        told = lambda path: get(observe.url, path).text  # noqa: E731
+        assert problems_of(engine) == []
+        assert check(server) == 0
+        others = disk / "others"
+        with others.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        for number in range(1, 40):
+            engine.store(prompt(range(1000 * number, 1000 * number + 4)))
+        wait_until(lambda: problems_of(engine) == [{"where": "l2.0", "fact": seen}], 60, "the problem")
+        assert tier(engine.client)["state"] == "closed", "a full disk can still be read"
+        assert reason in tier(engine.client)["last_error"]
+        done = run("status", "--endpoint", server.endpoint, "--check", COLUMNS="500")
+        assert (done.returncode, seen in done.stdout + done.stderr) == (1, True)
+        assert seen in run("status", "--endpoint", server.endpoint, COLUMNS="500").stdout
+        wait_until(lambda: f"could not be stored in filesystem: {disk / 'kv'}: {reason}" in server.log, 60, "the log")
+        assert "1 values" not in server.log
+        wait_until(lambda: 'kvframework_problem{where="l2.0"} 1' in told("/metrics"), 60, "the metric")
+        assert seen in told("/readyz?verbose")
+        assert seen in told("/status"), "what the page shows"
+
+        others.unlink()
+        engine.store(prompt(range(50_000, 50_008)))
+        wait_until(lambda: problems_of(engine) == [], 60, "the end of the problem")
+        assert check(server) == 0
+        wait_until(lambda: 'kvframework_problem{where="l2.0"} 0' in told("/metrics"), 60, "the metric")
+
+
+def problems_of(engine: Engine) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = engine.client.status()["problems"]
+    return found
+
+
+def check(server: ServerProcess) -> int:
+    return run("status", "--endpoint", server.endpoint, "--check").returncode
+
+
 def test_a_disk_that_becomes_read_only_is_read_and_written_again_later() -> None:
     program = (remountable_server.__file__,)
     with (
@@ -155,6 +204,34 @@ def test_a_folder_that_is_deleted_underneath_is_made_good(tmp_path: Path, seed: 
         assert [engine.load(each) for each in prompts.values()] == [6] * len(prompts)
         assert tier(engine.client)["state"] == "closed"
         await_rest(engine.client)
+
+
+@pytest.mark.parametrize("removal", ["clear", "eviction"])
+def test_folders_that_are_links_lose_and_gain_nothing_where_they_lead(tmp_path: Path, removal: str) -> None:
+    folder, outside = tmp_path / "kv", tmp_path / "outside"
+    table = settings(folder, capacity="1MiB", high_watermark=0.9, low_watermark=0.5)
+    with ServerProcess(*table) as server, Engine(server.endpoint) as engine:
+        kept = prompt(range(20))
+        engine.store(kept)
+        await_written(engine.client)
+        outside.mkdir()
+        for each in [path for path in folder.iterdir() if path.is_dir()]:
+            each.rename(outside / each.name)
+            each.symlink_to(outside / each.name)
+        before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in outside.rglob("*") if path.is_file()}
+        assert len(before) == len(kept) + 1, "with the record of the namespace"
+        if removal == "clear":
+            with pytest.raises(TierError, match="Not a directory"):
+                engine.client.call("CLEAR", m.Clear(l2=True))
+        else:
+            for number in range(1, 8):
+                engine.store(prompt(range(1000 * number, 1000 * number + 20)))
+            wait_until(lambda: tier(engine.client)["evicted"] + tier(engine.client)["errors"] > 0, 60)
+        engine.clear()
+        assert engine.load(kept) == 0
+        after = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in outside.rglob("*") if path.is_file()}
+        assert after == before
+        assert "Traceback" not in server.log
 
 
 def test_what_was_used_longest_ago_leaves_a_folder_at_its_capacity(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ function usage({ status }, kind, noun) {
 }
 
 function circuit(tier) {
-  if (tier.state === "closed") return h("b", { class: "up" }, "works");
+  if (tier.state === "closed") return tier.problems?.length ? h("b", { class: "down" }, tier.problems.join("; ")) : h("b", { class: "up" }, "works");
   const which = Object.entries(tier.circuits ?? {}).filter(([, state]) => state !== "closed").map(([name]) => `${name}s`);
   return [h("b", { class: "down" }, `down for ${which.join(" and ") || "calls"}`), `, for ${seconds(tier.state_s)} now (${tier.state}): ${tier.last_error}`];
 }

@@ -271,7 +271,10 @@ class L2Store:
         stored = [outcome is Outcome.STORED for outcome in outcomes]
         sizes = [self._stands_for(key, value.nbytes) for key, value, ok in zip(keys, values, stored, strict=True) if ok]
         self.count(stored=len(sizes), bytes_written=sum(sizes))
+        if len(sizes) < len(keys) or self._problems:
+            self._ask_for_facts()
         if len(sizes) < len(keys):
+            self._calls.last_error = "; ".join(self._problems) or "the tier does not say why"
             self.count(store_failed=len(keys) - len(sizes))
         return stored
 

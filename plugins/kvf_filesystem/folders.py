@@ -1,0 +1,76 @@
+"""The fan-out folders of an open root, each by a descriptor, so that no call follows a link in place of one.
+
+A descriptor is kept while it names the folder in its place. A hit costs no call of the kernel for that: whoever makes,
+removes or replaces a folder changes the time of the root, which each call of the tier reads anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+from kvf_filesystem.form import FOLDERS, folder_name
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Two changes within one tick of the file system's clock leave the same time.
+_TICK_NS = 100_000_000
+
+
+class Folders:
+    """Thread-safe. Borrows the root's descriptor; owns those of the folders, at most 256, until `close`.
+
+    The descriptor of a folder keeps its number: where the folder was made again, that names the new one from then on.
+    A call of another thread never finds it closed, or naming something else.
+    """
+
+    def __init__(self, root_fd: int) -> None:
+        self._root_fd = root_fd
+        self._fds = [-1] * FOLDERS
+        self._inodes = [(0, 0)] * FOLDERS
+        self._lock = threading.Lock()
+        # The number of the last change of the root, and that at which each folder was found in its place.
+        self._change = 1
+        self._found_at = [0] * FOLDERS
+        self._changed_ns = 0
+
+    def seen(self, root: os.stat_result) -> None:
+        """Takes note of the status of the root, as of now."""
+        if root.st_ctime_ns != self._changed_ns or time.time_ns() - root.st_ctime_ns < _TICK_NS:
+            with self._lock:
+                self._changed_ns = root.st_ctime_ns
+                self._change += 1
+
+    def at(self, folder: int) -> int:
+        """The descriptor of the folder, as of the last `seen`. Raises `OSError`: `FileNotFoundError` if there is none,
+        `NotADirectoryError` for a link or a file in its place."""
+        return self._fds[folder] if self._found_at[folder] == self._change else self.now(folder)
+
+    def now(self, folder: int) -> int:
+        """Like `at`, as of now: before a change, which must not be made in a folder that was moved away."""
+        name, change = folder_name(folder), self._change
+        if self._fds[folder] < 0 or self._inodes[folder] != _inode(
+            os.stat(name, dir_fd=self._root_fd, follow_symlinks=False)
+        ):
+            self._keep(folder, os.open(name, FOLDER_FLAGS, dir_fd=self._root_fd))
+        self._found_at[folder] = change
+        return self._fds[folder]
+
+    def close(self) -> None:
+        for fd in self._fds:
+            if fd >= 0:
+                os.close(fd)
+
+    def _keep(self, folder: int, fd: int) -> None:
+        inode = _inode(os.fstat(fd))
+        with self._lock:
+            if self._fds[folder] < 0:
+                self._fds[folder] = fd
+            else:
+                os.dup2(fd, self._fds[folder], inheritable=False)
+                os.close(fd)
+            self._inodes[folder] = inode
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
