@@ -20,6 +20,10 @@ ENGINES = 2
 REST_S = 120.0
 
 
+class NotRepeatableError(Exception):
+    """The engine alone answers the same prompts differently the second time: no token can be judged by it."""
+
+
 class Holdings(NamedTuple):
     """What a server at rest has, besides its objects."""
 
@@ -86,10 +90,14 @@ def check_server(rests: Sequence[tuple[Holdings, dict[str, Any]]]) -> None:
 def soak(kind: Kind, talk: Talk, server: ServerProcess, directory: Path, seconds: float) -> dict[str, Any]:
     """Run it. `server` is one that does not run yet. Fails on a wrong token, an error of the server's, or when the
     server keeps anything of requests that are over or of engines that are killed. Returns what was seen, for those who
-    read it and for what a kind asserts besides.
+    read it and for what a kind asserts besides. Raises `NotRepeatableError`.
     """
     with Engine(kind, directory / "reference.log") as plain:
         right = expected(talk, plain)
+        again = expected(talk, plain)
+    others = sum(again[turn] != answer for turn, answer in right.items())
+    if others:
+        raise NotRepeatableError(f"the engine alone has other tokens the second time: {others} of {len(right)} turns")
     seen = Seen()
     rests: list[tuple[Holdings, dict[str, Any]]] = []
     seconds_to_rest: list[float] = []
