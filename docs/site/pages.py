@@ -3,8 +3,8 @@ configuration, which `zensical build --strict --config-file FOLDER/zensical.toml
 
 The texts stay in their places, with links that work there. On the site a link whose text is a file's name has the title
 of that page, or of the section; a link to a file that is no page leads to the repository. A link to a missing file, a
-page in no menu and a menu's entry without a page raise `SiteError`. The Markdown that is written is plain, so that
-another generator could build it.
+row outside of a table, a page in no menu and a menu's entry without a page raise `SiteError`. The Markdown that is
+written is plain, so that another generator could build it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 LINK = re.compile(r"\[([^\]]+)\]\(((?!\w+:|#)[^)#\s]+)(#[^)\s]*)?\)")
+FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+ROWS = re.compile(r"^(?P<above>(?![ ]*\|).*\n)?(?P<rows>(?:[ ]*\|.*(?:\n|\Z))+)", re.MULTILINE)
+DELIMITER = re.compile(r" *\|(?: *:?-+:? *\|)+ *")
+CELL = re.compile(r"(?<!\\)\|")
 FILES_OF_OTHERS = (".svg", ".png", ".css")
 
 
@@ -42,6 +46,8 @@ def page_text(source: str, repository: str) -> str:
     """The text of a page with links as the site needs them. Raises `SiteError`."""
     places = pages()
     folder, place = os.path.dirname(source), places[source]
+    text = (ROOT / source).read_text()
+    _check_tables(source, text)
 
     def led(link: re.Match[str]) -> str:
         text, path, anchor = link[1], link[2], link[3] or ""
@@ -58,7 +64,7 @@ def page_text(source: str, repository: str) -> str:
             return f"[{text}]({repository}/{kind}/main/{target})"
         raise SiteError(f"{source}: {link[0]} leads to no file")
 
-    return LINK.sub(led, (ROOT / source).read_text())
+    return LINK.sub(led, text)
 
 
 def title(source: str, anchor: str = "") -> str:
@@ -89,6 +95,19 @@ def write(folder: Path) -> None:
     for word, meant in {"REPOSITORY": repository, "VERSION": version}.items():
         configuration = configuration.replace(word, meant)
     (folder / "zensical.toml").write_text(configuration)
+
+
+def _check_tables(source: str, text: str) -> None:
+    """A row that a blank line or a paragraph parts from its table is shown as text with bars."""
+    for found in ROWS.finditer(FENCE.sub("", text)):
+        first, *others = found["rows"].splitlines()
+        if not others or not DELIMITER.fullmatch(others[0]):
+            raise SiteError(f"{source}: the row {first} is outside of a table: it has no head above it")
+        if (found["above"] or "").strip() and not found["above"].startswith(("#", "<!--")):
+            raise SiteError(f"{source}: the table {first} needs a blank line above it")
+        for row in others:
+            if len(CELL.findall(row)) != len(CELL.findall(first)):
+                raise SiteError(f"{source}: the row {row} has another number of cells than its table's head")
 
 
 def _check_menu(configuration: str) -> None:

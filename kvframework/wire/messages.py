@@ -643,7 +643,7 @@ class TraceReply(Message, frozen=True):
 
 
 class StatusReply(Message, frozen=True):
-    """The JSON document that `kvframework status --json` prints, see docs/architecture.md."""
+    """The JSON document that `kvframework status --json` prints; docs/status.md lists its fields."""
 
     document: bytes
 

@@ -74,7 +74,7 @@ def test_every_toml_is_accepted_and_what_it_needs_is_installed_above_it(page: st
     assert optional & {"redis", "zstd"} <= extras
 
 
-@pytest.mark.parametrize("heading", ["What was measured"])
+@pytest.mark.parametrize("heading", ["Benchmarks"])
 def test_its_figures_stand_in_the_benchmarks(heading: str) -> None:
     figures = re.findall(r"\d+\.\d+(?= s\b| ms\b| GB/s|[.,;]? )", section(heading).replace("\n", " "))
     versions = {"0.32", "0.5"}
@@ -104,9 +104,18 @@ def test_what_it_says_of_itself_is_true() -> None:
 
 
 def test_its_table_has_a_cell_for_each_column() -> None:
-    rows = [line for line in section("Beside others").splitlines() if line.startswith("|")]
+    rows = [line for line in section("Comparison").splitlines() if line.startswith("|")]
     assert len(rows) > 10
     assert {row.count("|") for row in rows} == {rows[0].count("|")}
+
+
+def test_each_row_and_column_of_its_table_has_its_evidence() -> None:
+    head, _, *rows = [line.strip("|").split("|") for line in section("Comparison").splitlines() if line.startswith("|")]
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    columns = {name.replace("'s", "") for name in re.findall(r"^\| (\w[^|]*?) \| [\d.]", page, re.MULTILINE)}
+    assert columns == {name.strip().rpartition(" ")[0] for name in head[1:]}
+    evidence = re.findall(r"^\* \*\*(.*?)[.*]", page, re.MULTILINE)
+    assert [each.lower() for each in evidence] == [row[0].strip().lower() for row in rows]
 
 
 def test_python_blocks_compile() -> None:

@@ -83,6 +83,33 @@ def test_a_link_to_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
         pages.page_text("a.md", "")
 
 
+@pytest.mark.parametrize(
+    ("page", "wrong"),
+    [
+        ("| a | b |\n|---|---|\n| 1 | 2 |\n\n| 3 | 4 |\n", r"the row \| 3 \| 4 \| is outside of a table"),
+        ("| a | b |\n|---|---|\n| 1 | 2 |\n\n| 3 | 4 |\n| 5 | 6 |", r"the row \| 3 \| 4 \| is outside of a table"),
+        ("Words:\n| a | b |\n|---|---|\n| 1 | 2 |\n", r"the table \| a \| b \| needs a blank line"),
+        ("| a | b |\n|---|---|\n| 1 |\n", r"the row \| 1 \| has another number of cells"),
+    ],
+)
+def test_a_row_outside_of_its_table_is_refused(
+    page: str, wrong: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "pages", lambda: {"a.md": "a.md"})
+    (tmp_path / "a.md").write_text(f"# A\n{page}")
+    with pytest.raises(pages.SiteError, match=rf"^a\.md: {wrong}"):
+        pages.page_text("a.md", "")
+
+
+def test_tables_and_what_only_looks_like_one_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = "# A\n| a | b |\n|---|:-:|\n| 1 | 2 \\| 3 |\n\n```text\n| rows | of output |\n```\n"
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "pages", lambda: {"a.md": "a.md"})
+    (tmp_path / "a.md").write_text(text)
+    assert pages.page_text("a.md", "") == text
+
+
 def test_version_and_repository_are_the_packages(written: Path) -> None:
     text = (written / "zensical.toml").read_text()
     assert not re.search("VERSION|REPOSITORY", text)

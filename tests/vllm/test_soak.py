@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engine_soak.run import NotRepeatableError
 from tests.support.held_server import HeldServer
 from tests.support.server_process import ServerProcess
 from tests.vllm import soak
@@ -21,7 +22,10 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3600)]
 def test_conversations_with_two_engines(tmp_path: Path, model: str, server: type[ServerProcess]) -> None:
     cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
     seconds = float(os.environ.get("KVF_VLLM_SOAK_S", "150"))
-    seen = soak.run(soak.model_of(cache, model), server(capacity="20MiB"), tmp_path, seconds)
+    try:
+        seen = soak.run(soak.model_of(cache, model), server(capacity="20MiB"), tmp_path, seconds)
+    except NotRepeatableError as error:
+        pytest.skip(f"vLLM without a connector: {error}")
     print(seen)
     assert seen["answers"] >= soak.TALK.conversations * soak.TALK.turns
     assert seen["broken off"]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.engine_soak.conversations import Conversations, Seen, Talk, expected
+from tests.support.engine_soak.conversations import Conversations, Right, Seen, Talk, expected
 from tests.support.engine_soak.engine import ANSWER_S, START_S, Engine, Kind
 from tests.support.processes import own_bytes, threads
 from tests.support.server_process import ServerProcess
@@ -18,6 +18,10 @@ from tests.support.waiting import wait_until
 
 ENGINES = 2
 REST_S = 120.0
+
+
+class NotRepeatableError(Exception):
+    """The engine alone answers the same prompts differently the second time: no token can be judged by it."""
 
 
 class Holdings(NamedTuple):
@@ -83,18 +87,27 @@ def check_server(rests: Sequence[tuple[Holdings, dict[str, Any]]]) -> None:
     assert not any(rests[0][1]["losses"][name] for name in ("lookups", "loads", "stores")), rests[0][1]["losses"]
 
 
+def repeatable(kind: Kind, talk: Talk, directory: Path) -> Right:
+    """What the engine alone answers. Raises `NotRepeatableError`."""
+    with Engine(kind, directory / "reference.log") as plain:
+        right, again = expected(talk, plain), expected(talk, plain)
+    others = sum(again[turn] != answer for turn, answer in right.items())
+    if others:
+        raise NotRepeatableError(f"the engine alone has other tokens the second time: {others} of {len(right)} turns")
+    return right
+
+
 def soak(kind: Kind, talk: Talk, server: ServerProcess, directory: Path, seconds: float) -> dict[str, Any]:
     """Run it. `server` is one that does not run yet. Fails on a wrong token, an error of the server's, or when the
     server keeps anything of requests that are over or of engines that are killed. Returns what was seen, for those who
-    read it and for what a kind asserts besides.
+    read it and for what a kind asserts besides. Raises `NotRepeatableError`.
     """
-    with Engine(kind, directory / "reference.log") as plain:
-        right = expected(talk, plain)
     seen = Seen()
     rests: list[tuple[Holdings, dict[str, Any]]] = []
     seconds_to_rest: list[float] = []
     resident: list[list[dict[str, int]]] = []
     with server, contextlib.ExitStack() as stack:
+        right = repeatable(kind, talk, directory)
         engines = [
             stack.enter_context(Engine(kind, directory / f"engine-{number}.log", server.endpoint))
             for number in range(ENGINES)
