@@ -140,7 +140,7 @@ class PluginWrongKind(PluginError):
 
 
 class PluginWrongApi(PluginError):
-    """A plugin needs another version of the plugin API.
+    """A plugin needs another version of the plugin API, or its distribution asks for another release of kvframework.
 
     What to do: install a release of the plugin for this kvframework, or another kvframework; see
     plugins/compatibility.md."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvframework import __version__
 from tests.cli.command import install_config_plugins, run
 from tests.registry.fake_distributions import HOOKS, codec_module, install
 
@@ -30,11 +29,6 @@ def toml(tmp_path: Path) -> Path:
     path = tmp_path / "kvf.toml"
     path.write_text(CONFIG)
     return path
-
-
-def test_version() -> None:
-    done = run("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"kvframework {__version__}\n", "")
 
 
 def test_plugins_list_as_json(site: Path) -> None:
