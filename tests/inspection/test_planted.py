@@ -216,7 +216,8 @@ NEEDS = SOUND.replace("CodecProvider(", "CodecProvider(requires_api='1.99', ")
 
 @pytest.mark.parametrize(("source", "problem"), [(RAISES, "hook-fails"), (NEEDS, "api-version")])
 def test_an_author_is_told_what_to_change_and_a_user_whom_to_ask(site: Path, source: str, problem: str) -> None:
-    install(site, "acme", {"codec.one": "wrong"}, {"wrong": source}, metadata=PROPER)
+    module = problem.replace("-", "_")
+    install(site, "acme", {"codec.one": module}, {module: source}, metadata=PROPER)
     (found,) = inspect_plugin("codec.one").problems
     assert found.id == problem
     assert found.hint
