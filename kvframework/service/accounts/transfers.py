@@ -42,8 +42,8 @@ class TransferAccounts:
     def under_way(
         self, request: str, lease: str, subject: Subject, outcome: str, objects: int, nbytes: int, added: int = -1
     ) -> None:
-        """Keep what a client begins under a lease until `ended`; `outcome` and `added`, the tokens that a store adds, are
-        those of a transfer that succeeds."""
+        """Keep what a client begins under a lease until `ended`; `outcome` and `added`, the tokens that a store adds,
+        are those of a transfer that succeeds."""
         self._under_way[lease] = request, subject, outcome, objects, nbytes, added
         if len(self._under_way) > MAX_UNDER_WAY:
             del self._under_way[next(iter(self._under_way))]
