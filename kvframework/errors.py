@@ -123,7 +123,7 @@ class PluginConflict(PluginError):
 
 
 class PluginBroken(PluginError):
-    """Importing a plugin, registering it, or what its hook returned went wrong.
+    """Importing a plugin, registering it, or what its hook returned went wrong, or one of its calls did not return.
 
     What to do: authors: run `kvframework plugins check`; users: report it to the plugin's author, or choose
     another plugin."""

@@ -61,7 +61,7 @@ class Engine:
         self.instance = AttachedInstance(
             self.clients[0],
             OPTIONS,
-            identity=KvIdentity("m", "r"),
+            identity=KvIdentity("m", "r", dtype="bfloat16"),
             groups=groups,
             form=form,
             rank=0,
@@ -135,6 +135,12 @@ def make(server: ServerProcess) -> Iterator[Any]:
     yield made
     for engine in engines:
         engine.close()
+
+
+def test_the_server_shows_what_the_model_computes_in(make: Any, server: ServerProcess) -> None:
+    make()
+    (instance,) = server.status()["instances"]
+    assert (instance["dtype"], instance["model_dtype"]) == ("uint8", "bfloat16")
 
 
 def test_what_one_engine_stores_another_loads_byte_by_byte(make: Any) -> None:
