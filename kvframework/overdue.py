@@ -75,7 +75,7 @@ def timed(title: str, step: str, *, long: bool = False) -> Iterator[None]:
 
 def call_bounded(function: Callable[[], T]) -> T:
     """Call `function` in a thread of its own. Raises its error, or `PluginBroken` as soon as a plugin's call in it is
-    overdue; the thread then goes on without anybody who waits."""
+    overdue: that thread then goes on, and nothing waits for it."""
     ends: SimpleQueue[Callable[[], T]] = SimpleQueue()
 
     def end_with(error: BaseException) -> None:
