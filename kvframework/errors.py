@@ -123,7 +123,7 @@ class PluginConflict(PluginError):
 
 
 class PluginBroken(PluginError):
-    """Importing a plugin, registering it, or what its hook returned went wrong.
+    """Importing a plugin, registering it, or what its hook returned went wrong, or one of its calls did not return.
 
     What to do: authors: run `kvframework plugins check`; users: report it to the plugin's author, or choose
     another plugin."""
@@ -140,7 +140,7 @@ class PluginWrongKind(PluginError):
 
 
 class PluginWrongApi(PluginError):
-    """A plugin needs another version of the plugin API.
+    """A plugin needs another version of the plugin API, or its distribution asks for another release of kvframework.
 
     What to do: install a release of the plugin for this kvframework, or another kvframework; see
     plugins/compatibility.md."""

@@ -14,6 +14,7 @@ from kvframework.api.requests import ClientInfo, Handler
 from kvframework.config import Config, Layers, assemble, changes, flat, toml_value
 from kvframework.errors import RequestError
 from kvframework.masking import secrets_of, shown, shown_options
+from kvframework.overdue import call_bounded
 from kvframework.preflight import refusals
 from kvframework.registry import PluginRegistry, complete_config, named_tables, resolve_table
 from kvframework.service.own_user import check_own_user
@@ -50,10 +51,15 @@ class RunningConfig:
 
     def apply(self, config: Config, *, dry_run: bool = False) -> m.ConfigApplied:
         """Change to `config`, all of it or nothing: nothing with `dry_run`, or if any key needs a restart. Raises the
-        first error with which a server of this configuration would refuse to start. Blocking: imports plugins."""
-        for refusal in refusals(config, self._registry, replaces=os.getpid()):
-            raise refusal
-        complete = complete_config(config, self._registry)
+        first error with which a server of this configuration would refuse to start. Blocking: imports plugins; one that
+        does not return is such an error."""
+
+        def completed() -> Config:
+            for refusal in refusals(config, self._registry, replaces=os.getpid()):
+                raise refusal
+            return complete_config(config, self._registry)
+
+        complete = call_bounded(completed)
         with self._lock:
             found = changes(self._complete, complete)
             before, after = self.shown(), shown_config(config, self._registry)

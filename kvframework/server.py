@@ -30,6 +30,7 @@ from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
 from kvframework.events.feed import NO_EVENTS
 from kvframework.events.router_events import RouterEvents
+from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.form import change_logging
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.dispatch import Served, check_handlers
@@ -166,6 +167,7 @@ class Server:
             self._config.source,
         )
         log.info("serving at %s", " and ".join(filter(None, (self.endpoint, self._config.server.tcp))))
+        warn_of_missing_kernels()
         if self._config.server.insecure:
             log.warning("insecure = true: any client that reaches the TCP port is served, in plain text")
         if events := self._config.events:

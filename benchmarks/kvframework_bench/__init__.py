@@ -5,4 +5,4 @@ options to a document of figures; `tables` and `plot` show them. The process of 
 references and other clients are its children. Nothing here runs in a server.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

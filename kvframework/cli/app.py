@@ -6,6 +6,7 @@ Exit statuses: 0; 1 for an unforeseen error, or as a command documents; 2 for an
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -36,6 +37,7 @@ from kvframework.cli.top import command as top
 from kvframework.cli.trace import command as trace
 from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, examples
 from kvframework.errors import KVFrameworkError
+from kvframework.overdue import bounded
 
 NAME = "kvframework"
 
@@ -89,7 +91,8 @@ def run() -> None:
     `--debug`."""
     settings = Settings()
     try:
-        app(obj=settings, prog_name=NAME)
+        with bounded(_end_at_once):
+            app(obj=settings, prog_name=NAME)
     except Exception as error:  # noqa: BLE001 - the last handler: the user gets one line for any error
         end_with(error, debug=settings.debug)
 
@@ -109,9 +112,21 @@ def end_with(error: Exception, *, debug: bool = False) -> NoReturn:
     sys.exit(EXIT_ERROR if isinstance(error, KVFrameworkError) else EXIT_UNFORESEEN)
 
 
+def _end_at_once(error: KVFrameworkError) -> None:
+    """End the process although its main thread waits, for a plugin that does not return."""
+    from kvframework.cli.console import print_error
+
+    sys.stdout.flush()
+    print_error(error)
+    os._exit(EXIT_ERROR)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"{NAME} {__version__}")
+        from kvframework.cli.commit import present_commit
+
+        commit = present_commit()
+        typer.echo(f"{NAME} {__version__}{f' ({commit})' if commit else ''}")
         raise typer.Exit
 
 

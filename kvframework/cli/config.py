@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvframework.cli.commands import QuickGroup
-from kvframework.cli.usage import CONFIG_HELP, EXIT_FOUND, AsJson, ConfigFile, Endpoint, Overrides, examples
+from kvframework.cli.usage import CONFIG_HELP, EXIT_ERROR, EXIT_FOUND, AsJson, ConfigFile, Endpoint, Overrides, examples
 
 if TYPE_CHECKING:
     from kvframework.config import Config
@@ -32,25 +32,34 @@ def check(
     ports. What a server of yours that runs at this endpoint holds does not count, so that a new file can be checked
     before the restart; it is named. Nor does what `kvframework hold` keeps for the next one. Run it as the server's
     user. The exit status is 2 if there is an error.
+
+    It makes no plugin's object: `create` runs only at the start, so whether that of another distribution works is said
+    to be unknown.
     """
     from rich.text import Text
 
     from kvframework.cli.console import print_error, print_text
     from kvframework.config import default_endpoint, load_config
     from kvframework.preflight import arena_is_kept, refusals, running_server
-    from kvframework.registry import PluginRegistry
+    from kvframework.registry import PluginRegistry, named_tables
 
     config = load_config(file, overrides or ())
     running = running_server(config)
     replaces = None if running is None else running.pid
-    errors = list(refusals(config, PluginRegistry(), replaces=replaces, kept=arena_is_kept(config)))
-    for error in errors[:-1]:
+    registry = PluginRegistry()
+    refused = False
+    # As they are found: a plugin that does not return ends the command.
+    for error in refusals(config, registry, replaces=replaces, kept=arena_is_kept(config)):
         print_error(error)
-    for error in errors[-1:]:
-        raise error
+        refused = True
+    if refused:
+        raise typer.Exit(EXIT_ERROR)
     print_text(Text.assemble(("ok", "bold green"), f": {config.source}: {_summary(config)}"))
     if running is not None:
         print_text(f"{config.server.endpoint or default_endpoint()}: {running}")
+    offers = [registry.offer(descriptor.kind, table.use) for table, descriptor in named_tables(config)]
+    if unknown := [f"{each.title} ({each.origin})" for each in offers if each.distribution != "kvframework"]:
+        print_text(f"unknown until the start: whether `create` of {' and '.join(dict.fromkeys(unknown))} works")
 
 
 @_app.command(

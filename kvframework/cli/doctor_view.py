@@ -31,5 +31,6 @@ def _text(finding: Finding) -> Text:
     text = Text(f"{place}: {finding.fact}" if place else finding.fact)
     if finding.advice:
         text.append("\n" if stdout.is_terminal else "; ")
-        text.append(f"do: {finding.advice}", "bold" if finding.level != "ok" else "dim")
+        label = "" if finding.advice.startswith("available: ") else "hint: "
+        text.append(f"{label}{finding.advice}", "bold" if finding.level != "ok" else "dim")
     return text

@@ -146,10 +146,12 @@ def _found(record: Finished) -> str:
 
 
 def _moved(record: Finished) -> str:
-    of = f"{counted(record.asked_tokens, 'tokens')} in {short_number(record.seconds * 1e3)} ms"
+    part = f"{record.added_tokens} of " if 0 < record.added_tokens < record.asked_tokens else ""
+    of = f"{part}{counted(record.asked_tokens, 'tokens')} in {short_number(record.seconds * 1e3)} ms"
     size = f", {counted(record.objects, 'objects')}, {ByteSize(record.nbytes)}" if record.objects else ""
     path = f", {_PATHS[record.path]}" if record.path in _PATHS else ""
-    return f"{record.outcome}: {of}{size}{path}"
+    rest = "; the rest was there" if part and record.outcome == "stored" else ""
+    return f"{record.outcome}: {of}{size}{path}{rest}"
 
 
 def _print_field(name: str, sentence: str) -> None:

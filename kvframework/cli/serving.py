@@ -6,17 +6,18 @@ import contextlib
 import ctypes
 import gc
 import logging
+import os
 import resource
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvframework.cli.serve_options import ServeOptions
 from kvframework.errors import ConfigFileError, KVFrameworkError
+from kvframework.overdue import bounded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from kvframework.cli.shutdown import StopSignals
     from kvframework.config import Config
     from kvframework.keeper.notify import Keeper
@@ -75,7 +76,11 @@ def _serve(options: ServeOptions) -> None:
             settings = read()
             json_log = settings.log.format == "json"
             configure_logging(settings.log.level, settings.log.format)
-            _run(settings, signals, serve_reloads, keeper, options.takeover)
+            with bounded(partial(_end_at_once, json_log)):
+                server = _started(settings, signals, keeper, options.takeover)
+            serve_reloads(server)
+            with bounded(None):  # a command has a bound for its own thread, which serves from here on
+                server.serve_forever(process_ends=True)
         except StopRequested:
             log.info("stopped before it served")
         except Exception as error:
@@ -97,9 +102,23 @@ def _with_log(config: Config, options: ServeOptions) -> Config:
     return msgspec.structs.replace(config, log=msgspec.structs.replace(config.log, **changed))
 
 
-def _run(
-    settings: Config, signals: StopSignals, bound: Callable[[Server], None], keeper: Keeper | None, takeover: bool
-) -> None:
+def _end_at_once(json_log: bool, error: KVFrameworkError) -> None:
+    """End the process although its main thread waits, for a plugin that does not return."""
+    from kvframework.cli.usage import EXIT_ERROR
+    from kvframework.logs.form import end_logging
+
+    if json_log:
+        log.critical("%s", error)
+    else:
+        from kvframework.cli.console import print_error
+
+        print_error(error)
+    end_logging()
+    os._exit(EXIT_ERROR)
+
+
+def _started(settings: Config, signals: StopSignals, keeper: Keeper | None, takeover: bool) -> Server:
+    """Return a server that is bound."""
     # Imported only after signals can be handled: the import is most of the start.
     from kvframework.config import default_endpoint
     from kvframework.preflight import refusals, running_server
@@ -133,8 +152,7 @@ def _run(
         raise
     if keeper is not None:
         _say_ready(keeper)
-    bound(server)
-    server.serve_forever(process_ends=True)
+    return server
 
 
 def _say_ready(keeper: Keeper) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvframework.logs.limit import one_line
 from kvframework.service.health import trouble
 
 Document = dict[str, Any]
-REFUSED_SHOWN = 4
+REFUSED_SHOWN = OTHERS_SHOWN = 4
 _ANY_WIDTH = 10_000
 
 
@@ -28,12 +29,14 @@ def view_status(encoded: bytes, round_trip_s: float | None = None) -> Renderable
     answers = [] if round_trip_s is None else [Text(f"answers in {round_trip_s * 1e3:.2f} ms")]
     tiers, instances, devices = document["l2"], document["instances"], _devices_of(document)
     counted = [f"{name} {amount}" for name, amount in trouble(document).items()]
+    missing = document["server"].get("missing_kernels")
     return Group(
         *(_text(line) for line in _head(document)),
         *answers,
         *(_text(line, style="red") for line in _problems(document)),
         *(_text(line, style="yellow") for line in _refused(document)),
         *([Text(f"counted: {', '.join(counted)}", style="yellow")] if counted else []),
+        *([_text(f"no compiled kernels for {', '.join(missing)}, which is slower", style="yellow")] if missing else []),
         *([_tiers(tiers)] if tiers else []),
         *_others(tiers),
         *([_devices(devices)] if devices else []),
@@ -70,7 +73,22 @@ def _head(document: Document) -> list[str]:
     if lookups.get("asked_tokens"):
         share = lookups["hit_tokens"] / lookups["asked_tokens"]
         lines.append(f"{counted(lookups['lookups'], 'lookups')}, hit {share:.0%} of {lookups['asked_tokens']} tokens")
-    return lines + _events(document.get("events", {}))
+    return [*lines, *_clients(document), *_events(document.get("events", {}))]
+
+
+def _clients(document: Document) -> list[str]:
+    """The releases of the clients that are connected, this command among them; by name those of another release than
+    the server's."""
+    sessions = document.get("messaging", {}).get("sessions", ())
+    if not sessions:
+        return []
+    numbers = Counter(session.get("client_version") or "an unknown release" for session in sessions)
+    releases = ", ".join(f"{number} of {release}" for release, number in numbers.items())
+    line = f"{counted(len(sessions), 'clients')}: {releases}"
+    present = document["server"]["version"]
+    others = [each for each in sessions if (each.get("client_version") or present) != present]
+    named = [f"{each['name']!r} (process {each['pid']}) is {each['client_version']}" for each in others[:OTHERS_SHOWN]]
+    return [f"{line}; {', '.join(named)}" if named else line]
 
 
 def _events(announced: Document) -> list[str]:
@@ -230,12 +248,19 @@ def _instances(instances: list[Document]) -> _Rows:
             context["transport"],
             context["format"],
             context["layers"],
-            context["dtype"],
+            _dtype(context),
             context["chunk_tokens"],
             short_number(context["bytes_per_token"]),
         )
         table.add(*cells)
     return table
+
+
+def _dtype(context: Document) -> str:
+    """Older servers do not tell that of the model, which shows where objects are opaque bytes."""
+    dtype: str = context["dtype"]
+    model = context.get("model_dtype") or dtype
+    return dtype if model == dtype else f"{dtype}, model {model}"
 
 
 def _text(value: object, style: str = "") -> Text:

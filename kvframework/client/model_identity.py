@@ -86,7 +86,7 @@ def model_identity(kind: EngineKind, facts: ModelFacts, *, model: str = "", weig
     text = json.dumps([relevant, {"dtype": facts.dtype, **settings}], sort_keys=True, default=str)
     shape = hashlib.blake2b(text.encode(), digest_size=8, person=kind.person).hexdigest()
     revision = f"{facts.revision}+{shape}+{weights or _weights(kind, facts)}"
-    return KvIdentity(model or facts.name, revision, facts.quantization)
+    return KvIdentity(model or facts.name, revision, facts.quantization, facts.dtype.removeprefix("torch."))
 
 
 def _weights(kind: EngineKind, facts: ModelFacts) -> str:

@@ -22,11 +22,13 @@ _NOT_KV = frozenset(
 
 
 class KvIdentity(NamedTuple):
-    """The identity of KV within the namespace, see `kvframework.api.keys.compute_namespace`."""
+    """The identity of KV within the namespace, see `kvframework.api.keys.compute_namespace`. `dtype` is what the model
+    computes in, for the server's status: where it changes KV, `revision` names it, too."""
 
     model_name: str
     revision: str
     quantization: str = ""
+    dtype: str = ""
 
 
 def named_identity(
@@ -58,7 +60,7 @@ def named_identity(
         [_kv_part(config), dtype.removeprefix("torch."), more], enc_hook=str, order="deterministic"
     )
     digest = hashlib.blake2b(described, digest_size=16, person=b"kvf-named").hexdigest()
-    return KvIdentity(model, f"named+{digest}+{weights}", quantization)
+    return KvIdentity(model, f"named+{digest}+{weights}", quantization, dtype.removeprefix("torch."))
 
 
 def _kv_part(config: object) -> object:

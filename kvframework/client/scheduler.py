@@ -21,6 +21,7 @@ from kvframework.client.grants import Grants, grants_of
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.transfers import checked_start
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
+from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.limit import LogLimit
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.wire import messages as m
@@ -77,6 +78,7 @@ class SchedulerAdapter:
         """Without `chunk_tokens` (None) the constructor asks the server, which blocks and raises as
         `KVClient.chunk_tokens` does. `instances` are the ids of the workers on this node, in any process: where the
         server can, a hit brings what each of them needs to load it, see `LookupResult.take_grants`."""
+        warn_of_missing_kernels()
         self.failures = 0
         self.chunk_tokens = client.chunk_tokens(namespace) if chunk_tokens is None else chunk_tokens
         self._client = client

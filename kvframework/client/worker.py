@@ -33,6 +33,7 @@ from kvframework.errors import (
     RequestError,
     ServerGone,
 )
+from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.limit import LogLimit
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ class WorkerAdapter:
         quantization: str = "",
         packing: str = "",
         part: ModelPart | None = None,
+        model_dtype: str = "",
     ) -> None:
+        warn_of_missing_kernels()
         self.identity = InstanceIdentity(
             instance_id=instance_id,
             model_name=model_name,
@@ -81,6 +84,7 @@ class WorkerAdapter:
             transport=transport,
             transport_options=transport_options or {},
             part=part,
+            model_dtype=model_dtype,
         )
         # The transfers under way, a list per request id: chunked prefill submits several.
         self._stores: dict[str, list[StoreEntry]] = {}

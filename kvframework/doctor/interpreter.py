@@ -11,6 +11,7 @@ from importlib import metadata
 
 import kvframework
 from kvframework.api.findings import Finding
+from kvframework.kernels import kernels_hint, missing_kernels
 
 _NEEDED = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)$")
 
@@ -33,6 +34,11 @@ def python() -> Iterator[Finding]:
 
 def distributions() -> Iterator[Finding]:
     yield Finding("kvframework.version", "ok", f"kvframework {kvframework.__version__}")
+    if missing := missing_kernels():
+        what = f"no compiled kernels for {', '.join(missing)}, which is slower"
+        yield Finding("kvframework.kernels", "warn", what, kernels_hint())
+    else:
+        yield Finding("kvframework.kernels", "ok", "the compiled kernels are there")
     versions = []
     for text in metadata.requires("kvframework") or ():
         match = _NEEDED.match(text)

@@ -32,7 +32,8 @@ class Subject(msgspec.Struct, frozen=True):
 
 def refusal(error: KVFrameworkError) -> Finding:
     """The finding for an error with which a server would refuse to start; its name is the error's code."""
-    return Finding(error.code, "fail", error.fact, error.hint or error.available, error.where)
+    advice = error.hint or (f"available: {error.available}" if error.available else "")
+    return Finding(error.code, "fail", error.fact, advice, error.where)
 
 
 def configured(config: Config) -> list[Subject]:

@@ -6,10 +6,12 @@ import re
 from collections.abc import Iterator
 from importlib import metadata
 
+import kvframework
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
 from kvframework.inspection.problems import Problem, problem
 from kvframework.inspection.targets import Target
 from kvframework.registry import KINDS
+from kvframework.registry.compatibility import release_wanted
 from kvframework.registry.names import name_fault
 
 _OURS = "kvframework"
@@ -76,6 +78,14 @@ def _distribution_problems(name: str) -> Iterator[Problem]:
             "its metadata has no Requires-Python",
             expected='requires-python = ">=3.10"',
             hint="write it into [project] of pyproject.toml",
+        )
+    if wanted := release_wanted(name):
+        yield problem(
+            "api-version",
+            name,
+            f"it requires kvframework {wanted}",
+            expected=f"a range with kvframework {kvframework.__version__}",
+            hint="widen the range in its pyproject.toml, or check it with a kvframework in the range",
         )
     needed = {re.split(r"[^A-Za-z0-9._-]", each.strip(), maxsplit=1)[0].lower() for each in found.requires or ()}
     if _OURS not in {*needed, name.lower()}:

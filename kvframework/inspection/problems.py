@@ -33,7 +33,7 @@ PROBLEMS: dict[str, tuple[Severity, str]] = {
     "no-hook": ("error", "nothing in the module is marked with @hookimpl"),
     "hook-fails": ("error", "a hook raises, or returns no list of providers"),
     "wrong-kind": ("error", "a hook or an entry point is of another kind than its provider"),
-    "api-version": ("error", "the plugin is written for another plugin API"),
+    "api-version": ("error", "the plugin is written for another plugin API, or its distribution for another release"),
     "name-conflict": ("error", "another distribution offers the same name"),
     "entry-point-name": ("error", "an entry point names no provider"),
     "plugin-name": ("error", "an entry point has a name that no plugin of its kind can have"),

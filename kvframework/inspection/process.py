@@ -142,6 +142,8 @@ def _of_loader(error: PluginError, where: str) -> Problem:
     name = kinds.get(type(error), "hook-fails")
     fact = error.fact.removeprefix(f"{where}: ").removeprefix(f"{where} is ")
     hint = error.hint or "a hook returns a list of provider descriptors of its own kind"
+    if isinstance(error, PluginWrongApi):
+        hint = "lower requires_api to what the plugin uses, or check it with a kvframework that has this API"
     return problem(name, where, fact, expected=error.available, hint=hint)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from kvframework.config import PluginTable
 from kvframework.errors import KVFrameworkError, PluginBroken
+from kvframework.overdue import named_at, timed
 from kvframework.registry.registry import PluginRegistry
 
-_HINT = "ask the plugin's author; `kvframework plugins check` reports details"
+_HINT = "report it to the plugin's author; `kvframework plugins check` says more"
 
 
 def declared_attributes(contract: type[Any]) -> list[str]:
@@ -60,7 +61,8 @@ class Creator:
     ) -> object:
         """The result of `function(*args)`, of any type."""
         try:
-            return function(*args)
+            with named_at(table.where), timed(self._title(kind, table), name, long=name != "check"):
+                return function(*args)
         except KVFrameworkError as error:
             error.where = error.where or table.where
             raise
@@ -69,6 +71,9 @@ class Creator:
             raise self._broken(kind, table, f"{name} raised {cause}") from error
 
     def _broken(self, kind: str, table: PluginTable, fact: str, available: str = "") -> PluginBroken:
-        offer = self._registry.offer(kind, table.use)
-        title = f"{offer.title} ({offer.origin})"
+        title = self._title(kind, table)
         return PluginBroken(f"{title}: {fact}", where=table.where, available=available, hint=_HINT)
+
+    def _title(self, kind: str, table: PluginTable) -> str:
+        offer = self._registry.offer(kind, table.use)
+        return f"{offer.title} ({offer.origin})"

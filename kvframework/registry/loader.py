@@ -1,4 +1,5 @@
-"""The guarded steps from an entry point to provider descriptors. A plugin's mistake becomes a `PluginError`.
+"""The guarded steps from an entry point to provider descriptors. A plugin's mistake becomes a `PluginError`, whose hint
+is for the plugin's author.
 
 Runs once per plugin, at startup, in the thread that makes the registry. Only named plugins are imported.
 """
@@ -17,6 +18,7 @@ from kvframework.api.codec import MAX_CODEC_NAME
 from kvframework.api.options import Options
 from kvframework.api.plugin import ENTRY_POINT_GROUP, Provider
 from kvframework.errors import PluginBroken, PluginError, PluginWrongKind
+from kvframework.overdue import timed
 from kvframework.registry.compatibility import check_requires
 from kvframework.registry.discovery import EntryPointInfo
 from kvframework.registry.kinds import KINDS
@@ -28,20 +30,22 @@ AnyProvider = Provider[Any]
 
 
 @contextmanager
-def guarded(title: str, step: str) -> Iterator[None]:
-    """Turns any exception of a plugin's code into `PluginBroken`; only an interrupt from the keyboard passes."""
+def guarded(title: str, step: str, *, long: bool = False) -> Iterator[None]:
+    """Turns any exception of a plugin's code into `PluginBroken`; only an interrupt from the keyboard passes. See
+    `timed` for its bound."""
     try:
-        yield
+        with timed(title, step, long=long):
+            yield
     except (PluginError, KeyboardInterrupt):
         raise
     except BaseException as error:
         cause = f"{type(error).__name__}: {error}".removesuffix(": ")
-        raise PluginBroken(f"{title}: {step} failed with {cause}", hint="ask the plugin's author") from error
+        raise PluginBroken(f"{title}: {step} failed with {cause}") from error
 
 
 def import_plugin(offer: EntryPointInfo) -> object:
     """Imports the object that an entry point names. Raises `PluginBroken`."""
-    with guarded(str(offer), "the import"):
+    with guarded(str(offer), "the import", long=True):
         return metadata.EntryPoint(offer.title, offer.value, ENTRY_POINT_GROUP).load()
 
 

@@ -25,11 +25,16 @@ from kvframework.errors import (
     PluginWrongApi,
     PluginWrongKind,
 )
+from kvframework.overdue import named_at
 from kvframework.registry import loader
-from kvframework.registry.compatibility import check_major
+from kvframework.registry.compatibility import check_major, check_release
 from kvframework.registry.discovery import EntryPointInfo, discover
 from kvframework.registry.kinds import KINDS
 from kvframework.registry.loader import AnyProvider
+
+# The distribution of plugins that are registered as objects: who uses one can read its code.
+IN_PROCESS = "in-process"
+_MORE = "`kvframework plugins check` says more"
 
 _STATUS: dict[type[PluginError], str] = {
     PluginBroken: "broken",
@@ -63,8 +68,10 @@ class PluginRegistry:
         self.manager.add_hookspecs(hookspecs)
         self._offers = builtins.list(discover() if entry_points is None else entry_points)
         self._outcomes: dict[EntryPointInfo, AnyProvider | PluginError] = {}
+        # Those whose probe has found nothing: a server that serves asks none of them again.
+        self._able: set[EntryPointInfo] = set()
 
-    def register(self, plugin: object, *, distribution: str = "in-process", version: str = "") -> None:
+    def register(self, plugin: object, *, distribution: str = IN_PROCESS, version: str = "") -> None:
         """Adds a plugin object of this process, with all that its hooks offer. For tests and embedders.
 
         Raises `PluginBroken` and `PluginWrongKind`, and nothing is added. Errors of a single provider (its name, its
@@ -97,14 +104,22 @@ class PluginRegistry:
         Raises `PluginNotFound`, `PluginConflict`, `PluginBroken`, `PluginWrongKind`, `PluginWrongApi` or
         `PluginUnavailable`, with `where` as the place that named the plugin.
         """
+        hint = ""
         try:
             offer = self._the_offer(kind, name)
-            provider = self._load(offer)
-            reason = loader.probe(provider, str(offer))
-            if reason is not None:
-                raise PluginUnavailable(f"{offer} cannot run here: {reason}")
+            # The reader of this error is whoever named the plugin; its author reads `plugins check`.
+            if offer.distribution != IN_PROCESS:
+                hint = f"report it to the author of {offer.distribution}; {_MORE}"
+            with named_at(where):
+                provider = self._load(offer)
+                if offer not in self._able:
+                    reason = loader.probe(provider, str(offer))
+                    if reason is not None:
+                        raise PluginUnavailable(f"{offer} cannot run here: {reason}")
+                    self._able.add(offer)
         except PluginError as error:
-            raise type(error)(error.fact, where=where, available=error.available, hint=error.hint) from error
+            told = hint if isinstance(error, PluginBroken | PluginWrongKind) and hint else error.hint
+            raise type(error)(error.fact, where=where, available=error.available, hint=told) from error
         return provider
 
     def options(
@@ -200,6 +215,7 @@ class PluginRegistry:
     def _attempt(self, offer: EntryPointInfo, plugin: object | None = None) -> AnyProvider | PluginError:
         try:
             if plugin is None:
+                check_release(offer.distribution, str(offer))
                 plugin = loader.import_plugin(offer)
                 loader.adopt(self.manager, plugin, str(offer))
             return loader.pick(self.manager, plugin, offer)
@@ -220,6 +236,7 @@ class PluginRegistry:
     def _check_static(self, offer: EntryPointInfo) -> None:
         """Checks an offer without importing it; raises its errors."""
         check_major(offer.api_major, str(offer))
+        check_release(offer.distribution, str(offer))
         if not offer.kind:
             raise PluginBroken(f"{offer}: an entry point is named <kind>.<name>")
         if offer.kind not in KINDS:

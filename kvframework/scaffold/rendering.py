@@ -62,7 +62,8 @@ def _words(names: PluginNames) -> dict[str, str]:
         "newname": names.name,
         "NEWNAME": names.name.upper(),
         "newkind": names.kind,
-        "PRESENT_MINOR": ".".join(__version__.split(".")[:2]),
+        # For pip 0.3.0.dev0 is lower than 0.3.
+        "PRESENT_MINOR": ".".join(__version__.split(".")[:2]) + ".0.dev0",
         "KITS_REQUIREMENT": requirement(*names.test_extras.split(",")),
         "WHEEL_COMMAND": wheel_command(),
         "TEST_EXTRAS": names.test_extras,

@@ -24,7 +24,8 @@ class RegisteredContext(InstanceContext):
 
     `rank` is None if the registration did not name it; `held` are the ranks of an instance whose objects are shards,
     `rank` first, and its `layout` has the layer groups of each. `memory` is the server half of a server-driven
-    transport, None for an engine-driven one. `layout_plugin` None means canonical objects.
+    transport, None for an engine-driven one. `layout_plugin` None means canonical objects. `model_dtype` is what the
+    engine says its model computes in, "" if it does not.
     """
 
     instance_id: int
@@ -40,6 +41,7 @@ class RegisteredContext(InstanceContext):
     held: tuple[int, ...] = ()
     layout_plugin: Layout | None = None
     memory: ServerContext | None = None
+    model_dtype: str = ""
     attached: dict[str, object] = field(default_factory=dict)
     _descs: dict[int, MemoryLayoutDesc] = field(default_factory=dict)
     # Made once: 2048 instances of 64 groups would take seconds for each status.
@@ -106,6 +108,8 @@ class RegisteredContext(InstanceContext):
         """Return what stays as it is; `lost` has its place."""
         groups = self.layout.groups
         desc = self.get_layout_desc(chunk_size)
+        dtype = ", ".join(dict.fromkeys(group.dtype for group in groups))
+        opaque = any(group.packing for group in groups)
         return {
             "instance_id": self.instance_id,
             "session_id": self.session_id,
@@ -122,7 +126,8 @@ class RegisteredContext(InstanceContext):
             "block_size": groups[0].block_size // groups[0].compress_ratio,
             "logical_block_size": groups[0].block_size,
             "hidden_sizes": [group.hidden for group in groups],
-            "dtype": ", ".join(dict.fromkeys(group.dtype for group in groups)),
+            "dtype": dtype,
+            "model_dtype": self.model_dtype[:MAX_SHOWN] or ("" if opaque else dtype),
             "mla": all(group.planes == 1 and not (group.packing or group.state) for group in groups),
             "num_blocks": self.layout.num_blocks,
             "format": self.layout.format,

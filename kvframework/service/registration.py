@@ -124,6 +124,7 @@ class Registrations:
                 "the layout's names are too long", where="layout", available=f"{MAX_LAYOUT_BYTES} bytes"
             )
         _check_identity(payload.model_name, payload.world_size, payload.rank)
+        _check_shown("model_dtype", payload.model_dtype)
         context = self._context(
             client, payload, transport, payload.layout, rank=payload.rank, namespace=payload.namespace, plugin=plugin
         )
@@ -194,6 +195,7 @@ class Registrations:
             layout=layout,
             held=getattr(payload, "ranks", ()),
             layout_plugin=plugin,
+            model_dtype=getattr(payload, "model_dtype", ""),
         )
 
     def _add(

@@ -12,6 +12,7 @@ import msgspec
 import kvframework
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.api.server_transport import ServerTransport
+from kvframework.kernels import missing_kernels
 from kvframework.logs.form import log_status
 from kvframework.service.contexts import Contexts
 from kvframework.service.health import problems
@@ -75,6 +76,7 @@ class StatusReport:
                 "started_at": self._started_at,
                 "uptime_s": round(time.monotonic() - self._started, 1),
                 "chunk_size": self._chunk_size,
+                "missing_kernels": list(missing_kernels()),
                 **self._server,
             },
             "instances": [context.describe(self._chunk_size) for context in contexts],

@@ -185,7 +185,8 @@ class RegisterKvCache(Message, frozen=True):
     """Registers an instance with a declared layout. `handles` come from the transport's engine half.
 
     `ranks`, of an instance whose objects are shards: the ranks of `world_size` that it holds, `rank` first, whose layer
-    groups the layout lists rank by rank. (): `rank` alone.
+    groups the layout lists rank by rank. (): `rank` alone. `model_dtype` is what the model computes in, for the status:
+    a layout of opaque bytes does not say it.
     """
 
     instance_id: InstanceId
@@ -197,6 +198,7 @@ class RegisterKvCache(Message, frozen=True):
     layout: KVLayout
     handles: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_HANDLES)] = ()
     ranks: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()
+    model_dtype: str = ""
 
 
 class RegisterNonGpuContextPayload(Message, frozen=True):
@@ -559,7 +561,8 @@ class Finished(Message, frozen=True):
     `wire`. `load_s` and `compute_s` are the prices by which the hit of a LOOKUP was cut, or not: for how long the
     request waits for the load of what was cut off, or of all that was not in L1, and for how long it computes that.
     `trace` is the W3C traceparent of a sampled request, and `tier_calls` are the first calls to tiers of such a
-    LOOKUP.
+    LOOKUP. Of a STORE, `added_tokens` are those of the chunks of which it wrote an object, -1 where that is not known:
+    the others were there, or were dropped.
     """
 
     number: int
@@ -593,6 +596,7 @@ class Finished(Message, frozen=True):
     tier_calls: tuple[TierCall, ...] = ()
     load_s: float = 0.0
     compute_s: float = 0.0
+    added_tokens: int = -1
 
 
 class RecentReply(Message, frozen=True):

@@ -181,6 +181,7 @@ class Attachments:
             layout_options=form.options,
             revision=identity.revision,
             quantization=identity.quantization,
+            model_dtype=identity.dtype,
             packing="+".join(filter(None, parts)),
             part=place.part,
         )

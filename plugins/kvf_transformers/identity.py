@@ -71,7 +71,9 @@ class ModelIdentity:
             suffix = f"+adapters-{self._digest(state.adapters.facts, self._digests.of(state.adapters, always=True))}"
         if self._weights is None:
             own = self._digest(state.model.facts, self._digests.of(state.model))
-            name = KvIdentity(self._name, f"{self._revision}+{own}{suffix}")
+            name = KvIdentity(
+                self._name, f"{self._revision}+{own}{suffix}", dtype=str(self._model.dtype).removeprefix("torch.")
+            )
         else:
             if not self._as_named(state.model):
                 own = self._digest(state.model.facts, self._digests.of(state.model))

@@ -127,6 +127,7 @@ class CacheSession:
             model_name=identity.model_name,
             revision=identity.revision,
             quantization=identity.quantization,
+            model_dtype=identity.dtype,
             transport=self._transport,
             layout="dynamic_cache",
             layout_options={"states": ["states.*"]} if now.form.states else {},

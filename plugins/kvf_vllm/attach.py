@@ -65,6 +65,7 @@ class AttachedInstance:
             layout_options=form.options(groups),
             revision=identity.revision,
             quantization=identity.quantization,
+            model_dtype=identity.dtype,
             packing=form.packing,
             part=part,
         )

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvframework import __version__
 from tests.cli.command import install_config_plugins, run
 from tests.registry.fake_distributions import HOOKS, codec_module, install
 
@@ -30,11 +29,6 @@ def toml(tmp_path: Path) -> Path:
     path = tmp_path / "kvf.toml"
     path.write_text(CONFIG)
     return path
-
-
-def test_version() -> None:
-    done = run("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"kvframework {__version__}\n", "")
 
 
 def test_plugins_list_as_json(site: Path) -> None:
@@ -86,7 +80,10 @@ def test_a_right_configuration_is_ok(site: Path, toml: Path) -> None:
     install_config_plugins(site)
     done = run("config", "check", str(toml), site=site)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"ok: {toml}: l1 memory, eviction two_queues, l2 store, hasher sha256\n"
+    assert done.stdout.splitlines() == [
+        f"ok: {toml}: l1 memory, eviction two_queues, l2 store, hasher sha256",
+        "unknown until the start: whether `create` of memory.memory (acme-kvf 1.0) and tier.store (acme-kvf 1.0) works",
+    ]
     by_environment = run("config", "check", site=site, config=str(toml))
     assert by_environment.stdout == done.stdout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,8 @@ from tests.support.waiting import wait_until
 class FileServer(ServerProcess):
     """A server whose settings stand in a file."""
 
-    def __init__(self) -> None:
-        super().__init__(program=("-m", "kvframework.cli.main"))
+    def __init__(self, program: Sequence[str] = ("-m", "kvframework.cli.main")) -> None:
+        super().__init__(program=program)
         self.file = Path(self._directory.name) / "kvf.toml"
         self._settings = (f"server.endpoint={self.endpoint}",)
         self.write()

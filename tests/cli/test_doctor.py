@@ -46,8 +46,8 @@ def test_a_failure_is_status_1_and_reads_well(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
     assert "fail storage.arena" in text
-    assert "do: lower [l1] capacity" in text
-    assert "do: did you mean 'filesystem'?" in text
+    assert "hint: lower [l1] capacity" in text
+    assert "hint: did you mean 'filesystem'?" in text
     assert lines[-1].endswith("2 failed")
 
 
@@ -63,4 +63,4 @@ def test_a_configuration_that_cannot_be_read_is_a_finding(tmp_path: Path) -> Non
 def test_for_a_pipe_a_finding_is_a_line(tmp_path: Path) -> None:
     done = run("doctor", "--config", str(tmp_path / "none.toml"))
     (line,) = (line for line in done.stdout.splitlines() if "config.file" in line)
-    assert re.match(r"fail +config.file .*none\.toml: cannot be read: .*; do: ", line)
+    assert re.match(r"fail +config.file .*none\.toml: cannot be read: .*; hint: ", line)

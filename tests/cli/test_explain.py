@@ -18,6 +18,8 @@ from kvframework.api.requests import Handler
 from kvframework.cli import explain_view
 from kvframework.cli.explain_view import ADVICE, clock, headline, print_explained, sentences, why
 from kvframework.errors import UnknownRequest
+from kvframework.wire import messages as m
+from kvframework.wire.indices import pack_indices
 from kvframework.wire.messages import REASONS, Finished
 from tests.cli.command import run
 from tests.server.in_process import serving
@@ -71,6 +73,39 @@ def test_all_requests_are_told(endpoint: str) -> None:
     text = explained(endpoint, "--all", "--last", "3")
     assert text.count("of test (process") == 3
     assert "stored: 1024 tokens" in text
+
+
+def test_a_store_counts_what_it_added() -> None:
+    with serving() as server, WireClient(server.endpoint) as client:
+        registered = client.register()
+        client.store(key_for(registered, TOKENS[:512], request_id="half"), b"x")
+        client.store(key_for(registered, TOKENS, request_id="whole"), b"x")
+        client.store(key_for(registered, TOKENS, request_id="again"), b"x")
+        half, whole, again = (explained(server.endpoint, name) for name in ("half", "whole", "again"))
+    assert "moved   stored: 512 tokens in" in half
+    assert "moved   stored: 512 of 1024 tokens in" in whole
+    assert "2 objects, 64.0 KiB, copied by the engine; the rest was there" in whole
+    assert "moved   present: 1024 tokens in" in again
+
+
+def test_a_store_over_the_wire_counts_what_it_added() -> None:
+    with serving() as server, WireClient(server.endpoint) as client:
+        registered = client.register()
+        client.store(key_for(registered, TOKENS[:512]), b"x")
+        size = registered.desc.nbytes
+        key = key_for(registered, TOKENS, request_id="whole")
+        client.call("STORE_CPU_CHUNKS", m.StoreCpuChunks(key, 1, pack_indices(range(4))), *[b"y" * size] * 4)
+        (record,) = json.loads(explained(server.endpoint, "whole", "--json"))["records"]
+    assert (record["outcome"], record["objects"], record["added_tokens"]) == ("stored", 2, 512)
+
+
+def test_a_store_that_fails_added_nothing() -> None:
+    with serving() as server, WireClient(server.endpoint) as client:
+        registered = client.register()
+        plan = client.prepare_store(key_for(registered, TOKENS, request_id="one"))
+        client.call("ABORT", m.LeaseRef(plan.lease))
+        (record,) = json.loads(explained(server.endpoint, "one", "--json"))["records"]
+    assert (record["outcome"], record["added_tokens"]) == ("failed", 0)
 
 
 def test_the_document_has_every_field(endpoint: str) -> None:

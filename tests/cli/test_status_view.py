@@ -172,6 +172,41 @@ def test_what_clients_wrote_moves_no_cursor() -> None:
     assert "m\\x1b[2J; x" in text
 
 
+def test_the_releases_of_clients_are_a_line_and_others_than_the_servers_are_named() -> None:
+    def line(*releases: str) -> list[str]:
+        sessions = [{"name": "vl\x1b[2Jlm", "pid": pid, "client_version": each} for pid, each in enumerate(releases)]
+        return [each for each in shown(messaging={"sessions": sessions}) if each.startswith(("1 client", "3 client"))]
+
+    assert line("1") == ["1 client: 1 of 1"]
+    assert line("1", "0.9", "1") == ["3 clients: 2 of 1, 1 of 0.9; 'vl\\x1b[2Jlm' (process 1) is 0.9"]
+    assert line("1", "", "1") == ["3 clients: 2 of 1, 1 of an unknown release"]
+    assert line() == []
+
+
+def test_kernels_that_are_missing_are_a_line() -> None:
+    server = cast("dict[str, object]", DOCUMENT["server"])
+    told = shown(server=server | {"missing_kernels": ["hashes", "planes of codecs"]})
+    assert "no compiled kernels for hashes, planes of codecs, which is slower" in told
+    assert not any("kernels" in each for each in shown(server=server | {"missing_kernels": []}))
+
+
+@pytest.mark.parametrize(
+    ("more", "cell"),
+    [
+        ({}, "uint8"),
+        ({"model_dtype": ""}, "uint8"),
+        ({"model_dtype": "uint8"}, "uint8"),
+        ({"model_dtype": "bfloat16"}, "uint8, model bfloat16"),
+    ],
+)
+def test_the_dtype_of_the_model_is_beside_that_of_opaque_bytes(more: dict[str, object], cell: str) -> None:
+    instance = {"instance_id": 1, "pid": 2, "model": "m", "rank": 0, "world_size": 1, "namespace": "ab" * 16}
+    memory = {"transport": "t", "format": "f", "layers": 1, "dtype": "uint8", "chunk_tokens": 256}
+    lines = shown(instances=[instance | memory | {"bytes_per_token": 1.0} | more])
+    (row,) = [line for line in lines if "abababab" in line]
+    assert re.split(" {2,}", row.strip())[-3] == cell
+
+
 def test_devices_are_rows() -> None:
     device = {"device": "GPU-1", "pid": None, "starts": 3, "instances": 2, "copies": 0, "last_error": "it ended"}
     lines = shown(transports={"cpu_gather": {}, "cuda": {"devices": [device]}})

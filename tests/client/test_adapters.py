@@ -44,6 +44,12 @@ def client(server: ServerProcess) -> Iterator[KVClient]:
         yield connected
 
 
+def test_the_server_shows_what_the_model_computes_in(server: ServerProcess, client: KVClient) -> None:
+    Engine(client, model_dtype="bfloat16")
+    (instance,) = server.status()["instances"]
+    assert (instance["dtype"], instance["model_dtype"]) == ("float32", "bfloat16")
+
+
 def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVClient) -> None:
     first = Engine(client)
     tokens = list(range(700))

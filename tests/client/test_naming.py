@@ -21,6 +21,11 @@ def named(**changes: Any) -> Any:
     return named_identity(changes.pop("model", "m"), changes.pop("weights", "w"), **{**given, **changes})
 
 
+def test_the_dtype_is_told_beside_the_name() -> None:
+    assert named(dtype="torch.bfloat16").dtype == named(dtype="bfloat16").dtype == "bfloat16"
+    assert named(dtype="torch.bfloat16") == named(dtype="bfloat16")
+
+
 def test_whatever_may_change_kv_changes_the_name() -> None:
     variants = [
         named(),

@@ -98,4 +98,5 @@ def _message(what: str, type_name: str, payload: Message) -> Document:
 
 
 def this_release() -> str:
-    return kvframework.__version__
+    """The release that these sources are, or will be: its development versions record what it will write."""
+    return kvframework.__version__.partition(".dev")[0]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from kvframework.errors import ConfigFieldError
+import kvframework
+from kvframework.errors import ConfigFieldError, PluginError
 from kvframework.inspection import PROBLEMS, inspect_plugin
+from kvframework.registry import PluginRegistry
 from tests.inspection.planted import PLANTED, SOUND
 from tests.registry.fake_distributions import install
 from tests.support.waiting import wait_until
@@ -197,3 +200,32 @@ def test_options_of_a_module_are_refused(site: Path) -> None:
     install(site, "acme", {"tier.deep": "deep"}, {"deep": NEEDS_PATH}, metadata=PROPER)
     with pytest.raises(ConfigFieldError, match="of one plugin"):
         inspect_plugin("deep", {"path": str(site)})
+
+
+def test_a_range_without_this_release_is_told(site: Path) -> None:
+    asks = PROPER.replace(">=0.1", ">=9")
+    install(site, "acme", {"codec.one": "sound"}, {"sound": SOUND}, metadata=asks)
+    (found,) = inspect_plugin("codec.one").problems
+    assert (found.id, found.where, found.fact) == ("api-version", "acme", "it requires kvframework >=9")
+    assert found.expected == f"a range with kvframework {kvframework.__version__}"
+
+
+RAISES = SOUND + "\ndef kvf_codecs(): raise OSError('no luck')\nkvf_codecs = hookimpl(kvf_codecs)\n"
+NEEDS = SOUND.replace("CodecProvider(", "CodecProvider(requires_api='1.99', ")
+
+
+@pytest.mark.parametrize(("source", "problem"), [(RAISES, "hook-fails"), (NEEDS, "api-version")])
+def test_an_author_is_told_what_to_change_and_a_user_whom_to_ask(site: Path, source: str, problem: str) -> None:
+    module = problem.replace("-", "_")
+    install(site, "acme", {"codec.one": module}, {module: source}, metadata=PROPER)
+    (found,) = inspect_plugin("codec.one").problems
+    assert found.id == problem
+    assert found.hint
+    assert not {"author", "release"} & set(re.findall(r"\w+", found.hint))
+    with pytest.raises(PluginError) as caught:
+        PluginRegistry().resolve("codec", "one")
+    said = {
+        "hook-fails": "report it to the author of acme; `kvframework plugins check` says more",
+        "api-version": "install a release of the plugin for this kvframework, or another kvframework",
+    }
+    assert caught.value.hint == said[problem]

@@ -163,3 +163,58 @@ def test_a_distribution_may_serve_two_api_majors(site: Path) -> None:
     registry = PluginRegistry()
     assert registry.resolve("codec", "both").name == "both"
     assert info(registry, "codec", "both").status == "available"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "admits"),
+    [
+        (">=9", False),
+        (">=0.3.1", False),
+        ("<0.3", False),
+        (">0.3", False),
+        ("~=0.4.0", False),
+        ("~=1.0", False),
+        ("==0.2.*", False),
+        ("==0.2.0", False),
+        ("!=0.3.*", False),
+        (">=0.1, <0.3", False),
+        ("(>=9)", False),
+        ("[torch]>=9", False),
+        ("", True),
+        ("[torch]", True),
+        (">=0.3", True),
+        (">=0.3.0.dev0", True),
+        (">0.3.0.dev0", True),
+        ("~=0.3.0", True),
+        ("~=0.1", True),
+        ("==0.3.*", True),
+        ("==0.3", True),
+        ("!=0.2.0", True),
+        (">=0.1,<1", True),
+        ("<0.3.1", True),
+        ("===0.2", True),
+        (">=9; extra == 'later'", True),
+        (" @ file:///somewhere", True),
+    ],
+)
+@pytest.mark.parametrize("present", ["0.3.0.dev0", "0.3.0", "0.3"])
+def test_a_distribution_that_asks_for_another_release(
+    site: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, admits: bool, present: str
+) -> None:
+    monkeypatch.setattr("kvframework.__version__", present)
+    marker = site / "imported"
+    requires = f"Requires-Dist: kvframework-bench>=9\nRequires-Dist: kvframework{wanted}\n"
+    source = marking(marker) + codec_module("new")
+    install(site, "acme", {"codec.new": "acme_new"}, {"acme_new": source}, metadata=requires)
+    registry = PluginRegistry()
+    if admits:
+        assert info(registry, "codec", "new").status == "available"
+        assert registry.resolve("codec", "new").name == "new"
+        return
+    with pytest.raises(PluginWrongApi) as caught:
+        registry.resolve("codec", "new", where="[[l2]]")
+    assert caught.value.fact.startswith("codec.new (acme_new) of acme 1.0 needs kvframework ")
+    assert wanted.removeprefix("[torch]").strip("()") in caught.value.fact
+    assert (caught.value.available, caught.value.where) == (f"kvframework {present}", "[[l2]]")
+    assert info(registry, "codec", "new").status == "wrong-api"
+    assert not marker.exists(), "its code was run"

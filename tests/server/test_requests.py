@@ -67,6 +67,7 @@ def test_a_layout_registration_shows_in_the_status(client: WireClient) -> None:
         "logical_block_size": 16,
         "hidden_sizes": [16],
         "dtype": "float16",
+        "model_dtype": "float16",
         "mla": False,
         "num_blocks": 10,
         "format": "paged",
@@ -238,6 +239,26 @@ def test_bad_registrations_are_refused(
     with pytest.raises(error):
         client.register(**fields)
     assert client.status()["instances"] == []
+
+
+@pytest.mark.parametrize(("said", "shown"), [("bfloat16", "bfloat16"), ("", ""), ("b" * 200, "b" * 128)])
+def test_the_models_dtype_is_shown_beside_that_of_opaque_bytes(client: WireClient, said: str, shown: str) -> None:
+    group = LayerGroup(2, 16, 1, 64, "uint8", axes=("block", "dim"), packing="kit/1")
+    layout = KVLayout("opaque", (group,), num_blocks=10)
+    client.call("REGISTER_KV_CACHE", m.RegisterKvCache(3, "m", 1, 0, bytes(16), "cpu_gather", layout, model_dtype=said))
+    (instance,) = client.status()["instances"]
+    assert (instance["dtype"], instance["model_dtype"]) == ("uint8", shown)
+
+
+@pytest.mark.parametrize("said", ["b" * 1025, "b\x1b[2J"])
+def test_a_models_dtype_that_cannot_be_shown_is_refused(client: WireClient, said: str) -> None:
+    layout = KVLayout(
+        "paged", (LayerGroup(3, 16, 2, 8, "float16", axes=("plane", "block", "token", "head", "dim")),), 10
+    )
+    with pytest.raises((errors.MessageTooLarge, errors.RequestError)):
+        client.call(
+            "REGISTER_KV_CACHE", m.RegisterKvCache(3, "m", 1, 0, bytes(16), "cpu_gather", layout, model_dtype=said)
+        )
 
 
 def test_registering_twice_and_unregistering_strangers(server: ServerProcess, client: WireClient) -> None:

@@ -61,7 +61,7 @@ class Engine:
         self.instance = AttachedInstance(
             self.clients[0],
             OPTIONS,
-            identity=KvIdentity("m", "r"),
+            identity=KvIdentity("m", "r", dtype="bfloat16"),
             groups=groups,
             form=form,
             rank=0,
@@ -161,6 +161,12 @@ def test_a_steps_requests_go_to_the_server_as_batches(make: Any, monkeypatch: py
     assert other.step(other.scheduler.plan_step({}, lambda _request_id: None)) == ({"a", "b"}, set())
     assert torch.equal(other.memory[:, 10:14], first.memory[:, [5, 4, 9, 8]])
     assert batches == [("batched_submit_store", 2), ("batched_submit_retrieve", 2)]
+
+
+def test_the_server_shows_what_the_model_computes_in(make: Any, server: ServerProcess) -> None:
+    make()
+    (instance,) = server.status()["instances"]
+    assert (instance["dtype"], instance["model_dtype"]) == ("uint8", "bfloat16")
 
 
 def test_what_one_engine_stores_another_loads_byte_by_byte(make: Any) -> None:

@@ -12,6 +12,7 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.transport import Registration, Transfer
 from kvframework.client.connection import KVClient
 from kvframework.client.transfers import bare_transfer
+from kvframework.kernels import warn_of_missing_kernels
 from kvframework.wire import messages as m
 from kvframework.wire.canonical_registration import non_gpu_layout
 
@@ -51,6 +52,7 @@ def register_canonical(
     reconnect. Blocking. Raises `BadLayout`, `BadDtype`, `AlreadyRegistered`, `TransportMismatch` if the server has no
     engine-driven transport, and the errors of `KVClient.request`.
     """
+    warn_of_missing_kernels()
     payload = m.RegisterNonGpuContextPayload(
         instance_id=instance_id,
         model_name=model_name,

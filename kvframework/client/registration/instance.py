@@ -47,7 +47,7 @@ _REFUSALS = (BadLayout, TransportMismatch, VersionMismatch)
 class InstanceIdentity:
     """The names of an instance and its KV. `revision`, `quantization` and `packing` go into the namespace: every
     difference between the KV of two engines must show here. `part` is what the rank holds of the whole model, None if
-    that is not known: then only engines of equal sizes share objects."""
+    that is not known: then only engines of equal sizes share objects. `model_dtype` is for the server's status only."""
 
     instance_id: int
     model_name: str
@@ -61,6 +61,7 @@ class InstanceIdentity:
     transport: str = AUTO
     transport_options: Mapping[str, object] = field(default_factory=dict)
     part: ModelPart | None = None
+    model_dtype: str = ""
 
 
 class Registered(NamedTuple):
@@ -234,6 +235,7 @@ class Instance:
             layout=declared,
             handles=handles,
             ranks=() if shards is None else shards.ranks,
+            model_dtype=identity.model_dtype,
         )
         deadlines = self._client.deadlines
         reply = self._client.request(

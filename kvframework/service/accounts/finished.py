@@ -66,7 +66,7 @@ def subject_of(client: ClientInfo, key: CacheKey, began: float, path: str = "", 
 
 _Ends = tuple[str, int, int, int, int]
 # Number, wall clock, clock, and the arguments of `add`.
-_Entry = tuple[int, float, float, str, Subject, _Ends, Why, int, int, Sequence[TierCall], tuple[float, float]]
+_Entry = tuple[int, float, float, str, Subject, _Ends, Why, int, int, Sequence[TierCall], tuple[float, float], int]
 
 
 class _Ring:
@@ -93,6 +93,7 @@ def _record(
     nbytes: int,
     tier_calls: Sequence[TierCall],
     prices: tuple[float, float],
+    added_tokens: int,
 ) -> m.Finished:
     outcome, l1_tokens, l2_tokens, missing, chunk_tokens = ends
     return m.Finished(
@@ -127,6 +128,7 @@ def _record(
         tier_calls=tuple(m.TierCall(*call) for call in tier_calls),
         load_s=prices[0],
         compute_s=prices[1],
+        added_tokens=added_tokens,
     )
 
 
@@ -166,6 +168,7 @@ class FinishedRequests:
         nbytes: int = 0,
         tier_calls: Sequence[TierCall] = (),
         prices: tuple[float, float] = (0.0, 0.0),
+        added_tokens: int = -1,
     ) -> None:
         """Append a request that ends now. See `Finished` for the fields."""
         at, now = time.time(), self.clock()
@@ -173,7 +176,20 @@ class FinishedRequests:
         # A copy: the load of a lookup that was given up goes on.
         calls = tuple(tier_calls) if subject.trace else ()
         with self._lock:
-            entry = self._all.last + 1, at, now, request, subject, ends, why, objects, nbytes, calls, prices
+            entry = (
+                self._all.last + 1,
+                at,
+                now,
+                request,
+                subject,
+                ends,
+                why,
+                objects,
+                nbytes,
+                calls,
+                prices,
+                added_tokens,
+            )
             self._all.add(entry)
             if subject.trace:
                 self._traced.add(entry)

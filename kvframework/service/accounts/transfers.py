@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvframework.api.keys import CacheKey
 from kvframework.api.requests import ClientInfo
 from kvframework.service.accounts.finished import FinishedRequests, Subject, subject_of
@@ -23,7 +25,7 @@ class TransferAccounts:
         self._storage = storage
         self._clock = storage.clock
         self._miss_facts = miss_facts
-        self._under_way: dict[str, tuple[str, Subject, str, int, int]] = {}
+        self._under_way: dict[str, tuple[str, Subject, str, int, int, int]] = {}
 
     def begun(self, client: ClientInfo, key: CacheKey, path: str) -> Subject:
         """Return the subject of a transfer that begins now."""
@@ -37,9 +39,12 @@ class TransferAccounts:
         first = key.start + (missing[0] * chunk_tokens if missing else 0)
         self.finished("RETRIEVE", subject, "miss", missing=first, chunk_tokens=chunk_tokens, why=why)
 
-    def under_way(self, request: str, lease: str, subject: Subject, outcome: str, objects: int, nbytes: int) -> None:
-        """Keep what a client begins under a lease until `ended`; `outcome` is that of a transfer that succeeds."""
-        self._under_way[lease] = request, subject, outcome, objects, nbytes
+    def under_way(
+        self, request: str, lease: str, subject: Subject, outcome: str, objects: int, nbytes: int, added: int = -1
+    ) -> None:
+        """Keep what a client begins under a lease until `ended`; `outcome` and `added`, the tokens that a store adds,
+        are those of a transfer that succeeds."""
+        self._under_way[lease] = request, subject, outcome, objects, nbytes, added
         if len(self._under_way) > MAX_UNDER_WAY:
             del self._under_way[next(iter(self._under_way))]
 
@@ -47,8 +52,15 @@ class TransferAccounts:
         """Add the transfer that the client began under a lease, unless that is forgotten."""
         begun = self._under_way.pop(lease, None)
         if begun is not None:
-            request, subject, outcome, objects, nbytes = begun
-            self.finished(request, subject, outcome if ok else "failed", objects=objects, nbytes=nbytes)
+            request, subject, outcome, objects, nbytes, added = begun
+            self.finished(
+                request,
+                subject,
+                outcome if ok else "failed",
+                objects=objects,
+                nbytes=nbytes,
+                added_tokens=added if ok else min(added, 0),
+            )
 
     def granted(
         self, client: ClientInfo, subject: Subject, took_s: float, *, objects: int, nbytes: int, ok: bool
@@ -68,6 +80,11 @@ class TransferAccounts:
         under_way = self._under_way.items()
         for lease in [lease for lease, (_, subject, *_) in under_way if subject.session_id == session_id]:
             self.ended(lease, ok=False)
+
+
+def added_tokens(chunks: Iterable[int], grid: KeyGrid) -> int:
+    """Return the tokens that a store adds: `chunks` has the chunk of each object that it writes."""
+    return len(set(chunks)) * grid.desc.chunk_tokens
 
 
 def store_outcome(result: Reservation) -> str:

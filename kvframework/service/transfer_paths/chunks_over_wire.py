@@ -22,7 +22,7 @@ from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo, Handler, Message, Reply
 from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
-from kvframework.service.accounts.transfers import TransferAccounts, store_outcome
+from kvframework.service.accounts.transfers import TransferAccounts, added_tokens, store_outcome
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.keys import KeyGrid
 from kvframework.service.prompt_parts import prompt_part
@@ -109,14 +109,16 @@ class ChunkTransfers:
         ended = partial(self._accounts.finished, "STORE", subject)
         named = partial(self._contents.named, payload.key, payload.content)
         if result.lease is None:
-            ended(store_outcome(result))
+            ended(store_outcome(result), added_tokens=0)
             return m.ChunksStored(outcome)
         # The copy cannot be stopped; a cancel waits for its end.
         future: Promise[Message] = Promise(lambda: None)
         try:
             copies = [(offset, sent[index]) for index, offset in result.placed]
             ended = partial(ended, objects=len(copies), nbytes=sum(source.nbytes for _, source in copies))
-            self._pool.submit(self._fill, future, result.lease.id, outcome, copies, ended, named)
+            groups = len(grid.row_groups)
+            added = added_tokens((index // groups for index, _ in result.placed), grid)
+            self._pool.submit(self._fill, future, result.lease.id, outcome, copies, added, ended, named)
         except BaseException:
             self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
             raise
@@ -134,7 +136,8 @@ class ChunkTransfers:
         lease: str,
         outcome: StoreOutcome,
         copies: _Copies,
-        ended: Callable[[str], None],
+        added: int,
+        ended: Callable[..., None],
         named: Callable[[], None],
     ) -> None:
         """Copy the bytes, commit, and answer (in a copy thread)."""
@@ -147,7 +150,7 @@ class ChunkTransfers:
             self._storage.abort(lease, owner=INTERNAL_OWNER)
             ended("failed")
             raise
-        ended("partial" if outcome.dropped else "stored")
+        ended("partial" if outcome.dropped else "stored", added_tokens=added)
         named()
         future.set_result(m.ChunksStored(msgspec.structs.replace(outcome, stored=stored)))
 

@@ -11,7 +11,7 @@ from kvframework.api.requests import CacheKey, ClientInfo, Handler
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.errors import LeaseUnknown, TransportMismatch
 from kvframework.service.accounts.finished import Subject
-from kvframework.service.accounts.transfers import TransferAccounts, store_outcome
+from kvframework.service.accounts.transfers import TransferAccounts, added_tokens, store_outcome
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import Contexts
 from kvframework.service.keys import KeyGrid
@@ -83,10 +83,11 @@ class EngineDrivenTransfers:
         )
         outcome = outcome_of(result)
         if result.lease is None:
-            self._accounts.finished("STORE", subject, store_outcome(result))
+            self._accounts.finished("STORE", subject, store_outcome(result), added_tokens=0)
             return m.StorePlan("", (), outcome)
         ranges = placed_ranges(grid, wanted, result)
-        self._begin("STORE", result.lease.id, subject, store_outcome(result), ranges)
+        added = added_tokens((place.chunk for place in ranges), grid)
+        self._begin("STORE", result.lease.id, subject, store_outcome(result), ranges, added)
         self._contents.prepared(client.session_id, result.lease.id, payload.key, grid.desc.chunk_tokens)
         return m.StorePlan(result.lease.id, ranges, outcome, self._store_lease_s)
 
@@ -141,8 +142,11 @@ class EngineDrivenTransfers:
         self._contents.ended(lease, payload.content, ok=held)
         return m.RetrieveCommitted(held)
 
-    def _begin(self, request: str, lease: str, subject: Subject, outcome: str, ranges: Sequence[ArenaRange]) -> None:
-        self._accounts.under_way(request, lease, subject, outcome, len(ranges), sum(place.length for place in ranges))
+    def _begin(
+        self, request: str, lease: str, subject: Subject, outcome: str, ranges: Sequence[ArenaRange], added: int = -1
+    ) -> None:
+        nbytes = sum(place.length for place in ranges)
+        self._accounts.under_way(request, lease, subject, outcome, len(ranges), nbytes, added)
 
 
 def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> tuple[ArenaRange, ...]:

@@ -21,7 +21,7 @@ from kvframework.api.server_transport import CopyJob
 from kvframework.api.transport import ArenaRange, GroupBlocks, StoreOutcome
 from kvframework.errors import BadRange, NotRegistered, StorageError, TransportMismatch
 from kvframework.service.accounts.finished import Subject
-from kvframework.service.accounts.transfers import TransferAccounts, store_outcome
+from kvframework.service.accounts.transfers import TransferAccounts, added_tokens, store_outcome
 from kvframework.service.checked_keys import InstanceKeys
 from kvframework.service.contexts import RegisteredContext
 from kvframework.service.keys import KeyGrid
@@ -86,7 +86,7 @@ class ServerDrivenTransfers:
         )
         if result.lease is None:
             outcome = outcome_of(result)
-            self._accounts.finished("STORE", subject, store_outcome(result))
+            self._accounts.finished("STORE", subject, store_outcome(result), added_tokens=0)
             return m.TransferReply(outcome.ok, outcome)
         lease_id = result.lease.id
         ranges = placed_ranges(grid, wanted, result)
@@ -99,7 +99,7 @@ class ServerDrivenTransfers:
                 ended("failed")
                 return m.TransferReply(False, missing, "cancelled or failed")
             outcome = outcome_of(result, self._storage.commit(lease_id, owner=INTERNAL_OWNER))
-            ended(store_outcome(result))
+            ended(store_outcome(result), added_tokens=added_tokens((place.chunk for place in ranges), grid))
             self._contents.named(payload.key, payload.content)
             return m.TransferReply(outcome.ok, outcome)
 
@@ -134,7 +134,7 @@ class ServerDrivenTransfers:
         job = self._job(context, payload, ranges, blocks, is_store=False)
         return _run(context, job, finish)
 
-    def _ended(self, request: str, subject: Subject, ranges: Sequence[ArenaRange]) -> Callable[[str], None]:
+    def _ended(self, request: str, subject: Subject, ranges: Sequence[ArenaRange]) -> Callable[..., None]:
         nbytes = sum(place.length for place in ranges)
         return partial(self._accounts.finished, request, subject, objects=len(ranges), nbytes=nbytes)
 
