@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from kvframework.cli.bundle.versions import versions
+from kvframework.cli.bundle.contents import versions
 from kvframework.cli.numbers import short_number
 from kvframework.redaction import Redaction
 from kvframework_bench.gpu_report.child import Ran, run_bounded
