@@ -33,7 +33,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "client/test_hazards.py",
         "client/test_lying_server.py",
         "cuda/test_conformance.py",
-        "cuda/test_gpu_report.py",
         "cuda/test_guesses.py",
         "cuda/test_simulated.py",
         "cuda/test_simulated_streams.py",

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.usage import examples
+from kvframework.cli.usage import AsJson as DocumentAsJson
+from kvframework.cli.usage import ConfigFile, Overrides, examples
 
 if TYPE_CHECKING:
     from kvframework_bench.console import Stage
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from kvframework_bench.l2.figures import L2Figures
 
 _EXIT_WORSE = 1
+_EXIT_FOUND = 1
 _EXIT_INTERRUPTED = 130
 # Of pipes and files: more than any table needs, reasons included.
 _WIDTH = 2000
@@ -42,6 +44,7 @@ app = typer.Typer(
         "kvframework bench serving --trace FILE    vLLM, and what its users wait for",
         "kvframework bench decode                  vLLM's next token beside loads",
         "kvframework bench cuda --sweep            fragments and copy engines",
+        "kvframework bench gpu-report gpu.tar.gz   all of a first run on a GPU",
         "kvframework bench compare old.json new.json",
     ),
     no_args_is_help=True,
@@ -537,6 +540,44 @@ def cuda(
     engines = [each.value for each in engine or list(CudaEngine)]
     sizes = (QUICK if quick else FULL).only(shapes=shape or [], blocks=block or [], engines=engines)
     _run("cuda", lambda stage: bench_cuda(sizes, parts=parts, stage=stage), quick, as_json, markdown, plot)
+
+
+@app.command("gpu-report")
+def gpu_report(
+    file: Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="The .tar.gz to write; it must not exist.")],
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    as_json: DocumentAsJson = False,
+) -> None:
+    """Try the transport cuda_ipc on this machine's GPU, and write all results to one file, without secrets.
+
+    `kvframework doctor`, the conformance kit of cuda_ipc (in a checkout), `bench cuda --quick` and its sweep, each in a
+    process with a bound of its own, and what the machine shows of its GPUs. It takes some minutes; nothing else should
+    use the GPU. The exit status is 1 where no GPU can be used, or a step failed; the file is written all the same.
+    """
+    from kvframework.cli.bundle.contents import secrets_in
+    from kvframework.cli.bundle.file import BundleFile
+    from kvframework.cli.console import print_document, print_text, stderr
+    from kvframework.redaction import Redaction
+    from kvframework_bench.gpu_report.contents import StepResult, collect, line_of
+    from kvframework_bench.gpu_report.steps import steps
+
+    def show(result: StepResult) -> None:
+        stderr.print(line_of(result), markup=False)
+
+    # A step runs in a session of its own: whoever ends this process has to end it, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with BundleFile(file, "kvframework-gpu-report") as bundle:
+        redaction = Redaction(secrets_in(config, overrides or ()))
+        report, files = collect(steps(config, overrides or ()), redaction, told=show)
+        bundle.write(files)
+    if as_json:
+        print_document(report)
+    else:
+        print_text(report.gpu or ("a GPU can be used here" + ("" if report.ok else ", but not all worked")))
+        print_text(f"{file}: read it before you send it")
+    if not report.ok:
+        raise typer.Exit(_EXIT_FOUND)
 
 
 @app.command("compare")

@@ -41,27 +41,11 @@ def list_plugins(
         show_plugins(rows)
 
 
-def _complete(incomplete: str) -> list[str]:
-    from kvframework.cli.completion import plugin_words
-
-    return plugin_words(incomplete)
-
-
-def _complete_option(context: typer.Context, incomplete: str) -> list[str]:
-    from kvframework.cli.completion import option_words
-
-    # Behind an option without a value yet, arguments are not parsed.
-    kind, _, name = str(context.params.get("plugin") or next(iter(context.args), "")).partition(".")
-    return option_words(kind, name, incomplete)
-
-
 @_app.command(
     "info", epilog=examples("kvframework plugins info tier.redis", "kvframework plugins info layout.paged --json")
 )
 def info(
-    plugin: Annotated[
-        str, typer.Argument(metavar="KIND.NAME", help="As `plugins list` shows it.", autocompletion=_complete)
-    ],
+    plugin: Annotated[str, typer.Argument(metavar="KIND.NAME", help="As `plugins list` shows it.")],
     as_json: AsJson = False,
 ) -> None:
     """Describe one plugin: its purpose, whether it can be used here, and the options of its table in the TOML."""
@@ -90,14 +74,13 @@ def info(
     ),
 )
 def check(
-    plugin: Annotated[str, typer.Argument(metavar="MODULE|KIND.NAME", help="What to check.", autocompletion=_complete)],
+    plugin: Annotated[str, typer.Argument(metavar="MODULE|KIND.NAME", help="What to check.")],
     settings: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
             help="An option that the plugin KIND.NAME is made with; repeatable.",
-            autocompletion=_complete_option,
         ),
     ] = None,
     as_json: AsJson = False,

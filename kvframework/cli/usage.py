@@ -53,23 +53,10 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def _complete_override(context: typer.Context, incomplete: str) -> list[str]:
-    from kvframework.cli.completion import override_words
-
-    # Behind an option without a value yet, arguments are not parsed: FILE of `config check`.
-    file = next((argument for argument in context.args if argument.endswith(".toml")), None)
-    return override_words({**context.params, "file": context.params.get("file") or file}, incomplete)
-
-
 ConfigFile = Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="TABLE.KEY=VALUE",
-        help="Override one value of the TOML; repeatable.",
-        autocompletion=_complete_override,
-    ),
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override one value of the TOML; repeatable."),
 ]
 Endpoint = Annotated[str | None, typer.Option(help="Without it $KVFRAMEWORK_ENDPOINT, then that of the configuration.")]
 EndpointConfig = Annotated[Path | None, typer.Option("--config", help="Take the endpoint from this TOML file.")]

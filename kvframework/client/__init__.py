@@ -17,8 +17,7 @@ from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.tracing import current_trace
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys
-from kvframework.pricing.prefill import EngineSpeed
-from kvframework.pricing.prefill_meter import PrefillMeter
+from kvframework.pricing.prefill import EngineSpeed, PrefillMeter
 
 __all__ = [
     "WEIGHT_SUFFIXES",

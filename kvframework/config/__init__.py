@@ -1,7 +1,6 @@
 """Configuration: one TOML file becomes frozen structs; every mistake is an error with its place."""
 
 from kvframework.config.changes import Change, changes, flat, when
-from kvframework.config.collector import collector_url
 from kvframework.config.conversion import closest, convert
 from kvframework.config.endpoint import (
     FULL_SUFFIX,
@@ -19,7 +18,7 @@ from kvframework.config.endpoint import (
     trusted_server_uid,
 )
 from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, read_layers
-from kvframework.config.load import assemble, load_config
+from kvframework.config.load import assemble, collector_url, load_config
 from kvframework.config.overrides import apply_override
 from kvframework.config.schema import (
     Config,

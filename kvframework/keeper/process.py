@@ -8,8 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from kvframework.keeper.holder import EXIT_REFUSED, Holder
-from kvframework.keeper.lines import Lines
+from kvframework.keeper.holder import EXIT_REFUSED, Holder, Lines
 from kvframework.keeper.place import AlreadyHeldError
 
 # Not with -m, and without an empty path: the working directory is no place for modules.

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvframework.pricing.cut import Turns
 from kvframework.pricing.rates import LearnedPrice
 from kvframework.pricing.traffic import Traffic
-from kvframework.pricing.turns import Turns
 
 # A tier from which nothing was loaded for so long gets a load that its price is against, so that one that is quick
 # again is used again.

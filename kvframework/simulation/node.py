@@ -3,13 +3,16 @@ threads, over tiers that only know what they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.hasher import HasherProvider, KeyHasher
+from kvframework.api.memory import Memory
 from kvframework.api.requests import ClientInfo, Message
+from kvframework.errors import SimulationError
 from kvframework.registry.check import resolve_table
 from kvframework.registry.creation import Creator
 from kvframework.registry.registry import PluginRegistry
@@ -17,7 +20,6 @@ from kvframework.service.lifecycle import CacheService
 from kvframework.service.registration import AttachedTransport
 from kvframework.simulation.channel import Waiting
 from kvframework.simulation.events import VirtualTime
-from kvframework.simulation.memory import VirtualMemory
 from kvframework.simulation.sizes import Sizes
 from kvframework.simulation.threads import VirtualThreads
 from kvframework.simulation.tier import VirtualTier
@@ -29,6 +31,31 @@ from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.wire import messages as m
 from kvframework.wire.canonical_registration import non_gpu_namespace
+
+
+class VirtualMemory(Memory):
+    """All zeros."""
+
+    fd = -1
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        try:
+            self._map = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
+        except (OSError, OverflowError) as error:
+            raise SimulationError(
+                f"L1 is too large to be simulated: {error}", where="[l1] capacity", hint="no node has as much"
+            ) from None
+
+    def start(self, on_ready: Callable[[int], None]) -> None:
+        on_ready(self.capacity)
+
+    def view(self) -> memoryview:
+        return memoryview(self._map)
+
+    def close(self) -> None:
+        self._map.close()
+
 
 TICK_S = 0.1
 # Ticks with nothing to do, after which they become rare: no one sees a difference, and a night takes no time.

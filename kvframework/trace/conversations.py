@@ -16,9 +16,8 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from kvframework.errors import TraceError
-from kvframework.trace.form import KV_CACHE_TESTER, Header, Request
+from kvframework.trace.form import KV_CACHE_TESTER, Header, Request, readable
 from kvframework.trace.lines import MAX_CHUNK_TOKENS, MAX_SPAN_S, Tokens, check_chunks, wrong_field
-from kvframework.trace.refusal import readable
 
 MAX_FILE = 64 << 20
 MAX_OPEN_BYTES = 1 << 30

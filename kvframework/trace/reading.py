@@ -12,9 +12,18 @@ import msgspec
 from kvframework.errors import TraceError
 from kvframework.trace import lines
 from kvframework.trace.conversations import CONVERSATIONS_PER_HOUR, Conversations
-from kvframework.trace.form import BAILIAN, KV_CACHE_TESTER, KVFRAMEWORK, MOONCAKE, Header, Request
+from kvframework.trace.form import (
+    BAILIAN,
+    KV_CACHE_TESTER,
+    KVFRAMEWORK,
+    MOONCAKE,
+    RECORD,
+    Header,
+    Request,
+    no_trace,
+    readable,
+)
 from kvframework.trace.recognised import HEAD, recognised
-from kvframework.trace.refusal import RECORD, no_trace, readable
 
 MOONCAKE_CHUNK_TOKENS = 512
 BAILIAN_CHUNK_TOKENS = 16

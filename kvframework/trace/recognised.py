@@ -6,8 +6,7 @@ import re
 
 import msgspec
 
-from kvframework.trace.form import BAILIAN, KV_CACHE_TESTER, KVFRAMEWORK, MOONCAKE
-from kvframework.trace.refusal import RECORD
+from kvframework.trace.form import BAILIAN, KV_CACHE_TESTER, KVFRAMEWORK, MOONCAKE, RECORD
 
 HEAD = 1 << 16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-from kvf_hashers.chains import chained
+from kvf_hashers.sha256 import chained
 from kvframework.api.hasher import DIGEST_BYTES, Buffer, KeyHasher
 from kvframework.errors import RequestError
 

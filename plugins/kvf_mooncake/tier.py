@@ -6,10 +6,11 @@ Every call may take longer than its deadline: then the server has long gone on, 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from kvf_mooncake.changing_keys import ChangingKeys
 from kvf_mooncake.results import (
     INVALID,
     NO_OBJECT,
@@ -21,11 +22,33 @@ from kvf_mooncake.results import (
     of_put,
 )
 from kvf_mooncake.sealed_values import SEAL_BYTES, broken_seal, seal
-from kvf_mooncake.store import Store
-from kvf_mooncake.writes import Value, write
+from kvf_mooncake.writes import Store, Value, write
 from kvframework.api.helper_tier import RegistersMemory
 from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
+
+
+class ChangingKeys:
+    """Thread-safe. A call waits for those that change one of its keys, for as long as they take."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._keys: set[PackedKey] = set()
+
+    @contextmanager
+    def alone(self, keys: Sequence[PackedKey]) -> Iterator[None]:
+        """Have these keys for one call."""
+        wanted = set(keys)
+        with self._changed:
+            self._changed.wait_for(lambda: not wanted & self._keys)
+            self._keys |= wanted
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._keys -= wanted
+                self._changed.notify_all()
+
 
 # How long a reader or a writer waits for the end of another write, which its writer's death may have cut off.
 _WRITE_UNDER_WAY_S = 0.5

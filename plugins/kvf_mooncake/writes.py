@@ -10,10 +10,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvf_mooncake.results import OK, REPLACED_MEANWHILE, check_master
-from kvf_mooncake.store import Store
+
+
+class Store(Protocol):
+    """`mooncake.store.MooncakeDistributedStore`. Every method blocks, and answers codes (`results.py`)."""
+
+    def batch_is_exist(self, keys: list[str], /) -> list[int]: ...
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int], /) -> list[int]: ...
+    def batch_put_from(
+        self, keys: list[str], addresses: list[int], sizes: list[int], config: object, /
+    ) -> list[int]: ...
+    def batch_upsert_from(
+        self, keys: list[str], addresses: list[int], sizes: list[int], config: object, /
+    ) -> list[int]: ...
+    def batch_remove(self, keys: list[str], force: bool, /) -> list[int]: ...
+    def get_size(self, key: str, /) -> int: ...
+    def register_buffer(self, address: int, nbytes: int, /) -> int: ...
+    def unregister_buffer(self, address: int, /) -> int: ...
+    def close(self) -> int: ...
+
 
 _POLL_S = 0.005
 

@@ -10,14 +10,62 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
+
+from redis.cluster import parse_cluster_slots
+from redis.crc import key_slot
 
 from kvf_redis.addresses import Place
 from kvf_redis.commands import Command, Ping
 from kvf_redis.connect import Connector, NoAnswer
 from kvf_redis.node import Node, Router, answered_error, rebuilt
 from kvf_redis.resp import parse_redirect
-from kvf_redis.slots import SLOTS, SlotMap
 from kvframework.errors import TierError
+
+SLOTS = 1 << 14
+
+
+class SlotMap:
+    """One member's view of the cluster, updated by redirections since. Safe to read while `move` changes it.
+
+    `members` are all nodes that were named, masters first.
+    """
+
+    def __init__(self, reply: Any, asked: Place) -> None:
+        """`reply` is the answer of the member `asked` to CLUSTER SLOTS, as redis-py reads it. Raises `ValueError` and
+        `TypeError` for anything else."""
+        self._masters: list[Place | None] = [None] * SLOTS
+        members: dict[Place, None] = {}
+        replicas: dict[Place, None] = {}
+        for (first, last), nodes in parse_cluster_slots(reply, current_host=asked.host).items():
+            if not 0 <= first <= last < SLOTS:
+                raise ValueError(f"no range of slots: {first} to {last}")
+            master = _place(nodes["primary"], asked)
+            members[master] = None
+            self._masters[first : last + 1] = [master] * (last + 1 - first)
+            replicas.update((_place(each, asked), None) for each in nodes["replicas"])
+        self.members = tuple(members | replicas)
+        self.covered = sum(master is not None for master in self._masters)
+
+    def master_of(self, key: bytes) -> Place | None:
+        """The master that serves the key; None if its slot has none."""
+        return self._masters[slot_of(key)]
+
+    def masters(self) -> list[Place]:
+        return list(dict.fromkeys(master for master in self._masters if master is not None))
+
+    def move(self, slot: int, master: Place) -> None:
+        self._masters[slot] = master
+
+
+def slot_of(key: bytes) -> int:
+    return key_slot(key)
+
+
+def _place(node: tuple[str, int], asked: Place) -> Place:
+    host, port = node
+    return Place(asked.host if host in ("", "?", None) else host, int(port))
+
 
 # The most times that one key is sent: a slot rarely moves twice during a call.
 _HOPS = 8

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvframework.cli.demo.child import uninterrupted
+from kvframework.cli.demo.prefix import Progress
 from kvframework.cli.demo.processes import DemoFailed, EngineProcess
-from kvframework.cli.demo.progress import Progress
 
 
 def test_the_estimate_grows_with_the_position() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from kvframework.cli.top.command import View
-from kvframework.cli.top.keys import Keys
 from kvframework.cli.top.minute import APART_S, SPAN_S, Minute, Window
 from kvframework.cli.top.moments import Moments
 from kvframework.cli.top.picture import Shown, clamped, frame, picture
+from kvframework.cli.top.screen import Keys
 from kvframework.cli.top.state import State, pressed
 from kvframework.cli.top.table_lines import GAP, fitting
 from kvframework.cli.top.views import NAMES, OTHER, TABLES, Sorting, ordered

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvframework.observe.alerts import ALERTS
-from kvframework.observe.exposition import family
+from kvframework.observe.app import family
 from kvframework.observe.metrics import METRICS, OWN, own_document
 from kvframework.observe.poller import Observed
 from tests.observe.documents import NOW

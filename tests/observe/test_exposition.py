@@ -12,7 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parsed_text
 
 from kvframework.http.exposition import PREFIX
-from kvframework.observe.exposition import exposition
+from kvframework.observe.app import exposition
 from kvframework.observe.metrics import METRICS, OWN
 from kvframework.observe.poller import Observed
 from kvframework.wire.messages import REASONS

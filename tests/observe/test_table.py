@@ -13,7 +13,7 @@ import pytest
 
 from kvframework.http.exposition import PREFIX
 from kvframework.observe.alerts import ALERTS
-from kvframework.observe.exposition import exposition
+from kvframework.observe.app import exposition
 from kvframework.observe.health import CHECKS, check_of
 from kvframework.observe.history import LOADING
 from kvframework.observe.metrics import CAUSES, L1_OBJECTS, MESSAGING, METRICS, TABLE

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvf_hashers import SglangPages, Sha256, chains
+from kvf_hashers import SglangPages, Sha256, sha256
 from kvf_hashers.sha256_kernel import chain_by_hashlib, load_chain
 from kvframework.api.hasher import KeyHasher
 
@@ -65,6 +65,6 @@ def test_hashers_have_the_same_digests_without_it(
     tokens = content((chunk_tokens * chunks + chunk_tokens // 2) * 4)
     digests = hasher.chunk_digests(tokens, chunk_tokens, parent=parent, extras=extras)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(chains, "load_chain", lambda: chain_by_hashlib)
+        patched.setattr(sha256, "load_chain", lambda: chain_by_hashlib)
         assert hasher.chunk_digests(tokens, chunk_tokens, parent=parent, extras=extras) == digests
     assert len(digests) == 32 * chunks

@@ -28,7 +28,7 @@ from kvframework.api.options import ByteSize
 from kvframework.api.shared_mapping import huge_page_bytes
 from kvframework.client.connecting.arena_mapping import MappedArena
 from kvframework.errors import ArenaError
-from kvframework.keeper.memory import free_memory
+from kvframework.keeper.descriptors import free_memory
 from kvframework.testing import MemoryConformance
 from tests.restart.prompts import hits, store
 from tests.support.held_server import HeldServer

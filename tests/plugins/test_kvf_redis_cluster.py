@@ -14,10 +14,9 @@ import redis
 
 from kvf_redis import cluster as clusters
 from kvf_redis.addresses import Place
-from kvf_redis.cluster import Cluster
+from kvf_redis.cluster import Cluster, slot_of
 from kvf_redis.commands import Ping
 from kvf_redis.connect import NoAnswer
-from kvf_redis.slots import slot_of
 from kvframework.api.tier import Outcome, TierEntry
 from kvframework.errors import TierError
 from kvframework.testing.tier import TierConformance

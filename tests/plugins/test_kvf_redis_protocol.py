@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvf_redis.addresses import Place
 from kvf_redis.commands import Command, Count
-from kvf_redis.pipeline import MAX_BYTES, MAX_COMMANDS, fly
+from kvf_redis.node import MAX_BYTES, MAX_COMMANDS, fly
 from kvf_redis.resp import (
     ProtocolSurprise,
     Redirect,

@@ -10,8 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from kvframework.config import load_config
-from kvframework.service.accounts.asked import Asked
-from kvframework.service.accounts.priced import Priced
+from kvframework.service.accounts.asked import Asked, Priced
 from kvframework.service.pricing import Pricing
 from kvframework.simulation import Engines, Settings, SlowTime, TierSpeed, simulate
 from kvframework.storage.l2.sealed_tier import L2Store

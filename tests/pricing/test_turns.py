@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.pricing.turns import MOST_BUSY, Turns
+from kvframework.pricing.cut import MOST_BUSY, Turns
 
 SLICES = 200
 works = st.lists(st.integers(0, SLICES), max_size=5)

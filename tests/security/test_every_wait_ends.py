@@ -15,8 +15,7 @@ from kvframework.by_name import NamedCall
 from kvframework.client import KVClient
 from kvframework.devices.messages import Start
 from kvframework.devices.server_half import CLOSE_S, DeviceServerTransport
-from kvframework.devices.spawned import SpawnedCopier
-from kvframework.devices.supervisor import CopierSupervisor
+from kvframework.devices.supervisor import CopierSupervisor, SpawnedCopier
 from kvframework.errors import DeviceLost
 from tests.support.waiting import wait_until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.service.hits import hit_chunks, needed_chunks, window_chunks
+from kvframework.service.keys import hit_chunks, needed_chunks, window_chunks
 
 
 @st.composite

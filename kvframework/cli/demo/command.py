@@ -16,18 +16,6 @@ SHIPPED_TEXT = Path(__file__).with_name("declaration.txt")
 _QUESTION = "What do the signers mutually pledge to each other?"
 
 
-def _complete_tier(incomplete: str) -> list[str]:
-    from kvframework.cli.completion import tier_words
-
-    return tier_words(incomplete)
-
-
-def _complete_setting(context: typer.Context, incomplete: str) -> list[str]:
-    from kvframework.cli.completion import option_words
-
-    return option_words("tier", str(context.params.get("l2") or ""), incomplete)
-
-
 Model = Annotated[
     str,
     typer.Option(
@@ -42,7 +30,6 @@ L2 = Annotated[
         metavar="redis|s3|disk|NAME",
         help="Put a Redis, an S3 store (SeaweedFS), a temporary folder or the tier plugin NAME behind the server, and "
         "kill and restart it in between.",
-        autocompletion=_complete_tier,
     ),
 ]
 Settings = Annotated[
@@ -51,7 +38,6 @@ Settings = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="With --l2 NAME: an option of the tier; repeatable.",
-        autocompletion=_complete_setting,
     ),
 ]
 Kill = Annotated[

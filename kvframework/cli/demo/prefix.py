@@ -13,10 +13,35 @@ import msgspec
 from kvframework.cli.demo.child import uninterrupted
 from kvframework.cli.demo.models import chosen_model
 from kvframework.cli.demo.processes import DemoFailed, EngineProcess
-from kvframework.cli.demo.progress import Progress
 from kvframework.cli.demo.result import DemoResult, EngineRun
 from kvframework.cli.demo.stage import DemoStage, StageOptions, check_stage, check_text
 from kvframework.cli.demo.view import DemoView, moved
+
+
+class Progress:
+    """`first` tokens of `total` are there at the time `began`. The rest is estimated from the latest piece; the work
+    for a token grows with its position, so the estimate is rather high than low."""
+
+    def __init__(self, first: int, total: int, began: float) -> None:
+        self._done = first
+        self._total = total
+        self._at = began
+
+    def at(self, done: int, now: float) -> str:
+        """Return the text for a moment at which `done` tokens are there."""
+        text = f"{done} of {self._total} tokens"
+        if self._done < done < self._total:
+            per_token = (now - self._at) / (done - self._done)
+            middle, ahead = (self._done + done) / 2, (done + self._total) / 2
+            left_s = per_token * (self._total - done) * ahead / middle
+            text += f", about {_duration(left_s)} left"
+        self._done, self._at = done, now
+        return text
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
 
 ENGINE_TIMEOUT_S = 900.0
 # The server's default.

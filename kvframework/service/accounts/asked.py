@@ -4,15 +4,30 @@ ticket before that."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvframework.api.requests import CacheKey, ClientInfo
 from kvframework.pricing.prefill import EngineSpeed
-from kvframework.service.accounts.priced import Priced
 from kvframework.service.accounts.recording import Recorded
 from kvframework.service.keys import KeyGrid
 from kvframework.storage.l1.leases import StoredObject
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.manager import FindRow
+
+
+class Priced(NamedTuple):
+    """Of a hit of `found` chunks the first `chunks` are used. `load_s` and `compute_s` are the prices of the others,
+    or, if there are none, of all that was not in L1; `saved_s` is what that spares, see `kvframework.pricing.cut`."""
+
+    chunks: int
+    found: int
+    load_s: float
+    compute_s: float
+    saved_s: float
+
+    @property
+    def is_cut(self) -> bool:
+        return self.chunks < self.found
 
 
 class Asked:

@@ -23,20 +23,62 @@ from kvf_blend.engine.decoder import Decoder
 from kvf_blend.engine.decoder_check import check_decoder
 from kvf_blend.engine.model_rotary import rotary_of
 from kvf_blend.engine.placing import Loaded, held_of, placed
-from kvf_blend.engine.pre_computing import pre_compute
 from kvf_blend.engine.prefill import prefill
 from kvf_blend.engine.recompute import Held, by_deviation
 from kvf_blend.engine.results import Blended, BlendedPrompt, PreComputed
 from kvf_blend.errors import BadSegments
-from kvf_blend.messages import MAX_BEFORE, REQUESTS
+from kvf_blend.messages import MAX_BEFORE, REQUESTS, Segment
 from kvf_blend.rotary import Rotary
 from kvf_transformers.forward import Forward, token_list
 from kvf_transformers.misses import warn
 from kvf_transformers.named_model import ModelNow, NamedModel
 from kvf_transformers.results import Saved
 from kvf_transformers.session import Attached, CacheSession, Moved
-from kvf_transformers.shapes import layers_of
+from kvf_transformers.shapes import LayerPair, layers_of
+from kvframework.api.keys import DIGEST_BYTES
 from kvframework.errors import DeadlineExceeded, RequestError, ServerGone
+
+
+def pre_compute(
+    tokens: Sequence[int],
+    segments: Sequence[Segment],
+    before: Sequence[int],
+    forward: Forward,
+    session: CacheSession,
+    now: ModelNow,
+) -> PreComputed:
+    """Computes the segments of `tokens` that are not held, each behind `before`, and stores them without it, all in one
+    store, for the model in its state `now`. Raises the errors of that store."""
+    lacking = {segment.digests: segment for segment in segments if not segment.held}
+    held = sum(segment.held for segment in segments)
+    if not lacking:
+        return PreComputed(len(segments), held)
+    chunk = session.attach(now).registration.desc.chunk_tokens
+    parts: list[list[LayerPair]] = []
+    for segment in lacking.values():
+        cache = DynamicCache()
+        forward.compute([*before, *tokens[segment.start : segment.start + segment.tokens]], cache)
+        filled = len(segment.digests) // DIGEST_BYTES * chunk
+        pairs = layers_of(cache, tokens=len(before) + segment.tokens)
+        parts.append([_cut(pair, len(before), filled) for pair in pairs])
+    moved = session.store_named(now, b"".join(lacking), [_joined(layer) for layer in zip(*parts, strict=True)])
+    computed = sum(segment.tokens for segment in lacking.values())
+    return PreComputed(len(segments), len(segments) if moved.tokens else held, computed, moved.nbytes)
+
+
+def _cut(pair: LayerPair, before: int, tokens: int) -> LayerPair:
+    """The pair without its first `before` tokens, and with zeros behind its last one: the stored bytes are the same in
+    every process."""
+    keys, values = (
+        torch.nn.functional.pad(plane[:, :, before:], (0, 0, 0, tokens + before - plane.shape[2])) for plane in pair
+    )
+    return keys, values
+
+
+def _joined(layer: Sequence[LayerPair]) -> LayerPair:
+    """One layer of all segments, one behind the other."""
+    return torch.cat([keys for keys, _ in layer], dim=2), torch.cat([values for _, values in layer], dim=2)
+
 
 _log = logging.getLogger(__name__)
 

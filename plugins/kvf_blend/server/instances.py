@@ -6,16 +6,55 @@ registry of instances. They end with the instance; they are kept nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvf_blend.errors import BadRotary, BadSegments, BlendRefused
 from kvf_blend.messages import RegisterBlend
 from kvf_blend.rotary import Rotary, check, fingerprint
-from kvf_blend.server.objects import Objects
-from kvframework.api.keys import TOKEN_BYTES
+from kvframework.api.keys import TOKEN_BYTES, PackedKey
 from kvframework.api.layout import CANONICAL, MemoryLayoutDesc
 from kvframework.api.requests import CacheServices, ClientInfo, InstanceContext
-from kvframework.errors import AlreadyRegistered, NamespaceMismatch, NotRegistered
+from kvframework.errors import AlreadyRegistered, MessageTooLarge, NamespaceMismatch, NotRegistered
+
+# The most objects of one request, as in the core.
+MAX_OBJECTS = 1 << 15
+
+
+class Objects:
+    """The objects of chunks, given the prefixes of their keys (`CacheServices.key_prefixes`). Keys are digest by
+    digest, in each rank by rank."""
+
+    def __init__(self, prefixes: Sequence[bytes]) -> None:
+        self._prefixes = prefixes
+
+    @property
+    def most_digests(self) -> int:
+        """The most chunks that one request may name."""
+        return MAX_OBJECTS // len(self._prefixes)
+
+    def check(self, digests: int) -> None:
+        """Raises `MessageTooLarge` for more chunks than one request may name."""
+        if digests > self.most_digests:
+            raise MessageTooLarge(
+                f"{digests} chunks of {len(self._prefixes)} ranks and layer groups",
+                available=f"at most {MAX_OBJECTS} objects a request",
+                hint="give fewer segments at once",
+            )
+
+    def keys(self, digests: Iterable[bytes]) -> list[PackedKey]:
+        return [prefix + digest for digest in digests for prefix in self._prefixes]
+
+    def whole(self, digests: Sequence[bytes], available: Sequence[bool]) -> set[bytes]:
+        """The digests all of whose objects are available, given which of `keys(digests)` are."""
+        rows = len(self._prefixes)
+        return {digest for index, digest in enumerate(digests) if all(available[index * rows : (index + 1) * rows])}
+
+    def indices(self, positions: Iterable[int]) -> list[int]:
+        """The indices in `keys(digests)` of the objects of the digests at `positions`."""
+        rows = len(self._prefixes)
+        return [position * rows + row for position in positions for row in range(rows)]
+
 
 _ATTACHED = "blend"
 # The dtypes in which keys can be rotated.

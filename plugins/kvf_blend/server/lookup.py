@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvf_blend.messages import CB_LOOKUP_PRE_COMPUTED, Hits
 from kvf_blend.server.choice import Choice, Question
-from kvf_blend.server.objects import Objects
+from kvf_blend.server.instances import Objects
 from kvframework.api.futures import Promise
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.requests import CacheServices, ClientInfo, HandlerResult, Message

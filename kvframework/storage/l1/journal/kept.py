@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from kvframework.api.memory import Memory
 from kvframework.errors import ArenaError
-from kvframework.keeper.memory import free_memory, free_unused
+from kvframework.keeper.descriptors import free_memory, free_unused
 from kvframework.storage.l1.journal.arena_locks import lock_for_server, own_description
 from kvframework.storage.l1.journal.form import Identity
 from kvframework.storage.l1.journal.journal import Journal

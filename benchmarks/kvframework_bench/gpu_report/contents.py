@@ -9,12 +9,12 @@ from typing import Literal
 
 import msgspec
 
-from kvframework.cli.bundle.versions import versions
-from kvframework.cli.gpu_report.child import Ran, run_bounded
-from kvframework.cli.gpu_report.machine import GpuMachine, look
-from kvframework.cli.gpu_report.steps import DOCTOR, Step
+from kvframework.cli.bundle.contents import versions
 from kvframework.cli.numbers import short_number
 from kvframework.redaction import Redaction
+from kvframework_bench.gpu_report.child import Ran, run_bounded
+from kvframework_bench.gpu_report.machine import GpuMachine, look
+from kvframework_bench.gpu_report.steps import DOCTOR, Step
 
 # The form of the report, of `report.json`.
 FORM = 1

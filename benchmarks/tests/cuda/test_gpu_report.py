@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.cli.gpu_report.contents import collect
-from kvframework.cli.gpu_report.steps import steps
 from kvframework.redaction import Redaction
+from kvframework_bench.gpu_report.contents import collect
+from kvframework_bench.gpu_report.steps import steps
 from tests.cuda.building import environment
 from tests.cuda.node import CudaNode
 
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaNode]:
-    pytest.importorskip("kvframework_bench", reason="needs kvframework-bench")
     # Too little memory for most shapes: the bench is quick, and names what it leaves out.
     with CudaNode(tmp_path / "node", nbytes=1 << 30, max_delay_s=0.0002) as made:
         for name, value in environment(made.path).items():
