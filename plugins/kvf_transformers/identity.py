@@ -50,6 +50,8 @@ class ModelIdentity:
         self._name = name or ""
         self._revision = revision if revision is not None else getattr(model.config, "_commit_hash", None) or ""
         self._weights = weights
+        # The modules with adapters that `current` has found.
+        self.tuners: tuple[Any, ...] = ()
         self._digests = WeightDigests()
         self._named_state: tuple[list[str], Stamps] | None = None
         self._last: ModelState | None = None
@@ -66,6 +68,7 @@ class ModelIdentity:
         Raises `RequestError` for a model whose KV no name can stand for, see `read_state`.
         """
         state = read_state(self._model)
+        self.tuners = state.tuners
         suffix = ""
         if state.adapters.facts:
             suffix = f"+adapters-{self._digest(state.adapters.facts, self._digests.of(state.adapters, always=True))}"
@@ -112,7 +115,7 @@ class ModelIdentity:
             now = [*state.model.facts, *state.adapters.facts]
             changed = [fact[:200] for fact in now if fact not in before] or ["weights, or fewer adapters"]
             log.info("the model has changed, its KV has another name now: %s", "; ".join(changed[:3]))
-        self._last, self._last_name = ModelState(*(type(each)(each.facts) for each in state)), name
+        self._last, self._last_name = ModelState(Section(state.model.facts), Section(state.adapters.facts)), name
 
     @staticmethod
     def _digest(facts: Iterable[str], weights: Iterable[str]) -> str:
