@@ -55,6 +55,15 @@ class RestoredCache(DynamicCache):  # type: ignore[misc]
             )
         super().activate_past_recording()
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat the tokens and states for each beam, or each answer that is asked for."""
+        for layer in self.layers:
+            if has_pair(layer):
+                layer.batch_repeat_interleave(repeats)
+            for states in (layer.conv_states, layer.recurrent_states) if has_states(layer) else ():
+                for number, state in states.items():
+                    states[number] = state if state is None else state.repeat_interleave(repeats, dim=0)
+
 
 @dataclass(frozen=True)
 class CacheForm:

@@ -136,7 +136,7 @@ class ForwardGuard:
             return None
 
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._named is None or torch.compiler.is_compiling() or LEARNING.get():
+        if torch.compiler.is_compiling() or self._named is None or LEARNING.get():
             return
         key = (threading.get_ident(), id(module))
         self._passes.pop(key, None)
@@ -151,7 +151,7 @@ class ForwardGuard:
             ids = given.get("input_ids")
             rows = ids.shape[0] if isinstance(ids, torch.Tensor) else 1
             if begun and begun.ours:
-                self._check(begun, found, rows, rows_in(cache) if first else rows)
+                self._check(begun, found, rows, rows_in(cache) if first else rows, cache)
             if not found and rows > 1:
                 found = f"a batch of {rows}"
             if not found and begun and begun.state != self._state():
@@ -164,15 +164,17 @@ class ForwardGuard:
             first, tokens, found = 0, [], f"its arguments could not be read: {type(error).__name__}"
         self._passes[key] = _Pass(cache, first, tokens, found)
 
-    def _check(self, begun: Begun, found: str, rows: int, held_rows: int) -> None:
+    def _check(self, begun: Begun, found: str, rows: int, held_rows: int, cache: Any) -> None:
         """Raise `RequestError` for a pass that would be wrong on top of restored KV."""
         if found:
             raise RequestError(f"{found}; a cache of restore() takes plain tokens", where="the model", hint=_PLAIN)
         if rows != held_rows:
+            static = isinstance(cache, cache_utils.StaticCache)
             raise RequestError(
                 f"{rows} rows of tokens for a cache that holds those of {held_rows}",
                 where="the model",
-                hint=f"call cache.batch_repeat_interleave({rows}) behind restore(): num_beams, num_return_sequences",
+                hint=f"for num_beams or num_return_sequences call {'restore() without a cache, then ' * static}"
+                f"cache.batch_repeat_interleave({rows // held_rows or rows})",
             )
         if begun.restored and begun.now != self._now():
             raise RequestError(
@@ -181,8 +183,10 @@ class ForwardGuard:
         begun.restored = 0
 
     def _after(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         found = self._passes.pop((threading.get_ident(), id(module)), None)
-        if found is None or torch.compiler.is_compiling():
+        if found is None:
             return
         cache = found.cache
         if cache is None:

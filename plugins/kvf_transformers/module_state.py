@@ -350,6 +350,8 @@ def _check_methods(model: Any, inner: Any, active: set[str]) -> None:
 
 def _names(model: Any) -> list[str]:
     active = getattr(model, "active_adapters", None) or []
+    if callable(active):  # transformers' own, through a compiled wrapper
+        return []
     return [active] if isinstance(active, str) else list(active)
 
 
