@@ -19,7 +19,7 @@ from transformers import cache_utils
 
 from kvf_transformers.cache_form import LEARNING
 from kvf_transformers.misses import warn
-from kvf_transformers.module_state import at_work, by_request, unwrapped
+from kvf_transformers.module_state import by_request, unwrapped
 from kvf_transformers.named_model import ModelNow, NamedModel
 from kvf_transformers.plain_pass import CACHES, cache_of, departure, rows_in, tokens_in
 from kvf_transformers.snapshots import Snapshots
@@ -35,9 +35,9 @@ _PLAIN = (
 
 @dataclass
 class Begun:
-    """A cache, the model's state when it was begun, and its tokens, up to the first that was computed in another way
-    than plainly: that way is `departure`. `ours` was begun by a restore; of the `restored` tokens it is not known yet
-    whether they are those of the model that goes on from them."""
+    """A cache, the model's state when it was begun, and its tokens, up to the first that was not computed plainly
+    (`departure` says how), or not by the model in this state. `ours` was begun by a restore. Of the `restored` tokens
+    it is not known yet whether they are those of the model that goes on from them."""
 
     now: ModelNow | None
     state: object
@@ -48,10 +48,11 @@ class Begun:
     snapshots: Snapshots | None = None
 
     def computed(self, first: int, tokens: list[int], departure: str = "") -> None:
-        """Note a pass over the tokens from the `first` on. What follows tokens that nobody saw is not noted."""
+        """Note a pass over the tokens from the `first` on, of which the plain ones are given. What follows tokens that
+        are not known is not noted."""
         if first > len(self.tokens):
             return
-        self.tokens[first:] = [] if departure else tokens
+        self.tokens[first:] = tokens
         self.departure = departure
 
     def plain(self, tokens: list[int]) -> int:
@@ -74,9 +75,11 @@ class Begun:
 
 
 class _Pass(NamedTuple):
+    """`tokens` are None unless they are computed plainly, in the state in which the cache was begun."""
+
     cache: Any
     first: int
-    tokens: list[int]
+    tokens: list[int] | None
     departure: str
 
 
@@ -123,7 +126,7 @@ class ForwardGuard:
         """What may differ between two passes of one model, as it is cheap to ask."""
         device = self._model.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return autocast, at_work(self._named.tuners if self._named else ())
+        return autocast, self._named.signs() if self._named else None
 
     def _mixed(self) -> str:
         return "each row has its adapter (adapter_names)" if self._named and by_request(self._named.tuners) else ""
@@ -154,20 +157,19 @@ class ForwardGuard:
                 self._check(begun, found, rows, rows_in(cache) if first else rows, cache)
             if not found and rows > 1:
                 found = f"a batch of {rows}"
-            if not found and begun and begun.state != self._state():
-                found = "autocast, or the active adapters, are others than when the cache was begun"
-            tokens = ids[0].tolist() if isinstance(ids, torch.Tensor) and not found else []
+            same = not found and (begun is None or begun.state == self._state())
+            tokens = ids[0].tolist() if isinstance(ids, torch.Tensor) and same else None
         except RequestError:
             raise
         except Exception as error:  # noqa: BLE001 - the pass is the caller's
             warn(_log, "what is computed now is not stored", error)
-            first, tokens, found = 0, [], f"its arguments could not be read: {type(error).__name__}"
+            first, tokens, found = 0, None, f"its arguments could not be read: {type(error).__name__}"
         self._passes[key] = _Pass(cache, first, tokens, found)
 
     def _check(self, begun: Begun, found: str, rows: int, held_rows: int, cache: Any) -> None:
         """Raise `RequestError` for a pass that would be wrong on top of restored KV."""
         if found:
-            raise RequestError(f"{found}; a cache of restore() takes plain tokens", where="the model", hint=_PLAIN)
+            raise RequestError(f"{found}; a restored cache takes plain tokens", where="the model", hint=_PLAIN)
         if rows != held_rows:
             static = isinstance(cache, cache_utils.StaticCache)
             raise RequestError(
@@ -201,6 +203,7 @@ class ForwardGuard:
             now = None if how else self._now()
             begun, how = Begun(now, self._state()), how or self._mixed()
             self._begun[cache] = begun
-        if not how and tokens_in(cache) != found.first + len(found.tokens):
+        tokens = found.tokens or []
+        if tokens and tokens_in(cache) != found.first + len(tokens):
             how = "the model has computed more, or fewer, tokens than it was given"
-        begun.computed(found.first, found.tokens, how)
+        begun.computed(found.first, [] if how else tokens, how)

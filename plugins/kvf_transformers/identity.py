@@ -13,8 +13,8 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from kvf_transformers.module_state import ModelState, Section, read_state
-from kvf_transformers.weight_digests import Stamps, WeightDigests
+from kvf_transformers.module_state import ModelState, Section, at_work, read_state
+from kvf_transformers.weight_digests import Stamps, WeightDigests, WeightSigns
 from kvframework.client import KvIdentity, named_identity
 from kvframework.errors import RequestError
 
@@ -52,6 +52,7 @@ class ModelIdentity:
         self._weights = weights
         # The modules with adapters that `current` has found.
         self.tuners: tuple[Any, ...] = ()
+        self._weights_now = WeightSigns(Section())
         self._digests = WeightDigests()
         self._named_state: tuple[list[str], Stamps] | None = None
         self._last: ModelState | None = None
@@ -69,6 +70,7 @@ class ModelIdentity:
         """
         state = read_state(self._model)
         self.tuners = state.tuners
+        self._weights_now = WeightSigns(state.model)
         suffix = ""
         if state.adapters.facts:
             suffix = f"+adapters-{self._digest(state.adapters.facts, self._digests.of(state.adapters, always=True))}"
@@ -83,6 +85,11 @@ class ModelIdentity:
             name = named._replace(revision=named.revision + suffix)
         self._tell(name, state)
         return name
+
+    def signs(self) -> object:
+        """Return what changes with the adapters at work, and with most changes of weights, since the last `current`:
+        quickly enough for every forward pass."""
+        return at_work(self.tuners), self._weights_now.now()
 
     def weights_changed(self) -> None:
         """Have every weight read again at the next request, after a write that torch does not see."""

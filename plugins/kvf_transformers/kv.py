@@ -158,7 +158,7 @@ class TransformersKV:
         try:
             if begun is None or plain < held:
                 unseen = RequestError(
-                    f"{held - plain} of {held} tokens were computed unseen",
+                    f"{held - plain} of {held} tokens were computed unseen, or after the model had changed",
                     hint="call the model that was given to TransformersKV, after that was made, not in training mode",
                 )
                 warn(_log, "a part of the prompt's KV is not stored", unseen)

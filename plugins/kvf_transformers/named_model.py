@@ -64,6 +64,10 @@ class NamedModel:
         """The modules with adapters when the model was last looked at."""
         return self._identity.tuners
 
+    def signs(self) -> object:
+        """See `ModelIdentity.signs`."""
+        return self._identity.signs()
+
     def now(self) -> ModelNow:
         """Return the current state. Raises `RequestError` for a model whose KV no name can stand for, `BadLayout` as
         `learn_form` does."""

@@ -36,6 +36,11 @@ class OptimizerSteps:
             register_optimizer_step_pre_hook(self._stepped)
             register_optimizer_step_post_hook(self._stepped)
 
+    @property
+    def begun(self) -> bool:
+        """Whether there was any step."""
+        return bool(self._steps or self._elsewhere)
+
     def of(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Return a value that changes when a step of an optimizer of this plain tensor's memory begins or ends."""
         _, steps = self._steps.get(tensor.untyped_storage()._cdata, (None, 0))

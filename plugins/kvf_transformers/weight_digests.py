@@ -125,6 +125,24 @@ class Stamps:
         return self._stamps == other._stamps
 
 
+class WeightSigns:
+    """The parameters of a model, by weak references, and how often they were written to. Buffers are left out: some
+    models write to theirs in a forward pass."""
+
+    def __init__(self, section: Section) -> None:
+        tensors = (each.tensor for each in section.weights if isinstance(each.tensor, torch.nn.Parameter))
+        self._weights = [weakref.ref(each) for each in tensors if not each.is_inference()]
+
+    def now(self) -> tuple[int, int]:
+        """Return two numbers, which go on with each counted write; -1 for a weight that is gone."""
+        living = [weight() for weight in self._weights]
+        steps = 0
+        if STEPS.begun:
+            plain = (each for each in living if each is not None and not hasattr(each, "__tensor_flatten__"))
+            steps = sum(sum(STEPS.of(each)) for each in plain)
+        return sum(-1 if each is None else each._version for each in living), steps
+
+
 def _parts(section: Section) -> Iterator[_Part]:
     for weight in section.weights:
         yield from _parts_of(weight)
