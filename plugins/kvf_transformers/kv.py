@@ -113,8 +113,9 @@ class TransformersKV:
         """Return a cache with the server's part of this prompt, always leaving at least one token to compute: a new
         one, or `cache`, which is filled: an empty `StaticCache` or `DynamicCache` of the model's.
 
-        After any failure the cache is empty and `hit_tokens` is 0. Raises `RequestError` for a batch, `BadLayout` for a
-        cache that is not empty, too short for the prompt, or of another kind.
+        The KV is that of plain tokens: a pass over the cache with a mask, positions or rows of its own raises
+        `RequestError`. After any failure the cache is empty and `hit_tokens` is 0. Raises `RequestError` for a batch,
+        `BadLayout` for a cache that is not empty, too short for the prompt, or of another kind.
         """
         tokens = token_list(input_ids)
         started = time.perf_counter()
@@ -143,9 +144,10 @@ class TransformersKV:
         already are skipped. Of a model with recurrent states, those up to the last state that `prefill` and `decode`
         have kept, or that behind the cache's last token if it ends a chunk.
 
-        The cache must be computed by the model as it is now; one that `restore` began before the model changed is not
-        stored. Borrows the cache until it returns. After any failure `tokens` is 0. Raises `BadLayout` for a cache that
-        does not hold every token of each layer or is of another kind, `RequestError` for a batch.
+        Stored are tokens that this model was seen to compute, and only if it is the same still. Borrows the cache until
+        it returns. After any failure `tokens` is 0. Raises `BadLayout` for a cache that does not hold every token of
+        each layer or is of another kind, `RequestError` for a batch, and for a cache that holds other tokens, or KV
+        that was computed under a mask or at other positions.
         """
         tokens = token_list(input_ids)
         length = tokens_in(checked_cache(cache))

@@ -134,7 +134,7 @@ class WeightSigns:
         self._weights = [weakref.ref(each) for each in tensors if not each.is_inference()]
 
     def now(self) -> tuple[int, int]:
-        """Return two numbers, which go on with each counted write; -1 for a weight that is gone."""
+        """Return two numbers, which go on with each counted write; -1 for a weight that was freed."""
         living = [weight() for weight in self._weights]
         steps = 0
         if STEPS.begun:
