@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from kvf_transformers.module_state import ModelState, Section, at_work, read_state
+from kvf_transformers.module_state import ModelState, Section, at_work, read_state, unwrapped
 from kvf_transformers.weight_digests import Stamps, WeightDigests, WeightSigns
 from kvframework.client import KvIdentity, named_identity
 from kvframework.errors import RequestError
@@ -52,7 +52,7 @@ class ModelIdentity:
         self._weights = weights
         # The modules with adapters that `current` has found.
         self.tuners: tuple[Any, ...] = ()
-        self._weights_now = WeightSigns(Section())
+        self._weights_now = WeightSigns(())
         self._digests = WeightDigests()
         self._named_state: tuple[list[str], Stamps] | None = None
         self._last: ModelState | None = None
@@ -70,7 +70,7 @@ class ModelIdentity:
         """
         state = read_state(self._model)
         self.tuners = state.tuners
-        self._weights_now = WeightSigns(state.model)
+        self._weights_now = WeightSigns(unwrapped(self._model).modules())
         suffix = ""
         if state.adapters.facts:
             suffix = f"+adapters-{self._digest(state.adapters.facts, self._digests.of(state.adapters, always=True))}"

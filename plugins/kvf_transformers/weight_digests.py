@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 import xxhash
@@ -126,21 +126,22 @@ class Stamps:
 
 
 class WeightSigns:
-    """The parameters of a model, by weak references, and how often they were written to. Buffers are left out: some
-    models write to theirs in a forward pass."""
+    """Whether the parameters of a model are written to or replaced. Buffers are left out: some models write to theirs
+    in a forward pass. Holds modules by weak references, and no tensor: torch swaps none that has any."""
 
-    def __init__(self, section: Section) -> None:
-        tensors = (each.tensor for each in section.weights if isinstance(each.tensor, torch.nn.Parameter))
-        self._weights = [weakref.ref(each) for each in tensors if not each.is_inference()]
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._modules = [weakref.ref(each) for each in modules if any(map(_counts, each._parameters.values()))]
 
-    def now(self) -> tuple[int, int]:
-        """Return two numbers, which go on with each counted write; -1 for a weight that was freed."""
-        living = [weight() for weight in self._weights]
-        steps = 0
-        if STEPS.begun:
-            plain = (each for each in living if each is not None and not hasattr(each, "__tensor_flatten__"))
-            steps = sum(sum(STEPS.of(each)) for each in plain)
-        return sum(-1 if each is None else each._version for each in living), steps
+    def now(self) -> int:
+        """Return a number that changes with each counted write."""
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        weights = [weight for module in modules for weight in module._parameters.values() if _counts(weight)]
+        steps = [STEPS.of(weight) for weight in weights] if STEPS.begun else []
+        return hash((tuple([(weight.data_ptr(), weight._version) for weight in weights]), *steps))
+
+
+def _counts(weight: torch.Tensor | None) -> TypeGuard[torch.nn.Parameter]:
+    return type(weight) is torch.nn.Parameter and not weight.is_inference()
 
 
 def _parts(section: Section) -> Iterator[_Part]:
