@@ -3,7 +3,7 @@ Engine side.
 
 A change shows in torch's own record of a tensor: its storage, address, shape and version, which in-place operations
 count up; of an offloaded weight in its file's. Steps of optimizers, whose fused kernels count no version up, are
-counted in `optimizer_steps.py`, PEFT's merges in `module_state.py`; active adapters that are not merged are read before
+counted in `optimizer_steps.py`, PEFT's merges in `adapters.py`; active adapters that are not merged are read before
 every request. Other writes that bypass the version, through `tensor.data` or foreign code, are not seen.
 """
 
