@@ -8,6 +8,7 @@ of a dozen.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from kvf_transformers.forward import Forward
 from kvf_transformers.shapes import LayerPair, check_layers, checked_cache, has_pair, has_states, layers_of
 from kvframework.errors import BadLayout, RequestError
 
+# Set while a model's form is learnt, whose passes concern no request.
+LEARNING: ContextVar[bool] = ContextVar("LEARNING", default=False)
 # The proof's prompt: so many tokens, and some more behind them.
 _BEFORE, _BEHIND = 12, 4
 
@@ -52,6 +55,15 @@ class RestoredCache(DynamicCache):  # type: ignore[misc]
             )
         super().activate_past_recording()
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat the tokens and states for each beam, or each answer that is asked for."""
+        for layer in self.layers:
+            if has_pair(layer):
+                layer.batch_repeat_interleave(repeats)
+            for states in (layer.conv_states, layer.recurrent_states) if has_states(layer) else ():
+                for number, state in states.items():
+                    states[number] = state if state is None else state.repeat_interleave(repeats, dim=0)
+
 
 @dataclass(frozen=True)
 class CacheForm:
@@ -68,12 +80,25 @@ class CacheForm:
 def learn_form(model: Any) -> CacheForm:
     """Return what the model's cache holds, with its heads, head sizes, dtypes and devices.
 
-    Raises `BadLayout` for a model that keeps anything but keys, values and states, and for one that does not go on from
-    states that it is given.
+    Raises `BadLayout` for a model that keeps anything but keys, values and states, for one whose tokens see later ones,
+    and for one that does not go on from states that it is given.
     """
+    learning = LEARNING.set(True)
+    try:
+        return _learn(model)
+    finally:
+        LEARNING.reset(learning)
+
+
+def _learn(model: Any) -> CacheForm:
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise BadLayout(f"{name} is an encoder-decoder", available="decoder models", hint="use it without the cache")
+    text = model.config.get_text_config(decoder=True)
+    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise BadLayout(
+            f"the tokens of {name} see those behind them", available="causal models", hint="use it without the cache"
+        )
     layers = DynamicCache(config=model.config).layers
     check_layers(name, layers)
     if not any(has_pair(layer) for layer in layers):

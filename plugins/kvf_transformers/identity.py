@@ -13,8 +13,9 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from kvf_transformers.module_state import ModelState, Section, read_state
-from kvf_transformers.weight_digests import Stamps, WeightDigests
+from kvf_transformers.adapters import at_work
+from kvf_transformers.module_state import ModelState, Section, read_state, unwrapped
+from kvf_transformers.weight_digests import Stamps, WeightDigests, WeightSigns
 from kvframework.client import KvIdentity, named_identity
 from kvframework.errors import RequestError
 
@@ -50,6 +51,9 @@ class ModelIdentity:
         self._name = name or ""
         self._revision = revision if revision is not None else getattr(model.config, "_commit_hash", None) or ""
         self._weights = weights
+        # The modules with adapters that `current` has found.
+        self.tuners: tuple[Any, ...] = ()
+        self._weights_now = WeightSigns(())
         self._digests = WeightDigests()
         self._named_state: tuple[list[str], Stamps] | None = None
         self._last: ModelState | None = None
@@ -66,6 +70,8 @@ class ModelIdentity:
         Raises `RequestError` for a model whose KV no name can stand for, see `read_state`.
         """
         state = read_state(self._model)
+        self.tuners = state.tuners
+        self._weights_now = WeightSigns(unwrapped(self._model).modules())
         suffix = ""
         if state.adapters.facts:
             suffix = f"+adapters-{self._digest(state.adapters.facts, self._digests.of(state.adapters, always=True))}"
@@ -82,6 +88,11 @@ class ModelIdentity:
             name = named._replace(revision=named.revision + suffix)
         self._tell(name, state)
         return name
+
+    def signs(self) -> object:
+        """Return what changes with the adapters at work, and with most changes of weights, since the last `current`:
+        quickly enough for every forward pass."""
+        return at_work(self.tuners), self._weights_now.now()
 
     def weights_changed(self) -> None:
         """Have every weight read again at the next request, after a write that torch does not see."""
@@ -114,7 +125,7 @@ class ModelIdentity:
             now = [*state.model.facts, *state.adapters.facts]
             changed = [fact[:200] for fact in now if fact not in before] or ["weights, or fewer adapters"]
             log.info("the model has changed, its KV has another name now: %s", "; ".join(changed[:3]))
-        self._last, self._last_name = ModelState(*(type(each)(each.facts) for each in state)), name
+        self._last, self._last_name = ModelState(Section(state.model.facts), Section(state.adapters.facts)), name
 
     @staticmethod
     def _digest(facts: Iterable[str], weights: Iterable[str]) -> str:

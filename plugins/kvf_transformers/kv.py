@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -18,8 +16,10 @@ import torch
 
 from kvf_transformers.cache_form import check_empty, empty_cache, fill, read_states
 from kvf_transformers.forward import Forward, token_list
+from kvf_transformers.forward_guard import ForwardGuard
 from kvf_transformers.misses import warn
-from kvf_transformers.named_model import ModelNow, NamedModel
+from kvf_transformers.named_model import NamedModel
+from kvf_transformers.plain_pass import tokens_in
 from kvf_transformers.prefill_speed import PrefillSpeed
 from kvf_transformers.results import Generated, Restored, Saved
 from kvf_transformers.session import CacheSession, Moved
@@ -29,14 +29,6 @@ from kvframework.api.retain import retain_of
 from kvframework.errors import DeadlineExceeded, RequestError, ServerGone
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Begun:
-    """A cache that this package began: the model's state then, and the recurrent states on the way."""
-
-    now: ModelNow | None
-    snapshots: Snapshots | None = None
 
 
 class TransformersKV:
@@ -77,7 +69,7 @@ class TransformersKV:
         self._speed = PrefillSpeed()
         self._config = model.config
         self._model = NamedModel(model, model_name, revision, weights)
-        self._begun: weakref.WeakKeyDictionary[Any, _Begun] = weakref.WeakKeyDictionary()
+        self._guard = ForwardGuard(model, self._model)
         self._session = CacheSession(
             endpoint=endpoint,
             cache_salt=cache_salt,
@@ -104,6 +96,7 @@ class TransformersKV:
 
     def close(self) -> None:
         """Unregister and disconnect. Idempotent."""
+        self._guard.close()
         self._session.close()
 
     def retain(self, hint: object) -> None:
@@ -120,8 +113,9 @@ class TransformersKV:
         """Return a cache with the server's part of this prompt, always leaving at least one token to compute: a new
         one, or `cache`, which is filled: an empty `StaticCache` or `DynamicCache` of the model's.
 
-        After any failure the cache is empty and `hit_tokens` is 0. Raises `RequestError` for a batch, `BadLayout` for a
-        cache that is not empty, too short for the prompt, or of another kind.
+        The KV is that of plain tokens: a pass over the cache with a mask, positions or rows of its own raises
+        `RequestError`. After any failure the cache is empty and `hit_tokens` is 0. Raises `RequestError` for a batch,
+        `BadLayout` for a cache that is not empty, too short for the prompt, or of another kind.
         """
         tokens = token_list(input_ids)
         started = time.perf_counter()
@@ -136,12 +130,13 @@ class TransformersKV:
                 moved = self._session.load(now, tokens, self._speed.now())
         except Exception as error:  # noqa: BLE001 - whatever fails, the prompt is computed
             warn(_log, "the prompt is computed, nothing was restored", error)
-        begun = self._begun[cache] = _Begun(now)
+        begun = self._guard.begin(cache, now)
         # Without a server there is nobody to say how long a chunk is.
         if now and now.form.states and (chunk := self._session.chunk_tokens(now)):
             begun.snapshots = Snapshots(chunk, self._interval, tokens[: moved.tokens])
         if now and moved.tokens:
             fill(now.form, cache, moved.pairs, moved.states)
+            begun.tokens, begun.restored = tokens[: moved.tokens], moved.tokens
         return Restored(cache, moved.tokens, moved.nbytes, time.perf_counter() - started, moved.seconds)
 
     def save(self, input_ids: torch.Tensor | Sequence[int], cache: Any) -> Saved:
@@ -149,22 +144,31 @@ class TransformersKV:
         already are skipped. Of a model with recurrent states, those up to the last state that `prefill` and `decode`
         have kept, or that behind the cache's last token if it ends a chunk.
 
-        The cache must be computed by the model as it is now; one that `restore` began before the model changed is not
-        stored. Borrows the cache until it returns. After any failure `tokens` is 0. Raises `BadLayout` for a cache that
-        does not hold every token of each layer or is of another kind, `RequestError` for a batch.
+        Stored are tokens that this model was seen to compute, and only if it is the same still. Borrows the cache until
+        it returns. After any failure `tokens` is 0. Raises `BadLayout` for a cache that does not hold every token of
+        each layer or is of another kind, `RequestError` for a batch, and for a cache that holds other tokens, or KV
+        that was computed under a mask or at other positions.
         """
         tokens = token_list(input_ids)
-        length = int(cache.get_seq_length()) if len(checked_cache(cache)) else 0
+        length = tokens_in(checked_cache(cache))
         held = min(len(tokens), length)
         pairs = layers_of(cache, tokens=held) if held else []
+        begun = self._guard.begun(cache)
+        plain = begun.plain(tokens[:held]) if begun else 0
         started = time.perf_counter()
         moved = Moved()
         try:
+            if begun is None or plain < held:
+                unseen = RequestError(
+                    f"{held - plain} of {held} tokens were computed unseen, or after the model had changed",
+                    hint="call the model that was given to TransformersKV, after that was made, not in training mode",
+                )
+                warn(_log, "a part of the prompt's KV is not stored", unseen)
             now = self._model.now()
-            begun = self._begun.get(cache, _Begun(now))
-            if begun.now != now:
+            if begun is not None and begun.now != now:
                 raise RequestError("the model has changed since the cache was begun", hint="restore and compute again")
-            if held and now.holds(length):
+            held = plain
+            if begun is not None and held and now.holds(length):
                 states = begun.snapshots.of(tokens[:held]) if begun.snapshots else {}
                 if length == held and (last := read_states(now.form, cache)):
                     states[length] = last
@@ -182,7 +186,9 @@ class TransformersKV:
         tokens = token_list(input_ids)
         if restored is None or not self._still(restored.cache):
             restored = self.restore(tokens, cache)
-        begun = self._begun.get(restored.cache)
+        begun = self._guard.begun(restored.cache)
+        if begun:
+            begun.restored = 0  # the model has just been looked at
         done, end = restored.hit_tokens, len(tokens)
         # A state can be kept only where a computation ends.
         stops = begun.snapshots.stops(end) if begun and begun.snapshots else []
@@ -198,7 +204,8 @@ class TransformersKV:
         except Exception as error:  # noqa: BLE001 - then it is not known to be
             warn(_log, "what was restored is computed again", error)
             return False
-        return self._begun.get(cache, _Begun(now)).now == now
+        begun = self._guard.begun(cache)
+        return begun is not None and begun.now == now
 
     def decode(self, logits: torch.Tensor, cache: Any, max_new_tokens: int) -> Iterator[int]:
         """Yield greedy tokens one by one, after `prefill`; the last one is not in `cache` yet."""
@@ -206,11 +213,12 @@ class TransformersKV:
 
     def _compute(self, tokens: Sequence[int], cache: Any) -> torch.Tensor:
         """Compute, and keep the states at the end of a chunk."""
-        begun = self._begun.get(cache)
-        if begun and begun.snapshots and begun.snapshots.tokens != int(cache.get_seq_length()):
+        begun, first = self._guard.begun(cache), tokens_in(cache)
+        if begun and begun.snapshots and begun.snapshots.tokens != first:
             begun.snapshots = None  # others have computed into this cache
-        first = int(cache.get_seq_length())
         logits = self._speed.measured(first, len(tokens), lambda: self._forward.compute(tokens, cache))
+        if begun and len(begun.tokens) == first and not begun.departure:
+            begun.computed(first, [*tokens])  # the guard sees nothing within a compiled model
         if begun and begun.now and begun.snapshots and begun.snapshots.computed(tokens):
             states = read_states(begun.now.form, cache)
             if states:

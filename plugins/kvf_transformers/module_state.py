@@ -13,12 +13,14 @@ import dataclasses
 import enum
 import functools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules import module as torch_module
 
+from kvf_transformers.adapters import Merges
 from kvframework.errors import RequestError
 
 # Settings that may differ between two loads of the same weights, of a configuration and of a module.
@@ -46,7 +48,7 @@ _SAME_ATTENTION = frozenset(
     {None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"}
 )
 # The libraries whose hooks move data and record outputs, and do not change them.
-_TRUSTED_HOOKS = ("accelerate.", "peft.", "torch.", "transformers.")
+_TRUSTED_HOOKS = ("accelerate.", "kvf_transformers.", "peft.", "torch.", "transformers.")
 _RANDOM = ("drop", "jitter")
 # Methods where the KV of a prefix depends on later tokens, or on more than tokens.
 _REFUSED_METHODS = frozenset({"XLORA", "POLY"})
@@ -54,18 +56,19 @@ _MERGE = "merge the adapter into the weights (merge_and_unload), or use the mode
 
 
 class Offloaded(NamedTuple):
-    """A weight that lies in accelerate's map, in host memory or on disk."""
+    """A weight that accelerate's map loads, from `file` if there is one."""
 
     weights: Mapping[str, torch.Tensor]
     name: str
+    file: str
 
 
 class Weight(NamedTuple):
-    """`tensor` is borrowed. `merged` names the adapters that were added to it in place."""
+    """`tensor` is borrowed. `merged` tells which adapters were added to it in place, and changes with each merge."""
 
     path: str
     tensor: torch.Tensor | Offloaded
-    merged: tuple[str, ...] = ()
+    merged: tuple[object, ...] = ()
 
 
 @dataclasses.dataclass
@@ -78,17 +81,18 @@ class Section:
 
 
 class ModelState(NamedTuple):
-    """The state of a model. `adapters` is empty unless one is active."""
+    """The state of a model. `adapters` is empty unless one is active; `tuners` are the modules that have any."""
 
     model: Section
     adapters: Section
+    tuners: tuple[Any, ...] = ()
 
 
 def read_state(model: Any) -> ModelState:
     """Walk over all modules. Raises `RequestError` for a model whose KV no name can stand for: it draws random numbers,
     runs hooks of foreign code, or has an adapter that makes KV depend on more than the tokens before."""
     walk = _Walk()
-    inner = _unwrapped(model)
+    inner = unwrapped(model)
     if inner.training:
         # Some modules read the configuration at each forward pass.
         _check_not_random(inner.config.to_dict(), "the configuration")
@@ -99,7 +103,7 @@ def read_state(model: Any) -> ModelState:
     device = next((at.tensor.device.type for at in walk.model.weights if isinstance(at.tensor, torch.Tensor)), "cpu")
     if torch.is_autocast_enabled(device):
         walk.model.facts.append(f"autocast={torch.get_autocast_dtype(device)}")
-    return ModelState(walk.model, walk.adapters)
+    return ModelState(walk.model, walk.adapters, tuple(walk.tuners))
 
 
 class _Walk:
@@ -107,11 +111,12 @@ class _Walk:
         self.model = Section()
         self.adapters = Section()
         self.active: set[str] = set()
+        self.tuners: list[torch.nn.Module] = []
         # The visited modules, and configurations, which most modules of a model share.
         self._met: set[int] = set()
         self._configs: dict[int, int] = {}
 
-    def module(self, module: torch.nn.Module, path: str, into: Section, merged: tuple[str, ...] = ()) -> None:
+    def module(self, module: torch.nn.Module, path: str, into: Section, merged: tuple[object, ...] = ()) -> None:
         own = vars(module)
         self._met.add(id(module))
         if own["_forward_pre_hooks"] or own["_forward_hooks"]:
@@ -119,6 +124,7 @@ class _Walk:
         if own["training"]:
             _check_not_random(own, path)
         if "_disable_adapters" in own:
+            self.tuners.append(module)
             if "base_layer" in own["_modules"]:
                 self._tuner(module, own, path, into, merged)
                 return
@@ -131,7 +137,7 @@ class _Walk:
                 self.module(child, f"{path}{name}.", into, merged)
 
     def _own(
-        self, module: torch.nn.Module, own: Mapping[str, Any], path: str, into: Section, merged: tuple[str, ...] = ()
+        self, module: torch.nn.Module, own: Mapping[str, Any], path: str, into: Section, merged: tuple[object, ...] = ()
     ) -> None:
         """Read the module itself, without its children."""
         facts = [_called(type(module))]
@@ -147,17 +153,20 @@ class _Walk:
             into.packed.append((path, module))
 
     def _tuner(
-        self, module: Any, own: Mapping[str, Any], path: str, into: Section, merged_around: tuple[str, ...]
+        self, module: Any, own: Mapping[str, Any], path: str, into: Section, merged_around: tuple[object, ...]
     ) -> None:
         """Read a layer that adds adapters to its base layer, or has them merged into it."""
+        if type(module.merged_adapters) is list:
+            module.merged_adapters = Merges(module.merged_adapters)
         merged = tuple(module.merged_adapters or ())
+        number = getattr(module.merged_adapters, "number", 0)
         if merged and own["_disable_adapters"]:
             raise RequestError(
                 f"adapters {', '.join(merged)} are merged and disabled: the next forward pass takes them out",
                 where=path,
                 hint="call unmerge_adapter() before adapters are disabled",
             )
-        self.module(own["_modules"]["base_layer"], path, into, (*merged_around, *merged))
+        self.module(own["_modules"]["base_layer"], path, into, (*merged_around, *merged, number))
         if merged or own["_disable_adapters"]:
             return
         lora = any(each.__name__ == "LoraLayer" for each in type(module).__mro__) and not hasattr(module, "lora_arrow")
@@ -265,7 +274,7 @@ def _called(code: object) -> str:
     return f"{getattr(code, '__module__', '')}.{getattr(code, '__qualname__', type(code).__qualname__)}"
 
 
-def _unwrapped(model: Any) -> Any:
+def unwrapped(model: Any) -> Any:
     """Return the model inside `torch.compile` and PEFT's wrapper."""
     while True:
         if "_orig_mod" in vars(model).get("_modules", {}):
@@ -296,6 +305,8 @@ def _check_methods(model: Any, inner: Any, active: set[str]) -> None:
 
 def _names(model: Any) -> list[str]:
     active = getattr(model, "active_adapters", None) or []
+    if callable(active):  # transformers' own, through a compiled wrapper
+        return []
     return [active] if isinstance(active, str) else list(active)
 
 
@@ -348,7 +359,20 @@ def _present(tensor: torch.Tensor, name: str, own: Mapping[str, Any], path: str)
     for each in (hook, *getattr(hook, "hooks", ())):
         weights = getattr(each, "weights_map", None)
         if weights is not None:
-            return Offloaded(weights, name)
+            return _offloaded(weights, name)
     raise RequestError(
         "the weight is on the meta device: it has no content", where=path + name, hint="load the model's weights before"
     )
+
+
+def _offloaded(weights: Any, name: str) -> torch.Tensor | Offloaded:
+    """Return a weight of accelerate's maps: the tensor itself if it lies in host memory."""
+    while hasattr(weights, "dataset"):
+        weights, name = weights.dataset, f"{weights.prefix}{name}"
+    held = getattr(weights, "state_dict", weights)
+    if isinstance(held, dict) and name in held:
+        tensor: torch.Tensor = held[name]
+        return tensor
+    about = getattr(weights, "index", {}).get(name, {})
+    file = about.get("safetensors_file") or os.path.join(getattr(weights, "save_folder", None) or "", f"{name}.dat")
+    return Offloaded(weights, name, file)

@@ -59,6 +59,15 @@ class NamedModel:
         """The form of the cache when the model was last looked at."""
         return self._last.form
 
+    @property
+    def tuners(self) -> tuple[Any, ...]:
+        """The modules with adapters when the model was last looked at."""
+        return self._identity.tuners
+
+    def signs(self) -> object:
+        """See `ModelIdentity.signs`."""
+        return self._identity.signs()
+
     def now(self) -> ModelNow:
         """Return the current state. Raises `RequestError` for a model whose KV no name can stand for, `BadLayout` as
         `learn_form` does."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 _MANY = 1 << 16
 
@@ -32,10 +32,17 @@ class OptimizerSteps:
         """Count from now on. Idempotent."""
         if not self._watched:
             self._watched = True
+            # Before, too: a step that fails has written to some of its weights.
+            register_optimizer_step_pre_hook(self._stepped)
             register_optimizer_step_post_hook(self._stepped)
 
+    @property
+    def begun(self) -> bool:
+        """Whether there was any step."""
+        return bool(self._steps or self._elsewhere)
+
     def of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return a value that changes with each step of an optimizer that has this plain tensor's memory."""
+        """Return a value that changes when a step of an optimizer of this plain tensor's memory begins or ends."""
         _, steps = self._steps.get(tensor.untyped_storage()._cdata, (None, 0))
         return steps, self._elsewhere
 

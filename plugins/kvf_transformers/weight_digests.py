@@ -2,19 +2,20 @@
 Engine side.
 
 A change shows in torch's own record of a tensor: its storage, address, shape and version, which in-place operations
-count up; steps of optimizers, whose fused kernels do not, are counted in `optimizer_steps.py`. Other writes that bypass
-it, through `tensor.data` or foreign code, are not seen; PEFT merges adapters that way, so merged adapters count too,
-and active unmerged ones are read before every request.
+count up; of an offloaded weight in its file's. Steps of optimizers, whose fused kernels count no version up, are
+counted in `optimizer_steps.py`, PEFT's merges in `adapters.py`; active adapters that are not merged are read before
+every request. Other writes that bypass the version, through `tensor.data` or foreign code, are not seen.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 import xxhash
@@ -43,11 +44,16 @@ class _Known(NamedTuple):
 
     @property
     def expired(self) -> bool:
-        return any(isinstance(each, StorageWeakRef) and each.expired() for each in self.kept)  # type: ignore[no-untyped-call]
+        return any(
+            each.expired()  # type: ignore[no-untyped-call]
+            if isinstance(each, StorageWeakRef)
+            else isinstance(each, weakref.ref) and each() is None
+            for each in self.kept
+        )
 
 
 class _Part(NamedTuple):
-    """Weights that are read together. A stamp with None in it is of tensors that do not count their changes."""
+    """Weights that are read together."""
 
     path: str
     place: Place
@@ -55,6 +61,11 @@ class _Part(NamedTuple):
     kept: tuple[object, ...]
     nbytes: int
     load: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+    @property
+    def counts(self) -> bool:
+        """Whether a change shows in the stamp; it has None for what does not count its changes."""
+        return None not in self.stamp
 
 
 class WeightDigests:
@@ -84,7 +95,7 @@ class WeightDigests:
 
     def _knows(self, part: _Part) -> bool:
         known = self._known.get(part.place)
-        return known is not None and known.stamp == part.stamp and None not in part.stamp
+        return known is not None and known.stamp == part.stamp and part.counts and not known.expired
 
     def _read(self, parts: Sequence[_Part]) -> None:
         progress = Progress(log, "reading the model's weights to name them", sum(part.nbytes for part in parts))
@@ -100,15 +111,37 @@ class WeightDigests:
 
 
 class Stamps:
-    """The signs, without reading any weight, that one of them was written to or replaced since."""
+    """The signs that a weight was written to or replaced since. Reads only weights that do not count their changes."""
 
     def __init__(self, section: Section) -> None:
         parts = list(_parts(section))
-        self._stamps = [(part.path, part.place, part.stamp) for part in parts]
+        quiet = Progress(log, "reading the model's weights", 0)
+        self._stamps = [
+            (part.path, part.place, part.stamp if part.counts else (_digest(part.load(), quiet),)) for part in parts
+        ]
         self._kept = [part.kept for part in parts]
 
     def same(self, other: Stamps) -> bool:
         return self._stamps == other._stamps
+
+
+class WeightSigns:
+    """Whether the parameters of a model are written to or replaced. Buffers are left out: some models write to theirs
+    in a forward pass. Holds modules by weak references, and no tensor: torch swaps none that has any."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._modules = [weakref.ref(each) for each in modules if any(map(_counts, each._parameters.values()))]
+
+    def now(self) -> int:
+        """Return a number that changes with each counted write."""
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        weights = [weight for module in modules for weight in module._parameters.values() if _counts(weight)]
+        steps = [STEPS.of(weight) for weight in weights] if STEPS.begun else []
+        return hash((tuple([(weight.data_ptr(), weight._version) for weight in weights]), *steps))
+
+
+def _counts(weight: torch.Tensor | None) -> TypeGuard[torch.nn.Parameter]:
+    return type(weight) is torch.nn.Parameter and not weight.is_inference()
 
 
 def _parts(section: Section) -> Iterator[_Part]:
@@ -116,12 +149,12 @@ def _parts(section: Section) -> Iterator[_Part]:
         yield from _parts_of(weight)
     for path, module in section.packed:
         tensors = [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
-        # The data packed beside the tensors is made together with them.
+        # The data packed beside the tensors is made together with them; without any there is no sign of a change.
         yield _Part(
             f"{path}packed",
             ("packed", id(module), *(_place(each) for each in tensors)),
-            tuple(_version(each) for each in tensors),
-            tuple(_storage(each) for each in tensors),
+            tuple(_version(each) for each in tensors) or (None,),
+            (weakref.ref(module), *(_storage(each) for each in tensors)),
             0,
             partial(_packed, path, module),
         )
@@ -130,23 +163,36 @@ def _parts(section: Section) -> Iterator[_Part]:
 def _parts_of(weight: Weight) -> Iterator[_Part]:
     path, tensor, merged = weight
     if isinstance(tensor, Offloaded):
-        place = ("offloaded", id(tensor.weights), path)
-        yield _Part(path, place, (merged,), (tensor.weights,), 0, partial(_loaded, tensor))
+        place = ("offloaded", id(tensor.weights), tensor.name)
+        yield _Part(path, place, (_written(tensor.file), merged), (tensor.weights,), 0, partial(_loaded, tensor))
     elif hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         for name in names:
             yield from _parts_of(Weight(f"{path}.{name}({context})", getattr(tensor, name), merged))
-    elif tensor.layout != torch.strided or tensor.is_quantized:
+    else:
+        _check_dense(path, tensor)
+        kept = (_storage(tensor),)
+        stamp = (_version(tensor), merged)
+        yield _Part(path, _place(tensor), stamp, kept, tensor.nbytes, partial(_plain, tensor))
+
+
+def _check_dense(path: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_quantized:
         raise RequestError(
             f"its memory is {'quantised by torch' if tensor.is_quantized else tensor.layout}",
             where=path,
             available="dense tensors",
             hint="use the model without the cache",
         )
-    else:
-        kept = (_storage(tensor),)
-        stamp = (_version(tensor), merged)
-        yield _Part(path, _place(tensor), stamp, kept, tensor.nbytes, partial(_plain, tensor))
+
+
+def _written(file: str) -> tuple[int, ...] | None:
+    """Return a value that changes when the file is written to or replaced; None for no file."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _storage(tensor: torch.Tensor) -> object:
@@ -177,9 +223,12 @@ def _packed(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
     kept: dict[str, object] = {}
     module._save_to_state_dict(kept, path, keep_vars=True)
     own = {id(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())}
-    for name, value in kept.items():
+    # Torch packs weight and bias into a pair.
+    parts = [(name, part) for name, found in kept.items() for part in (found if isinstance(found, tuple) else (found,))]
+    for name, value in parts:
         if isinstance(value, torch.Tensor):
             if id(value) not in own:
+                _check_dense(name, value)
                 yield name, value
         else:
             plain = isinstance(value, (bool, int, float, str, bytes, type(None)))

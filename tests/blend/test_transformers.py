@@ -282,6 +282,25 @@ def test_a_saved_blend_is_a_prefix_for_blend_only(server, model):
         assert plain.restore(DOCUMENTS[2] + [3]).hit_tokens == 0
 
 
+def test_a_blend_that_goes_on_under_a_mask_is_not_saved_as_its_tokens(server, model):
+    longer = [*SHUFFLED, *tokens_of(CHUNK, 9)]
+    with attach(model, server, "masked") as kv:
+        store(kv)
+        cache = kv.prefill(SHUFFLED, ranges=RANGES).cache
+        mask = torch.ones(1, len(longer), dtype=torch.long)
+        mask[:, :9] = 0
+        with pytest.raises(RequestError, match="zeros"), torch.no_grad():
+            model(torch.tensor([longer[len(SHUFFLED) :]]), attention_mask=mask, past_key_values=cache)
+        own = transformers.DynamicCache()
+        with torch.no_grad():
+            model(torch.tensor([longer]), attention_mask=mask, past_key_values=own)
+        with pytest.raises(RequestError, match="zeros"):
+            kv.save_final(longer, own)
+        with torch.no_grad():
+            model(torch.tensor([longer[len(SHUFFLED) :]]), past_key_values=cache)
+        assert kv.save_final(longer, cache).tokens == len(longer) // CHUNK * CHUNK
+
+
 def test_other_weights_and_other_salts_share_nothing(server, model):
     with attach(model, server, "apart") as kv:
         store(kv)

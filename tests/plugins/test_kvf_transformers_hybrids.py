@@ -117,8 +117,8 @@ def test_states_that_others_computed_are_not_taken_for_the_prompts_own(server):
         _, cache, _ = kv.prefill(ids[:, : CHUNK + 1])
         with torch.no_grad():
             logits = model(input_ids=others[:, : CHUNK - 2], past_key_values=cache).logits[:, -1]
-        list(kv.decode(logits, cache, 3))
-        mixed = [*ids[0, : CHUNK + 1].tolist(), *others[0, : CHUNK - 2].tolist(), 1, 1]
+        answer = list(kv.decode(logits, cache, 3))
+        mixed = [*ids[0, : CHUNK + 1].tolist(), *others[0, : CHUNK - 2].tolist(), *answer[:2]]
         assert kv.save(mixed, cache).tokens == 0
 
 
@@ -238,9 +238,9 @@ def test_what_assisted_generation_has_computed_is_stored(server, by):
     new = 3 * CHUNK - ids.shape[1] + 1
     expected = plain_tokens(model, ids, new)
     cache = transformers.DynamicCache(config=model.config)
-    assert plain_tokens(model, ids, new, past_key_values=cache, **helper) == expected
     whole = [*ids[0].tolist(), *expected]
     with attach(model, server, f"stored after assistance by {by}") as kv:
+        assert plain_tokens(model, ids, new, past_key_values=cache, **helper) == expected
         assert kv.save(whole, cache).tokens == 3 * CHUNK
         further = kv.generate(whole, 8)
         assert further.restored.hit_tokens == 3 * CHUNK

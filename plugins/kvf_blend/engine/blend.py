@@ -30,6 +30,7 @@ from kvf_blend.errors import BadSegments
 from kvf_blend.messages import MAX_BEFORE, REQUESTS, Segment
 from kvf_blend.rotary import Rotary
 from kvf_transformers.forward import Forward, token_list
+from kvf_transformers.forward_guard import ForwardGuard
 from kvf_transformers.misses import warn
 from kvf_transformers.named_model import ModelNow, NamedModel
 from kvf_transformers.results import Saved
@@ -125,12 +126,12 @@ class BlendTransformers:
         self._decoder = Decoder(model)
         self._borrowed = model
         self._model = NamedModel(model, model_name, revision, weights)
-        # The model's identity when a cache was filled; the client and the rotary parameters of each registration.
-        self._filled: weakref.WeakKeyDictionary[DynamicCache, ModelNow] = weakref.WeakKeyDictionary()
+        # The client and the rotary parameters of each registration.
         self._blends: weakref.WeakKeyDictionary[Attached, tuple[BlendClient, Rotary]] = weakref.WeakKeyDictionary()
         self._proven: tuple[ModelNow, Rotary] | None = None
         now = self._model.now()
         self._rotary_of(now)
+        self._guard = ForwardGuard(model, self._model)
         self._salt = cache_salt
         self._timeout_s = transfer_timeout_s
         self._session = CacheSession(
@@ -163,6 +164,7 @@ class BlendTransformers:
         for blend, _ in [*self._blends.values()]:
             blend.unregister()
         self._blends.clear()
+        self._guard.close()
         self._session.close()
 
     def weights_changed(self) -> None:
@@ -255,7 +257,7 @@ class BlendTransformers:
         cache = DynamicCache()
         for index, (keys, values) in enumerate(pairs):
             cache.update(keys, values, index)
-        self._filled[cache] = now
+        self._guard.begin(cache, now).tokens = [*tokens]
         blended = Blended(
             tokens=len(tokens),
             prefix_tokens=held.prefix,
@@ -276,18 +278,20 @@ class BlendTransformers:
         """Stores the whole chunks of a blended prompt, which `cache` holds, as a prefix for later blended prompts.
 
         The KV is near to exact but not exact: only blend finds it. Borrows the cache until it returns. After any
-        failure `tokens` is 0, as for a cache that was filled before the model changed. Raises `BadLayout` and
-        `RequestError` as `TransformersKV.save`.
+        failure `tokens` is 0, as for a cache that was filled unseen, or before the model changed. Raises `BadLayout`
+        and `RequestError` as `TransformersKV.save`.
         """
         tokens = token_list(input_ids)
         held = min(len(tokens), cache.get_seq_length()) if len(cache) else 0
         pairs = layers_of(cache, tokens=held) if held else []
+        begun = self._guard.begun(cache)
+        held = begun.plain(tokens[:held]) if begun else 0
         started = time.perf_counter()
         moved = Moved()
         try:
             now = self._model.now()
-            if self._filled.get(cache, now) != now:
-                raise RequestError("the model has changed since the cache was filled")
+            if begun is None or begun.now != now:
+                raise RequestError("the model has changed since the cache was filled, or another one filled it")
             if held:
                 moved = self._session.store_named(now, self._attach(now)[0].name_final(tokens[:held]), pairs)
         except Exception as error:  # noqa: BLE001 - a failed store must not cost the engine its answer
