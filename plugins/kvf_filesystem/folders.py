@@ -1,7 +1,7 @@
-"""The fan-out folders of an open root, each by a descriptor, so that no call follows a link in place of one.
+"""Descriptors of a root's fan-out folders. Files are opened through them, so no link in place of a folder is followed.
 
-A descriptor is kept while it names the folder in its place. A hit costs no call of the kernel for that: whoever makes,
-removes or replaces a folder changes the time of the root, which each call of the tier reads anyway.
+A descriptor is kept while it names the folder in its place. A hit needs no system call to know that: making, removing
+or replacing a folder changes the ctime of the root, which every call of the tier reads anyway.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Folders:
         self._root_fd = root_fd
         self._fds = [-1] * FOLDERS
         self._inodes = [(0, 0)] * FOLDERS
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # never held over a system call
+        self._opening = threading.Lock()
         # The number of the last change of the root, and that at which each folder was found in its place.
         self._change = 1
         self._found_at = [0] * FOLDERS
@@ -52,7 +53,7 @@ class Folders:
         if self._fds[folder] < 0 or self._inodes[folder] != _inode(
             os.stat(name, dir_fd=self._root_fd, follow_symlinks=False)
         ):
-            self._keep(folder, os.open(name, FOLDER_FLAGS, dir_fd=self._root_fd))
+            self._open(folder, name)
         self._found_at[folder] = change
         return self._fds[folder]
 
@@ -61,9 +62,11 @@ class Folders:
             if fd >= 0:
                 os.close(fd)
 
-    def _keep(self, folder: int, fd: int) -> None:
-        inode = _inode(os.fstat(fd))
-        with self._lock:
+    def _open(self, folder: int, name: str) -> None:
+        # One at a time, so that no slow thread puts back a folder that was replaced meanwhile.
+        with self._opening:
+            fd = os.open(name, FOLDER_FLAGS, dir_fd=self._root_fd)
+            inode = _inode(os.fstat(fd))
             if self._fds[folder] < 0:
                 self._fds[folder] = fd
             else:

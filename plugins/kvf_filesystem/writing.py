@@ -145,7 +145,7 @@ class Writer:
 
 
 def touch(root: Root, key: PackedKey) -> None:
-    """Sets the time of the file, unless it has another name, too, which may be somebody else's. Raises `OSError`."""
+    """Sets the time of the file, unless it has a second name, which may be outside of the folder. Raises `OSError`."""
     folder, name = place_of(key)
     with contextlib.suppress(FileNotFoundError):
         fd = root.folders.at(folder)
