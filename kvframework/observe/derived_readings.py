@@ -49,6 +49,13 @@ def tier_up(document: Document) -> Iterator[tuple[Labels, Value]]:
         yield (name,), int(status["state"] == "closed")
 
 
+def tier_problems(document: Document) -> Iterator[tuple[Labels, Value]]:
+    """1 for each problem that a tier reports, with its words, of which there are few; 0 for a tier without any."""
+    for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
+        facts = dict.fromkeys(status.get("problems", ()), 1) or {"": 0}
+        yield from (((name, fact), value) for fact, value in facts.items())
+
+
 def circuits(document: Document) -> Iterator[tuple[Labels, Value]]:
     """1 for a circuit that stops calls."""
     for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):

@@ -306,6 +306,14 @@ TABLE: dict[str, tuple[Metric, ...]] = {
     "Tiers": (
         _gauge("tier_up", "whether both circuits are closed", "l2[].state", derived.tier_up, ("tier",), "tier-down"),
         _gauge(
+            "tier_problem",
+            "1 for each problem that a tier reports, such as a full disk: the place, and the store's words",
+            "l2[].problems",
+            derived.tier_problems,
+            ("tier", "problem"),
+            "tier-full",
+        ),
+        _gauge(
             "tier_circuit_open",
             "whether calls of this direction are stopped",
             "l2[].circuits.read, l2[].circuits.write",

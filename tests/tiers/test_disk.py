@@ -121,6 +121,9 @@ def test_a_full_disk_is_seen_until_a_write_succeeds_again() -> None:
         wait_until(lambda: f"could not be stored in filesystem: {disk / 'kv'}: {reason}" in server.log, 60, "the log")
         assert "1 values" not in server.log
         wait_until(lambda: 'kvframework_problem{where="l2.0"} 1' in told("/metrics"), 60, "the metric")
+        place = disk / "kv"
+        words = f'kvframework_tier_problem{{tier="filesystem",problem="{place}: {reason}"}} 1'
+        assert words in told("/metrics")
         assert seen in told("/readyz?verbose")
         assert seen in told("/status"), "what the page shows"
 
@@ -129,6 +132,7 @@ def test_a_full_disk_is_seen_until_a_write_succeeds_again() -> None:
         wait_until(lambda: problems_of(engine) == [], 60, "the end of the problem")
         assert check(server) == 0
         wait_until(lambda: 'kvframework_problem{where="l2.0"} 0' in told("/metrics"), 60, "the metric")
+        assert 'kvframework_tier_problem{tier="filesystem",problem=""} 0' in told("/metrics")
 
 
 def problems_of(engine: Engine) -> list[dict[str, str]]:
