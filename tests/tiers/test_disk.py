@@ -119,7 +119,7 @@ def test_a_full_disk_is_seen_until_a_write_succeeds_again() -> None:
         assert (done.returncode, seen in done.stdout + done.stderr) == (1, True)
         assert seen in run("status", "--endpoint", server.endpoint, COLUMNS="500").stdout
         wait_until(lambda: f"could not be stored in filesystem: {disk / 'kv'}: {reason}" in server.log, 60, "the log")
-        assert "1 values" not in server.log
+        assert ": 1 values" not in server.log
         wait_until(lambda: 'kvframework_problem{where="l2.0"} 1' in told("/metrics"), 60, "the metric")
         place = disk / "kv"
         words = f'kvframework_tier_problem{{tier="filesystem",problem="{place}: {reason}"}} 1'
