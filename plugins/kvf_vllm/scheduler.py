@@ -23,9 +23,10 @@ from kvf_vllm.options import VllmOptions
 from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, salted, traceparent, wish_of
 from kvf_vllm.search import PrefixSearch
 from kvf_vllm.states import Handover, complete_states
-from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp
+from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp, Weights
 from kvf_vllm.tally import Tally
 from kvf_vllm.waiting import Waiting
+from kvf_vllm.weights import EngineWeights
 from kvframework.api.content import ChunkContent
 from kvframework.client import EngineSpeed, PrefillMeter, RequestHashes
 
@@ -42,7 +43,7 @@ class _Tracked:
     planned, `hit_end` the token up to which the last answer to vLLM promised KV, `own_end` the token up to which vLLM
     had computed it or this connector loads it, `loading` the number of workers that still load, `miss` the reason of
     the last miss. `in_step`: the load that was promised happens within the step that uses it. `adapter_asked` is the
-    time at which its adapter's name was asked for."""
+    time at which its adapter's name was asked for, `was_asked_again`: it waited a step for news of the weights."""
 
     request: EngineRequest
     wish: Wish
@@ -59,6 +60,7 @@ class _Tracked:
     in_step: bool = False
     adapter: Adapted = NO_ADAPTER
     adapter_asked: float | None = None
+    was_asked_again: bool = False
 
 
 @dataclass
@@ -86,6 +88,7 @@ class SchedulerSide:
         stores: bool = True,
         event_block_size: int = 0,
         adapters: AdapterNames | None = None,
+        weights: EngineWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tally = Tally()
@@ -103,6 +106,7 @@ class SchedulerSide:
         self._whole_prompt = self._is_async and whole_prompt_loadable(self._groups)
         self._served: Served | None = None
         self._heard: dict[int, Served | None] = {}
+        self._serving: Sequence[tuple[Served, tuple[int, ...]]] = ()
         self._differ = False
         self._first_asked: float | None = None
         self._tracked: dict[str, _Tracked] = {}
@@ -116,6 +120,9 @@ class SchedulerSide:
         self._next_store = 0
         self._told_ignored = False
         self._generation = ""
+        self._weights = weights or EngineWeights()
+        self._is_up_to_date = True
+        self._step = 0
         self._meter = PrefillMeter()
         self._waiting = Waiting()
 
@@ -132,6 +139,8 @@ class SchedulerSide:
         self._waiting.gone(request.request_id)
         tracked = self._track(request)
         tracked.miss, tracked.own_end = "", computed
+        if self._awaits_weights(tracked):
+            return None, False
         if request.lora_request is not None and self._awaits_adapter(tracked):
             return None, False
         loads = self._loads and tracked.wish.load
@@ -143,7 +152,7 @@ class SchedulerSide:
             return self._no_hit(tracked, "load_failed")
         hashes = self._hashed(tracked) if self._served is not None else None
         if self._served is None or hashes is None:
-            return self._no_hit(tracked, "workers_differ" if self._differ else "no_server")
+            return self._no_hit(tracked, self._why_unserved())
         chunk = self._served.chunk_tokens
         start = computed // chunk * chunk
         is_known = tracked.adapter.use is None or tracked.adapter.is_loaded
@@ -236,6 +245,7 @@ class SchedulerSide:
         """The plan of the workers for this step, vLLM's `build_connector_meta`. `scheduled` gives the number of
         tokens to compute for each request; `tables` gives a request's blocks; `new_blocks` were given out since the
         last step; `states` are complete after it."""
+        self._count_step(scheduled)
         self._has_waited = False
         written = self._foreign.union(new_blocks)
         self._foreign = set()
@@ -250,7 +260,7 @@ class SchedulerSide:
                     stores += self._plan_store(tracked, tokens, tables, states.get(request_id, ()))
         loads, self._planned_loads = self._planned_loads, []
         self._begin_step(scheduled, counts=not any(load.in_step for load in loads))
-        return StepPlan(loads, stores, fence, bool(scheduled))
+        return StepPlan(loads, stores, fence, bool(scheduled), self._step, self._weights.updates)
 
     def step_ended(self) -> None:
         """vLLM has taken in what the first step under way has computed."""
@@ -259,16 +269,19 @@ class SchedulerSide:
     def plan_in_doubt(self) -> StepPlan:
         """Replaces `plan_step` after that has raised: planned loads stay, nothing is stored, and all stores end before
         the step, since any of their blocks may be written in it."""
+        self._step += 1
         loads, self._planned_loads = self._planned_loads, []
         self._begin_step({}, counts=False)
         self._foreign = set()
         self._has_waited = False
-        return StepPlan(loads, [], list(self._unfinished))
+        return StepPlan(loads, [], list(self._unfinished), step=self._step, updates=self._weights.updates)
 
     def heard(self, report: StepReport) -> None:
         """Applies the report of the workers after a step."""
-        if report.served:
-            self._learn(report.served)
+        if report.served or report.weights:
+            self._heard.update(report.served)
+            self._hear_of_weights(report.weights)
+            self._learn()
         for worker, news in report.adapters.items():
             self._adapters.heard(worker, news)
         for number, count in report.ended.items():
@@ -312,13 +325,17 @@ class SchedulerSide:
         """Hides all earlier KV from this engine: the weights may have changed. Objects in the server stay, since they
         belong to other engines too."""
         self._generation = secrets.token_hex(8)
-        self.events.forget()
-        for store in self._unfinished.values():
-            store.event = None
-        for tracked in self._tracked.values():
-            tracked.search.release()
-            # Their KV may be from before and after the reset.
-            tracked.wish = Wish(False, False, reason="reset")
+        self._leave_all_out("reset")
+
+    def cache_was_reset(self) -> None:
+        """vLLM has emptied its own prefix cache, and no request has blocks. Often the weights were updated just before,
+        so the next requests wait a step for the workers' word."""
+        was_alone = self._weights.are_alone
+        self._weights.cache_was_reset(self._step)
+        self._is_up_to_date = False
+        if not was_alone:
+            self._leave_all_out("weights_changed")
+            self._learn()
 
     def close(self) -> None:
         """Releases all tickets."""
@@ -351,6 +368,9 @@ class SchedulerSide:
         if tracked is None:
             search = PrefixSearch(self._service, deadline_s=self._options.lookup_deadline_s, clock=self._clock)
             wish = wish_of(request)
+            # vLLM may still hold what the old weights made of an image.
+            if request.mm_features and self._weights.updates and not wish.reason:
+                wish = Wish(False, False, reason="weights_changed")
             if wish.ignored and not self._told_ignored:
                 self._told_ignored = True
                 log.warning(
@@ -361,17 +381,73 @@ class SchedulerSide:
             tracked = self._tracked[request.request_id] = _Tracked(request, wish, search)
         return tracked
 
-    def _learn(self, answers: Mapping[int, Served | None]) -> None:
-        self._heard.update(answers)
+    def _awaits_weights(self, tracked: _Tracked) -> bool:
+        """True once for each request while the next step may bring news of the workers' weights."""
+        if tracked.was_asked_again or (self._is_up_to_date and not self._weights.are_changing):
+            return False
+        tracked.was_asked_again = tracked.wish.load or tracked.wish.store
+        return tracked.was_asked_again
+
+    def _count_step(self, scheduled: Mapping[str, int]) -> None:
+        self._step += bool(scheduled or self._planned_loads)
+        self._is_up_to_date = True
+
+    def _hear_of_weights(self, news: Mapping[int, Weights]) -> None:
+        """Applies the workers' news of their weights. What is named by files is shared again; what is not has a name
+        that nobody else has, for as long as these weights stay."""
+        before, had_changed = self._weights.updates, self._weights.are_changing
+        self._weights.heard(news)
+        if self._weights.updates != before:
+            # Whatever was hidden so far has another name than what comes.
+            self._generation = ""
+            self._leave_all_out("weights_changed")
+            log.info("the engine's weights were updated: KV from before is neither loaded nor stored")
+        if (had_changed or self._weights.updates != before) and not self._weights.are_changing:
+            if not self._weights.are_shared:
+                self._generation = secrets.token_hex(16)
+            if not self._weights.are_alone:
+                log.warning(
+                    "nothing is loaded or stored until vLLM's prefix cache, which has KV of other weights, is reset"
+                )
+
+    def _leave_all_out(self, reason: str) -> None:
+        """Ends the part of all requests: their KV may be from before and after. Those without blocks begin anew."""
+        self.events.forget()
+        for store in self._unfinished.values():
+            store.event = None
+        for request_id, tracked in list(self._tracked.items()):
+            tracked.search.release()
+            if request_id in self._running:
+                tracked.wish = Wish(False, False, reason=reason)
+            else:
+                del self._tracked[request_id]
+
+    def _learn(self) -> None:
+        """Takes the names that hold from now on. None do while a worker has none, or KV of other weights may lie in
+        vLLM's blocks."""
+        names = self._names() if self._weights.are_alone else ()
+        self._served = names[0] if names else None
+        # Two registrations by one name are equal.
+        serving = [(each, each.instances) for each in names]
+        if names and serving != self._serving:
+            self._serving = serving
+            self._service.serve(names)
+
+    def _names(self) -> Sequence[Served]:
+        """Those of all stages, in order; none as long as not all workers have said the same."""
         known = {each for each in self._heard.values() if each is not None}
         stages = {each.stage: each for each in known}
-        if len(known) > len(stages) or len({each.chunk_tokens for each in known}) > 1:
-            self._differ = True
+        self._differ = len(known) > len(stages) or len({each.chunk_tokens for each in known}) > 1
+        if self._differ:
             log.error("the engine's workers name their KV differently, nothing is loaded or stored: %s", known)
-        elif self._served is None and len(self._heard) == self._workers and None not in self._heard.values():
-            served = [self._of_all_ranks(stages[stage]) for stage in sorted(stages)]
-            self._served = served[0]
-            self._service.serve(served)
+        if self._differ or len(self._heard) < self._workers or None in self._heard.values():
+            return ()
+        return [self._of_all_ranks(stages[stage]) for stage in sorted(stages)]
+
+    def _why_unserved(self) -> str:
+        if not self._weights.are_alone:
+            return "weights_changed"
+        return "workers_differ" if self._differ else "no_server"
 
     def _of_all_ranks(self, stage: Served) -> Served:
         workers = [self._heard[worker] for worker in sorted(self._heard)]

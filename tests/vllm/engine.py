@@ -71,7 +71,7 @@ def main() -> None:
     for ask in order.asks:
         if ask.wait_file:
             tell(event="waiting")
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + 1200
             while not os.path.exists(ask.wait_file):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
@@ -150,9 +150,7 @@ def _settle(llm: Any) -> None:
 
 def _logprobs(outputs: list[Any]) -> list[float]:
     answers = [each.outputs[0] for each in outputs]
-    return [
-        step[token].logprob for each in answers for token, step in zip(each.token_ids, each.logprobs, strict=True)
-    ]
+    return [step[token].logprob for each in answers for token, step in zip(each.token_ids, each.logprobs, strict=True)]
 
 
 def make_engine(order: Order) -> Any:

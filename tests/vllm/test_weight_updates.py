@@ -69,7 +69,7 @@ def equal(answer: Answer, cold: Answer) -> bool:
 
 @pytest.mark.parametrize("how", ["reload", "load_weights", "session"])
 def test_without_a_reset_nothing_is_loaded_or_stored(checkpoints: Checkpoints, how: str) -> None:
-    """vLLM's own prefix cache still holds KV of the old weights: its hits are vLLM's affair, these prompts have none."""
+    """vLLM's own prefix cache still holds KV of the old weights: these prompts are not in it."""
     cold, found = checkpoints.cold, []
 
     def updated() -> None:
@@ -130,9 +130,7 @@ def test_after_a_reset_files_have_their_name_and_tensors_one_of_their_own(checkp
 
     with rows.server_for() as server:
         go = checkpoints.old.directory / f"go-{reset}"
-        other = checkpoints.old.run(
-            server, ask(1), ask(2, wait_file=str(go)), ask(3), ask(4), ask(0), on_wait=update
-        )
+        other = checkpoints.old.run(server, ask(1), ask(2, wait_file=str(go)), ask(3), ask(4), ask(0), on_wait=update)
         started_with_new = checkpoints.new.run(server, ask(2), ask(3), ask(0))
     wanted = [("old", 0), ("new", 1), ("new", 0), ("new", 2), ("old", 1)]
     wanted += [("new", 1), ("new", 3), ("old", 1), ("old", 4), ("old", 1)]
