@@ -399,7 +399,7 @@ class SchedulerSide:
         self._weights.heard(news)
         if self._weights.updates != before:
             # Whatever was hidden so far has another name than what comes.
-            self._generation = ""
+            self._generation, self._served = "", None
             self._leave_all_out("weights_changed")
             log.info("the engine's weights were updated: KV from before is neither loaded nor stored")
         if (had_changed or self._weights.updates != before) and not self._weights.are_changing:
@@ -423,10 +423,11 @@ class SchedulerSide:
                 del self._tracked[request_id]
 
     def _learn(self) -> None:
-        """Takes the names that hold from now on. None do while a worker has none, or KV of other weights may lie in
-        vLLM's blocks."""
+        """Takes the names that hold from now on. None do while workers disagree, or KV of other weights may lie in
+        vLLM's blocks; they stay while a worker has no server."""
         names = self._names() if self._weights.are_alone else ()
-        self._served = names[0] if names else None
+        if names or self._differ or not self._weights.are_alone:
+            self._served = names[0] if names else None
         # Two registrations by one name are equal.
         serving = [(each, each.instances) for each in names]
         if names and serving != self._serving:
