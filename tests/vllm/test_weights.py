@@ -3,44 +3,29 @@ stored under their name, whatever the order of updates, steps and resets."""
 
 from __future__ import annotations
 
-import os
-import time
 from collections import deque
-from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvf_vllm.identity import Named, identify
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.step_messages import LoadOp, Served, StepPlan, StepReport, StoreOp, Weights
-from kvf_vllm.weight_updates import CacheResets, WeightUpdates
+from kvf_vllm.step_messages import LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.weights import EngineWeights
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import LoadOutcome, StoreOutcome
-from kvframework.client import ModelFacts
-from kvframework.errors import ConfigFieldError
 from tests.vllm.stand_ins import (
     BLOCK,
     CHUNK,
     ONE_GROUP,
-    SERVED,
     Clock,
-    FakeInstance,
     FakeRequest,
     FakeServer,
-    computed,
     digest,
-    filled,
     scheduler,
-    table,
 )
 
 # the model: one engine of two workers, vLLM's prefix cache, and the server
@@ -252,7 +237,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("schedule")),
     st.tuples(st.just("execute")),
     st.tuples(st.just("name"), st.integers(0, 1)),
-    # From the files of the start, or of another checkpoint; or to weights that come as tensors, of all or of one worker.
+    # From the files of the start, or of another checkpoint; or tensors, of all or of one worker.
     st.tuples(st.just("files"), st.integers(0, 1)),
     st.tuples(st.just("tensors"), st.lists(st.integers(0, 1), min_size=1, max_size=2, unique=True)),
     st.tuples(st.just("reset"), st.booleans(), st.booleans()),
