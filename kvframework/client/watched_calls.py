@@ -31,8 +31,8 @@ class CallWatcher(Protocol):
 
 def watch_calls(owner: type, names: Iterable[str], watcher: CallWatcher) -> None:
     """Runs every call of these methods of a class within `watcher.around`, from now on and for each object of it. The
-    watcher is borrowed: once nobody else holds it, it watches no more. Idempotent. Raises `AttributeError` for a method
-    that the class lacks, before it changes any."""
+    watcher is borrowed: it watches no more once its owner has dropped it. Idempotent. Raises `AttributeError` for a
+    method that the class lacks, before it changes any."""
     methods = {name: getattr(owner, name) for name in names}
     for name, method in methods.items():
         watchers = getattr(method, "watchers", None)
