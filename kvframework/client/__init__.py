@@ -15,6 +15,7 @@ from kvframework.client.registration.canonical import CanonicalInstance, registe
 from kvframework.client.registration.shards import ModelPart
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.tracing import current_trace
+from kvframework.client.watched_calls import WatchedCall, watch_calls
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys
 from kvframework.pricing.prefill import EngineSpeed, PrefillMeter
@@ -39,6 +40,7 @@ __all__ = [
     "RequestHashes",
     "SchedulerAdapter",
     "Seconds",
+    "WatchedCall",
     "WorkerAdapter",
     "changed_since",
     "current_trace",
@@ -50,4 +52,5 @@ __all__ = [
     "named_identity",
     "process_started",
     "register_canonical",
+    "watch_calls",
 ]

@@ -3,13 +3,12 @@ new weights would be stored under the names of the old ones."""
 
 from __future__ import annotations
 
-import functools
-import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-log = logging.getLogger(__name__)
+from kvframework.client import WatchedCall, watch_calls
 
 UPDATES = (
     "update_weights_from_disk",
@@ -25,31 +24,31 @@ class Retiring(Protocol):
         """Everything is a miss from now on. Never raises."""
 
 
-_watching: weakref.WeakSet[Any] = weakref.WeakSet()
-# The updates of this process, by SGLang's class.
-_updated: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+class _Updates:
+    """The updates of this process since the first call of `watch`; `why` is the last one, "" for none."""
+
+    def __init__(self) -> None:
+        self.why = ""
+        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @contextmanager
+    def around(self, call: WatchedCall) -> Iterator[None]:
+        self.why = f"SGLang updates its weights ({call.name})"
+        for cache in list(self.caches):
+            cache.retire(self.why)
+        yield
+
+
+# By SGLang's class.
+_updates: weakref.WeakKeyDictionary[type, _Updates] = weakref.WeakKeyDictionary()
 
 
 def watch(cache: Retiring, updater: type) -> None:
     """Retires the cache before any update of the weights of this process, and at once if there was one since the first
     call: a backend may be detached and attached. `updater` is SGLang's class. Raises `AttributeError` if its methods
     are not those that are known."""
-    for name in UPDATES:
-        method = getattr(updater, name)
-        if not hasattr(method, "kvf_sglang"):
-            setattr(updater, name, _watched(updater, name, method))
-    _watching.add(cache)
-    if updater in _updated:
-        cache.retire(_updated[updater])
-
-
-def _watched(updater: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        why = _updated[updater] = f"SGLang updates its weights ({name})"
-        for cache in list(_watching):
-            cache.retire(why)
-        return method(*args, **kwargs)
-
-    watched.kvf_sglang = True  # type: ignore[attr-defined]
-    return watched
+    updates = _updates.setdefault(updater, _Updates())
+    watch_calls(updater, UPDATES, updates)
+    updates.caches.add(cache)
+    if updates.why:
+        cache.retire(updates.why)

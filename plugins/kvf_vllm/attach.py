@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvf_vllm.layouts import BlockForm, GroupFacts, group_of_each
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StoreOp
-from kvframework.api.futures import Future
+from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
 from kvframework.client import KVClient, KvIdentity, ModelPart, RequestHashes, WorkerAdapter
@@ -48,27 +48,15 @@ class AttachedInstance:
         part: ModelPart | None = None,
     ) -> None:
         self._client = client
+        self._identity = identity
         self._stage = stage
         self._form = form
         self._groups = tuple(groups)
         self._num_blocks = num_blocks
         self._timeout_s = options.connect_timeout_s
-        self._adapter = WorkerAdapter(
-            client,
-            instance_id=secrets.randbits(62),
-            model_name=identity.model_name,
-            world_size=world_size,
-            rank=rank,
-            transport=options.transport,
-            transport_options=options.transport_options,
-            layout=form.layout,
-            layout_options=form.options(groups),
-            revision=identity.revision,
-            quantization=identity.quantization,
-            model_dtype=identity.dtype,
-            packing=form.packing,
-            part=part,
-        )
+        self._rank, self._world_size, self._part = rank, world_size, part
+        self._options = options
+        self._adapter = self._adapter_of(identity)
         self._served: Served | None = None
         self._group_of_each: tuple[int, ...] = ()
         self._tensors: dict[str, LayerTensors] = {}
@@ -92,10 +80,8 @@ class AttachedInstance:
         if error is None:
             return
         _warn("no KV is loaded or stored until there is a server that accepts this engine", error)
-        self._thread = threading.Thread(
-            target=self._keep_trying, args=(tensors, str(error)), name="kvf-vllm-attach", daemon=True
-        )
-        self._thread.start()
+        logged = str(error)
+        self._in_background(lambda closed: self._keep_trying(closed, logged))
 
     def detach(self) -> None:
         """Unregisters while the engine sleeps: its memory is mapped nowhere afterwards. Waits for copies under way.
@@ -107,8 +93,43 @@ class AttachedInstance:
     def attach_again(self) -> None:
         """Registers the same tensors after `detach`, as `attach` does. Idempotent."""
         if self._closed.is_set():
-            self._closed.clear()
+            self._closed = threading.Event()
             self._attach()
+
+    def rename(self, name: Callable[[], KvIdentity]) -> Future[bool]:
+        """Registers the same tensors by the name that `name` gives, in the background. The result is False if it
+        raises: then the name stays. Until there is a result no transfer may begin. Never blocks."""
+        naming: Promise[bool] = Promise()
+        self._in_background(lambda closed: self._rename(closed, name, naming))
+        return naming
+
+    def _rename(self, closed: threading.Event, name: Callable[[], KvIdentity], naming: Promise[bool]) -> None:
+        try:
+            identity = name()
+            if not closed.is_set() and identity != self._identity:
+                self._served = None
+                self._adapter.close()
+                self._identity, self._adapter = identity, self._adapter_of(identity)
+            naming.set_result(not closed.is_set())
+        except Exception as error:  # noqa: BLE001 - whatever it is, there is no such name
+            _warn("updated weights have no name that other engines know", error)
+            naming.set_result(False)
+        if self._served is None:
+            self._keep_trying(closed)
+
+    def _in_background(self, work: Callable[[threading.Event], None]) -> None:
+        """Runs `work` until its event is set, after the work before, which is to end."""
+        self._closed.set()
+        before, closed = self._thread, threading.Event()
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            work(closed)
+
+        self._closed = closed
+        self._thread = threading.Thread(target=run, name="kvf-vllm-attach", daemon=True)
+        self._thread.start()
 
     def load(self, ops: Sequence[LoadOp], *, in_pieces: bool = False) -> list[Future[LoadOutcome]]:
         return self._adapter.batched_submit_retrieve(
@@ -141,6 +162,24 @@ class AttachedInstance:
         """Unregisters, if the server runs. No transfer may be in progress. Idempotent."""
         self._stop_trying()
         self._adapter.close()
+
+    def _adapter_of(self, identity: KvIdentity) -> WorkerAdapter:
+        return WorkerAdapter(
+            self._client,
+            instance_id=secrets.randbits(62),
+            model_name=identity.model_name,
+            world_size=self._world_size,
+            rank=self._rank,
+            transport=self._options.transport,
+            transport_options=self._options.transport_options,
+            layout=self._form.layout,
+            layout_options=self._form.options(self._groups),
+            revision=identity.revision,
+            quantization=identity.quantization,
+            model_dtype=identity.dtype,
+            packing=self._form.packing,
+            part=self._part,
+        )
 
     def _stop_trying(self) -> None:
         self._closed.set()
@@ -176,16 +215,16 @@ class AttachedInstance:
         )
         return None
 
-    def _keep_trying(self, tensors: Mapping[str, LayerTensors], logged: str) -> None:
-        while not self._closed.is_set():
-            error = self._tried(tensors, lambda: 0.5)
+    def _keep_trying(self, closed: threading.Event, logged: str = "") -> None:
+        while not closed.is_set():
+            error = self._tried(self._tensors, lambda: 0.5)
             if error is None:
                 return
             if not isinstance(error, ServerGone):
                 if str(error) != logged:
                     logged = str(error)
                     _warn("still no KV is loaded or stored", error)
-                self._closed.wait(RETRY_S)
+                closed.wait(RETRY_S)
 
     def _registration(self) -> Registration:
         registration = self._adapter.registration

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 try:
@@ -46,7 +47,7 @@ from kvf_vllm.facts import (
     why_unread,
 )
 from kvf_vllm.harmless import ErrorNotes, harmless
-from kvf_vllm.identity import identify
+from kvf_vllm.identity import Named, identify
 from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, only_between_steps
 from kvf_vllm.loaded_adapters import LoadedAdapters
 from kvf_vllm.logs import join_log
@@ -59,6 +60,8 @@ from kvf_vllm.registration import NAME, register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan, StepReport
 from kvf_vllm.supported import caches_adapters_by_path, check_version
+from kvf_vllm.weight_updates import CacheResets, WeightUpdates
+from kvf_vllm.weights import EngineWeights
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import KVClient
 from kvframework.errors import ConfigFieldError, KVFrameworkError
@@ -122,6 +125,10 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._worker: WorkerSide | None = None
         self._instance: AttachedInstance | None = None
         self._unread = why_unread(vllm_config, invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)))
+        self._named: Named | None = None
+        self._updates: WeightUpdates | None = None
+        self._resets: CacheResets | None = None
+        self._is_beside_others = len(_connectors(transfer)) > 1
         if role == KVConnectorRole.SCHEDULER:
             if self._unread:
                 log.warning("nothing is loaded or stored: %s", self._unread)
@@ -158,6 +165,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 settings=settings_of(config.lora_config),
                 by_path=caches_adapters_by_path(vllm.__version__),
             ),
+            weights=EngineWeights(caches_prefixes=bool(config.cache_config.enable_prefix_caching)),
         )
 
     def _start(self, what: str, start: Callable[[], None]) -> None:
@@ -207,12 +215,15 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         check_sleep(config.model_config, tells=tells, transport=self._options.transport)
         parallel = config.parallel_config
         place = place_of(parallel, caches)
-        model = identify(model_of(config), model=self._options.model, weights=self._options.weights)
+        facts, own = model_of(config), {"model": self._options.model, "weights": self._options.weights}
+        self._named = Named(facts, identify(facts, **own), **own)
+        updates = WeightUpdates(config, begins=self._weights_change, ends=self._weights_changed)
+        updates.watch(resolve_obj_by_qualname(parallel.worker_cls))
         self._client = _connect(self._options, f"vllm worker {parallel.rank}")
         self._instance = AttachedInstance(
             self._client,
             self._options,
-            identity=model,
+            identity=self._named.identity,
             part=part_of(config.model_config, parallel, place, self._groups),
             groups=self._groups,
             form=self._form_of(kv_caches),
@@ -230,7 +241,21 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             adapters=_adapters(config.lora_config),
         )
         self._instance.attach(kv_caches)
-        self._worker = worker
+        self._worker, self._updates = worker, updates
+
+    @harmless()
+    def _weights_change(self) -> None:
+        if self._worker is not None:
+            self._worker.weights_change()
+
+    @harmless()
+    def _weights_changed(self, began: float | None) -> None:
+        """See `WeightUpdates`."""
+        # Other connectors may go on loading what the old weights have computed: then this engine shares no more.
+        if self._worker is None or self._instance is None or self._named is None or self._is_beside_others:
+            return
+        named, facts = self._named, model_of(self._vllm_config)
+        self._worker.weights_changed(self._instance.rename(lambda: named.after_update(facts, began)))
 
     def _form_of(self, kv_caches: dict[str, torch.Tensor]) -> BlockForm:
         """The form of the blocks. Raises `BadLayout` for form canonical if the blocks are not known to convert
@@ -246,6 +271,9 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     @harmless()
     def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
+        if self._updates is not None and not self._updates.is_following:
+            self.shutdown()
+            raise RuntimeError("this vLLM's updates of its weights cannot be seen")
         if self._worker is not None:
             self._worker.before_step(kv_connector_metadata.plan)
 
@@ -283,6 +311,15 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return Report(report) if report else None
 
     # The scheduler's side.
+
+    @harmless()
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._resets = CacheResets(kv_cache_manager, self._cache_was_reset)
+
+    @harmless()
+    def _cache_was_reset(self) -> None:
+        self._scheduling().cache_was_reset()
 
     @harmless()
     def on_new_request(self, request: Any) -> None:
@@ -361,6 +398,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def shutdown(self) -> None:
         parts = (self._scheduler, self._worker, self._instance, self._client)
         self._scheduler = self._worker = self._instance = self._client = None
+        self._updates = self._resets = None
         for part in parts:
             try:
                 if part is not None:
@@ -373,13 +411,18 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         return self._scheduler
 
 
+def _connectors(transfer: Any) -> list[Any]:
+    """The configuration of this connector, and that of the engine if it is another one, as under vLLM's MultiConnector.
+    Only workers see both."""
+    engine = getattr(get_current_vllm_config_or_none(), "kv_transfer_config", None)
+    return [transfer] if engine is None or engine is transfer else [transfer, engine]
+
+
 def _check_failure_policy(transfer: Any) -> None:
     """Raises `ConfigFieldError` if vLLM would fail a request whose KV is lost."""
-    # Under vLLM's MultiConnector the engine's policy counts, not that of this connector's configuration. Only workers
-    # see both.
-    engine = get_current_vllm_config_or_none()
-    for each in (transfer, getattr(engine, "kv_transfer_config", None)):
-        if each is not None and each.kv_load_failure_policy != "recompute":
+    # Beside other connectors the engine's policy counts.
+    for each in _connectors(transfer):
+        if each.kv_load_failure_policy != "recompute":
             raise ConfigFieldError(
                 f"kv_load_failure_policy is {each.kv_load_failure_policy!r}: requests whose KV is lost would fail",
                 where=f"kv_transfer_config of {each.kv_connector}",

@@ -17,6 +17,7 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "KVConnectorBase_V1": (
             "__init__",
             "bind_connector_metadata",
+            "bind_kv_cache_manager",
             "build_connector_meta",
             "build_connector_worker_meta",
             "build_kv_connector_stats",
@@ -51,6 +52,8 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     f"{_CONNECTOR}/factory.py": {"KVConnectorFactory": ("register_connector",)},
     "distributed/kv_events.py": {"BlockRemoved": (), "BlockStored": ()},
+    "config/parallel.py": {"ParallelConfig": ("worker_cls",)},
+    "v1/core/kv_cache_manager.py": {"KVCacheManager": ("reset_prefix_cache",)},
     "v1/core/sched/output.py": {
         "CachedRequestData": ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids"),
         "KVConnectorBlockState": ("boundary_state_offloads", "get_block_ids"),
@@ -70,6 +73,22 @@ FOLLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "MLAAttentionSpec": (),
         "MambaSpec": (),
         "SlidingWindowSpec": (),
+    },
+    "v1/worker/gpu/model_runner.py": {"GPUModelRunner": ("get_draft_model", "get_model", "reload_weights")},
+    "v1/worker/gpu_model_runner.py": {"GPUModelRunner": ("get_draft_model", "get_model", "reload_weights")},
+    "v1/worker/gpu_worker.py": {
+        "Worker": (
+            "_weight_update_active",
+            "compile_or_warm_up_model",
+            "finish_weight_update",
+            "get_draft_model",
+            "get_model",
+            "load_model",
+            "reload_weights",
+            "start_draft_weight_update",
+            "start_weight_update",
+            "update_weights",
+        )
     },
     "v1/request.py": {
         "Request": (

@@ -8,15 +8,15 @@ this vLLM no adapter has one. For the worker's thread.
 
 from __future__ import annotations
 
-import functools
 import logging
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from kvf_vllm.adapters import AdapterFacts, AdapterReader, adapter_of, settings_of
 from kvf_vllm.step_messages import AdapterNews, AdapterUse
+from kvframework.client import WatchedCall, watch_calls
 
 log = logging.getLogger(__name__)
 
@@ -48,22 +48,24 @@ class LoadedAdapters:
     def watch(self, manager_class: Any) -> None:
         """Follows the loads of vLLM's class from now on. Never raises."""
         try:
-            watch_loads(manager_class)
-            _watching.append(weakref.ref(self))
+            watch_calls(manager_class, ("_load_adapter",), self)
         except AttributeError as error:
             log.warning("requests with adapters are computed, this vLLM's loads cannot be seen: %s", error)
 
-    def concerns(self, manager: Any) -> bool:
-        """True if this manager of adapters is that of this engine: several may share a process."""
-        return self._config is not None and getattr(manager, "lora_config", None) is self._config
+    @contextmanager
+    def around(self, call: WatchedCall) -> Iterator[None]:
+        """A load by vLLM. Several engines may share a process."""
+        manager = call.args[0]
+        if self._config is None or getattr(manager, "lora_config", None) is not self._config:
+            yield
+            return
+        adapter = adapter_of(call.argument(1, "lora_request"), self._settings)
+        before = self._named(adapter)
+        yield
+        self._loaded(manager, adapter, before)
 
-    def content(self, request: Any) -> str:
-        """The name of what lies in the adapter's files now, "" if it has none. Reads them."""
-        return self._named(adapter_of(request, self._settings))
-
-    def loaded(self, manager: Any, request: Any, before: str) -> None:
-        """A load by vLLM has succeeded; `before` is the adapter's name from before that."""
-        adapter = adapter_of(request, self._settings)
+    def _loaded(self, manager: Any, adapter: AdapterFacts, before: str) -> None:
+        """A load has succeeded; `before` is the adapter's name from before that."""
         content = self._named(adapter)
         if content != before:
             log.warning("the files of adapter %s changed while it was loaded: its requests are computed", adapter.name)
@@ -103,25 +105,3 @@ class LoadedAdapters:
         except Exception as error:  # noqa: BLE001 - whatever it is, the adapter has no name
             log.warning("requests with adapter %s are computed: %s", adapter.name, error)
             return ""
-
-
-_watching: list[weakref.ref[LoadedAdapters]] = []
-
-
-def watch_loads(manager_class: Any) -> None:
-    """Makes the class tell the watching engines of each load. Idempotent."""
-    load = manager_class._load_adapter
-    if getattr(load, "tells_kvframework", False):
-        return
-
-    @functools.wraps(load)
-    def watched(manager: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = next((each for ref in _watching if (each := ref()) is not None and each.concerns(manager)), None)
-        before = engine.content(lora_request) if engine is not None else ""
-        adapter = load(manager, lora_request, *args, **kwargs)
-        if engine is not None:
-            engine.loaded(manager, lora_request, before)
-        return adapter
-
-    watched.tells_kvframework = True  # type: ignore[attr-defined]
-    manager_class._load_adapter = watched

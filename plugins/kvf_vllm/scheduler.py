@@ -7,15 +7,15 @@ A pure state machine; vLLM's scheduler thread drives it, and only `LookupService
 from __future__ import annotations
 
 import logging
-import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvf_vllm.adapter_names import NO_ADAPTER, Adapted, AdapterNames
 from kvf_vllm.contents import content_of
+from kvf_vllm.engine_names import EngineNames
 from kvf_vllm.events import Announcements, BlocksStored
 from kvf_vllm.layouts import GroupFacts, blocks_between, only_between_steps, storable, whole_prompt_loadable
 from kvf_vllm.lookups import LookupService
@@ -23,9 +23,10 @@ from kvf_vllm.options import VllmOptions
 from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, salted, traceparent, wish_of
 from kvf_vllm.search import PrefixSearch
 from kvf_vllm.states import Handover, complete_states
-from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StepPlan, StepReport, StoreOp
+from kvf_vllm.step_messages import GroupBlocks, LoadOp, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
 from kvf_vllm.waiting import Waiting
+from kvf_vllm.weights import EngineWeights
 from kvframework.api.content import ChunkContent
 from kvframework.client import EngineSpeed, PrefillMeter, RequestHashes
 
@@ -42,7 +43,7 @@ class _Tracked:
     planned, `hit_end` the token up to which the last answer to vLLM promised KV, `own_end` the token up to which vLLM
     had computed it or this connector loads it, `loading` the number of workers that still load, `miss` the reason of
     the last miss. `in_step`: the load that was promised happens within the step that uses it. `adapter_asked` is the
-    time at which its adapter's name was asked for."""
+    time at which its adapter's name was asked for, `was_asked_again`: it waited a step for news of the weights."""
 
     request: EngineRequest
     wish: Wish
@@ -59,6 +60,7 @@ class _Tracked:
     in_step: bool = False
     adapter: Adapted = NO_ADAPTER
     adapter_asked: float | None = None
+    was_asked_again: bool = False
 
 
 @dataclass
@@ -88,6 +90,7 @@ class SchedulerSide:
         unread: bool = False,
         event_block_size: int = 0,
         adapters: AdapterNames | None = None,
+        weights: EngineWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tally = Tally()
@@ -104,9 +107,7 @@ class SchedulerSide:
         self._clock = clock
         self._is_async = options.load == "async" or only_between_steps(self._groups)
         self._whole_prompt = self._is_async and whole_prompt_loadable(self._groups)
-        self._served: Served | None = None
-        self._heard: dict[int, Served | None] = {}
-        self._differ = False
+        self._names = EngineNames(workers, weights or EngineWeights(), service.serve)
         self._first_asked: float | None = None
         self._tracked: dict[str, _Tracked] = {}
         # The requests that have blocks. A step that computes any is held up by no lookup, others by one at most.
@@ -118,7 +119,8 @@ class SchedulerSide:
         self._unfinished: dict[int, _Unfinished] = {}
         self._next_store = 0
         self._told_ignored = False
-        self._generation = ""
+        self._is_up_to_date = True
+        self._step = 0
         self._meter = PrefillMeter()
         self._waiting = Waiting()
 
@@ -137,6 +139,8 @@ class SchedulerSide:
         tracked.miss, tracked.own_end = "", computed
         if self._unread:
             return self._no_hit(tracked, "no_prefix_caching")
+        if self._awaits_weights(tracked):
+            return None, False
         if request.lora_request is not None and self._awaits_adapter(tracked):
             return None, False
         loads = self._loads and tracked.wish.load
@@ -146,10 +150,10 @@ class SchedulerSide:
             return self._no_hit(tracked, tracked.wish.reason or "opted_out")
         if tracked.failed:
             return self._no_hit(tracked, "load_failed")
-        hashes = self._hashed(tracked) if self._served is not None else None
-        if self._served is None or hashes is None:
-            return self._no_hit(tracked, "workers_differ" if self._differ else "no_server")
-        chunk = self._served.chunk_tokens
+        hashes = self._hashed(tracked) if self._names.served is not None else None
+        if self._names.served is None or hashes is None:
+            return self._no_hit(tracked, self._names.why_none)
+        chunk = self._names.served.chunk_tokens
         start = computed // chunk * chunk
         is_known = tracked.adapter.use is None or tracked.adapter.is_loaded
         if not is_known and only_between_steps(self._groups):
@@ -243,6 +247,7 @@ class SchedulerSide:
         """The plan of the workers for this step, vLLM's `build_connector_meta`. `scheduled` gives the number of
         tokens to compute for each request; `tables` gives a request's blocks; `new_blocks` were given out since the
         last step; `states` are complete after it."""
+        self._count_step(scheduled)
         self._has_waited = False
         written = self._foreign.union(new_blocks)
         self._foreign = set()
@@ -250,14 +255,14 @@ class SchedulerSide:
             written.update(_behind(self._groups, load.block_ids, load.skip))
         fence = [number for number, store in self._unfinished.items() if not written.isdisjoint(store.blocks)]
         stores: list[StoreOp] = []
-        if self._stores and self._served is not None:
+        if self._stores and self._names.served is not None:
             for request_id, tokens in scheduled.items():
                 tracked = self._tracked.get(request_id)
                 if tracked is not None and tracked.wish.store:
                     stores += self._plan_store(tracked, tokens, tables, states.get(request_id, ()))
         loads, self._planned_loads = self._planned_loads, []
         self._begin_step(scheduled, counts=not any(load.in_step for load in loads))
-        return StepPlan(loads, stores, fence, bool(scheduled))
+        return StepPlan(loads, stores, fence, bool(scheduled), self._step, self._names.weights.updates)
 
     def step_ended(self) -> None:
         """vLLM has taken in what the first step under way has computed."""
@@ -266,16 +271,17 @@ class SchedulerSide:
     def plan_in_doubt(self) -> StepPlan:
         """Replaces `plan_step` after that has raised: planned loads stay, nothing is stored, and all stores end before
         the step, since any of their blocks may be written in it."""
+        self._step += 1
         loads, self._planned_loads = self._planned_loads, []
         self._begin_step({}, counts=False)
         self._foreign = set()
         self._has_waited = False
-        return StepPlan(loads, [], list(self._unfinished))
+        return StepPlan(loads, [], list(self._unfinished), step=self._step, updates=self._names.weights.updates)
 
     def heard(self, report: StepReport) -> None:
         """Applies the report of the workers after a step."""
-        if report.served:
-            self._learn(report.served)
+        if self._names.heard(report):
+            self._leave_all_out("weights_changed")
         for worker, news in report.adapters.items():
             self._adapters.heard(worker, news)
         for number, count in report.ended.items():
@@ -318,14 +324,15 @@ class SchedulerSide:
     def reset(self) -> None:
         """Hides all earlier KV from this engine: the weights may have changed. Objects in the server stay, since they
         belong to other engines too."""
-        self._generation = secrets.token_hex(8)
-        self.events.forget()
-        for store in self._unfinished.values():
-            store.event = None
-        for tracked in self._tracked.values():
-            tracked.search.release()
-            # Their KV may be from before and after the reset.
-            tracked.wish = Wish(False, False, reason="reset")
+        self._names.hide()
+        self._leave_all_out("reset")
+
+    def cache_was_reset(self) -> None:
+        """vLLM has emptied its own prefix cache, and no request has blocks. Often the weights were updated just before,
+        so the next requests wait a step for the workers' word."""
+        self._is_up_to_date = False
+        if self._names.cache_was_reset(self._step):
+            self._leave_all_out("weights_changed")
 
     def close(self) -> None:
         """Releases all tickets."""
@@ -358,6 +365,9 @@ class SchedulerSide:
         if tracked is None:
             search = PrefixSearch(self._service, deadline_s=self._options.lookup_deadline_s, clock=self._clock)
             wish = wish_of(request)
+            # vLLM may still hold what the old weights made of an image.
+            if request.mm_features and self._names.weights.updates and not wish.reason:
+                wish = Wish(False, False, reason="weights_changed")
             if wish.ignored and not self._told_ignored:
                 self._told_ignored = True
                 log.warning(
@@ -368,21 +378,28 @@ class SchedulerSide:
             tracked = self._tracked[request.request_id] = _Tracked(request, wish, search)
         return tracked
 
-    def _learn(self, answers: Mapping[int, Served | None]) -> None:
-        self._heard.update(answers)
-        known = {each for each in self._heard.values() if each is not None}
-        stages = {each.stage: each for each in known}
-        if len(known) > len(stages) or len({each.chunk_tokens for each in known}) > 1:
-            self._differ = True
-            log.error("the engine's workers name their KV differently, nothing is loaded or stored: %s", known)
-        elif self._served is None and len(self._heard) == self._workers and None not in self._heard.values():
-            served = [self._of_all_ranks(stages[stage]) for stage in sorted(stages)]
-            self._served = served[0]
-            self._service.serve(served)
+    def _awaits_weights(self, tracked: _Tracked) -> bool:
+        """True once for each request while the next step may bring news of the workers' weights."""
+        if tracked.was_asked_again or (self._is_up_to_date and not self._names.weights.are_changing):
+            return False
+        tracked.was_asked_again = tracked.wish.load or tracked.wish.store
+        return tracked.was_asked_again
 
-    def _of_all_ranks(self, stage: Served) -> Served:
-        workers = [self._heard[worker] for worker in sorted(self._heard)]
-        return replace(stage, instances=tuple(own for each in workers if each == stage for own in each.instances))
+    def _count_step(self, scheduled: Mapping[str, int]) -> None:
+        self._step += bool(scheduled or self._planned_loads)
+        self._is_up_to_date = True
+
+    def _leave_all_out(self, reason: str) -> None:
+        """Ends the part of all requests: their KV may be from before and after. Those without blocks begin again."""
+        self.events.forget()
+        for store in self._unfinished.values():
+            store.event = None
+        for request_id, tracked in list(self._tracked.items()):
+            tracked.search.release()
+            if request_id in self._running:
+                tracked.wish = Wish(False, False, reason=reason)
+            else:
+                del self._tracked[request_id]
 
     def _awaits_names(self, tracked: _Tracked) -> bool:
         """True for a moment from the first question on, until the workers have reported, in their first step, whether a
@@ -392,7 +409,7 @@ class SchedulerSide:
             self._first_asked = now
         if now - self._first_asked >= self._options.lookup_deadline_s:
             return False
-        return len(self._heard) < self._workers if self._served is None else self._hashed(tracked) is None
+        return not self._names.have_come if self._names.served is None else self._hashed(tracked) is None
 
     def _awaits_adapter(self, tracked: _Tracked) -> bool:
         """True as long as the name of the request's adapter is looked for. A request whose adapter gets none, or
@@ -417,12 +434,12 @@ class SchedulerSide:
 
     def _hashed(self, tracked: _Tracked) -> RequestHashes | None:
         """The request's digests of all tokens that are known now, None as long as they have no name."""
-        assert self._served is not None
+        assert self._names.served is not None
         adapter = tracked.adapter.use
         if tracked.request.lora_request is not None and adapter is None:
             return None
         if tracked.hashes is None:
-            salt = salted(tracked.wish.salt, self._generation)
+            salt = salted(tracked.wish.salt, self._names.generation)
             retain = tracked.wish.retain
             tracked.hashes = self._service.hashes(
                 tracked.request.request_id, salt, traceparent(tracked.request), retain
@@ -431,7 +448,7 @@ class SchedulerSide:
             tokens = tracked.request.all_token_ids[tracked.fed :]
             content = adapter.content if adapter is not None else ""
             has_more = bool(content or tracked.request.mm_features)
-            extras = chunk_extras(tracked.request, self._served.chunk_tokens, content) if has_more else None
+            extras = chunk_extras(tracked.request, self._names.served.chunk_tokens, content) if has_more else None
             tracked.hashes.extend(tokens, extras)
             tracked.fed += len(tokens)
         return tracked.hashes
@@ -443,8 +460,8 @@ class SchedulerSide:
         tables: Callable[[str], GroupBlocks | None],
         handed: Iterable[Handover],
     ) -> Iterable[StoreOp]:
-        assert self._served is not None
-        request, chunk = tracked.request, self._served.chunk_tokens
+        assert self._names.served is not None
+        request, chunk = tracked.request, self._names.served.chunk_tokens
         # Drafted tokens may be rejected: only known tokens count.
         end = min(request.num_computed_tokens + scheduled, request.num_tokens) // chunk * chunk
         # A load of another connector within this step may fail: the next step shows it.

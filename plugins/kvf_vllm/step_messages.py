@@ -30,6 +30,15 @@ class Served:
     instances: tuple[int, ...] = field(default=(), compare=False)
 
 
+class Weights(NamedTuple):
+    """A worker's weights: how often they were updated, the last step that wrote KV before, and whether their name is
+    one that other engines know, None as long as this is open."""
+
+    updates: int = 0
+    step: int = 0
+    is_shared: bool | None = True
+
+
 class AdapterUse(NamedTuple):
     """The adapter of a request: vLLM's number of it, and the name of its content."""
 
@@ -87,12 +96,15 @@ class StoreOp:
 @dataclass
 class StepPlan:
     """From the scheduler to each worker. Stores whose numbers are in `fence` must have ended before the step writes
-    anything: their blocks may belong to other requests now. `computes`: requests wait for this step."""
+    anything: their blocks may belong to other requests now. `computes`: requests wait for this step. `step` is the
+    number of steps so far that write KV, `updates` those of the weights, by worker, that the scheduler has heard of."""
 
     loads: list[LoadOp] = field(default_factory=list)
     stores: list[StoreOp] = field(default_factory=list)
     fence: list[int] = field(default_factory=list)
     computes: bool = True
+    step: int = 0
+    updates: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -102,7 +114,8 @@ class StepReport:
     `served` holds the news of each worker (by rank) since its last report, None while it has no server. `loaded` and
     `ended` count, by request and by store, the workers that have finished it, `stored` those that stored all of it.
     `failed` are requests with a failed load, `unstored` those with a store that was not sent, with its first token.
-    `adapters` are each worker's news by the adapter's number, None for one that vLLM has dropped.
+    `adapters` are each worker's news by the adapter's number, None for one that vLLM has dropped. `weights` are those
+    of the workers that were updated since the last report.
     """
 
     served: dict[int, Served | None] = field(default_factory=dict)
@@ -112,9 +125,12 @@ class StepReport:
     failed: set[str] = field(default_factory=set)
     unstored: dict[str, int] = field(default_factory=dict)
     adapters: dict[int, dict[int, AdapterNews | None]] = field(default_factory=dict)
+    weights: dict[int, Weights] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.served or self.loaded or self.ended or self.failed or self.unstored or self.adapters)
+        return bool(
+            self.served or self.loaded or self.ended or self.failed or self.unstored or self.adapters or self.weights
+        )
 
     def merge(self, other: StepReport) -> StepReport:
         """Both together, as a new report."""
@@ -126,6 +142,7 @@ class StepReport:
             self.failed | other.failed,
             _earliest(self.unstored, other.unstored),
             {**self.adapters, **other.adapters},
+            {**self.weights, **other.weights},
         )
 
 

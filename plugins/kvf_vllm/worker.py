@@ -17,6 +17,7 @@ from kvf_vllm.loaded_adapters import LoadedAdapters
 from kvf_vllm.pace import Pace
 from kvf_vllm.step_messages import AdapterUse, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
+from kvf_vllm.weights import WorkerWeights
 from kvframework.api.futures import Future
 from kvframework.api.transport import LoadOutcome, StoreOutcome, error_code
 from kvframework.errors import KVFrameworkError
@@ -80,7 +81,9 @@ class WorkerSide:
         self._loading: dict[str, tuple[LoadOp, Future[LoadOutcome], float]] = {}
         self._storing: dict[int, tuple[StoreOp, Future[StoreOutcome], float]] = {}
         self._report = StepReport()
-        self._told: list[Served | None] = []
+        self._told: list[tuple[Served | None, tuple[int, ...]]] = []
+        self._weights = WorkerWeights()
+        self._told_weights = self._weights.now
         self._left: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -90,6 +93,7 @@ class WorkerSide:
     def before_step(self, plan: StepPlan) -> None:
         """Ends the stores whose blocks will be written in this step. Waits for them."""
         self._is_spoiled = False
+        self._weights.begin_step(plan)
         for number in plan.fence:
             entry = self._storing.get(number)
             if entry is None:
@@ -99,13 +103,28 @@ class WorkerSide:
             self._end(entry[1])
         self._settle_stores()
 
+    def weights_change(self) -> None:
+        """vLLM begins to update its weights. Waits for the transfers under way: what they load is of no use."""
+        self._weights.change()
+        for request_id, (op, loading, started) in self._loading.items():
+            self._end(loading)
+            self._loading[request_id] = op, Future.resolved(LoadOutcome(False, "its weights are updated")), started
+        for _, storing, _ in self._storing.values():
+            self._end(storing)
+        self._settle_stores()
+
+    def weights_changed(self, naming: Future[bool]) -> None:
+        """The update has ended; `naming` will say whether the weights have a name that other engines know."""
+        self._weights.changed(naming)
+
     def load(self, plan: StepPlan) -> None:
-        """Starts the loads; synchronous ones are over when this returns. Of the others a piece is copied."""
+        """Starts the loads; synchronous ones are over when this returns. Of the others a piece is copied. Loads that
+        were planned for other weights fail."""
         self._pace.begin()
-        started = self._clock()
+        started, fits = self._clock(), self._weights.fit(self._worker, plan)
         # A load without digests stands for one that the scheduler could not plan, see
         # `SchedulerSide.allocated_in_vain`.
-        named = [op for op in plan.loads if op.digests and self._has(op.adapter)]
+        named = [op for op in plan.loads if fits and op.digests and self._has(op.adapter)]
         futures: dict[str, Future[LoadOutcome]] = {}
         for in_pieces in (True, False):
             ops = [op for op in named if self._in_step(op) != in_pieces]
@@ -123,11 +142,12 @@ class WorkerSide:
 
     def store(self, plan: StepPlan) -> None:
         """Starts the stores of the tokens that the step has computed. If a load for this step has failed, the computed
-        KV may be wrong: nothing is stored then."""
+        KV may be wrong, and if the weights are not those of the plan it has another name: nothing is stored then."""
         is_base_spoiled, started = self._adapters.spoils_base(), self._clock()
+        is_spoiled = self._is_spoiled or not self._weights.fit(self._worker, plan)
         ops = []
         for op in plan.stores:
-            if self._is_spoiled or self._instance.served is None:
+            if is_spoiled or self._instance.served is None:
                 self._report.unstored[op.request_id] = min(op.start, self._report.unstored.get(op.request_id, op.start))
                 self._report.ended[op.number] += 1
             elif self._stores and self._has(op.adapter) and (op.adapter is not None or not is_base_spoiled):
@@ -158,9 +178,15 @@ class WorkerSide:
     def take_report(self) -> StepReport:
         """The report for the scheduler since the last call."""
         self._settle_stores()
+        # Before the names: those are new by then.
+        weights = self._weights.now
+        if self._told_weights != weights:
+            self._told_weights = self._report.weights[self._worker] = weights
         served = self._instance.served
-        if self._told != [served]:
-            self._told = [served]
+        # Two registrations by one name are equal.
+        told = [(served, served.instances if served is not None else ())]
+        if self._told != told:
+            self._told = told
             self._report.served[self._worker] = served
         news = self._adapters.take_news()
         if news:

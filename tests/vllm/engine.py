@@ -23,7 +23,9 @@ class Ask:
     """One request, answered before the next. `reset`: drops vLLM's own prefix cache first, `forget`: the connector's
     too. `embeds`: the seed of embeddings that stand for the prompt; `pool`: the answer is an embedding. `wait_file`:
     waits until it is there, after announcing on stdout that it waits. `adapters`: the prompt is asked once for each of
-    them in one batch, [name, number, path] or [] for none, and the answers stand one behind the other."""
+    them in one batch, [name, number, path] or [] for none, and the answers stand one behind the other. `update`: the
+    weights become those of a folder first, [how, folder], see `tests.vllm.updates`; `settle`: waits until the
+    connector serves again; `logprobs`: those of the tokens are told too."""
 
     prompt: list[int]
     tokens: int = 32
@@ -35,6 +37,9 @@ class Ask:
     salt: str = ""
     wait_file: str = ""
     adapters: list[list[Any]] = field(default_factory=lambda: [[]])
+    update: list[str] = field(default_factory=list)
+    settle: bool = False
+    logprobs: bool = False
 
 
 @dataclass
@@ -66,14 +71,25 @@ def main() -> None:
     for ask in order.asks:
         if ask.wait_file:
             tell(event="waiting")
-            deadline = time.monotonic() + 300
+            deadline = time.monotonic() + 1200
             while not os.path.exists(ask.wait_file):
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
+        if ask.update:
+            _update(llm, *ask.update)
         if ask.reset or ask.forget:
             llm.reset_prefix_cache(reset_connector=ask.forget)
+        if ask.settle:
+            _settle(llm)
         extra = {"extra_args": {"kv_transfer_params": ask.params}} if ask.params else {}
-        params = SamplingParams(temperature=0.0, max_tokens=ask.tokens, ignore_eos=True, detokenize=False, **extra)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=ask.tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0 if ask.logprobs else None,
+            **extra,
+        )
         prompt = {"prompt_token_ids": ask.prompt, **({"cache_salt": ask.salt} if ask.salt else {})}
         if ask.embeds:
             prompt = {"prompt_embeds": _embeddings(order, ask)}
@@ -104,8 +120,37 @@ def main() -> None:
             wall=wall,
             computed=sum(_steps()[len(steps) :]) - (ask.tokens - 1),
             counters=_since(before, after),
+            logprobs=_logprobs(outputs) if ask.logprobs else [],
         )
     llm.llm_engine.engine_core.shutdown()
+
+
+def _update(llm: Any, how: str, folder: str) -> None:
+    """Each way in which vLLM changes the weights of a running engine."""
+    if how == "reload":
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    elif how == "load_weights":
+        llm.collective_rpc("load_weights_of", args=(folder,))
+    else:
+        llm.collective_rpc("start_weight_update")
+        llm.collective_rpc("update_weights", args=({"folder": folder},))
+        llm.collective_rpc("finish_weight_update")
+
+
+def _settle(llm: Any) -> None:
+    """Asks prompts that are too short for any hit until the connector says that this is the reason."""
+    from vllm import SamplingParams
+
+    reason = "kvframework:miss_requests|reason=too_short"
+    before, deadline = counters().get(reason, 0), time.monotonic() + 120
+    while counters().get(reason, 0) == before:
+        assert time.monotonic() < deadline, "the connector does not serve again"
+        llm.generate([{"prompt_token_ids": [7] * 9}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+
+
+def _logprobs(outputs: list[Any]) -> list[float]:
+    answers = [each.outputs[0] for each in outputs]
+    return [step[token].logprob for each in answers for token, step in zip(each.token_ids, each.logprobs, strict=True)]
 
 
 def make_engine(order: Order) -> Any:

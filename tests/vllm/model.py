@@ -20,7 +20,7 @@ VOCABULARY = 32000
 WINDOW = 512
 
 
-def make(directory: Path, size: str) -> Path:
+def make(directory: Path, size: str, *, seed: int = 1234) -> Path:
     """A Llama; for "window" a small Gemma 3 some of whose layers have sliding windows, for "windows" a Mistral all of
     whose layers do, for "mla" a DeepSeek-V2. Made only if it is not there."""
     if (directory / "done").exists():
@@ -28,7 +28,7 @@ def make(directory: Path, size: str) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(1234)
+    torch.manual_seed(seed)
     others = {"window": _gemma, "windows": _mistral, "mla": _deepseek_v2}
     config = others[size]() if size in others else _llama(*SIZES[size])
     return save(directory, AutoModelForCausalLM.from_config(config).float())

@@ -42,6 +42,7 @@ class Answer:
     wall: float
     counters: dict[str, float]
     log: str = ""
+    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -133,7 +134,8 @@ def _answers(stream: TextIO, on_wait: Callable[[], None] | None) -> Iterator[Ans
         if event["event"] == "waiting" and on_wait is not None:
             on_wait()
         if event["event"] == "answer":
-            yield Answer(**{key: event[key] for key in ("tokens", "cached", "computed", "ttft", "wall", "counters")})
+            names = ("tokens", "cached", "computed", "ttft", "wall", "counters")
+            yield Answer(**{key: event[key] for key in names}, logprobs=event.get("logprobs", []))
 
 
 @dataclass(frozen=True)

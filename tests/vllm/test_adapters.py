@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvf_vllm import adapters, loaded_adapters
+from kvf_vllm import adapters
 from kvf_vllm.adapter_names import NO_ADAPTER, Adapted, AdapterNames
 from kvf_vllm.adapters import AdapterFacts, AdapterReader, adapter_of
 from kvf_vllm.loaded_adapters import LoadedAdapters
@@ -151,7 +151,7 @@ class Adapters:
 
 
 @pytest.fixture
-def manager_class(monkeypatch: pytest.MonkeyPatch) -> type[Adapters]:
+def manager_class() -> type[Adapters]:
     class Manager(Adapters):
         def _load_adapter(self, request: Lora) -> str:
             text = (Path(request.lora_path) / "adapter_model.safetensors").read_text()
@@ -159,7 +159,6 @@ def manager_class(monkeypatch: pytest.MonkeyPatch) -> type[Adapters]:
             self.held.add(request.lora_int_id)
             return text
 
-    monkeypatch.setattr(loaded_adapters, "_watching", [])
     return Manager
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from kvf_vllm.events import Announcements
 from kvf_vllm.requests import Wish
-from tests.vllm.stand_ins import BLOCK, FakeRequest
+from kvf_vllm.step_messages import StepPlan
+from tests.vllm.stand_ins import BLOCK, FakeInstance, FakeRequest
 
 # vLLM's imports take long, and warn.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -251,3 +252,32 @@ def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:
     for report in reports[1:]:
         merged = merged.aggregate(report)
     assert {rank: served.stage for rank, served in merged.report.served.items() if served} == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+def worker_of(**fields: Any) -> Any:
+    """A worker's connector that has started, without an engine."""
+    from kvf_vllm.connector import KvFrameworkConnector
+    from kvf_vllm.harmless import ErrorNotes
+    from kvf_vllm.worker import WorkerSide
+
+    connector = object.__new__(KvFrameworkConnector)
+    worker = WorkerSide(FakeInstance(), block_size=BLOCK)
+    given = {"_scheduler": None, "_client": None, "_resets": None, "_updates": None, "_errors": ErrorNotes()}
+    vars(connector).update(given, _worker=worker, _instance=SimpleNamespace(close=lambda: None), **fields)
+    return connector
+
+
+def test_beside_other_connectors_weights_that_were_updated_never_have_a_name() -> None:
+    """Those may load what the old ones have computed."""
+    connector = worker_of(_named=object(), _is_beside_others=True)
+    connector._weights_change()
+    connector._weights_changed(1.0)
+    (weights,) = connector._worker.take_report().weights.values()
+    assert (weights.updates, weights.is_shared) == (1, None)
+
+
+def test_without_a_view_of_the_updates_there_is_no_cache(caplog: pytest.LogCaptureFixture) -> None:
+    connector = worker_of(_updates=SimpleNamespace(is_following=False))
+    connector.handle_preemptions(SimpleNamespace(plan=StepPlan()))
+    assert connector._worker is None
+    assert "updates of its weights cannot be seen" in caplog.text

@@ -1,0 +1,107 @@
+"""The scheduler's knowledge of the names of its engine's KV: what the workers have registered, and whether their
+weights are still those that the names stand for. Pure."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from kvf_vllm.step_messages import Served, StepReport, Weights
+from kvf_vllm.weights import EngineWeights
+
+log = logging.getLogger(__name__)
+
+
+class EngineNames:
+    """The names of `workers`; `serve` is called with those of all stages whenever they change. `served` is the first
+    stage's, None while no name holds. `generation` is a salt for KV that no other engine and no earlier request may
+    find, "" for none."""
+
+    def __init__(self, workers: int, weights: EngineWeights, serve: Callable[[Sequence[Served]], None]) -> None:
+        self.served: Served | None = None
+        self.generation = ""
+        self.weights = weights
+        self._workers = workers
+        self._serve = serve
+        self._heard: dict[int, Served | None] = {}
+        self._serving: Sequence[tuple[Served, tuple[int, ...]]] = ()
+        self._differ = False
+
+    @property
+    def have_come(self) -> bool:
+        """True once each worker has reported whether it has a server."""
+        return len(self._heard) == self._workers
+
+    @property
+    def why_none(self) -> str:
+        """The reason for which no name holds."""
+        if not self.weights.are_alone:
+            return "weights_changed"
+        return "workers_differ" if self._differ else "no_server"
+
+    def hide(self) -> None:
+        """Hides all KV so far from this engine."""
+        self.generation = secrets.token_hex(8)
+
+    def heard(self, report: StepReport) -> bool:
+        """Applies the workers' news. Returns True if weights were updated: KV from before has another name."""
+        if not (report.served or report.weights):
+            return False
+        self._heard.update(report.served)
+        is_updated = self._hear_of_weights(report.weights)
+        self._learn()
+        return is_updated
+
+    def cache_was_reset(self, step: int) -> bool:
+        """vLLM holds no KV of this step or an earlier one. Returns True if that was missing."""
+        was_alone = self.weights.are_alone
+        self.weights.cache_was_reset(step)
+        if not was_alone:
+            self._learn()
+        return not was_alone
+
+    def _hear_of_weights(self, news: Mapping[int, Weights]) -> bool:
+        """What is named by files is shared again; what is not has a name that no other engine has, for as long as these
+        weights stay."""
+        before, were_changing = self.weights.updates, self.weights.are_changing
+        self.weights.heard(news)
+        is_updated = self.weights.updates != before
+        if is_updated:
+            # Whatever was hidden so far has another name than what comes.
+            self.generation, self.served = "", None
+            log.info("the engine's weights were updated: KV from before is neither loaded nor stored")
+        if (were_changing or is_updated) and not self.weights.are_changing:
+            if not self.weights.are_shared:
+                self.generation = secrets.token_hex(16)
+            if not self.weights.are_alone:
+                log.warning("nothing is loaded or stored until vLLM's prefix cache, which holds older KV, is reset")
+        return is_updated
+
+    def _learn(self) -> None:
+        """Takes the names that hold from now on. None do while workers disagree, or KV of other weights may lie in
+        vLLM's blocks; they stay while a worker has no server."""
+        names = self._agreed() if self.weights.are_alone else ()
+        if names or self._differ or not self.weights.are_alone:
+            self.served = names[0] if names else None
+        # Two registrations by one name are equal.
+        serving = [(each, each.instances) for each in names]
+        if names and serving != self._serving:
+            self._serving = serving
+            self._serve(names)
+
+    def _agreed(self) -> Sequence[Served]:
+        """Those of all stages, in order; none as long as not all workers have said the same."""
+        known = {each for each in self._heard.values() if each is not None}
+        stages = {each.stage: each for each in known}
+        self._differ = len(known) > len(stages) or len({each.chunk_tokens for each in known}) > 1
+        if self._differ:
+            log.error("the engine's workers name their KV differently, nothing is loaded or stored: %s", known)
+        if self._differ or not self.have_come or None in self._heard.values():
+            return ()
+        return [self._of_all_ranks(stages[stage]) for stage in sorted(stages)]
+
+    def _of_all_ranks(self, stage: Served) -> Served:
+        workers = [self._heard[worker] for worker in sorted(self._heard)]
+        return replace(stage, instances=tuple(own for each in workers if each == stage for own in each.instances))
