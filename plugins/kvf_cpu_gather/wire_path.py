@@ -6,51 +6,19 @@ under way, so that one is gathered while others are sent, and one is received wh
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvf_cpu_gather.moves import Moves
 from kvf_cpu_gather.transfer_steps import Steps, planned, unless_cancelled
 from kvf_cpu_gather.wire_batches import Batch, Window, batches
+from kvf_cpu_gather.wire_staging import Staging
 from kvframework.api.futures import Future
 from kvframework.api.transport import ArenaRange, EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
 from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError
 
 if TYPE_CHECKING:
     import torch
-
-
-class Staging:
-    """Pieces of memory of one size, allocated on demand and kept for the next store, `count` at most.
-
-    A piece that was taken and is not given back is simply forgotten: a remaining reader keeps it alive.
-    """
-
-    def __init__(self) -> None:
-        self._size = 0
-        self._free: list[memoryview] = []
-
-    def take(self, nbytes: int) -> memoryview:
-        """Return a writable piece of at least `nbytes`, with any content."""
-        if nbytes > self._size:
-            self._size = nbytes
-            self._free.clear()
-        if self._free:
-            return self._free.pop()
-        memory = mmap.mmap(-1, self._size)
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return memoryview(memory)
-
-    def give_back(self, piece: memoryview) -> None:
-        """Take back a piece that has no reader any more."""
-        if piece.nbytes == self._size:
-            self._free.append(piece)
-
-    def close(self) -> None:
-        self._free.clear()
 
 
 class _Sent(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import sglang
@@ -18,88 +18,15 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from kvf_sglang.cache import KV, PageCache, Worker, engine_name, name_of
+from kvf_sglang.device_pools import device_form_of
 from kvf_sglang.facts import kv_heads, model_facts
 from kvf_sglang.harmless import harmless
 from kvf_sglang.identity import identify
+from kvf_sglang.lookups import LOOKUP_S, RecentLookups
 from kvf_sglang.offloads import Offloads
 from kvf_sglang.options import LINKER, parse_options
-from kvf_sglang.pools import TURNED, PoolForm, lie_as_shaped, release_of, state_form
 from kvf_sglang.supported import check_linker_version
 from kvf_sglang.weight_updates import watch
-from kvframework.errors import BadLayout
-
-# How long the scheduler waits for an answer.
-LOOKUP_S = 0.1
-MISS_HOLDS_S = 0.5
-# Well before the pins of a hit end.
-HIT_HOLDS_S = 10.0
-MOST_REQUESTS = 4096
-
-
-class RecentLookups:
-    """Answers by request. For one thread."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._known: dict[str, tuple[float, tuple[str, str, int], list[int]]] = {}
-
-    def get(self, request: str, keys: Sequence[str], ask: Callable[[], list[int]]) -> list[int]:
-        """The answer for these keys: a recent one, or that of `ask`."""
-        now, asked = self._clock(), (keys[0], keys[-1], len(keys))
-        until, known, answer = self._known.get(request, (now, None, []))
-        if known != asked or until <= now:
-            answer = ask()
-            self.forget(request)
-            if len(self._known) >= MOST_REQUESTS:
-                del self._known[next(iter(self._known))]
-            self._known[request] = (now + (HIT_HOLDS_S if answer else MISS_HOLDS_S), asked, answer)
-        return answer
-
-    def forget(self, request: str) -> None:
-        self._known.pop(request, None)
-
-
-# Exact classes: their subclasses hold other things in the same attributes.
-_MHA, _MLA, _MAMBA = "MHATokenToKVPool", "MLATokenToKVPool", "MambaPool"
-
-
-def device_form_of(pool: Any, page_tokens: int) -> PoolForm:
-    """The form of a device pool whose engine hashes pages of `page_tokens` tokens. Raises `BadLayout` for a pool that
-    is not known to convert exactly."""
-    kind = type(pool).__name__
-    if kind == _MAMBA:
-        cache = pool.mamba_cache
-        beside = [getattr(cache, "replayssm_d", None), *getattr(pool, "_slot_siblings", [])]
-        if any(each is not None for each in beside):
-            raise _refused(pool, "its states have parts beside them")
-        if not lie_as_shaped([cache.temporal, *cache.conv]):
-            raise _refused(pool, TURNED)
-        order = ("layer", "block", "dim")
-        return state_form(cache.temporal, cache.conv, order, page_tokens, release=release_of(pool))
-    if kind not in (_MHA, _MLA):
-        raise _refused(pool, "its kind is not known to convert exactly")
-    if pool.page_size != page_tokens:
-        raise _refused(pool, f"its pages have {pool.page_size} tokens, those of the page hashes {page_tokens}")
-    if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
-        raise _refused(pool, f"its layout is {pool.kv_cache_layout!r}")
-    axes = ["token", "head", "dim"]
-    if kind == _MLA:
-        layers = {f"layer.{index}": buffer for index, buffer in enumerate(pool.kv_buffer)}
-        return PoolForm(layers, {"axes": axes, "chunk_tokens": page_tokens}, slots=page_tokens, per_head=False)
-    pairs = {f"layer.{at}": (k, v) for at, (k, v) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True))}
-    if any(k.shape != v.shape for k, v in pairs.values()):
-        raise _refused(pool, "keys and values differ in size")
-    return PoolForm(pairs, {"axes": axes, "chunk_tokens": page_tokens}, slots=page_tokens)
-
-
-def _refused(pool: Any, why: str) -> BadLayout:
-    return BadLayout(
-        f"a device pool of kind {type(pool).__name__} cannot be kept: {why}",
-        where="kvf_sglang",
-        available=f"{_MHA}, {_MLA} and {_MAMBA}, as SGLang makes them by default",
-        hint="use the storage backend of the hierarchical cache, or run this model without the linker",
-    )
-
 
 log = logging.getLogger(__name__)
 

@@ -46,7 +46,6 @@ def test_it_starts_without_torch_and_client() -> None:
         "server.instances",
         "server.lookup",
         "server.matcher",
-        "server.objects",
         "server.options",
         "server.segments",
     ], "the contract in pyproject.toml names the same"

@@ -14,7 +14,8 @@ from kvf_cpu_gather import context
 from kvf_cpu_gather.engine_memory import RegisteredMemory
 from kvf_cpu_gather.moves import Moves
 from kvf_cpu_gather.transfer_steps import Courses, planned
-from kvf_cpu_gather.wire_path import Staging, WirePath
+from kvf_cpu_gather.wire_path import WirePath
+from kvf_cpu_gather.wire_staging import Staging
 from kvframework.errors import BadBlockIds
 from kvframework.testing import TransportConformance
 from kvframework.testing.transport import RigSpec

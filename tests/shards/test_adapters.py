@@ -128,13 +128,13 @@ class Vllm:
     def store(self) -> None:
         op = StoreOp(0, "r", 0, TOKENS, hashed(self.client).digests(TOKENS), "", [[1, 2, 3, 4]])
         for rank in self.ranks:
-            assert rank.store(op).result(60).ok
+            assert rank.store([op])[0].result(60).ok
             assert rank.store_bytes(op) == 2 * LAYERS * TOKENS * HEADS // len(self.ranks) * DIM * 4
 
     def load(self, whole: torch.Tensor) -> None:
         op = LoadOp("r", 0, TOKENS, 0, hashed(self.client).digests(TOKENS), "", [[1, 2, 3, 4]])
         for number, rank in enumerate(self.ranks):
-            assert rank.load(op).result(60).ok
+            assert rank.load([op])[0].result(60).ok
             assert torch.equal(self.memory[number][:, 1:], self.wanted(whole, number))
 
     def close(self) -> None:
