@@ -43,7 +43,7 @@ from kvframework.messaging.client.silence import Silence
 from kvframework.messaging.idle_wakeup import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Cancel, Goodbye, Ping, Pong
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.table import REQUESTS, ROOM_REQUESTS
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())
@@ -274,7 +274,7 @@ class Link:
             return
         try:
             self._send_outbox()
-            self._dealer.send(item.frames)
+            self._send(item)
         except zmq.ZMQError as error:
             if self._pending.take(item.request_id) is not None:
                 item.resolve(self._full(item) if isinstance(error, zmq.Again) else self.gone())
@@ -325,13 +325,23 @@ class Link:
                 if not self._pending.add(item, watched=True):
                     break  # the link's end resolves it
                 try:
-                    self._dealer.send(item.frames)
+                    self._send(item)
                 except zmq.Again:
                     refused.append(item)
                 self._outbox.popleft()
         for item in refused:
             if self._pending.take(item.request_id) is not None:
                 item.resolve(self._full(item))
+
+    def _send(self, item: Outgoing) -> None:
+        """Send a request. One that needs room follows the tickets that were freed before it. Raises `zmq.ZMQError`."""
+        while item.spec.name in ROOM_REQUESTS and (free := self._freed.take()):
+            try:
+                self._dealer.send(join(next(self._ids), _PING.name, Ping(free=free)))
+            except zmq.ZMQError:
+                self._freed.add(free)
+                raise
+        self._dealer.send(item.frames)
 
     def _receive(self, *, leading: bool = False) -> None:
         messages = self._dealer.receive(_MESSAGES_PER_ROUND)
