@@ -86,6 +86,7 @@ class CacheService(CacheServices):
         self.contexts: Contexts = {}
         self.storage = storage
         self.hasher = hasher
+        storage.configure_share(config.pin_share)
         self._transports = transports
         self._tenants = TenantNames(tenants)
         self._resolver = KeyResolver(hasher, storage.records.orders, self._owned if tenants else None)
@@ -175,6 +176,7 @@ class CacheService(CacheServices):
             retrieve_lease_s=config.retrieve_lease_s,
             store_share=config.store_share,
         )
+        self.storage.configure_share(config.pin_share)
         self._lookups.tickets.configure(ticket_s=config.ticket_s)
         self._lookups.pricing.on = config.price
         self._lookups.recording.configure(most_bytes=config.trace_memory)
