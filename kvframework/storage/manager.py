@@ -100,6 +100,16 @@ class ClearedObjects(NamedTuple):
     unlisted: tuple[str, ...]
 
 
+class Pinned(NamedTuple):
+    """The bytes that a session keeps from eviction, and how many of its leases its share has ended or refused."""
+
+    nbytes: int
+    cut: int
+
+
+NOTHING_PINNED = Pinned(0, 0)
+
+
 class StorageManager:
     """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
     `policy` orders the objects of no named tenant. `ghosts` is the number of keys that left L1 that are remembered.
@@ -233,10 +243,11 @@ class StorageManager:
         return self._table.shares.payer(session) in self._table.shares.over
 
     @_locked
-    def pinned_bytes(self) -> dict[int, tuple[int, int]]:
-        """Return, by session, the bytes that it keeps from eviction and how many of its leases its share has cut."""
+    def pinned_bytes(self) -> dict[int, Pinned]:
+        """Return what each session keeps from eviction."""
         shares = self._table.shares
-        return {each: (shares.held.get(each, 0), shares.cuts[each]) for each in shares.held.keys() | shares.cuts.keys()}
+        sessions = shares.held.keys() | shares.cuts.keys()
+        return {each: Pinned(shares.held.get(each, 0), shares.cuts[each]) for each in sessions}
 
     @_locked
     def configure(self, *, high_watermark: float, low_watermark: float, tiers: Sequence[L2Keys]) -> None:
