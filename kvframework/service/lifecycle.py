@@ -269,7 +269,7 @@ class CacheService(CacheServices):
             if cut > 0:
                 self._cuts[session_id] = pinned.cut
                 log.warning(
-                    "%s keeps %s of L1 from eviction while others need room: by pin_share = %g, %s ended or refused",
+                    "%s keeps %s of L1 from eviction while others need room: by pin_share = %s, %s ended or refused",
                     self._use.engine(session_id),
                     ByteSize(pinned.nbytes),
                     self._pin_share,
