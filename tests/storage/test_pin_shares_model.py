@@ -153,6 +153,8 @@ class SharesMachine(RuleBasedStateMachine):
         self.table.end_owner(session)
         self.pins = [each for each in self.pins if each.lease.owner != session]
         self.writes = [each for each in self.writes if each.owner != session]
+        needs = [payer for payer, _ in self.table.shares._needs]
+        assert session not in needs, "who has ended needs nothing"
 
     @rule(key=st.sampled_from(KEYS))
     def server_holds(self, key: PackedKey) -> None:

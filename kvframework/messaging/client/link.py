@@ -2,8 +2,9 @@
 
 The I/O thread owns the liveness socket, the heartbeat and all deadlines except those of callers in `ask`, which send
 and receive by themselves. Other callers append to an outbox and wake the I/O thread, which receives the answers that no
-caller waits for. Whoever sends a message first sends what is in the outbox, so that the requests of one thread keep
-their order. When the link ends, for any reason, every future of it fails with `ServerGone`; a link is never used again.
+caller waits for. Any thread sends what is in the outbox ahead of a message of its own, so that the requests of one
+thread keep their order. When the link ends, for any reason, every future of it fails with `ServerGone`; a link is never
+used again.
 """
 
 from __future__ import annotations

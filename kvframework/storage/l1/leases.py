@@ -43,9 +43,9 @@ class StoredObject:
     account: Account = NO_ACCOUNT
     # In the journal, -1 for none.
     slot: int = -1
-    # Whose pins it has, and how many of that session: see `PinShares`.
+    # The session whose pins it has, see `PinShares`, and those of its pins that are the server's own.
     payer: int = 0
-    claims: int = 0
+    holds: int = 0
 
 
 class PromptPart(NamedTuple):

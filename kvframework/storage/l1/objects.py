@@ -358,6 +358,7 @@ class ObjectTable:
         lease = PinLease(f"hold-{next(self._numbers):x}", INTERNAL_OWNER, "", NO_DEADLINE, [stored])
         self._held[lease.id] = lease
         stored.pins += 1
+        stored.holds += 1
         self.pins += 1
         return lease
 
@@ -367,6 +368,7 @@ class ObjectTable:
         for lease in leases:
             if self._held.pop(lease.id, None) is not None:
                 lease.objects[0].pins -= 1
+                lease.objects[0].holds -= 1
                 self.pins -= 1
             else:
                 self._drop_pin_lease(self._leases.pin(lease.id, INTERNAL_OWNER))

@@ -55,6 +55,7 @@ class PinShares:
 
     def end_session(self, session: int) -> None:
         """Forget a session, whose leases have ended."""
+        self._needs = [each for each in self._needs if each[0] != session]
         self._for.pop(session, None)
         for worker in [worker for worker, payer in self._for.items() if payer == session]:
             del self._for[worker]
@@ -65,17 +66,16 @@ class PinShares:
         if not payer:
             for stored in objects:
                 stored.pins += 1
+                stored.holds += 1
             return
         of = length = nbytes = 0
         for stored in objects:
             stored.pins += 1
-            if stored.payer == payer:
-                stored.claims += 1
+            before = stored.payer
+            if before == payer or (before and not self._is_new(stored, payer)):
                 continue
-            if not stored.payer:
-                stored.payer, stored.claims = payer, 1
-            elif not self._is_new(stored, payer):
-                continue
+            if not before:
+                stored.payer = payer
             if stored.length != of:
                 of, length = stored.length, rounded(stored.length)
             nbytes += length
@@ -86,16 +86,17 @@ class PinShares:
         if not payer:
             for stored in objects:
                 stored.pins -= 1
+                stored.holds -= 1
             return
         of = length = nbytes = 0
         for stored in objects:
-            stored.pins -= 1
-            if stored.payer == payer:
-                stored.claims -= 1
-                if stored.claims:
+            pins = stored.pins = stored.pins - 1
+            if stored.payer != payer:
+                if not self._was_last(stored, payer):
                     continue
+            elif pins == stored.holds:
                 stored.payer = 0
-            elif not self._was_last(stored, payer):
+            else:
                 continue
             if stored.length != of:
                 of, length = stored.length, rounded(stored.length)
@@ -140,8 +141,8 @@ class PinShares:
         """Add a pin on an object that another session pins; return whether it is the first of this one."""
         pins = self._several.get(stored)
         if pins is None:
-            pins = self._several[stored] = Counter({stored.payer: stored.claims})
-            stored.payer, stored.claims = SEVERAL, 0
+            pins = self._several[stored] = Counter({stored.payer: stored.pins - stored.holds - 1})
+            stored.payer = SEVERAL
         pins[payer] += 1
         return pins[payer] == 1
 
@@ -153,6 +154,6 @@ class PinShares:
             return False
         del pins[payer]
         if len(pins) == 1:
-            ((stored.payer, stored.claims),) = pins.items()
+            (stored.payer,) = pins
             del self._several[stored]
         return True
