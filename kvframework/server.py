@@ -53,7 +53,7 @@ from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.tiers import AttachedTier
 from kvframework.storage.l2.write_policy import WRITE_POLICIES
 from kvframework.storage.lending import LendingNode
-from kvframework.storage.manager import StorageManager
+from kvframework.storage.manager import NOTHING_PINNED, StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.wire.table import REQUESTS
 
@@ -337,6 +337,7 @@ class Server:
 
     def _messaging_status(self) -> dict[str, object]:
         sessions: Sequence[Any] = self._messages.sessions
+        pinned = self.service.storage.pinned_bytes()
         return {
             "counters": dict(self._messages.counters),
             "descriptors": self._messages.descriptors(),
@@ -348,6 +349,8 @@ class Server:
                     "local": s.local,
                     "version": s.version,
                     "client_version": s.client_version,
+                    "pinned_bytes": pinned.get(s.session_id, NOTHING_PINNED).nbytes,
+                    "over_share": pinned.get(s.session_id, NOTHING_PINNED).cut,
                 }
                 for s in sessions
             ],

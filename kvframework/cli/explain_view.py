@@ -24,7 +24,7 @@ _FIELD_COLUMNS = 10
 ADVICE = {
     "never_stored": "nothing, if the prompt is new; else look whether the engine's stores fail",
     "dropped_full": "raise [l1] capacity, or attach a tier",
-    "dropped_share": "raise [server] store_share, the max of its tenant, or [l1] capacity",
+    "dropped_share": "raise [server] store_share or pin_share, the max of its tenant, or [l1] capacity",
     "refused": 'nothing, if the eviction policy is right; else use = "lru" in [l1.eviction], which refuses nothing',
     "evicted": "raise [l1] capacity, or attach a tier",
     "other_namespace": "give both engines the same model, weights and layout",

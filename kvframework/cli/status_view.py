@@ -73,7 +73,9 @@ def _head(document: Document) -> list[str]:
     if lookups.get("asked_tokens"):
         share = lookups["hit_tokens"] / lookups["asked_tokens"]
         lines.append(f"{counted(lookups['lookups'], 'lookups')}, hit {share:.0%} of {lookups['asked_tokens']} tokens")
-    return [*lines, *_clients(document), *_events(document.get("events", {}))]
+    lines += _clients(document)
+    lines += _pinned(document.get("messaging", {}).get("sessions", ()))
+    return lines + _events(document.get("events", {}))
 
 
 def _clients(document: Document) -> list[str]:
@@ -89,6 +91,16 @@ def _clients(document: Document) -> list[str]:
     others = [each for each in sessions if (each.get("client_version") or present) != present]
     named = [f"{each['name']!r} (process {each['pid']}) is {each['client_version']}" for each in others[:OTHERS_SHOWN]]
     return [f"{line}; {', '.join(named)}" if named else line]
+
+
+def _pinned(sessions: Iterable[Document]) -> list[str]:
+    """The clients that kept more than their share of L1 from eviction while others needed room."""
+    return [
+        f"L1 pinned by {each['name'][:64]!r} (process {each['pid']}): {ByteSize(each['pinned_bytes'])}, "
+        f"{counted(each['over_share'], 'leases')} ended or refused by pin_share"
+        for each in sessions
+        if each.get("over_share")
+    ]
 
 
 def _events(announced: Document) -> list[str]:

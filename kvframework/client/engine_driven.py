@@ -53,8 +53,8 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
         """Whether the server takes requests that it does not answer, and tickets to free with others. Never blocks."""
 
     def free_soon(self, *tickets: str) -> None:
-        """Free tickets, and grants by their leases, with the next LOOKUP or PING, at a server that takes them so. Never
-        blocks."""
+        """Free tickets, and grants by their leases, with the next LOOKUP or PING, ahead of the next store, at a server
+        that takes them so. Never blocks."""
         self._connection.freed.add(tickets)
 
     @property

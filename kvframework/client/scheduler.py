@@ -174,8 +174,8 @@ class SchedulerAdapter:
 
     def free(self, result: LookupResult) -> None:
         """Free the pins of a lookup: after the workers have loaded, or when the request is abandoned. `result` is the
-        last answer, of `poll` or `wait` if it was pending. The next lookup tells the server, or a PING some tenths of a
-        second later. Loads whose grants were taken go on."""
+        last answer, of `poll` or `wait` if it was pending. The next lookup or store tells the server, or a PING some
+        tenths of a second later. Loads whose grants were taken go on."""
         if result.ticket and self._client.one_way:
             self._client.free_soon(result.ticket, *(each.lease for each in result.take_grants()))
         elif result.ticket:

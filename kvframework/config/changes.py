@@ -19,6 +19,7 @@ CHANGED_NOW = frozenset(
         "server.store_lease_s",
         "server.retrieve_lease_s",
         "server.store_share",
+        "server.pin_share",
         "server.ticket_s",
         "server.price",
         "server.session_timeout_s",

@@ -55,7 +55,9 @@ class CurveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`. `endpoint` "" means `default_endpoint()`; `tcp` is a second one, for other hosts and users.
     `store_share` is the share of L1 that one client may have reserved at once for uncommitted stores, while other
-    clients have instances here. `session_timeout_s` is the longest silence of a client without a liveness socket.
+    clients have instances here; `pin_share` the share that it may keep from eviction while others need room, see
+    `kvframework.storage.l1.pin_shares`. `session_timeout_s` is the longest silence of a client without a liveness
+    socket.
     `tp_lcm` and `pp_lcm` are least common multiples of the sizes of the fleet's engines, 1: objects are named by rank.
     `insecure` serves tcp:// in plain text, without authentication. `admit_uids` are the users beside the server's own
     whose processes may connect at the `ipc://` endpoint, and are trusted as much."""
@@ -88,6 +90,12 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store_share: Annotated[
         Fraction,
         msgspec.Meta(description="share of L1 that one client may have reserved at once while others have instances"),
+    ] = 0.5
+    pin_share: Annotated[
+        Fraction,
+        msgspec.Meta(
+            description="share of L1 that one client keeps from eviction, pinned or reserved, while others need room"
+        ),
     ] = 0.5
     ticket_s: Annotated[Seconds, msgspec.Meta(description="how long a hit stays pinned for its engine")] = 60.0
     price: Annotated[

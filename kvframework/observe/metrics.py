@@ -302,6 +302,12 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             row="writer-stopped",
         ),
         _counter("pins_lapsed_total", "pins that outlived their lease", "l1.counters.lapsed", row="reader-slow"),
+        _counter(
+            "pins_over_share_total",
+            "leases that ended early or were refused by `pin_share`",
+            "l1.counters.over_share",
+            row="share-pinned",
+        ),
     ),
     "Tiers": (
         _gauge("tier_up", "whether both circuits are closed", "l2[].state", derived.tier_up, ("tier",), "tier-down"),

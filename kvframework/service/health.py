@@ -13,7 +13,7 @@ from kvframework.logs.amounts import counted
 from kvframework.logs.limit import one_line
 from kvframework.wire.client_deadlines import HINT
 
-L1_TROUBLE = ("dropped", "lapsed", "quarantined")
+L1_TROUBLE = ("dropped", "lapsed", "over_share", "quarantined")
 L2_TROUBLE = (
     "bugs",
     "codec_failed",
@@ -56,6 +56,7 @@ OVERDUE_S = 0.5
 MEANING = {
     "l1.counters.dropped": "objects had no room in L1",
     "l1.counters.lapsed": "pins outlived their lease",
+    "l1.counters.over_share": "leases ended early or were refused by pin_share, as others needed room",
     "l1.counters.quarantined": "stores outlived their lease",
     "bugs": "calls of the tier met a bug of its plugin",
     "codec_failed": "values could not be unpacked",

@@ -13,6 +13,7 @@ from functools import partial
 
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout, MemoryLayoutDesc
+from kvframework.api.options import ByteSize
 from kvframework.api.requests import (
     CacheKey,
     CacheServices,
@@ -86,6 +87,8 @@ class CacheService(CacheServices):
         self.contexts: Contexts = {}
         self.storage = storage
         self.hasher = hasher
+        self._pin_share = config.pin_share
+        storage.configure_share(config.pin_share)
         self._transports = transports
         self._tenants = TenantNames(tenants)
         self._resolver = KeyResolver(hasher, storage.records.orders, self._owned if tenants else None)
@@ -133,6 +136,8 @@ class CacheService(CacheServices):
             events=events_status,
         )
         self._report = CounterReport(time.monotonic())
+        # The leases that `pin_share` has cut, as far as the log has them, by session.
+        self._cuts: dict[int, int] = {}
         self._engine_driven = EngineDrivenTransfers(
             self.contexts,
             storage,
@@ -175,6 +180,8 @@ class CacheService(CacheServices):
             retrieve_lease_s=config.retrieve_lease_s,
             store_share=config.store_share,
         )
+        self._pin_share = config.pin_share
+        self.storage.configure_share(config.pin_share)
         self._lookups.tickets.configure(ticket_s=config.ticket_s)
         self._lookups.pricing.on = config.price
         self._lookups.recording.configure(most_bytes=config.trace_memory)
@@ -216,6 +223,7 @@ class CacheService(CacheServices):
         self._transfer_accounts.end_session(client.session_id)
         self._contents.end_session(client.session_id)
         self._grants.end_session(client.session_id)
+        self._cuts.pop(client.session_id, None)
         if not (instances or tickets or leases):
             return
         who = (client.name, client.pid)
@@ -250,9 +258,23 @@ class CacheService(CacheServices):
         self._lookups.recording.expire()
         now = time.monotonic()
         if self._report.is_due(now):
+            self._say_cuts()
             grown = self._report.changes(self._status.parts(), now)
             if grown:
                 log.warning("in the last %.0f s: %s", EVERY_S, grown)
+
+    def _say_cuts(self) -> None:
+        for session_id, pinned in self.storage.pinned_bytes().items():
+            cut = pinned.cut - self._cuts.get(session_id, 0)
+            if cut > 0:
+                self._cuts[session_id] = pinned.cut
+                log.warning(
+                    "%s keeps %s of L1 from eviction while others need room: by pin_share = %s, %s ended or refused",
+                    self._use.engine(session_id),
+                    ByteSize(pinned.nbytes),
+                    self._pin_share,
+                    counted(cut, "leases"),
+                )
 
     def close(self, by: float | None = None, *, process_ends: bool = False) -> None:
         """Close contexts, transports and storage, after the last request. Errors of a transport are logged.

@@ -252,6 +252,7 @@ class Lookups:
                 on_change=on_change,
                 located=None if asked.speed is None else partial(self.pricing.located, asked),
                 prompt=prompt_part(key, grid, range(len(grid.flat))),
+                client=asked.client.session_id,
             )
             return asked.task
 

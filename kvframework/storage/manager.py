@@ -100,6 +100,16 @@ class ClearedObjects(NamedTuple):
     unlisted: tuple[str, ...]
 
 
+class Pinned(NamedTuple):
+    """The bytes that a session keeps from eviction, and how many of its leases its share has ended or refused."""
+
+    nbytes: int
+    cut: int
+
+
+NOTHING_PINNED = Pinned(0, 0)
+
+
 class StorageManager:
     """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
     `policy` orders the objects of no named tenant. `ghosts` is the number of keys that left L1 that are remembered.
@@ -219,6 +229,27 @@ class StorageManager:
         self.counters.update(amounts)
 
     @_locked
+    def configure_share(self, pin_share: float) -> None:
+        """Change the share of L1 that one session may keep from eviction while others need room, see `PinShares`."""
+        self._table.shares.configure(pin_share * self.capacity)
+
+    @_locked
+    def work_for(self, session: int, payer: int) -> None:
+        """Let what a session pins count for another one of its engine."""
+        self._table.shares.work_for(session, payer)
+
+    def over_share(self, session: int) -> bool:
+        """Whether a session holds more than its share of L1."""
+        return self._table.shares.payer(session) in self._table.shares.over
+
+    @_locked
+    def pinned_bytes(self) -> dict[int, Pinned]:
+        """Return what each session keeps from eviction."""
+        shares = self._table.shares
+        sessions = shares.held.keys() | shares.cuts.keys()
+        return {each: Pinned(shares.held.get(each, 0), shares.cuts[each]) for each in sessions}
+
+    @_locked
     def configure(self, *, high_watermark: float, low_watermark: float, tiers: Sequence[L2Keys]) -> None:
         """Change the watermarks, and the settings of each tier that its objects allow to change."""
         self._high, self._low = high_watermark, low_watermark
@@ -236,6 +267,7 @@ class StorageManager:
         lease_s: float | None,
         share: float = 1.0,
         client: int = NO_CLIENT,
+        payer: int = NO_CLIENT,
         use: Use = "store",
         prompt: PromptPart = NO_PROMPT,
     ) -> Reservation:
@@ -252,6 +284,7 @@ class StorageManager:
             deadline=deadline,
             most_bytes=most,
             client=client,
+            payer=payer,
             use=use,
             prompt=prompt,
         )
@@ -379,11 +412,13 @@ class StorageManager:
 
     @_locked
     def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
-        """Pin all keys, which counts as a use of each; pins none and returns None if one is missing."""
+        """Pin all keys, which counts as a use of each; pins none and returns None if one is missing, or the owner's
+        share of L1 is pinned."""
         objects = self._table.find(keys)
         if objects is None:
             return None
-        return self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
+        lease = self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
+        return lease if self._table.keep_within_share(lease) else None
 
     def pin_objects(
         self,
@@ -394,13 +429,22 @@ class StorageManager:
         lease_s: float | None,
         use: Use | None = "lookup",
         prompt: PromptPart = NO_PROMPT,
+        asked_by: int | None = None,
+        hit: bool = False,
     ) -> PinLease:
         """Pin objects that `row` has found since the caller took the lock, see `ObjectTable.pin_objects`; a `use` of
         each, unless that is None."""
         with self.lock:
             deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
             lease = self._table.pin_objects(
-                objects, owner=owner, request_id=request_id, deadline=deadline, use=use, prompt=prompt
+                objects,
+                owner=owner,
+                request_id=request_id,
+                deadline=deadline,
+                use=use,
+                prompt=prompt,
+                asked_by=asked_by,
+                hit=hit,
             )
             if use and self._tiers.watches_uses:
                 self._tiers.used([stored.key for stored in objects])
@@ -415,15 +459,23 @@ class StorageManager:
         request_id: str,
         lease_s: float | None,
         prompt: PromptPart = NO_PROMPT,
+        asked_by: int | None = None,
     ) -> PinLease | None:
         """Pin the objects that `find` finds in the rows of L1, which counts as a use of each; None if `find` returns
-        None."""
+        None, or the share of L1 of the session that asks is pinned."""
         objects = find(self.row)
         if objects is None:
             return None
-        return self.pin_objects(
-            objects, owner=owner, request_id=request_id, lease_s=lease_s, use="retrieve", prompt=prompt
+        lease = self.pin_objects(
+            objects,
+            owner=owner,
+            request_id=request_id,
+            lease_s=lease_s,
+            use="retrieve",
+            prompt=prompt,
+            asked_by=asked_by,
         )
+        return lease if self._table.keep_within_share(lease) else None
 
     @_locked
     def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
@@ -453,18 +505,21 @@ class StorageManager:
         on_change: Callable[[], object] = lambda: None,
         located: Located | None = None,
         prompt: PromptPart = NO_PROMPT,
+        client: int = NO_CLIENT,
     ) -> LoadTask | None:
         """Load the objects of `keys` that L1 lacks from L2, in the background, keeping their order.
 
         Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have reported
         what they hold, the indices worth having (default: all); it is called again after a loss. `on_done` runs once in
         a storage thread while the chosen objects that were found are still pinned, even after a failure or a cancel;
-        `on_change`, `located` and `prompt`: see `LoadTask`. Returns None if there is no tier, too much is in flight, or
-        the manager is closed.
+        `on_change`, `located`, `prompt` and `client`: see `LoadTask`. Returns None if there is no tier, too much is in
+        flight, or the manager is closed.
         """
         by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
         sizes = [by_group[key[36:40]] for key in keys]
-        task = LoadTask(keys, sizes, select or (lambda available: range(len(available))), on_change, located, prompt)
+        task = LoadTask(
+            keys, sizes, select or (lambda available: range(len(available))), on_change, located, prompt, client
+        )
         return task if self._prefetcher.submit(task, on_done) else None
 
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
@@ -628,7 +683,12 @@ class StorageManager:
                 },
                 "journal_bytes": self._journal.nbytes if self._journal is not None else 0,
                 **self._departures.status(),
-                "counters": {**self.counters, "quarantined": table.quarantines, "lapsed": table.lapses},
+                "counters": {
+                    **self.counters,
+                    "quarantined": table.quarantines,
+                    "lapsed": table.lapses,
+                    "over_share": table.shares.all_cuts,
+                },
             },
             "l2": self._tiers.status(),
             "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
@@ -649,7 +709,9 @@ class StorageManager:
         if pinned is None:
             return None
         objects = [pinned[index] for index in indices]
-        return self._table.pin_objects(objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, use=None)
+        return self._table.pin_objects(
+            objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, use=None, asked_by=owner
+        )
 
     def unpin_internal(self, leases: Sequence[PinLease]) -> None:
         for part in self._in_turns(leases):
@@ -659,10 +721,13 @@ class StorageManager:
         stored = lease.objects[0]
         return self._arena[stored.offset : stored.offset + stored.length]
 
-    def reserve_load(self, key: PackedKey, nbytes: int, prompt: PromptPart) -> tuple[str, memoryview] | None:
-        """Return a place to load one object into; None if it is present, being written, or there is no room."""
+    def reserve_load(
+        self, key: PackedKey, nbytes: int, prompt: PromptPart, client: int
+    ) -> tuple[str, memoryview] | None:
+        """Return a place to load one object into, for a client; None if it is present, being written, or there is no
+        room."""
         result = self.reserve(
-            [(key, nbytes)], owner=INTERNAL_OWNER, request_id="", lease_s=None, use="load", prompt=prompt
+            [(key, nbytes)], owner=INTERNAL_OWNER, request_id="", lease_s=None, payer=client, use="load", prompt=prompt
         )
         if result.lease is None:
             return None

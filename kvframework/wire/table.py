@@ -41,5 +41,7 @@ _SPECS = (
 
 # Those that may be sent without a wish for an answer: they only give back.
 ONE_WAY_REQUESTS = frozenset({"ABORT", "COMMIT_RETRIEVE", "FREE_LOOKUP_LOCKS", "END_SESSION"})
+# Those that need the room of what their client has given back.
+ROOM_REQUESTS = frozenset({"PREPARE_STORE", "STORE", "STORE_CPU_CHUNKS", "CLEAR"})
 
 REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}

@@ -29,7 +29,7 @@ from kvframework.client import (
 from kvframework.client.engine_driven import PIECES_S, SPARE_S
 from kvframework.client.grants import content_name
 from kvframework.errors import BadBlockIds, BadLayout, BadRange, DeadlineExceeded
-from kvframework.service.transfer_paths.grants import MAX_OF_OWNER
+from kvframework.service.transfer_paths.grants import MAX_OF_ASKER
 from kvframework.storage.l1.leases import MAX_PINS_PER_OWNER
 from kvframework.wire import messages as m
 from kvframework.wire.indices import unpack_offsets
@@ -336,7 +336,7 @@ def test_grants_leave_leases_for_other_transfers(server: ServerProcess) -> None:
     with server.client() as worker:
         key = key_for(worker.register(7), TOKENS)
         worker.store(key, b"x", 7)
-        grants = [asking(worker, key, 7).grants for _ in range(MAX_OF_OWNER + 1)]
+        grants = [asking(worker, key, 7).grants for _ in range(MAX_OF_ASKER + 1)]
         assert all(grants[:-1])
         assert grants[-1] == ()
         assert worker.prepare_retrieve(key, 7).hit
@@ -501,4 +501,4 @@ def test_no_load_has_begun_before_its_grant(server: ServerProcess) -> None:
 
 
 def test_grants_leave_pins_for_other_transfers() -> None:
-    assert MAX_OF_OWNER * m.MAX_GRANTED <= MAX_PINS_PER_OWNER // 2
+    assert MAX_OF_ASKER * m.MAX_GRANTED <= MAX_PINS_PER_OWNER // 2

@@ -152,6 +152,40 @@ def test_tickets_of_a_lookup_that_failed_are_freed_later(engine: Engine, monkeyp
     wait_until(lambda: engine.pins() == 0, what="the next PING")
 
 
+def test_what_is_aborted_can_be_stored_at_once(engine: Engine) -> None:
+    engine.client.request("CLEAR", m.Clear(), m.Cleared)
+    for _ in range(120):
+        engine.client.prepare_store(engine.transfer).result().abort()
+        again = engine.client.prepare_store(engine.transfer).result()
+        assert (len(again.ranges), again.outcome.in_flight) == (2, 0), "the ABORT came after the next PREPARE_STORE"
+        again.abort()
+
+
+def test_what_is_posted_comes_after_what_was_submitted(engine: Engine) -> None:
+    connection = engine.client._connection
+    for _ in range(120):
+        engine.client.request("CLEAR", m.Clear(), m.Cleared)
+        told = engine.client.request(
+            "PREPARE_STORE", m.Prepare(engine.transfer.key, engine.transfer.registration.instance_id), m.StorePlan
+        )
+        committed = connection.request("COMMIT_STORE", m.Commit(told.lease), timeout=60)
+        assert connection.post("ABORT", m.LeaseRef(told.lease))
+        reply = committed.result(60).payload
+        assert isinstance(reply, m.Committed)
+        assert reply.outcome.stored == 2
+
+
+def test_what_was_freed_makes_room_for_the_next_store(engine: Engine) -> None:
+    for _ in range(20):
+        found = engine.scheduler.lookup(engine.request)
+        assert found.hit_tokens == 512
+        engine.scheduler.free(found)
+        cleared = engine.client.request("CLEAR", m.Clear(), m.Cleared)
+        assert cleared.in_use == 0, "the tickets were freed after the CLEAR"
+        with engine.client.prepare_store(engine.transfer).result() as plan:
+            assert plan.commit().result().stored == 2
+
+
 def unanswered(client: WireClient, name: str, payload: Any) -> None:
     """Send a request that gets no answer, and see that it has none once the next one is answered."""
     client.socket.send_multipart(join(NO_ANSWER, name, payload))

@@ -67,6 +67,18 @@ def test_what_comes_too_late_is_given_to_whom_it_was_promised(lab: Lab) -> None:
         wait_until(lambda: late == [Text("a")], what="the late answer")
 
 
+def test_the_requests_of_a_thread_keep_their_order_however_each_is_sent(lab: Lab) -> None:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
+        for number in range(100):
+            text = str(number)
+            sent = ask(connection, "DEFERRED", text)
+            waiting(connection, "ECHO")
+            assert text in lab.work.open, "ECHO was sent after it"
+            connection.cancel(sent)
+            waiting(connection, "ECHO")
+            assert lab.work.cancelled[-1:] == [text], "ECHO was sent after its CANCEL"
+
+
 def test_many_threads_wait_send_and_get_their_own(lab: Lab) -> None:
     """Some wait, some only send and look later; whoever receives hands on what is not its own."""
 

@@ -48,6 +48,7 @@ ROWS: dict[str, tuple[Observed, ...]] = {
     "server-silent": (SILENT, *_doc(losses__recent=[LOST])),
     "server-killed": (AWAY,),
     "server-absent": (AWAY,),
+    "share-pinned": _doc(l1__counters__over_share=3),
     "l1-full-of-pins": _doc(l1__counters__dropped=5),
     "l1-full": _doc(l1__evictions=500),
     "arena-does-not-fit": (AWAY,),

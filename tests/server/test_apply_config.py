@@ -42,6 +42,7 @@ OTHER = {
     "server.store_lease_s": ["server.store_lease_s=7"],
     "server.retrieve_lease_s": ["server.retrieve_lease_s=8"],
     "server.store_share": ["server.store_share=0.25"],
+    "server.pin_share": ["server.pin_share=0.25"],
     "server.ticket_s": ["server.ticket_s=9"],
     "server.session_timeout_s": ["server.session_timeout_s=0.2"],
     "server.workers": ["server.workers=3"],
@@ -173,6 +174,10 @@ IN_FORCE: dict[str, tuple[Callable[[Node], object], object]] = {
     "server.store_lease_s": (lambda node: lease_s(node)[0], 7.0),
     "server.retrieve_lease_s": (lambda node: lease_s(node)[1], 8.0),
     "server.store_share": (lambda node: node.server.service._engine_driven._store_share, 0.25),
+    "server.pin_share": (
+        lambda node: node.server.service.storage._table.shares.most / node.server.service.storage.capacity,
+        0.25,
+    ),
     "server.ticket_s": (lambda node: node.server.service._lookups.tickets._table.ticket_s, 9.0),
     "server.trace_memory": (lambda node: node.server.service._lookups.recording._most_bytes, 1 << 20),
     "server.price": (lambda node: node.client.status()["price"]["on"], True),

@@ -116,13 +116,13 @@ def pinned_objects_are_candidates(_original: Any, table: ObjectTable, used_bytes
 @plant(ObjectTable, "_drop_pin_lease")
 def a_pin_is_taken_back_twice(original: Any, table: ObjectTable, lease: PinLease) -> None:
     if lease.held:
-        table._unpin(lease.objects)
+        table._unpin(lease.objects, lease.payer)
     original(table, lease)
 
 
 @plant(ObjectTable, "_lapse")
 def a_lapsed_pin_is_said_to_hold(_original: Any, table: ObjectTable, lease: PinLease) -> None:
-    table._unpin(lease.objects)
+    table._unpin(lease.objects, lease.payer)
     lease.objects = []
 
 
@@ -130,7 +130,7 @@ def a_lapsed_pin_is_said_to_hold(_original: Any, table: ObjectTable, lease: PinL
 def what_is_sent_is_not_pinned(original: Any, manager: StorageManager, key: PackedKey) -> PinLease | None:
     lease: PinLease | None = original(manager, key)
     if lease is not None:
-        manager._table._unpin(lease.objects)
+        manager._table._unpin(lease.objects, lease.payer)
         lease.held = True
         kept, lease.objects = lease.objects, []
         lease.objects = [StoredObject(kept[0].key, kept[0].offset, kept[0].length, 1)]

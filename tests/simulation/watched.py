@@ -119,9 +119,18 @@ class WatchedManager(StorageManager):
         lease_s: float | None,
         use: Use | None = "lookup",
         prompt: PromptPart = NO_PROMPT,
+        asked_by: int | None = None,
+        hit: bool = False,
     ) -> PinLease:
         lease = super().pin_objects(
-            objects, owner=owner, request_id=request_id, lease_s=lease_s, use=use, prompt=prompt
+            objects,
+            owner=owner,
+            request_id=request_id,
+            lease_s=lease_s,
+            use=use,
+            prompt=prompt,
+            asked_by=asked_by,
+            hit=hit,
         )
         self._guard(lease)
         return lease
@@ -156,10 +165,18 @@ class WatchedManager(StorageManager):
         on_change: Callable[[], object] = lambda: None,
         located: Located | None = None,
         prompt: PromptPart = NO_PROMPT,
+        client: int = 0,
     ) -> LoadTask | None:
         load, told = self._once(on_done)
         task = super().submit_prefetch_task(
-            keys, layout_desc, select=select, on_done=told, on_change=on_change, located=located, prompt=prompt
+            keys,
+            layout_desc,
+            select=select,
+            on_done=told,
+            on_change=on_change,
+            located=located,
+            prompt=prompt,
+            client=client,
         )
         if task is not None:
             self.accepted[load] = 0

@@ -29,7 +29,9 @@ PATIENCE_S = 30.0
 def test_a_reader_that_is_stopped_while_it_copies_computes_instead(path: str) -> None:
     # The arena has room for as many objects as the prompt has: what comes after it takes its place.
     with (
-        ServerProcess("server.retrieve_lease_s=1", "server.store_share=1.0", capacity="4MiB") as server,
+        ServerProcess(
+            "server.retrieve_lease_s=1", "server.store_share=1.0", "server.pin_share=1.0", capacity="4MiB"
+        ) as server,
         server.client(timeout=PATIENCE_S) as watcher,
         server.engine_client() as client,
     ):

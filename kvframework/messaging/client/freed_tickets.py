@@ -1,7 +1,7 @@
 """The tickets that a client has done with, until a request takes them to the server. Thread-safe.
 
-A LOOKUP carries them, or the next PING: no message is sent for them alone, and no caller waits. At the link's end they
-are forgotten, since its session's tickets end with it.
+A LOOKUP carries them, or the next PING, and no caller waits. A PING is sent for them alone only ahead of a request that
+needs their room. At the link's end they are forgotten, since its session's tickets end with it.
 """
 
 from __future__ import annotations

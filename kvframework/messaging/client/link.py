@@ -2,8 +2,9 @@
 
 The I/O thread owns the liveness socket, the heartbeat and all deadlines except those of callers in `ask`, which send
 and receive by themselves. Other callers append to an outbox and wake the I/O thread, which receives the answers that no
-caller waits for. When the link ends, for any reason, every future of it fails with `ServerGone`; a link is never used
-again.
+caller waits for. Any thread sends what is in the outbox ahead of a message of its own, so that the requests of one
+thread keep their order. When the link ends, for any reason, every future of it fails with `ServerGone`; a link is never
+used again.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from kvframework.messaging.client.silence import Silence
 from kvframework.messaging.idle_wakeup import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Cancel, Goodbye, Ping, Pong
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.table import REQUESTS, ROOM_REQUESTS
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())
@@ -98,7 +99,9 @@ class Link:
         # Guards _closed and the way into _outbox. Reentrant: a signal's handler may close.
         self._lock = threading.RLock()
         self._closed = False
+        # An item stays in the outbox until it is sent; `_sending` guards the way out.
         self._outbox: deque[Outgoing] = deque()
+        self._sending = threading.RLock()
         self._pending = Pending()
         self._wakeup = Wakeup()
         # Work that callers leave to the I/O thread: answers without a caller, and requests that were given up.
@@ -191,6 +194,7 @@ class Link:
         """Send a request that gets no answer, in the calling thread; False if it cannot be sent now. Never blocks."""
         frames = join(NO_ANSWER, spec.name, payload)
         try:
+            self._send_outbox()
             self._dealer.send(frames)
         except zmq.ZMQError:
             return False
@@ -270,7 +274,8 @@ class Link:
             item.resolve(self.gone())
             return
         try:
-            self._dealer.send(item.frames)
+            self._send_outbox()
+            self._send(item)
         except zmq.ZMQError as error:
             if self._pending.take(item.request_id) is not None:
                 item.resolve(self._full(item) if isinstance(error, zmq.Again) else self.gone())
@@ -309,6 +314,35 @@ class Link:
         item.resolve(item.unanswered())
 
     # in any thread
+
+    def _send_outbox(self) -> None:
+        """Send what `submit` has left, oldest first. Raises `zmq.ZMQError` once the link has ended."""
+        if not self._outbox:
+            return
+        refused = []
+        with self._sending:
+            while self._outbox:
+                item = self._outbox[0]
+                if not self._pending.add(item, watched=True):
+                    break  # the link's end resolves it
+                try:
+                    self._send(item)
+                except zmq.Again:
+                    refused.append(item)
+                self._outbox.popleft()
+        for item in refused:
+            if self._pending.take(item.request_id) is not None:
+                item.resolve(self._full(item))
+
+    def _send(self, item: Outgoing) -> None:
+        """Send a request. One that needs room follows the tickets that were freed before it. Raises `zmq.ZMQError`."""
+        while item.spec.name in ROOM_REQUESTS and (free := self._freed.take()):
+            try:
+                self._dealer.send(join(next(self._ids), _PING.name, Ping(free=free)))
+            except zmq.ZMQError:
+                self._freed.add(free)
+                raise
+        self._dealer.send(item.frames)
 
     def _receive(self, *, leading: bool = False) -> None:
         messages = self._dealer.receive(_MESSAGES_PER_ROUND)
@@ -377,16 +411,6 @@ class Link:
             self._take_over()
             self._expire(now)
             self._beat(now)
-
-    def _send_outbox(self) -> None:
-        for _ in range(len(self._outbox)):
-            item = self._outbox.popleft()
-            self._pending.add(item, watched=True)
-            try:
-                self._dealer.send(item.frames)
-            except zmq.Again:
-                self._pending.take(item.request_id)
-                item.resolve(self._full(item))
 
     def _take_over(self) -> None:
         for _ in range(len(self._handed_over)):
@@ -470,6 +494,7 @@ class Link:
         try:
             ping = self._pings[request_id] = self._ping()
             free = self._freed.take()
+            self._send_outbox()  # requests that name those tickets
             self._dealer.send(join(request_id, _PING.name, replace(ping, free=free) if free else ping))
         except zmq.Again:
             self._freed.add(free)
@@ -483,9 +508,12 @@ class Link:
     def _end(self) -> None:
         with self._lock:
             self._closed = True
-        for item in [*self._pending.close(), *self._outbox]:
+        unanswered = self._pending.close()
+        with self._sending:
+            unanswered += self._outbox
+            self._outbox.clear()
+        for item in unanswered:
             item.resolve(self.gone())
-        self._outbox.clear()
         self._dealer.close()
         if self._liveness is not None:
             self._liveness.close()

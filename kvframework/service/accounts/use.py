@@ -38,6 +38,10 @@ class Use:
     def end_session(self, client: ClientInfo) -> None:
         self._engines.pop(client.session_id, None)
 
+    def engine(self, session_id: int) -> str:
+        """Return the name of a session's client and its process."""
+        return self._engines.get(session_id, OTHER)
+
     def looked_up(self, client: ClientInfo, key: CacheKey, grid: KeyGrid | None, asked: int, hit: int) -> None:
         """Count a lookup that has ended, of `asked` tokens of which `hit` were found; `grid` is None if its namespace
         is not known."""

@@ -120,7 +120,9 @@ class EngineDrivenTransfers:
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             self._accounts.missed(subject, payload.key, grid)
-            return m.RetrievePlan(False, reason="not all objects are in L1")
+            full = self._storage.over_share(client.session_id)
+            reason = "this session has pinned its share of L1" if full else "not all objects are in L1"
+            return m.RetrievePlan(False, reason=reason)
         ranges = pinned_ranges(grid, lease.objects)
         self._begin("RETRIEVE", lease.id, subject, "hit", ranges)
         self._contents.prepared(client.session_id, lease.id, payload.key, grid.desc.chunk_tokens)
@@ -160,11 +162,20 @@ def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> 
 
 
 def pin_whole(
-    storage: StorageManager, key: CacheKey, grid: KeyGrid, owner: int, *, lease_s: float | None
+    storage: StorageManager,
+    key: CacheKey,
+    grid: KeyGrid,
+    owner: int,
+    *,
+    lease_s: float | None,
+    asked_by: int | None = None,
 ) -> PinLease | None:
-    """Pin the objects that a hit of the whole key uses; None if any of them is missing."""
+    """Pin the objects that a hit of the whole key uses; None if any of them is missing, or the share of L1 of the
+    session that asks is pinned."""
     found = found_part(key, grid, grid.chunks)
-    return storage.pin_found(grid.whole, owner=owner, request_id=key.request_id, lease_s=lease_s, prompt=found)
+    return storage.pin_found(
+        grid.whole, owner=owner, request_id=key.request_id, lease_s=lease_s, prompt=found, asked_by=asked_by
+    )
 
 
 def pinned_ranges(grid: KeyGrid, objects: Sequence[StoredObject]) -> tuple[ArenaRange, ...]:

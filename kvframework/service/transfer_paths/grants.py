@@ -1,6 +1,8 @@
 """Loads that a LOOKUP prepares for the instances that it names, so that they begin with the copy.
 
-A grant is a pin lease of the session that registered the instance, as PREPARE_RETRIEVE gives it. The end of the ticket
+A grant is a pin lease of the session that registered the instance, as PREPARE_RETRIEVE gives it: only that session can
+load by it. It counts for the session that looked up, so that no client uses up what another one has; once a load has
+used it, the two are one engine, and what both pin counts for the one that looks up. The end of the ticket
 does not end it, since the server does not know whether its load is under way: the client that looked up gives back the
 grants that no load uses. Runs on the serving thread.
 """
@@ -25,8 +27,8 @@ from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.indices import pack_indices, pack_offsets
 
-# Grants that have not ended, of all sessions and of one: it needs leases and pins for other transfers, too.
-MAX_OPEN, MAX_OF_OWNER = 4096, 512
+# Grants that have not ended, of all sessions and for the LOOKUPs of one: it needs leases and pins for tickets, too.
+MAX_OPEN, MAX_OF_ASKER = 4096, 512
 
 
 class Granted(NamedTuple):
@@ -55,7 +57,7 @@ class Grants:
         self._clock = storage.clock
         # The oldest first.
         self._open: dict[str, Granted] = {}
-        self._of_owner: Counter[int] = Counter()
+        self._of_asker: Counter[int] = Counter()
 
     def grant(
         self,
@@ -72,7 +74,7 @@ class Grants:
         those of all ranks. Left out are instances that could not load it in the arena, or not at all, and those
         beyond a bound."""
         grants: list[m.Grant] = []
-        left, until = m.MAX_GRANTED, self._clock() + lease_s
+        left, until, asker = m.MAX_GRANTED, self._clock() + lease_s, client.session_id
         self._forget_lapsed()
         for instance_id in dict.fromkeys(instances):
             context = self._contexts.get(instance_id)
@@ -81,12 +83,14 @@ class Grants:
             own, positions = objects_of(context.ranks, grid, hit, objects)
             owner = context.session_id
             left -= len(own)
-            if left < 0 or len(self._open) >= MAX_OPEN or self._of_owner[owner] >= MAX_OF_OWNER:
+            if left < 0 or len(self._open) >= MAX_OPEN or self._of_asker[asker] >= MAX_OF_ASKER:
                 break
+            if self._storage.over_share(asker):
+                break  # its tickets may lapse; a load that was granted may not
             offsets = pack_offsets([stored.offset for stored in own])
             try:
                 lease = self._storage.pin_objects(
-                    own, owner=owner, request_id=key.request_id, lease_s=lease_s, use=None
+                    own, owner=owner, request_id=key.request_id, lease_s=lease_s, use=None, asked_by=asker
                 ).id
             except RequestError:
                 break  # it holds too many; its load may say so
@@ -94,8 +98,8 @@ class Grants:
             subject = subject._replace(asked_tokens=hit * grid.desc.chunk_tokens)
             prompt = _prompt(key, grid, hit, context.ranks, positions) if key.retain else NO_PROMPT
             nbytes = sum([stored.length for stored in own])
-            self._open[lease] = Granted(owner, client.session_id, until, subject, prompt, len(own), nbytes)
-            self._of_owner[owner] += 1
+            self._open[lease] = Granted(owner, asker, until, subject, prompt, len(own), nbytes)
+            self._of_asker[asker] += 1
             if self._contents.wanted:
                 self._contents.prepared(owner, lease, _cut(key, grid, hit), grid.desc.chunk_tokens)
             grants.append(m.Grant(instance_id, lease, offsets, pack_indices(positions)))
@@ -107,6 +111,8 @@ class Grants:
         if granted is None or granted.owner != client.session_id:
             return None
         self._forget(lease, granted)
+        if granted.asked_by != granted.owner:
+            self._storage.work_for(granted.owner, granted.asked_by)
         return granted
 
     def give_back(self, client: ClientInfo, lease: str) -> bool:
@@ -124,10 +130,9 @@ class Grants:
         return True
 
     def end_session(self, session_id: int) -> None:
-        """Forget the grants of a client that has ended; its leases have."""
-        for lease in [lease for lease, granted in self._open.items() if granted.owner == session_id]:
-            del self._open[lease]
-        del self._of_owner[session_id]
+        """Forget the grants for a client that has ended; its leases have."""
+        for lease, granted in [each for each in self._open.items() if each[1].owner == session_id]:
+            self._forget(lease, granted)
 
     def _forget_lapsed(self) -> None:
         now = self._clock()
@@ -139,7 +144,9 @@ class Grants:
 
     def _forget(self, lease: str, granted: Granted) -> None:
         del self._open[lease]
-        self._of_owner[granted.owner] -= 1
+        self._of_asker[granted.asked_by] -= 1
+        if not self._of_asker[granted.asked_by]:
+            del self._of_asker[granted.asked_by]
 
 
 def _loads(context: RegisteredContext, key: CacheKey, grid: KeyGrid) -> bool:

@@ -116,7 +116,7 @@ class ServerDrivenTransfers:
                 f"skip_first_n_tokens is {payload.skip_first_n_tokens}", available="0 up to the key's number of tokens"
             )
         check_skip(context.layout, payload.skip_first_n_tokens)
-        lease = pin_whole(self._storage, payload.key, grid, INTERNAL_OWNER, lease_s=None)
+        lease = pin_whole(self._storage, payload.key, grid, INTERNAL_OWNER, lease_s=None, asked_by=client.session_id)
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             self._accounts.missed(subject, payload.key, grid)

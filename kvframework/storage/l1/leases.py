@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from kvframework.api.eviction import PackedKey, Use
 from kvframework.api.retain import Retain
@@ -42,6 +43,9 @@ class StoredObject:
     account: Account = NO_ACCOUNT
     # In the journal, -1 for none.
     slot: int = -1
+    # The session whose pins it has, see `PinShares`, and those of its pins that are the server's own.
+    payer: int = 0
+    holds: int = 0
 
 
 class PromptPart(NamedTuple):
@@ -82,11 +86,16 @@ class WriteLease:
     present_chunks: Sequence[int] = ()
     use: Use = "store"
     prompt: PromptPart = NO_PROMPT
+    # The session for which its ranges and pins count, and the bytes of the ranges.
+    payer: int = 0
+    nbytes: int = 0
 
 
 @dataclass(slots=True)
 class PinLease:
-    """Objects protected from eviction: under a LOOKUP's ticket, or while a RETRIEVE reads them."""
+    """Objects protected from eviction: under a LOOKUP's ticket, or while a RETRIEVE reads them. `asked_by` is the
+    session whose numbers of leases and pins it counts in, `payer` the one whose share of L1. A `hit` is what no one
+    reads without a further lease: it may lapse before its deadline."""
 
     id: str
     owner: int
@@ -94,9 +103,13 @@ class PinLease:
     deadline: float
     objects: list[StoredObject]
     held: bool = True
+    asked_by: int = 0
+    payer: int = 0
+    hit: bool = False
 
 
 Lease = WriteLease | PinLease
+L = TypeVar("L", bound=Lease)
 
 
 class LeaseBook:
@@ -106,8 +119,13 @@ class LeaseBook:
     def __init__(self) -> None:
         self.writes: dict[str, WriteLease] = {}
         self.pins: dict[str, PinLease] = {}
-        self._of: dict[int, set[str]] = {}
-        self._pinned: dict[int, int] = {}
+        self._of: dict[int, dict[str, Lease]] = {}
+        # By the session that asked for them: the number of leases and of pins, and the leases of other owners.
+        self._open: Counter[int] = Counter()
+        self._pinned: Counter[int] = Counter()
+        self._lent: dict[int, dict[str, PinLease]] = {}
+        # The hits of each payer that have not lapsed, the oldest first.
+        self._hits: dict[int, dict[str, PinLease]] = {}
         self._boot = secrets.token_hex(4)
         self._count = itertools.count(1)
 
@@ -115,41 +133,68 @@ class LeaseBook:
         """Open a write lease. Raises `RequestError` if the owner holds too many leases."""
         lease = WriteLease(self._new_id(owner), owner, request_id, deadline, [])
         self.writes[lease.id] = lease
-        self._of.setdefault(owner, set()).add(lease.id)
+        self._add(lease, owner)
         return lease
 
-    def open_pin(self, owner: int, request_id: str, deadline: float, objects: list[StoredObject]) -> PinLease:
-        """Open a pin lease. Raises `RequestError` if the owner holds too many leases or pins."""
-        pinned = self._pinned.get(owner, 0) + len(objects)
-        if owner != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
+    def open_pin(
+        self,
+        owner: int,
+        request_id: str,
+        deadline: float,
+        objects: list[StoredObject],
+        *,
+        asked_by: int | None = None,
+        payer: int = 0,
+        hit: bool = False,
+    ) -> PinLease:
+        """Open a pin lease, which another session than its owner may have asked for. Raises `RequestError` if that one
+        holds too many leases or pins."""
+        who = owner if asked_by is None else asked_by
+        pinned = self._pinned[who] + len(objects)
+        if who != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
             raise RequestError(
                 f"the client would hold {pinned} pins",
                 available=f"at most {MAX_PINS_PER_OWNER} at once",
                 hint="free the tickets of requests that have ended",
             )
-        lease = PinLease(self._new_id(owner), owner, request_id, deadline, objects)
-        self._pinned[owner] = pinned
+        lease = PinLease(self._new_id(who), owner, request_id, deadline, objects, True, who, payer, hit)
+        self._pinned[who] = pinned
         self.pins[lease.id] = lease
-        self._of.setdefault(owner, set()).add(lease.id)
+        self._add(lease, who)
+        if who != owner:
+            self._lent.setdefault(who, {})[lease.id] = lease
+        if hit:
+            self._hits.setdefault(payer, {})[lease.id] = lease
         return lease
 
     def lapse(self, lease: PinLease) -> list[StoredObject]:
         """End the hold of a lease but keep its record; return its objects."""
         objects, lease.objects, lease.held = lease.objects, [], False
-        self._pinned[lease.owner] -= len(objects)
+        self._pinned[lease.asked_by] -= len(objects)
+        self._no_hit(lease)
         return objects
 
     def close(self, lease: Lease) -> None:
+        who = lease.owner
         if isinstance(lease, WriteLease):
             del self.writes[lease.id]
         else:
             del self.pins[lease.id]
-            self._pinned[lease.owner] -= len(lease.objects)
-        owned = self._of[lease.owner]
-        owned.discard(lease.id)
-        if not owned:
-            del self._of[lease.owner]
-            self._pinned.pop(lease.owner, None)
+            who = lease.asked_by
+            self._pinned[who] -= len(lease.objects)
+            self._no_hit(lease)
+            if who != lease.owner:
+                _remove(self._lent, who, lease.id)
+        _remove(self._of, lease.owner, lease.id)
+        self._open[who] -= 1
+        if not self._open[who]:
+            del self._open[who]
+            del self._pinned[who]
+
+    def hits(self, payer: int) -> Iterator[PinLease]:
+        """Yield the hits of a payer that have not lapsed, the oldest first, while the caller ends each."""
+        while of := self._hits.get(payer):
+            yield next(iter(of.values()))
 
     def write(self, lease_id: str, owner: int) -> WriteLease:
         """Return the write lease. Raises `LeaseUnknown` unless it exists and is this owner's."""
@@ -167,13 +212,25 @@ class LeaseBook:
 
     def of(self, owner: int, request_id: str | None = None) -> list[Lease]:
         """Return an owner's leases, or those of one request."""
-        leases: Iterator[Lease] = (
-            self.writes.get(lease_id) or self.pins[lease_id] for lease_id in self._of.get(owner, ())
-        )
+        leases = self._of.get(owner, {}).values()
         return [lease for lease in leases if request_id is None or lease.request_id == request_id]
 
-    def is_full(self, owner: int) -> bool:
-        return owner != INTERNAL_OWNER and len(self._of.get(owner, ())) >= MAX_LEASES_PER_OWNER
+    def asked(self, session: int) -> list[Lease]:
+        """Return the leases that a session asked for, of any owner."""
+        own = [lease for lease in self.of(session) if isinstance(lease, WriteLease) or lease.asked_by == session]
+        return [*own, *self._lent.get(session, {}).values()]
+
+    def is_full(self, session: int) -> bool:
+        return session != INTERNAL_OWNER and self._open[session] >= MAX_LEASES_PER_OWNER
+
+    def _add(self, lease: Lease, who: int) -> None:
+        self._of.setdefault(lease.owner, {})[lease.id] = lease
+        self._open[who] += 1
+
+    def _no_hit(self, lease: PinLease) -> None:
+        if lease.hit:
+            lease.hit = False
+            _remove(self._hits, lease.payer, lease.id)
 
     def _new_id(self, owner: int) -> str:
         if self.is_full(owner):
@@ -183,6 +240,13 @@ class LeaseBook:
                 hint="commit, abort or free them",
             )
         return f"{self._boot}-{next(self._count):x}"
+
+
+def _remove(leases: dict[int, dict[str, L]], session: int, lease_id: str) -> None:
+    of = leases[session]
+    del of[lease_id]
+    if not of:
+        del leases[session]
 
 
 def _unknown(lease_id: str) -> LeaseUnknown:

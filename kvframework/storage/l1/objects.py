@@ -41,6 +41,7 @@ from kvframework.storage.l1.leases import (
     StoredObject,
     WriteLease,
 )
+from kvframework.storage.l1.pin_shares import PinShares
 from kvframework.storage.l1.rows import ObjectRows
 from kvframework.storage.l1.tenants import SALT, Tenant, Tenants
 from kvframework.storage.l1.uses import Uses
@@ -110,6 +111,9 @@ class ObjectTable:
         self.prefixes_with = self._objects.prefixes_with
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
+        self.shares = PinShares()
+        # The session that a STORE counts for, until it has said that it needs room.
+        self._needing = 0
         # Pins of the server itself, see `hold`.
         self._held: dict[str, PinLease] = {}
         self._numbers = itertools.count(1)
@@ -151,6 +155,7 @@ class ObjectTable:
         deadline: float,
         most_bytes: int | None = None,
         client: int = NO_CLIENT,
+        payer: int = NO_CLIENT,
         use: Use = "store",
         prompt: PromptPart = NO_PROMPT,
     ) -> Reservation:
@@ -158,14 +163,15 @@ class ObjectTable:
 
         Items are of one request, in prefix order: after the first that cannot be placed the rest is dropped, since
         without it they could not be a hit. Present objects are pinned until the lease ends. `most_bytes` bounds the
-        owner's reserved bytes, earlier reservations included; `client` is the session whose account has
-        them; `use` and `prompt` are for the policy, which may refuse the last ones. Raises `RequestError` if the owner
-        holds too many leases.
+        owner's reserved bytes, earlier reservations included; `client` is the session whose account has them, `payer`
+        the one whose share of L1 they count in, without one `client`; `use` and `prompt` are for the policy, which may
+        refuse the last ones. Raises `RequestError` if the owner holds too many leases.
         """
         self._make_room(owner)
         room = math.inf if most_bytes is None else most_bytes - self._reserved_bytes(owner)
         lease = self._leases.open_write(owner, request_id, deadline)
         lease.use, lease.prompt = use, prompt
+        self._needing = lease.payer = self.shares.payer(payer or client)
         tenant = 0
         if items:
             first = items[0][0]
@@ -176,7 +182,9 @@ class ObjectTable:
         here = self._objects.find([key for key, _ in items])
         lease.present = [stored for stored in here if stored is not None]
         if lease.present:
-            self._pin(lease.present)
+            self._pin(lease.present, lease.payer)
+        if self.shares.is_bound(lease.payer, self._now):
+            room = min(room, self.shares.room(lease.payer))
         if prompt.retain and lease.present:
             lease.present_chunks = prompt.of([index for index, stored in enumerate(here) if stored is not None])
         writing, of, length = self._writing, -1, 0
@@ -200,17 +208,20 @@ class ObjectTable:
                         self._count_unplaced(items[index:], result)
                         break
                     room -= length
+                    lease.nbytes += length
                     lease.items.append((key, offset, nbytes))
                     result.placed.append((index, offset))
                     writing[key] = lease
         except BaseException:
             # A policy that raises must not leave keys that no writer will ever commit.
+            lease.nbytes = 0
             self._drop_write_lease(lease)
             raise
         finally:
             self._walks.end()
             self._walk, self._full = None, math.inf
             self._departed.tell()
+        self.shares.add(lease.payer, lease.nbytes)
         lease.chunks = prompt.of([index for index, _ in result.placed])
         if lease.items and self._journal is not None:
             lease.slots = self._journal.reserve(lease.items, owner=owner, tenant=tenant)
@@ -234,6 +245,7 @@ class ObjectTable:
             self._drop_write_lease(lease)
             return []
         self._leases.close(lease)
+        self.shares.add(lease.payer, -lease.nbytes)
         objects = []
         account = lease.account.into or lease.account
         tenant, writing = lease.tenant, self._writing
@@ -305,12 +317,18 @@ class ObjectTable:
         deadline: float,
         use: Use | None = "lookup",
         prompt: PromptPart = NO_PROMPT,
+        asked_by: int | None = None,
+        hit: bool = False,
     ) -> PinLease:
         """Pin objects of this table, in the order of a prompt; the lease owns the list. `prompt` has their places if
-        the request says anything of their future. Raises `RequestError` if the owner holds too many leases or pins."""
-        self._make_room(owner)
-        lease = self._leases.open_pin(owner, request_id, deadline, objects)
-        self._pin(objects)
+        the request says anything of their future. `asked_by` is the session that the pins count for, None: the owner.
+        A `hit` may lapse when others need room. Raises `RequestError` if that session holds too many leases or
+        pins."""
+        who = owner if asked_by is None else asked_by
+        self._make_room(who)
+        payer = self.shares.payer(who)
+        lease = self._leases.open_pin(owner, request_id, deadline, objects, asked_by=who, payer=payer, hit=hit)
+        self._pin(objects, payer)
         if use is not None:
             self._used(objects, use, request_id, objects[0].tenant if objects else 0, prompt)
         return lease
@@ -340,6 +358,7 @@ class ObjectTable:
         lease = PinLease(f"hold-{next(self._numbers):x}", INTERNAL_OWNER, "", NO_DEADLINE, [stored])
         self._held[lease.id] = lease
         stored.pins += 1
+        stored.holds += 1
         self.pins += 1
         return lease
 
@@ -349,9 +368,23 @@ class ObjectTable:
         for lease in leases:
             if self._held.pop(lease.id, None) is not None:
                 lease.objects[0].pins -= 1
+                lease.objects[0].holds -= 1
                 self.pins -= 1
             else:
                 self._drop_pin_lease(self._leases.pin(lease.id, INTERNAL_OWNER))
+
+    def keep_within_share(self, lease: PinLease) -> bool:
+        """Return whether a lease may stay that cannot lapse; if not, it ends. While others need room, the session's
+        oldest hits lapse for it first."""
+        shares, payer = self.shares, lease.payer
+        if payer not in shares.over or not shares.is_bound(payer, self._now):
+            return True
+        self._end_hits(payer)
+        if payer not in shares.over:
+            return True
+        self._drop_pin_lease(lease)
+        shares.cut(payer)
+        return False
 
     # time and ends
 
@@ -375,6 +408,7 @@ class ObjectTable:
     def end_owner(self, owner: int) -> int:
         """End all leases of an owner that has ended, and so writes and reads no more; return their number."""
         self.accounts.end(owner)
+        self.shares.end_session(owner)
         leases = self._leases.of(owner)
         for lease in leases:
             if isinstance(lease, WriteLease):
@@ -520,6 +554,7 @@ class ObjectTable:
     def _place(self, length: int, key: PackedKey, tenant: int) -> int | None:
         tenants, walk = self.tenants, self._walk
         if walk is None and not tenants.any_named and self.allocator.largest_free < length:
+            self._need_room()
             walk, self._full = self._walks.of(0), length
             self._walk = walk
         if walk is not None and length >= self._full:
@@ -536,11 +571,31 @@ class ObjectTable:
             return None
         offset = self.allocator.allocate(length) if length < self._full else None
         if offset is None and length <= self.allocator.limit:
+            self._need_room()
             offset = self._make_place(length, key, tenant, Cause.ROOM if over <= 0 else Cause.TENANT)
         if offset is not None:
             self.used_bytes += length
             tenants.used[tenant] += length
         return offset
+
+    def _need_room(self) -> None:
+        """Let the oldest hits of the sessions above their share lapse, for the STORE of another one."""
+        payer, self._needing = self._needing, 0
+        if not payer:
+            return
+        self.shares.need(payer, self._now)
+        for other in self.shares.over - {payer}:
+            self._end_hits(other)
+            # What is unpinned now may have been passed over.
+            self._walks.end()
+
+    def _end_hits(self, payer: int) -> None:
+        """Let the oldest hits of a session lapse until it holds no more than its share."""
+        for lease in self._leases.hits(payer):
+            if payer not in self.shares.over:
+                return
+            self._unpin(self._leases.lapse(lease), payer)
+            self.shares.cut(payer)
 
     def _make_place(self, length: int, key: PackedKey, tenant: int, cause: Cause) -> int | None:
         """Evict for the object `key`; return the offset of its place, allocated."""
@@ -678,14 +733,12 @@ class ObjectTable:
         for stored in objects:
             stored.used = used
 
-    def _pin(self, objects: Sequence[StoredObject]) -> None:
-        for stored in objects:
-            stored.pins += 1
+    def _pin(self, objects: Sequence[StoredObject], payer: int) -> None:
+        self.shares.pin(objects, payer)
         self.pins += len(objects)
 
-    def _unpin(self, objects: Sequence[StoredObject]) -> None:
-        for stored in objects:
-            stored.pins -= 1
+    def _unpin(self, objects: Sequence[StoredObject], payer: int) -> None:
+        self.shares.unpin(objects, payer)
         self.pins -= len(objects)
 
     def _quarantine(self, lease: WriteLease, *, late: bool = True) -> None:
@@ -702,18 +755,19 @@ class ObjectTable:
     def _lapse(self, lease: PinLease) -> None:
         if lease.held:
             self.lapses += 1
-            self._unpin(self._leases.lapse(lease))
+            self._unpin(self._leases.lapse(lease), lease.payer)
 
     def _let_go(self, lease: WriteLease) -> list[StoredObject]:
         """Unpin the objects that were present before a lease; return them."""
         present, lease.present = lease.present, []
         if present:
-            self._unpin(present)
+            self._unpin(present, lease.payer)
         return present
 
     def _drop_write_lease(self, lease: WriteLease) -> None:
         self._leases.close(lease)
         self._let_go(lease)
+        self.shares.add(lease.payer, -lease.nbytes)
         if self._journal is not None:
             self._journal.release(lease.slots)
         for key, offset, nbytes in lease.items:
@@ -726,7 +780,7 @@ class ObjectTable:
     def _drop_pin_lease(self, lease: PinLease) -> None:
         self._leases.close(lease)
         if lease.held:
-            self._unpin(lease.objects)
+            self._unpin(lease.objects, lease.payer)
 
     def _own_pin_lease(self, lease_id: str, owner: int, now: float) -> PinLease:
         lease = self._leases.pin(lease_id, owner)
@@ -734,10 +788,10 @@ class ObjectTable:
             self._lapse(lease)
         return lease
 
-    def _make_room(self, owner: int) -> None:
-        """Forget an owner's lapsed pin leases before they keep it from opening new ones."""
-        if self._leases.is_full(owner):
-            for lease in self._leases.of(owner):
+    def _make_room(self, session: int) -> None:
+        """Forget the lapsed pin leases that a session asked for before they keep it from opening new ones."""
+        if self._leases.is_full(session):
+            for lease in self._leases.asked(session):
                 if isinstance(lease, PinLease) and not lease.held:
                     self._drop_pin_lease(lease)
 

@@ -81,7 +81,8 @@ class LoadTask(PrefetchTask):
     """One load. `done` turns True after `on_done` and all callbacks have run; `loaded` counts objects, and `calls` are
     its first `MAX_CALLS` calls to tiers. `decided` turns True once the tiers have said what they have. `on_change` is
     called in a storage thread after that, when objects have arrived, and at the end; it must not block. `located` is
-    called there, too, before the first `select`. `prompt` says where the objects are, for the eviction policy."""
+    called there, too, before the first `select`. `prompt` says where the objects are, for the eviction policy; `client`
+    is the session that looks them up, 0 for none."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class LoadTask(PrefetchTask):
         on_change: Callable[[], object] = lambda: None,
         located: Located | None = None,
         prompt: PromptPart = NO_PROMPT,
+        client: int = 0,
     ) -> None:
         self.keys = keys
         self.sizes = sizes
@@ -98,6 +100,7 @@ class LoadTask(PrefetchTask):
         self.on_change = on_change
         self.located = located
         self.prompt = prompt
+        self.client = client
         self.decided = False
         self.done = False
         self.loaded = 0
@@ -313,7 +316,7 @@ class Loader:
             store.spare_the_request("get_into")
             for index in batch:
                 part = PromptPart(task.prompt.of([index]), task.prompt.chunk_tokens)
-                place = yield from do(self._l1.reserve_load, task.keys[index], task.sizes[index], part)
+                place = yield from do(self._l1.reserve_load, task.keys[index], task.sizes[index], part, task.client)
                 if place is None:
                     elsewhere.append(index)
                 else:

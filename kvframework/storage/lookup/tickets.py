@@ -223,6 +223,7 @@ class LookupTickets:
                 lease_s=self._table.ticket_s,
                 use="lookup" if use else None,
                 prompt=wanted.prompt(hit),
+                hit=True,
             ).id
         tokens = hit * wanted.chunk_tokens
         before = self._table.pin(ticket, lease_id, objects=len(objects), hit_tokens=tokens, now=self._clock())
