@@ -466,6 +466,7 @@ class StorageManager:
         objects = find(self.row)
         if objects is None:
             return None
+        self._table.reads(owner if asked_by is None else asked_by, request_id, objects)
         lease = self.pin_objects(
             objects,
             owner=owner,

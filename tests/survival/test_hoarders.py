@@ -175,14 +175,19 @@ def test_only_the_session_of_its_instance_loads_by_a_grant_also_after_a_reconnec
             assert worker.call("COMMIT_RETRIEVE", m.Commit(after.lease)).held
 
 
-def test_an_engine_of_several_sessions_takes_no_hit_of_its_own() -> None:
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_an_engine_of_several_sessions_takes_no_hit_of_its_own(is_granted: bool) -> None:
     """Its worker finds L1 full of its scheduler's hits, alone on the server."""
     with ServerProcess(capacity=CAPACITY) as server, server.client() as scheduler, server.client() as worker:
         keys = keys_of(worker.register(2), 1, ROOM)
         for key in keys:
             worker.store(key, b"n", 2)
-        (grant,) = look_up(scheduler, keys[0], 2).grants
-        assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
+        if is_granted:
+            (grant,) = look_up(scheduler, keys[0], 2).grants
+            assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
+        else:  # as a server-driven transport loads, too
+            assert look_up(scheduler, keys[0]).hit_tokens == 256
+            worker.call("COMMIT_RETRIEVE", m.Commit(worker.prepare_retrieve(keys[0], 2).lease))
         for key in keys:
             assert look_up(scheduler, key).hit_tokens == 256
         assert store_nine(worker) == 0, "as it was before: there is no room"

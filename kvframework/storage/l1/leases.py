@@ -11,6 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kvframework.api.eviction import PackedKey, Use
@@ -23,6 +24,8 @@ MAX_LEASES_PER_OWNER = 4096
 # Bounds the work of unpinning when a client ends: some 50 ms. 128 lookups of the largest size.
 MAX_PINS_PER_OWNER = 1 << 22
 NO_DEADLINE = math.inf
+# An engine loads what its scheduler has looked up lately.
+LATEST_HITS = 64
 # Of objects and leases outside a table.
 NO_ACCOUNT = Account()
 
@@ -195,6 +198,11 @@ class LeaseBook:
         """Yield the hits of a payer that have not lapsed, the oldest first, while the caller ends each."""
         while of := self._hits.get(payer):
             yield next(iter(of.values()))
+
+    def has_hit(self, payer: int, request_id: str) -> bool:
+        """Whether one of the latest hits of a payer is of this request."""
+        latest = islice(reversed(self._hits.get(payer, {}).values()), LATEST_HITS)
+        return any(lease.request_id == request_id for lease in latest)
 
     def write(self, lease_id: str, owner: int) -> WriteLease:
         """Return the write lease. Raises `LeaseUnknown` unless it exists and is this owner's."""

@@ -333,6 +333,14 @@ class ObjectTable:
             self._used(objects, use, request_id, objects[0].tenant if objects else 0, prompt)
         return lease
 
+    def reads(self, session: int, request_id: str, objects: Sequence[StoredObject]) -> None:
+        """A session is about to load objects: if another one alone pins them, by a hit of the same request, it is the
+        scheduler of this worker, and what the worker pins counts for it from now on."""
+        shares = self.shares
+        payer = objects[0].payer if objects else 0
+        if payer > 0 and shares.payer(session) == session != payer and self._leases.has_hit(payer, request_id):
+            shares.work_for(session, payer)
+
     def pinned(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject] | None:
         """Return the objects under a pin lease, None if it has lapsed."""
         lease = self._own_pin_lease(lease_id, owner, now)
