@@ -4,7 +4,7 @@ and theirs is never used for it. Against a real server process; the control is t
 from __future__ import annotations
 
 import copy
-import pickle
+import io
 
 import pytest
 
@@ -426,8 +426,8 @@ def test_the_beginning_of_a_text_that_sees_its_end_is_refused():
 def test_the_guard_stays_with_the_model_it_was_given_and_goes_with_the_session(server):
     model, ids = made(), prompt(seed=16)
     with attach(model, server, "copies") as kv:
-        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert generated(copied, ids) == generated(model, ids)
+        assert generated(copy.deepcopy(model), ids) == generated(model, ids)
+        torch.save(model, io.BytesIO())  # a whole model may be saved meanwhile
         kv.generate(ids, 1)
         restored = kv.restore(ids)
         _, cache, _ = kv.prefill(ids)
