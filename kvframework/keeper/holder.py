@@ -245,17 +245,14 @@ class Holder:
         server.send(signal.SIGTERM)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid in self._servers:
-                # It says nothing more, and what it said before its end counts.
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                # It says nothing more, and what it said before its end counts. What others said may have this one sent
+                # a signal: it has its number until it is reaped.
                 self._hear(1 << 16)
-                self._ended(self._servers.pop(pid), status)
+                pid, status = os.waitpid(ended.si_pid, 0)
+                if pid in self._servers:
+                    self._ended(self._servers.pop(pid), status)
 
     def _ended(self, server: Server, status: int) -> None:
         now = time.monotonic()

@@ -27,16 +27,41 @@ from tests.keeper.stand_in import main
 sys.exit(main(Path(sys.argv[2]), "--takeover" in sys.argv))
 """
 TIMEOUT = 60.0
+# Holds the keeper up, when it has seen the end of a server, until there is a message.
+HELD_UP = f"""
+import os, select
+from kvframework.keeper import holder, note_socket
+sockets = []
+class NoteSocket(note_socket.NoteSocket):
+    def __init__(self, path):
+        super().__init__(path)
+        sockets.append(self)
+def waits(see):
+    def seen(*arguments):
+        ended = see(*arguments)
+        if ended not in (None, (0, 0)) and arguments[-1]:
+            select.select(sockets, [], [], {TIMEOUT})
+        return ended
+    return seen
+holder.NoteSocket, os.waitid, os.waitpid = NoteSocket, waits(os.waitid), waits(os.waitpid)
+{HOLD}
+"""
 
 
 class Held:
     """Starts the keeper, and reads what its servers report."""
 
     def __init__(
-        self, log_form: str = "human", *, within: Sequence[str] = (), fails: str = "", stderr: int | None = None
+        self,
+        log_form: str = "human",
+        *,
+        within: Sequence[str] = (),
+        keeper: str = HOLD,
+        fails: str = "",
+        stderr: int | None = None,
     ) -> None:
         """`within`: the command that runs the keeper's; `stderr`: a descriptor instead of the log."""
-        self._within, self._stderr = within, stderr
+        self._within, self._keeper, self._stderr = within, keeper, stderr
         self._directory = tempfile.TemporaryDirectory(prefix="kvf-")
         self.folder = Path(self._directory.name)
         self.base = str(self.folder / "s.sock")
@@ -63,7 +88,7 @@ class Held:
         argument = json.dumps({"command": command, "base": self.base, "log_form": log_form})
         with self.log_file.open("ab") as log:
             return subprocess.Popen(
-                [*self._within, sys.executable, "-c", HOLD, argument],
+                [*self._within, sys.executable, "-c", self._keeper, argument],
                 stdout=log,
                 stderr=log if self._stderr is None else self._stderr,
             )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvframework.doctor.memory import kept
-from tests.keeper.held import TIMEOUT, Held
+from tests.keeper.held import HELD_UP, TIMEOUT, Held
 from tests.keeper.stand_in import token_of
 from tests.support.processes import descriptors, has_ended
 from tests.support.waiting import wait_until
@@ -234,7 +234,15 @@ class TestReload:
         assert new["takeover"]
         assert len(new["found"]) == 2
         wait_until(lambda: has_ended(old), TIMEOUT, "the end of the old server")
-        assert held.servers() == {new["pid"]}
+        wait_until(lambda: held.servers() == {new["pid"]}, TIMEOUT, "the keeper to see that end")
+
+    def test_a_server_that_is_ready_just_after_the_end_of_the_old_one_takes_over(self) -> None:
+        with Held(keeper=HELD_UP) as held:
+            held.ready(1)
+            reply = held.ask("reload")
+            new = held.ready(2)
+            assert reply == {"done": True, "text": f"process {new['pid']} has taken over"}
+            assert len(held.ask("status")["held"]) == 2
 
     def test_an_upgraded_server_is_restarted_as_any_other(self, held: Held) -> None:
         held.ready(1)
