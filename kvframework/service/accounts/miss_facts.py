@@ -20,7 +20,7 @@ class MissFacts:
     def __init__(self, storage: StorageManager) -> None:
         self._storage = storage
         self._began = storage.clock()
-        # The sessions of clients that have used an earlier server.
+        # The sessions of clients that have used an earlier server, if its content was lost.
         self._from_before: set[int] = set()
         # When the tiers were cleared, by model; "" for all models.
         self._tiers_cleared: dict[str, float] = {}

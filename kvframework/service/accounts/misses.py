@@ -41,7 +41,8 @@ class Facts(NamedTuple):
     if none did. `down`: the tier that failed since the lookup's begin,
     "" for none. `refused`: no load began, although there is a tier. `tiers_cleared_at`: when the tiers were last
     cleared of such objects. `elsewhere`: why the same chunk is readable under another name. `named`: whether the
-    namespace is known. `from_before`: the client used an earlier server; `up_s`: seconds since this one's start.
+    namespace is known. `from_before`: the client used an earlier server, whose content this one
+    began without; `up_s`: seconds since its start.
     """
 
     unanswered: bool = False
