@@ -85,6 +85,8 @@ def decide(facts: Facts) -> Why:
 
 
 _NEVER_STORED = Why("never_stored")
+# Of a load that found all its objects.
+LOAD_REFUSED = Why("dropped_share", "its load was refused, as its client keeps its share of L1 from eviction")
 _EVICTED = {
     "watermark": "to stay below the high watermark",
     "tenant": "by the share of its tenant",
