@@ -97,7 +97,7 @@ def why(record: Finished, started_at: float) -> str:
             full_of = "what was pinned, being written or guaranteed to others"
             return f"its store at {at} was dropped, as L1 was full of {full_of}"
         case "dropped_share":
-            return f"its store at {at} was dropped, as its client had reserved its share of L1"
+            return detail or f"its store at {at} was dropped, as the share of L1 of its client or tenant was in use"
         case "refused":
             return f"its store at {at} was refused by the eviction policy"
         case "evicted":

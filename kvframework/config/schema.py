@@ -97,7 +97,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="share of L1 that one client keeps from eviction, pinned or reserved, while others need room"
         ),
     ] = 0.5
-    ticket_s: Annotated[Seconds, msgspec.Meta(description="how long a hit stays pinned for its engine")] = 60.0
+    ticket_s: Annotated[Seconds, msgspec.Meta(description="how long a hit stays pinned for its engine at most")] = 60.0
     price: Annotated[
         bool,
         msgspec.Meta(

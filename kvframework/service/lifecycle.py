@@ -191,7 +191,7 @@ class CacheService(CacheServices):
         client has used an earlier server."""
         self._lookups.tickets.begin_owner(client.session_id)
         self._use.begin_session(client)
-        self._miss_facts.begin_session(client.session_id, from_before=returns)
+        self._miss_facts.begin_session(client.session_id, from_before=returns and self.storage.began_empty)
         return m.HelloReply(
             version=version,
             boot_id=self.boot_id,

@@ -202,6 +202,11 @@ class StorageManager:
         """Whether a next server finds what L1 holds."""
         return self._journal is not None
 
+    @property
+    def began_empty(self) -> bool:
+        """Whether L1 began without any object of an earlier server."""
+        return not self._recovered["objects"]
+
     @_locked
     def hand_over(self, identity: Identity, tenants: Sequence[str]) -> tuple[int, int]:
         """Return the descriptors of the arena and of the journal, borrowed; without a keeper the journal begins here,

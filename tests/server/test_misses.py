@@ -15,6 +15,7 @@ import pytest
 from kvframework.api.keys import CacheKey
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.wire import messages as m
+from tests.support.held_server import HeldServer
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -317,6 +318,21 @@ def test_a_client_that_has_outlived_its_server_is_told() -> None:
                 assert recent(second)[-1].reason == "server_started"
                 # This client has not used the earlier server.
                 assert missed(second, registered, TOKENS).reason == "never_stored"
+
+
+def test_a_start_that_has_lost_nothing_explains_no_miss() -> None:
+    with HeldServer() as server, server.client() as first:
+        registered = first.register()
+        first.store(key_for(registered, TOKENS), b"x")
+        with scheduler(server, registered.namespace) as (connected, adapter):
+            boot, pid = connected.boot_id, server.pid
+            server.kill9()
+            server.serving(pid)
+            wait_until(lambda: connected.usable and connected.boot_id != boot, what="the new server")
+            with server.client() as second:
+                assert adapter.lookup(hashes(connected, TOKENS, "kept")).hit_tokens == len(TOKENS)
+                assert adapter.lookup(hashes(connected, [9, *TOKENS[1:]], "new")).hit_tokens == 0
+                assert recent(second)[-1].reason == "never_stored"
 
 
 # what a record does not hold

@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvframework.api.requests import CacheKey
+from kvframework.cli.explain_view import why
 from kvframework.config import read_layers
 from kvframework.errors import AlreadyRegistered, LeaseUnknown
 from kvframework.service.transfer_paths.grants import MAX_OF_ASKER
@@ -143,6 +144,11 @@ def test_loads_that_are_never_ended_do_not_keep_another_engine_from_storing() ->
             assert hoarder.do("load") < ROOM
             assert session_of(server, hoarder.process.pid)["pinned_bytes"] <= 1 << 19
             assert store_nine(other, first) == 9
+        records = other.call("RECENT", m.Recent()).records
+        misses = [each for each in records if each.pid == hoarder.process.pid and each.outcome == "miss"]
+        # Its unpinned prompts made room for others.
+        assert {each.reason for each in misses} == {"dropped_share", "evicted"}
+        assert any("was refused, as its client keeps its share of L1" in why(each, 0.0) for each in misses)
 
 
 def test_one_client_does_not_use_up_what_another_ones_lookups_are_granted() -> None:

@@ -7,7 +7,7 @@ from math import inf
 from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, CacheKey
 from kvframework.logs.amounts import timed
 from kvframework.service.accounts.asked import Asked
-from kvframework.service.accounts.misses import Facts, Row, Why, decide, elsewhere
+from kvframework.service.accounts.misses import LOAD_REFUSED, Facts, Row, Why, decide, elsewhere
 from kvframework.storage.manager import StorageManager
 
 # Rows of L1, the latest first, in which a missing chunk is looked for: some 5 us.
@@ -20,7 +20,7 @@ class MissFacts:
     def __init__(self, storage: StorageManager) -> None:
         self._storage = storage
         self._began = storage.clock()
-        # The sessions of clients that have used an earlier server.
+        # The sessions of clients that have used an earlier server, if its content was lost.
         self._from_before: set[int] = set()
         # When the tiers were cleared, by model; "" for all models.
         self._tiers_cleared: dict[str, float] = {}
@@ -49,7 +49,9 @@ class MissFacts:
         return self._why(asked.key, missing, asked.client.session_id, asked.began, unanswered, refused, priced)
 
     def of_retrieve(self, key: CacheKey, missing: bytes | None, session_id: int, began: float) -> Why:
-        """Say why an object that a RETRIEVE needs was missing in L1; tiers are not asked then."""
+        """Say why an object that a RETRIEVE needs was missing in L1, None: none was; tiers are not asked then."""
+        if missing is None:
+            return LOAD_REFUSED
         return self._why(key, missing, session_id, began, False, False)
 
     def _why(

@@ -41,7 +41,8 @@ class Facts(NamedTuple):
     if none did. `down`: the tier that failed since the lookup's begin,
     "" for none. `refused`: no load began, although there is a tier. `tiers_cleared_at`: when the tiers were last
     cleared of such objects. `elsewhere`: why the same chunk is readable under another name. `named`: whether the
-    namespace is known. `from_before`: the client used an earlier server; `up_s`: seconds since this one's start.
+    namespace is known. `from_before`: the client used an earlier server, whose content this one
+    began without; `up_s`: seconds since its start.
     """
 
     unanswered: bool = False
@@ -84,6 +85,8 @@ def decide(facts: Facts) -> Why:
 
 
 _NEVER_STORED = Why("never_stored")
+# Of a load that found all its objects.
+LOAD_REFUSED = Why("dropped_share", "its load was refused, as its client keeps its share of L1 from eviction")
 _EVICTED = {
     "watermark": "to stay below the high watermark",
     "tenant": "by the share of its tenant",

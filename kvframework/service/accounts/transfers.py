@@ -31,13 +31,14 @@ class TransferAccounts:
         """Return the subject of a transfer that begins now."""
         return subject_of(client, key, self._clock(), path, self._tenant_of(key.cache_salt))
 
-    def missed(self, subject: Subject, key: CacheKey, grid: KeyGrid) -> None:
-        """Add a RETRIEVE that found something missing in L1."""
+    def missed(self, subject: Subject, key: CacheKey, grid: KeyGrid) -> str:
+        """Add a RETRIEVE that found something missing in L1, or its client's share of it pinned; say which."""
         missing = self._storage.in_rows(lambda row_of: grid.first_missing(row_of, grid.find(row_of)[0]))
         chunk_tokens = grid.desc.chunk_tokens
         why = self._miss_facts.of_retrieve(key, missing and missing[1], subject.session_id, subject.began)
-        first = key.start + (missing[0] * chunk_tokens if missing else 0)
+        first = key.start + missing[0] * chunk_tokens if missing else -1
         self.finished("RETRIEVE", subject, "miss", missing=first, chunk_tokens=chunk_tokens, why=why)
+        return "not all objects are in L1" if missing else "this client keeps its share of L1 from eviction"
 
     def under_way(
         self, request: str, lease: str, subject: Subject, outcome: str, objects: int, nbytes: int, added: int = -1

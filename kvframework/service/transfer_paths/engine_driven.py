@@ -119,10 +119,7 @@ class EngineDrivenTransfers:
         lease = pin_whole(self._storage, payload.key, grid, client.session_id, lease_s=lease_s)
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
-            self._accounts.missed(subject, payload.key, grid)
-            full = self._storage.over_share(client.session_id)
-            reason = "this session has pinned its share of L1" if full else "not all objects are in L1"
-            return m.RetrievePlan(False, reason=reason)
+            return m.RetrievePlan(False, reason=self._accounts.missed(subject, payload.key, grid))
         ranges = pinned_ranges(grid, lease.objects)
         self._begin("RETRIEVE", lease.id, subject, "hit", ranges)
         self._contents.prepared(client.session_id, lease.id, payload.key, grid.desc.chunk_tokens)

@@ -119,8 +119,7 @@ class ServerDrivenTransfers:
         lease = pin_whole(self._storage, payload.key, grid, INTERNAL_OWNER, lease_s=None, asked_by=client.session_id)
         self._storage.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
-            self._accounts.missed(subject, payload.key, grid)
-            return m.TransferReply(False, reason="not all objects are in L1")
+            return m.TransferReply(False, reason=self._accounts.missed(subject, payload.key, grid))
         ranges = pinned_ranges(grid, lease.objects)
         ended = self._ended("RETRIEVE", subject, ranges)
 
