@@ -130,8 +130,8 @@ class Grants:
         return True
 
     def end_session(self, session_id: int) -> None:
-        """Forget the grants for a client that has ended; its leases have. What it asked for others goes on, and makes
-        nobody a part of its engine."""
+        """Forget the grants for a client that has ended; its leases have. Those for others stay, and no load by them
+        makes its session a part of this client's engine."""
         for lease, granted in list(self._open.items()):
             if granted.owner == session_id:
                 self._forget(lease, granted)
