@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # For how long a thread that computes in Python keeps the interpreter from the serving thread, at each of its steps.
-# Beside floods of DUMP a LOOKUP took 12 to 14 ms (median) with Python's 5 ms and 3 ms with this, at a sixth fewer DUMPs.
+# Beside a flood of DUMPs a LOOKUP took 12 to 14 ms with Python's 5 ms and 3 ms with this, at a sixth fewer DUMPs.
 _SWITCH_S = 0.0005
 # Of glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -23,7 +23,7 @@ main()
 
 
 def test_a_server_does_not_wait_for_the_interpreter_as_long_as_by_default(tmp_path: Path) -> None:
-    """At Python's 5 ms, four threads that make DUMPs held up a LOOKUP for 12 to 14 ms, and one in a hundred for 79 to 102."""
+    """At Python's 5 ms, four threads that make DUMPs hold up a LOOKUP for 12 to 14 ms (median)."""
     file = tmp_path / "interval"
     with ServerProcess(program=("-c", WATCHED.format(file=str(file)))) as server, server.client() as client:
         client.call("PING", m.Ping())
