@@ -2,13 +2,18 @@
 
 Nothing ends such a call within its process. So a command ends with it (`bounded`), and a server that serves goes on
 without it (`call_bounded`). A call that never releases the interpreter's lock stops this, too.
+
+The time in which a call's thread waits for a core does not count: a healthy start on a machine that is busy with others
+is slow, and ends no server.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -20,6 +25,8 @@ Overdue = Callable[[PluginBroken], None]
 # Hooks, `probe` and `check` are to be quick. An import may read a cold disk, and `create` start a helper process, which
 # has 30 s.
 QUICK_S, LONG_S = 20.0, 60.0
+# Of these bounds, whatever a call waits for.
+MOST_TIMES = 10
 
 
 class _Thread(threading.local):
@@ -64,13 +71,52 @@ def timed(title: str, step: str, *, long: bool = False) -> Iterator[None]:
         where=_this.where,
         hint="report it to the plugin's author, or choose another plugin",
     )
-    timer = threading.Timer(seconds, overdue, (error,))
-    timer.daemon = True
-    timer.start()
+    watch = _Watch(seconds, lambda: overdue(error))
     try:
         yield
     finally:
-        timer.cancel()
+        watch.end()
+
+
+def runnable_s(thread: int) -> float:
+    """Return for how long a thread of this process has waited for a core, 0 where the kernel does not say."""
+    try:
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+class _Watch:
+    """Calls `overdue` unless `end` comes within so many seconds in which this thread does not wait for a core."""
+
+    def __init__(self, seconds: float, overdue: Callable[[], None]) -> None:
+        self._seconds, self._overdue = seconds, overdue
+        self._began, self._thread = time.monotonic(), threading.get_native_id()
+        self._waited_before = runnable_s(self._thread)
+        self._lock = threading.Lock()
+        self._ended = False
+        self._look_in(seconds)
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended = True
+            self._timer.cancel()
+
+    def _look_in(self, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, self._look)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _look(self) -> None:
+        waited = runnable_s(self._thread) - self._waited_before
+        left = min(self._seconds + waited, self._seconds * MOST_TIMES) - (time.monotonic() - self._began)
+        with self._lock:
+            if self._ended:
+                return
+            if left > 0:
+                self._look_in(left)
+                return
+        self._overdue()
 
 
 def call_bounded(function: Callable[[], T]) -> T:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# For how long a thread that computes in Python keeps the interpreter from the serving thread, at each of its steps.
+# Beside a flood of DUMPs a LOOKUP took 12 to 14 ms with Python's 5 ms and 3 ms with this, at a sixth fewer DUMPs.
+_SWITCH_S = 0.0005
 # Of glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
@@ -128,6 +131,7 @@ def _started(settings: Config, signals: StopSignals, keeper: Keeper | None, take
 
     _raise_descriptor_limit()
     _keep_freed_memory()
+    sys.setswitchinterval(_SWITCH_S)
     registry = PluginRegistry()
     running = running_server(settings) if takeover else None
     kept = keeper is not None and keeper.has(ARENA)

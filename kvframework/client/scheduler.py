@@ -35,6 +35,9 @@ POLL_S = 0.002
 # How long one question is held back at most.
 HELD_S = 0.5
 _ALL = 1 << 62
+# After a long wait in vain lookups wait `lookup_s` alone, for so many times as long as it took: a server that seems to
+# be back again and again takes a tenth of an engine's time at most.
+_BRIEF_AFTER_VAIN = 10
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class SchedulerAdapter:
         server can, a hit brings what each of them needs to load it, see `LookupResult.take_grants`."""
         warn_of_missing_kernels()
         self.failures = 0
+        self._brief_until = -math.inf
         self.chunk_tokens = client.chunk_tokens(namespace) if chunk_tokens is None else chunk_tokens
         self._client = client
         self._model_name = model_name
@@ -104,7 +108,8 @@ class SchedulerAdapter:
 
         With the engine's `speed` a server with `[server] price` finds fewer tokens where the engine computes the rest
         sooner than a tier loads it. `ValueError` for a speed that cannot be true. The answer has as long as the engine
-        computes what it may find, within the bounds of `ClientDeadlines.of_lookup`.
+        computes what it may find, within the bounds of `ClientDeadlines.of_lookup`; for a while after such a wait was
+        in vain, only `lookup_s`.
         """
         start = checked_start(request.request_id, start, self.chunk_tokens)
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
@@ -134,9 +139,13 @@ class SchedulerAdapter:
         freed = self._client.take_freed() if self._client.one_way else ()
         grant = self._instances if self._instances and self._client.grants_loads else ()
         asked = LookupResult(0, asked_tokens=last - start, start=start, key=key)
-        wait = self._client.deadlines.of_lookup(prefill_s) + held_s
+        began, brief_s = time.monotonic(), self._client.deadlines.lookup_s + held_s
+        wait = brief_s if began < self._brief_until else self._client.deadlines.of_lookup(prefill_s) + held_s
         found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed, grant), asked, wait)
         if found is None:
+            if wait > brief_s:
+                now = time.monotonic()
+                self._brief_until = max(self._brief_until, now + (now - began) * _BRIEF_AFTER_VAIN)
             if freed:
                 self._client.free_soon(*freed)
             return UNANSWERED

@@ -425,9 +425,8 @@ class WorkerAdapter:
         return Future.resolved(outcome)
 
     def _note_failed(self, filled: Sequence[Sequence[int]]) -> None:
-        if not self._failed_blocks:
-            self._failed_blocks = [set() for _ in filled]
-        for failed, ids in zip(self._failed_blocks, filled, strict=True):
+        self._failed_blocks += [set() for _ in filled[len(self._failed_blocks) :]]
+        for failed, ids in zip(self._failed_blocks, filled, strict=False):
             failed.update(ids)
 
 

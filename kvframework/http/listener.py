@@ -196,6 +196,9 @@ class Listener:
                 connection.receive_data(await reader.read(_READ))
             elif isinstance(event, h11.Data):
                 if (refusal := self._refusal(len(body) + len(event.data), len(event.data), most)) is not None:
+                    # At once, or all that arrive now would be refused for each other.
+                    self._body_bytes -= len(body)
+                    body.clear()
                     return refusal
                 body += event.data
                 self._body_bytes += len(event.data)

@@ -13,8 +13,8 @@ from kvframework.errors import PluginBroken, PluginWrongApi
 
 API_TEXT = ".".join(map(str, API_VERSION))
 _OURS = "kvframework"
-# A requirement with a marker, such as that of an extra, is not judged.
-_REQUIREMENT = re.compile(rf"{_OURS}\s*(?:\[[^]]*\])?\s*\(?([^;()]*)\)?\s*", re.IGNORECASE)
+# A requirement with a marker, such as that of an extra, is not judged, nor one of a distribution with a longer name.
+_REQUIREMENT = re.compile(rf"{_OURS}(?![\w.-])\s*(?:\[[^]]*\])?\s*\(?([^;()]*)\)?\s*", re.IGNORECASE)
 _CLAUSE = re.compile(r"\s*(~=|==|!=|<=|>=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?(\S*)\s*")
 
 

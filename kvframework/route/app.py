@@ -19,6 +19,8 @@ from kvframework.route.score_request import scoring_of
 
 # A million tokens.
 MOST_BODY = 8 << 20
+# Of an error, which may repeat what was sent.
+MOST_SAID = 300
 PROBES = ("/livez", "/readyz")
 
 
@@ -64,7 +66,7 @@ class App:
                     await asyncio.sleep(0)
         except (msgspec.MsgspecError, OverflowError, RecursionError, ValueError) as error:
             self._refused += 1
-            return Reply(HTTPStatus.BAD_REQUEST, JSON, msgspec.json.encode({"error": str(error)}))
+            return Reply(HTTPStatus.BAD_REQUEST, JSON, msgspec.json.encode({"error": str(error)[:MOST_SAID]}))
         self._requests += 1
         self._durations.add(time.perf_counter() - began)
         return Reply(HTTPStatus.OK, JSON, msgspec.json.encode(scores))

@@ -76,9 +76,10 @@ class Begun:
 
 
 class _Pass(NamedTuple):
-    """`tokens` are None unless they are computed plainly, in the state in which the cache was begun."""
+    """`tokens` are None unless they are computed plainly, in the state in which the cache was begun. A pass that fails
+    is not ended, so the cache is not kept alive; `cache` is None for a pass that was given none."""
 
-    cache: Any
+    cache: weakref.ref[Any] | None
     first: int
     tokens: list[int] | None
     departure: str
@@ -165,7 +166,7 @@ class ForwardGuard:
         except Exception as error:  # noqa: BLE001 - the pass is the caller's
             warn(_log, "what is computed now is not stored", error)
             first, tokens, found = 0, None, f"its arguments could not be read: {type(error).__name__}"
-        self._passes[key] = _Pass(cache, first, tokens, found)
+        self._passes[key] = _Pass(None if cache is None else weakref.ref(cache), first, tokens, found)
 
     def _check(self, begun: Begun, found: str, rows: int, held_rows: int, cache: Any) -> None:
         """Raise `RequestError` for a pass that would be wrong on top of restored KV."""
@@ -191,8 +192,8 @@ class ForwardGuard:
         found = self._passes.pop((threading.get_ident(), id(module)), None)
         if found is None:
             return
-        cache = found.cache
-        if cache is None:
+        cache = found.cache and found.cache()
+        if found.cache is None:
             values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple) else ()
             cache = cache_of(values)
         if not isinstance(cache, cache_utils.Cache):

@@ -167,3 +167,11 @@ def test_without_a_registration_each_item_is_a_miss(server: ServerProcess) -> No
         assert [future.result(0).error for future in [*stored, *loaded]] == [errors.NotRegistered.code] * 4
         assert engine.worker.get_finished() == ({"r0", "r1"}, {"r0", "r1"})
         assert engine.worker.take_failed_blocks() == [{*BLOCKS_A, *BLOCKS_B}]
+
+
+def test_failed_loads_of_several_layouts_lose_no_request(engine: Engine) -> None:
+    """As of an engine that registers other tensors before it has asked which loads of the earlier ones failed."""
+    engine.worker.close()
+    engine.worker.batched_submit_retrieve(two_requests(engine), TWO, [[BLOCKS_A], [BLOCKS_A, BLOCKS_B]])
+    assert engine.worker.get_finished() == (set(), {"r0", "r1"})
+    assert engine.worker.take_failed_blocks() == [{*BLOCKS_A}, {*BLOCKS_B}]

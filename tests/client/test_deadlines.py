@@ -106,6 +106,26 @@ def test_a_lookup_waits_as_long_as_its_prompt_is_worth(server: ServerProcess, mo
         assert (lost["lookups"], lost["codes"]) == (2, {DeadlineExceeded.code: 2})
 
 
+def test_a_server_that_stops_again_and_again_costs_one_long_wait(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long waits in vain have their share of the engine's time, however often the server seems to be back."""
+    monkeypatch.setenv(SCALE_VARIABLE, "3")  # a lookup waits 0.3 s, and 3 s at most
+    with engine_of(server, "again") as engine:
+        request = engine.request(list(range(512)))
+        took = []
+        for _ in range(4):
+            wait_until(lambda: engine.client.usable, PATIENCE_S, "the answer")
+            with stopped(server):
+                began = time.monotonic()
+                assert engine.scheduler.lookup(request, speed=SLOW_ENGINE).unanswered
+                took.append(time.monotonic() - began)
+        assert took[0] >= 3
+        assert max(took[1:]) < 2
+        wait_until(lambda: engine.client.usable, PATIENCE_S, "the answer")
+        assert not engine.scheduler.lookup(request).unanswered
+
+
 def test_the_longest_wait_of_a_lookup() -> None:
     assert LOCAL.of_lookup(0.0) == LOCAL.lookup_s
     assert LOCAL.of_lookup(0.5) == LOCAL.lookup_s + 0.5

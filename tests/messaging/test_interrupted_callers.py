@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -177,4 +178,27 @@ def test_a_handler_closes_the_connection_that_its_thread_asks(
         assert time.monotonic() - began < SOON_S
         if other is not None:
             assert isinstance(other.ended(), ServerGone)
+        assert connection.state == "down"
+
+
+@pytest.mark.parametrize("step", ["append", "send"])
+def test_a_handler_closes_the_connection_whose_thread_sends_without_waiting(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
+        here, closes = threading.get_ident(), [connection.close]
+
+        class Outbox(deque[Outgoing]):
+            def append(self, item: Outgoing) -> None:
+                if threading.get_ident() == here and closes:
+                    closes.pop()()
+                super().append(item)
+
+        if step == "send":
+            planted(frames_io, "send", connection.close, monkeypatch)
+            connection.post("test.ECHO", Text("a"))
+        else:
+            monkeypatch.setattr(link_of(connection), "_outbox", Outbox())
+            with pytest.raises(ServerGone):
+                connection.request("test.ECHO", Text("a"), timeout=60).result(SOON_S)
         assert connection.state == "down"

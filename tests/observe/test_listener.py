@@ -282,6 +282,30 @@ def test_bodies_have_a_bound_together(running: Running, monkeypatch: pytest.Monk
         assert read_answer(first).startswith(b"HTTP/1.1 200 ")
 
 
+def test_bodies_that_are_too_much_together_are_not_all_refused(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that is refused leaves its room to the others at once."""
+    monkeypatch.setattr(module, "MOST_BODIES", 1500)
+    goes_on = threading.Event()
+    with contextlib.ExitStack() as stack:
+        senders = [stack.enter_context(running.connect()) for _ in range(3)]
+        for sender in senders:
+            sender.sendall(b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\nx")
+        wait_until(lambda: running.listener._body_bytes == 3)
+        for sender in senders:
+            sender.sendall(b"x" * 479)
+        wait_until(lambda: running.listener._body_bytes == 1440)
+        running._loop.call_soon_threadsafe(goes_on.wait, 60)
+        for sender in senders:
+            sender.sendall(b"x" * 520)
+        goes_on.set()
+        found = sorted(read_answer(sender)[9:12] for sender in senders)
+    assert found[0] == b"200"
+    assert found[-1] == b"503"
+    wait_until(lambda: not running.listener._body_bytes)
+
+
 def test_requests_that_come_together_are_answered_in_their_order(running: Running) -> None:
     with running.connect() as connection:
         connection.sendall(

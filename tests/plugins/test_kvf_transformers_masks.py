@@ -4,7 +4,9 @@ and theirs is never used for it. Against a real server process; the control is t
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 
@@ -345,6 +347,25 @@ def test_what_was_computed_unseen_is_not_stored(server, caplog):
         assert kv.save(ids, cache).tokens == 0
         assert "105 of 105 tokens were computed unseen" in caplog.text
     check_plain(model, server, "unseen", ids, 0)
+
+
+def test_a_pass_that_fails_keeps_no_cache(server):
+    """As one without memory, after which its cache is given up to have some."""
+    model, ids, cache = made(), prompt(seed=11), transformers.DynamicCache()
+
+    def fails(*_):
+        raise torch.OutOfMemoryError
+
+    with attach(model, server, "fails") as kv:
+        hook = model.model.layers[2].register_forward_pre_hook(fails)
+        with pytest.raises(torch.OutOfMemoryError), torch.no_grad():
+            model(input_ids=ids, past_key_values=cache)
+        hook.remove()
+        assert kv.save(ids, cache).tokens == 0
+        seen = weakref.ref(cache)
+        del cache
+        gc.collect()
+        assert seen() is None
 
 
 def test_a_plain_beginning_is_stored_and_no_more(server):

@@ -100,6 +100,14 @@ def test_a_request_that_is_none_is_told_why(asking: Asking, body: bytes, said: s
     assert SECRET not in text
 
 
+def test_what_is_refused_is_not_sent_back(asking: Asking) -> None:
+    """Answers that nobody takes are held for a while, and have no bound together."""
+    reply = asking.ask("POST", "/score", b'{"' + b"x" * (1 << 20) + b'": 1}')
+    assert reply.status == 400
+    assert "unknown field `xxx" in json.loads(reply.body)["error"]
+    assert len(reply.body) < 1000
+
+
 def test_a_long_prompt_leaves_the_loop_to_others(asking: Asking) -> None:
     """A part of it is decoded, then others have their turn: also while twelve such prompts are asked for."""
     wanted = asking.app.answer(Request("POST", "/score"))

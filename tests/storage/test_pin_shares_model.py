@@ -231,3 +231,20 @@ def test_a_session_alone_is_never_bound(lookups: list[tuple[int, list[PackedKey]
                 leases.append(lease)
     assert all(lease.held for lease in leases)
     assert not table.shares.all_cuts
+
+
+def test_what_a_worker_needed_before_its_first_load_binds_its_own_scheduler_no_more() -> None:
+    table = ObjectTable(RangeAllocator(), OrderedLru())
+    table.allocator.grow(8 * ALIGNMENT)
+    table.shares.configure(4 * ALIGNMENT)
+    scheduler, worker, other = 1, 2, 3
+    stored = table.reserve([(key, 1) for key in KEYS[:8]], owner=worker, request_id="", deadline=9.0, client=worker)
+    assert stored.lease is not None
+    objects = table.commit(stored.lease.id, owner=worker, now=0.0)
+    loaded = table.pin_objects(objects[:6], owner=worker, request_id="r", deadline=9.0, asked_by=scheduler)
+    table.reserve([(key, 1) for key in KEYS[8:12]], owner=worker, request_id="", deadline=9.0, client=worker)
+    table.shares.work_for(worker, scheduler)
+    assert table.keep_within_share(loaded), "the engine is alone"
+    assert table.shares.is_bound(other, 0.0), "the engine needs room"
+    table.reserve([(KEYS[12], 1)], owner=other, request_id="", deadline=9.0, client=other)
+    assert not table.keep_within_share(loaded)

@@ -203,6 +203,26 @@ def test_an_engine_of_several_sessions_takes_no_hit_of_its_own(is_granted: bool)
             assert store_nine(other, instance_id=3) == 9, "another engine is not in its way"
 
 
+def test_a_worker_is_not_of_a_scheduler_that_has_ended() -> None:
+    """Its scheduler ends while it loads, and another one goes on with it: the two are an engine alone."""
+    with ServerProcess(capacity=CAPACITY) as server, server.client() as worker:
+        keys = keys_of(worker.register(2), 1, ROOM)
+        for key in keys:
+            worker.store(key, b"n", 2)
+        with server.client() as before:
+            (grant,) = look_up(before, keys[0], 2).grants
+        wait_until(lambda: len(server.status()["messaging"]["sessions"]) == 2, what="the end of the scheduler")
+        assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
+        more = keys_of(m.Registered(keys[0].namespace, None), 1000, 1)  # type: ignore[arg-type]
+        assert worker.store(more[0], b"n", 2), "L1 is full, so it needs room"
+        with server.client() as scheduler:
+            found = [look_up(scheduler, key, 2) for key in [*keys, *more]]
+            (grant,) = next(each for each in found if each.grants).grants
+            assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
+            assert worker.prepare_retrieve(more[0], 2).hit
+        assert server.status()["l1"]["counters"]["over_share"] == 0
+
+
 def test_after_a_takeover_shares_begin_anew() -> None:
     with ServerProcess(capacity=CAPACITY) as server:
         with hoarder_at(server) as hoarder:

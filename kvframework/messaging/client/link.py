@@ -110,7 +110,7 @@ class Link:
         # The PINGs that are not answered.
         self._pings: dict[int, Ping] = {}
         self._callers = self._dealer.watch(zmq.Poller())
-        self._asking: set[int] = set()  # threads in `ask`
+        self._within: set[int] = set()  # threads that send, or wait in `ask`
         self._thread = threading.Thread(target=self._run, name="kvf-link", daemon=True)
 
     @property
@@ -134,9 +134,9 @@ class Link:
             raise
 
     def runs_here(self) -> bool:
-        """Whether this is the I/O thread, or a caller within `ask` (its callbacks, a signal's handler): the link may
-        not end before it has left."""
-        return threading.current_thread() is self._thread or threading.get_ident() in self._asking
+        """Whether this is the I/O thread, or a caller within a request (its callbacks, a signal's handler): the link
+        may not end before it has left."""
+        return threading.current_thread() is self._thread or threading.get_ident() in self._within
 
     def submit(
         self,
@@ -151,11 +151,15 @@ class Link:
             item = Outgoing.of(self.cancel, next(self._ids), spec, payload, buffers, timeout, on_late)
         except KVFrameworkError as error:
             return Future.failed(error.with_traceback(None))
-        with self._lock:
-            if self._closed:
-                return Future.failed(self.gone())
-            self._outbox.append(item)
-        self._wakeup.signal()
+        entered = self._enter()
+        try:
+            with self._lock:
+                if self._closed:
+                    return Future.failed(self.gone())
+                self._outbox.append(item)
+            self._wakeup.signal()
+        finally:
+            self._leave(entered)
         return item.future
 
     def ask(
@@ -193,6 +197,7 @@ class Link:
     def post(self, spec: RequestSpec, payload: Message) -> bool:
         """Send a request that gets no answer, in the calling thread; False if it cannot be sent now. Never blocks."""
         frames = join(NO_ANSWER, spec.name, payload)
+        entered = self._enter()
         try:
             self._send_outbox()
             self._dealer.send(frames)
@@ -201,6 +206,8 @@ class Link:
         except BaseException as error:  # a signal's handler raised: half a message may have been sent
             self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
             raise
+        finally:
+            self._leave(entered)
         return True
 
     def silent_s(self) -> float:
@@ -245,9 +252,8 @@ class Link:
     def _wait_here(self, item: Outgoing, until: float) -> None:
         """Send the request and wait. Afterwards the future is resolved, or pending and served by the I/O thread, if
         `until` is before its deadline."""
-        caller, given_on = threading.get_ident(), False
+        entered, given_on = self._enter(), False
         try:
-            self._asking.add(caller)
             self._exchange(item, until)
             if not item.future.query():
                 if until < item.deadline:
@@ -264,7 +270,7 @@ class Link:
                 self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
             raise
         finally:
-            self._asking.discard(caller)
+            self._leave(entered)
             if not given_on and self._pending.lapse(item, self._handed_over):
                 self._wakeup.signal()
 
@@ -314,6 +320,18 @@ class Link:
         item.resolve(item.unanswered())
 
     # in any thread
+
+    def _enter(self) -> bool:
+        """Note that this thread is within a request; return whether it was not yet."""
+        caller = threading.get_ident()
+        if caller in self._within:
+            return False
+        self._within.add(caller)
+        return True
+
+    def _leave(self, entered: bool) -> None:
+        if entered:
+            self._within.discard(threading.get_ident())
 
     def _send_outbox(self) -> None:
         """Send what `submit` has left, oldest first. Raises `zmq.ZMQError` once the link has ended."""

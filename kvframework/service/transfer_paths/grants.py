@@ -130,9 +130,15 @@ class Grants:
         return True
 
     def end_session(self, session_id: int) -> None:
-        """Forget the grants for a client that has ended; its leases have."""
-        for lease, granted in [each for each in self._open.items() if each[1].owner == session_id]:
-            self._forget(lease, granted)
+        """Forget the grants for a client that has ended; its leases have. Those for others stay, and no load by them
+        makes its session a part of this client's engine."""
+        for lease, granted in list(self._open.items()):
+            if granted.owner == session_id:
+                self._forget(lease, granted)
+            elif granted.asked_by == session_id:
+                self._open[lease] = granted._replace(asked_by=granted.owner)
+                self._of_asker[granted.owner] += 1
+        del self._of_asker[session_id]
 
     def _forget_lapsed(self) -> None:
         now = self._clock()

@@ -49,9 +49,14 @@ class PinShares:
         return self._for.get(session, session)
 
     def work_for(self, session: int, payer: int) -> None:
-        """Let the leases of a session count for another one of its engine, from the next lease on."""
+        """Let the leases of a session count for another one of its engine, from the next lease on. What the session has
+        needed until now, that engine has."""
         if session != payer:
             self._for[session] = payer
+            since = dict(reversed(self._needs))
+            if session in since:
+                since[payer] = max(since.pop(session), since.get(payer, -math.inf))
+                self._needs = sorted(since.items(), key=lambda need: -need[1])
 
     def end_session(self, session: int) -> None:
         """Forget a session, whose leases have ended."""
