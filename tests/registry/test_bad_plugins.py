@@ -203,7 +203,8 @@ def test_a_distribution_that_asks_for_another_release(
 ) -> None:
     monkeypatch.setattr("kvframework.__version__", present)
     marker = site / "imported"
-    requires = f"Requires-Dist: kvframework-bench<10,>=9\nRequires-Dist: kvframework_x<10,>=9\nRequires-Dist: kvframework{wanted}\n"
+    others = "Requires-Dist: kvframework-bench<10,>=9\nRequires-Dist: kvframework_x<10,>=9\n"
+    requires = f"{others}Requires-Dist: kvframework{wanted}\n"
     source = marking(marker) + codec_module("new")
     install(site, "acme", {"codec.new": "acme_new"}, {"acme_new": source}, metadata=requires)
     registry = PluginRegistry()
