@@ -23,9 +23,11 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # By library, as the wheel has it, its source in the tree, beside which it is built.
 KERNELS = {
-    Path("kvf_cpu_gather", "native", "libkvf_copy.so"): Path("plugins", "kvf_cpu_gather", "native", "copy.c"),
-    Path("kvf_codecs", "native", "libkvf_planes.so"): Path("plugins", "kvf_codecs", "native", "planes.c"),
-    Path("kvf_hashers", "native", "libkvf_sha256.so"): Path("plugins", "kvf_hashers", "native", "sha256.c"),
+    Path("kvf_cpu_gather", "native", "libkvf_copy.so"): Path(
+        "plugins", "defaults", "kvf_cpu_gather", "native", "copy.c"
+    ),
+    Path("kvf_codecs", "native", "libkvf_planes.so"): Path("plugins", "defaults", "kvf_codecs", "native", "planes.c"),
+    Path("kvf_hashers", "native", "libkvf_sha256.so"): Path("plugins", "defaults", "kvf_hashers", "native", "sha256.c"),
     Path("kvframework", "api", "native", "libkvf_streaming.so"): Path("kvframework", "api", "native", "streaming.c"),
     Path("kvframework", "client", "native", "libkvf_token_ids.so"): Path(
         "kvframework", "client", "native", "token_ids.c"

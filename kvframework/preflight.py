@@ -10,15 +10,25 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from kvframework.api.installing import install_command
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.tier import TierProvider
-from kvframework.config import Config, PluginTable, bytes_of_tenants, default_endpoint, keeper_path, parse_endpoint
-from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError
+from kvframework.config import (
+    Config,
+    ObserveConfig,
+    PluginTable,
+    bytes_of_tenants,
+    default_endpoint,
+    keeper_path,
+    parse_endpoint,
+)
+from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginUnavailable
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.endpoint_files import EndpointFiles
 from kvframework.registry import PluginRegistry, check_table, codec_tables, named_tables, resolve_table
@@ -59,9 +69,19 @@ def common_refusals(config: Config, registry: PluginRegistry, *, running: bool =
         except KVFrameworkError as error:
             yield error
     if config.observe is not None:
-        from kvframework.observe.settings import refusals as observe_refusals  # only few servers need TLS of Python
+        yield from _observe_refusals(config.observe, f"{config.source}: [observe]", running=running)
 
-        yield from observe_refusals(config.observe, f"{config.source}: [observe]", running=running)
+
+def _observe_refusals(config: ObserveConfig, where: str, *, running: bool) -> Iterator[KVFrameworkError]:
+    try:
+        settings = import_module("kvf_observe.settings")  # of a distribution that few servers have
+    except ModuleNotFoundError as error:
+        if error.name != "kvf_observe":
+            raise
+        hint = install_command(distribution="kvframework-observe")
+        yield PluginUnavailable("it needs kvframework-observe, which is not installed", where=where, hint=hint)
+    else:
+        yield from settings.refusals(config, where, running=running)
 
 
 class RunningServer(NamedTuple):

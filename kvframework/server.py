@@ -35,7 +35,7 @@ from kvframework.logs.form import change_logging
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.dispatch import Served, check_handlers
 from kvframework.messaging.server.loop import MessageServer
-from kvframework.observe.supervisor import ObserveSupervisor
+from kvframework.observe_supervisor import ObserveSupervisor
 from kvframework.registry.check import codec_tables, resolve_table
 from kvframework.registry.creation import Creator
 from kvframework.registry.registry import PluginRegistry

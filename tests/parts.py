@@ -134,6 +134,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "mooncake": ("mooncake",),
     # Indexers of cache-aware routers, from their wheels.
     "routers": ("routers",),
+    # Each file of requirements/ in a fresh environment.
+    "packages": ("packages/test_installing.py",),
 }
 
 ROOT = Path(__file__).resolve().parent

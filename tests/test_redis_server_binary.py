@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.cli.demo.redis_server import VARIABLE, redis_binary, redis_command
+from kvf_demo.redis_server import VARIABLE, redis_binary, redis_command
 
 
 def executable(path: Path) -> Path:

@@ -64,12 +64,12 @@ def measure_or_skip(skipped: list[Skipped], what: str, make: Callable[[], T]) ->
 
 def require_torch() -> None:
     """Raise `BenchUnavailable` without torch, for an engine's tensors. Imports nothing."""
-    _require("torch", "torch", "numpy")
+    _require(install_command("torch"), "torch", "numpy")
 
 
 def require_transformers() -> None:
     """Raise `BenchUnavailable` without transformers, for a model. Imports nothing."""
-    _require("transformers", "torch", "numpy", "transformers")
+    _require(install_command(distribution="kvframework-transformers"), "torch", "numpy", "transformers")
 
 
 def require_vllm() -> None:
@@ -78,7 +78,7 @@ def require_vllm() -> None:
         raise BenchUnavailable("not installed: vllm", hint="benchmarks/kvframework_bench/vllm/install.sh ENV")
 
 
-def _require(extra: str, *modules: str) -> None:
+def _require(hint: str, *modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise BenchUnavailable(f"not installed: {', '.join(missing)}", hint=install_command(extra))
+        raise BenchUnavailable(f"not installed: {', '.join(missing)}", hint=hint)

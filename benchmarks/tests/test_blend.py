@@ -61,11 +61,11 @@ def test_the_figures_of_blend() -> None:
 @needs_transformers
 def test_an_answer_is_compared_along_the_tokens_of_full() -> None:
     import torch
-    from transformers import DynamicCache
 
     from kvf_transformers.demo_model import random_llama
     from kvf_transformers.forward import Forward
     from kvframework_bench.blend.answering import Answering
+    from transformers import DynamicCache
 
     _, model, _ = random_llama("tiny")
     prompt, question = list(range(40)), [65, 66]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvframework.cli.demo.redis_server import VARIABLE
-from kvframework.cli.demo.s3_server import weed_binary
+from kvf_demo.redis_server import VARIABLE
+from kvf_demo.s3_server import weed_binary
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from kvframework_bench.document import Document

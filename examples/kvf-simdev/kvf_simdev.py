@@ -13,6 +13,7 @@ from typing import Annotated, ParamSpec, TypeVar
 
 from msgspec import Meta
 
+from kvf_dev.testing.accelerator import NODE_VARIABLE, Accelerator, AcceleratorError, ContextLost, Event, Stream
 from kvframework.api.driver import (
     Allocation,
     Arena,
@@ -25,7 +26,6 @@ from kvframework.api.driver import (
     hookimpl,
 )
 from kvframework.errors import DeviceError, DeviceLost
-from kvframework.testing.accelerator import NODE_VARIABLE, Accelerator, AcceleratorError, ContextLost, Event, Stream
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -4,8 +4,8 @@ import sys
 
 import kvf_simdev
 
+from kvf_dev.testing.accelerator import DeviceTensor
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
-from kvframework.testing.accelerator import DeviceTensor
 
 endpoint, node = sys.argv[1:]
 runtime = kvf_simdev.runtime(node)

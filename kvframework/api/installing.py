@@ -8,7 +8,21 @@ from __future__ import annotations
 
 __all__ = ["install_command", "requirement", "wheel_command"]
 
-SOURCES = {"kvframework": "DIR-OF-CLONE", "kvframework-bench": "DIR-OF-CLONE/benchmarks"}
+_PACKAGES = {
+    "devices": ("cuda",),
+    "engines": ("blend", "sglang", "transformers", "vllm"),
+    "tiers": ("filesystem", "mooncake", "peers", "redis", "s3"),
+    "tools": ("demo", "dev", "observe", "plan", "route"),
+}
+SOURCES = {
+    "kvframework": "DIR-OF-CLONE",
+    "kvframework-bench": "DIR-OF-CLONE/benchmarks",
+    **{
+        f"kvframework-{name}": f"DIR-OF-CLONE/plugins/{folder}/{name}"
+        for folder, names in _PACKAGES.items()
+        for name in names
+    },
+}
 
 
 def requirement(*extras: str, distribution: str = "kvframework") -> str:
@@ -25,5 +39,5 @@ def install_command(*extras: str, distribution: str = "kvframework") -> str:
 
 
 def wheel_command(folder: str = "wheels") -> str:
-    """Return the command that puts a wheel of kvframework into a folder, for pip's `--find-links`."""
-    return f"pip wheel --no-deps --wheel-dir {folder} {requirement()}"
+    """Return the command that puts wheels of kvframework and of its kits into a folder, for pip's `--find-links`."""
+    return f"pip wheel --no-deps --wheel-dir {folder} {requirement()} {requirement(distribution='kvframework-dev')}"

@@ -72,7 +72,7 @@ class Tier(ABC):
     says, one more for `contains`, and those that clear. FAILED is for one key; an operation that failed as a whole (no
     connection, protocol surprise, deadline) raises `TierError`. The caller owns the buffers: a tier keeps no reference
     after it returned. A deadline that has passed and a closed tier are `TierError` at every call. A key that occurs
-    twice in a batch is processed twice, in order. `kvframework.testing.TierConformance` holds a tier to all of this.
+    twice in a batch is processed twice, in order. `kvf_dev.testing.TierConformance` holds a tier to all of this.
 
     With `read_only` the values are those of others: the core neither puts, deletes nor touches any, and tells routers
     nothing of them. Such a tier still has `put` and `delete`, which answer FAILED and MISSING.

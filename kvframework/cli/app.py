@@ -21,20 +21,12 @@ from kvframework.cli import (
     explain,
     hold,
     keys,
-    new,
-    observe,
-    plan,
     plugins,
-    route,
     serve,
-    simulate,
     status,
     tenants,
 )
 from kvframework.cli.commands import CommandGroup
-from kvframework.cli.demo import command as demo
-from kvframework.cli.top import command as top
-from kvframework.cli.trace import command as trace
 from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, examples
 from kvframework.errors import KVFrameworkError
 from kvframework.overdue import bounded
@@ -60,22 +52,14 @@ for command in (
     serve,
     hold,
     status,
-    top,
-    observe,
-    route,
     explain,
-    trace,
     clear,
     config,
     keys,
     tenants,
     plugins,
-    new,
     doctor,
     dump,
-    simulate,
-    plan,
-    demo,
 ):
     command.register(app)
 

@@ -1,15 +1,16 @@
 """Commands of other distributions, found by the entry point group `kvframework.commands`.
 
-An entry point's name is the command, its value a `typer.Typer`. Names and one-line helps come from metadata alone: a
-module is imported when its command runs, or for its own help or completion. A broken one is an error of that
-command only. A command of the core cannot be replaced.
+An entry point's name is the command, or GROUP.COMMAND for one in a group of the core; its value is a `typer.Typer`, of
+which a single command stands for itself. Names and one-line helps come from metadata alone: a module is imported when
+its command runs, or for its own help or completion. A broken one is an error of that command only. A command of the
+core cannot be replaced.
 """
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -21,8 +22,31 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "kvframework.commands"
-# First-party commands of distributions of their own, and what installs them.
-KNOWN = {"bench": install_command(distribution="kvframework-bench")}
+
+
+class Known(NamedTuple):
+    """A first-party command of a distribution of its own."""
+
+    distribution: str
+    summary: str
+
+    @property
+    def hint(self) -> str:
+        return install_command(distribution=self.distribution)
+
+
+KNOWN = {
+    "bench": Known("kvframework-bench", "Measure this machine, and kvframework next to it."),
+    "demo": Known("kvframework-demo", "See it work: a second process skips the prefill."),
+    "new": Known("kvframework-dev", "Write a new plugin's distribution, which works as it is."),
+    "observe": Known("kvframework-observe", "Serve metrics, health and a live page over HTTP."),
+    "plan": Known("kvframework-plan", "Size a cache for a trace and a goal."),
+    "plugins.check": Known("kvframework-dev", "Check a plugin before it is published."),
+    "route": Known("kvframework-route", "Tell which node holds how much of a prompt."),
+    "simulate": Known("kvframework-plan", "Replay a trace against a configuration, in virtual time."),
+    "top": Known("kvframework-observe", "Show a live picture of the server in the terminal."),
+    "trace": Known("kvframework-plan", "Record, check and describe traces of requests."),
+}
 
 
 class QuickGroup(TyperGroup):
@@ -46,13 +70,17 @@ class QuickGroup(TyperGroup):
 class CommandGroup(QuickGroup):
     """The core's commands, followed by those of other distributions."""
 
+    # What the names of the group's entry points begin with.
+    prefix: ClassVar[str] = ""
+
     @cached_property
     def _offers(self) -> dict[str, list[EntryPoint]]:
         return _found()
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)
-        return [*own, *(name for name in sorted({*self._offers, *KNOWN}) if name not in own)]
+        found = {name.removeprefix(self.prefix) for name in {*self._offers, *KNOWN} if name.startswith(self.prefix)}
+        return [*own, *(name for name in sorted(found) if name not in own and "." not in name)]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command. For an unknown name the error proposes near ones, those of other distributions included."""
@@ -64,25 +92,40 @@ class CommandGroup(QuickGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         own = super().get_command(ctx, cmd_name)
-        if own is not None:
+        if own is not None or "." in cmd_name:
             return own
-        offers = self._offers.get(cmd_name, [])
-        return FoundCommand(cmd_name, offers) if offers or cmd_name in KNOWN else None
+        full = self.prefix + cmd_name
+        offers = self._offers.get(full, [])
+        return FoundCommand(cmd_name, full, offers) if offers or full in KNOWN else None
 
 
 class FoundCommand(TyperCommand):
     """A placeholder of a command; when the command is needed, it makes the context of the real one."""
 
-    def __init__(self, name: str, offers: list[EntryPoint]) -> None:
-        super().__init__(name, help=_summary(name, offers), rich_markup_mode=None)
+    def __init__(self, name: str, full: str, offers: list[EntryPoint]) -> None:
+        super().__init__(name, help=_summary(full, offers), rich_markup_mode=None)
+        self._full = full
         self._offers = offers
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Import the command's module. Raises `PluginUnavailable`, `PluginConflict` or `PluginBroken`."""
-        parent_app = typer.Typer(rich_markup_mode=None)
-        parent_app.add_typer(_load(str(self.name), self._offers), name=self.name)
-        command: Any = typer.main.get_group(parent_app).commands[str(self.name)]
-        return command.make_context(info_name, args, parent=parent, **extra)
+        """Import the command's module. Raises as `load` does."""
+        return self.load().make_context(info_name, args, parent=parent, **extra)
+
+    def load(self) -> Any:
+        """Return the real command. Raises `PluginUnavailable`, `PluginConflict` or `PluginBroken`."""
+        return _command(str(self.name), _load(self._full, self._offers))
+
+
+def _command(name: str, app: typer.Typer) -> Any:
+    """Return the command of an app, as typer itself would: an app of one command and no callback is that command."""
+    parent = typer.Typer(rich_markup_mode=None)
+    parent.add_typer(app, name=name)
+    group: Any = typer.main.get_group(parent).commands[name]
+    if app.registered_callback is None and not app.registered_groups and len(group.commands) == 1:
+        (only,) = group.commands.values()
+        only.name = name
+        return only
+    return group
 
 
 def _found() -> dict[str, list[EntryPoint]]:
@@ -98,17 +141,17 @@ def _found() -> dict[str, list[EntryPoint]]:
 
 
 def _summary(name: str, offers: list[EntryPoint]) -> str:
-    """Return the summary of the distribution."""
-    if not offers:
-        return f"Not installed: {KNOWN[name]}."
+    """Return the line for the command: of a first-party one the core's own, else the summary of the distribution."""
+    if name in KNOWN:
+        return KNOWN[name].summary if offers else f"Not installed: {KNOWN[name].hint}."
     distribution = offers[0].dist
     return (distribution.metadata["Summary"] or "") if distribution else ""
 
 
 def _load(name: str, offers: list[EntryPoint]) -> typer.Typer:
-    where = f"kvframework {name}"
+    where = f"kvframework {name.replace('.', ' ')}"
     if not offers:
-        raise PluginUnavailable("the command is not installed", where=where, hint=KNOWN[name])
+        raise PluginUnavailable("the command is not installed", where=where, hint=KNOWN[name].hint)
     if len(offers) > 1:
         raise PluginConflict(
             f"{len(offers)} distributions offer this command",

@@ -1,4 +1,4 @@
-"""The views of `kvframework plugins info` and `plugins check`: documents, and their form on a terminal."""
+"""The views of `kvframework plugins list` and `plugins info`: documents, and their form on a terminal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from rich.text import Text
 from kvframework.api.tier import TierProvider
 from kvframework.cli.console import print_table, print_text, stdout
 from kvframework.config import toml_value
-from kvframework.inspection import Problem, Report
 from kvframework.registry import PluginInfo
 from kvframework.registry.loader import AnyProvider
 from kvframework.registry.options import OptionInfo, describe_options
 
 _COLUMNS = ("name", "kind", "distribution", "version", "status", "reason")
-_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow"}
 
 
 def plugin_rows(infos: Iterable[PluginInfo]) -> list[dict[str, str]]:
@@ -41,33 +39,6 @@ def show_plugins(rows: list[dict[str, str]]) -> None:
         if row["reason"]:
             stdout.print()
             print_text(Text.assemble((row["name"], "bold"), f": {row['reason']}"))
-
-
-def show_report(report: Report) -> None:
-    """Print errors first, then warnings, then notes on unchecked parts, then the totals."""
-    for problem in sorted(report.problems, key=lambda each: each.severity):
-        _show(problem)
-    for note in report.notes:
-        print_text(f"note: {note}")
-    warnings = len(report.problems) - report.errors
-    what = ", ".join(report.checked) or report.target
-    if not report.problems:
-        print_text(Text.assemble(("ok", "bold green"), f": {what}"))
-    else:
-        print_text(Text(f"{what}: {_count(report.errors, 'error')}, {_count(warnings, 'warning')}"))
-
-
-def _show(problem: Problem) -> None:
-    stdout.print(
-        Text.assemble((problem.severity, _SEVERITY_STYLES[problem.severity]), f" [{problem.id}] {problem.where}")
-    )
-    for label, text in (("", problem.fact), ("expected: ", problem.expected), ("hint: ", problem.hint)):
-        if text:
-            print_text(f"  {label}{text}")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 _TABLES = {

@@ -1,5 +1,4 @@
-"""`kvframework plugins`: the installed plugins, the options of each, why one is unavailable, and the problems its
-author should fix."""
+"""`kvframework plugins`: the installed plugins, the options of each, and why one is unavailable."""
 
 from __future__ import annotations
 
@@ -10,14 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.commands import QuickGroup
-from kvframework.cli.usage import EXIT_FOUND, AsJson, examples
+from kvframework.cli.commands import CommandGroup
+from kvframework.cli.usage import AsJson, examples
 
 if TYPE_CHECKING:
     from kvframework.errors import PluginNotFound
     from kvframework.registry import PluginRegistry
 
-_app = typer.Typer(cls=QuickGroup, help="List, describe and check plugins.", no_args_is_help=True)
+
+class PluginsGroup(CommandGroup):
+    """The core's commands about plugins, followed by those of other distributions."""
+
+    prefix = "plugins."
+
+
+_app = typer.Typer(cls=PluginsGroup, help="List, describe and check plugins.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
@@ -63,48 +69,6 @@ def info(
         print_document(view)
     else:
         show_plugin(view)
-
-
-@_app.command(
-    "check",
-    epilog=examples(
-        "kvframework plugins check tier.mystore",
-        "kvframework plugins check tier.mystore --set path=/tmp/store",
-        "kvframework plugins check kvf_mystore --json",
-    ),
-)
-def check(
-    plugin: Annotated[str, typer.Argument(metavar="MODULE|KIND.NAME", help="What to check.")],
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="An option that the plugin KIND.NAME is made with; repeatable.",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Check a plugin before it is published: its metadata, source, import, hooks, options, and the objects it creates.
-
-    The plugin is imported and called in separate processes, each with a deadline. The exit status is 1 if there is an
-    error; warnings alone leave it 0. The conformance kits of kvframework.testing check its behaviour.
-    """
-    from kvframework.cli.console import print_document
-    from kvframework.cli.plugin_view import show_report
-    from kvframework.config import apply_override
-    from kvframework.inspection import inspect_plugin
-
-    options: dict[str, object] = {}
-    for setting in settings or ():
-        apply_override(options, setting)
-    report = inspect_plugin(plugin, options)
-    if as_json:
-        print_document(report)
-    else:
-        show_report(report)
-    if report.errors:
-        raise typer.Exit(EXIT_FOUND)
 
 
 def _no_name(plugin: str, registry: PluginRegistry) -> PluginNotFound:

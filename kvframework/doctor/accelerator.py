@@ -60,7 +60,9 @@ def _driver(file: Path) -> str:
 def _packages(driver: int) -> Iterator[Finding]:
     """The packages of cuda_ipc's extras; `driver` is the driver's major version."""
     old = driver < _DRIVER_OF_CUDA_13
-    advice = f"for the transport cuda_ipc: {install_command('cuda12' if old else 'cuda')}"
+    advice = (
+        f"for the transport cuda_ipc: {install_command('cuda12' if old else 'cuda13', distribution='kvframework-cuda')}"
+    )
     bindings = _version("cuda-bindings")
     if not bindings:
         fact = "cuda-bindings is not installed: only cpu_gather can reach the memory of GPUs"

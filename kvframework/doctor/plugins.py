@@ -11,7 +11,7 @@ import msgspec
 from kvframework.api.findings import Finding
 from kvframework.config import Config, PluginTable
 from kvframework.errors import ConfigError, KVFrameworkError
-from kvframework.inspection.isolated import run_isolated
+from kvframework.isolated import run_isolated
 from kvframework.registry import codec_tables
 
 # The part of a check's time that is kept for the end of the process, after a plugin's own diagnosis.

@@ -8,6 +8,16 @@ from importlib import metadata
 
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
 
+# Plugins of this project that are distributions of their own, by their entry points.
+FIRST_PARTY = {
+    "requests.blend": "kvframework-blend",
+    "tier.filesystem": "kvframework-filesystem",
+    "tier.mooncake": "kvframework-mooncake",
+    "tier.peers": "kvframework-peers",
+    "tier.redis": "kvframework-redis",
+    "tier.s3": "kvframework-s3",
+    "transport.cuda_ipc": "kvframework-cuda",
+}
 _GROUP = re.compile(re.escape(ENTRY_POINT_GROUP.rpartition(".v")[0]) + r"\.v(\d+)")
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pluggy
 
 from kvframework.api import hookspecs
+from kvframework.api.installing import install_command
 from kvframework.api.options import Options
 from kvframework.api.plugin import API_VERSION, PROJECT
 from kvframework.config import closest, convert
@@ -28,7 +29,7 @@ from kvframework.errors import (
 from kvframework.overdue import named_at
 from kvframework.registry import loader
 from kvframework.registry.compatibility import check_major, check_release
-from kvframework.registry.discovery import EntryPointInfo, discover
+from kvframework.registry.discovery import FIRST_PARTY, EntryPointInfo, discover
 from kvframework.registry.kinds import KINDS
 from kvframework.registry.loader import AnyProvider
 
@@ -201,8 +202,15 @@ class PluginRegistry:
         raise PluginNotFound(
             f"no installed distribution offers the {kind} {name!r}",
             available=available,
-            hint=closest(name, self.names(kind)) or f"install a distribution with the entry point {kind}.{name}",
+            hint=self._where_it_is(kind, name),
         )
+
+    def _where_it_is(self, kind: str, name: str) -> str:
+        title = f"{kind}.{name}"
+        if title in FIRST_PARTY:
+            return install_command(distribution=FIRST_PARTY[title])
+        known = [*self.names(kind), *(each.partition(".")[2] for each in FIRST_PARTY if each.startswith(f"{kind}."))]
+        return closest(name, known) or f"install a distribution with the entry point {title}"
 
     def _load(self, offer: EntryPointInfo) -> AnyProvider:
         if offer not in self._outcomes:

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import kvf_dev
 import kvframework
 from kvframework.api.plugin import API_VERSION
 
 PACKAGE = Path(kvframework.__file__).parent
+KITS = Path(kvf_dev.__file__).parent
 FILE = Path(__file__).parent / "surface.txt"
 RENEW = "python -m tests.api.surface"
 # What an author may import: of these modules the names in `__all__`, of one without it every public name that it
@@ -30,14 +32,14 @@ MODULES = (
     ),
     "kvframework.client",
     "kvframework.devices.copy_plans",
-    "kvframework.testing",
-    "kvframework.testing.faults",
-    "kvframework.testing.layout",
-    "kvframework.testing.tier",
-    "kvframework.testing.transport",
+    "kvf_dev.testing",
+    "kvf_dev.testing.faults",
+    "kvf_dev.testing.layout",
+    "kvf_dev.testing.tier",
+    "kvf_dev.testing.transport",
 )
 # What an author may import besides, to develop against: it may change with any minor release.
-SIMULATOR = ("kvframework.testing.accelerator", "kvframework.testing.accelerator.rig")
+SIMULATOR = ("kvf_dev.testing.accelerator", "kvf_dev.testing.accelerator.rig")
 METHOD = re.compile(r"  (?!.*fixture )(\w+ )*\w+\.\w+\(")
 SPECIAL = {"__init__", "__call__", "__int__", "__len__"}
 FLAGS = {
@@ -73,7 +75,8 @@ def surface() -> str:
 
 
 def source(module: str) -> str:
-    place = PACKAGE.joinpath(*module.split(".")[1:])
+    top, *parts = module.split(".")
+    place = {"kvframework": PACKAGE, "kvf_dev": KITS}[top].joinpath(*parts)
     return (place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text()
 
 
@@ -117,7 +120,7 @@ def find(module: str, name: str) -> Definition:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    if node.module.startswith("kvframework"):
+                    if node.module.startswith(("kvframework", "kvf_dev")):
                         return find(node.module, alias.name)
                     return Definition(module, node)
     raise LookupError(f"{module} makes no {name}")
@@ -153,7 +156,7 @@ def members(name: str, definition: Definition, known: set[Definition]) -> Iterat
         hidden = hidden_base(definition, base, known)
         if hidden is not None:
             # Of the parts of a kit its fields and fixtures are for authors.
-            kit = hidden.module.startswith("kvframework.testing")
+            kit = hidden.module.startswith("kvf_dev.testing")
             yield from (line for line in members(name, hidden, known) if not (kit and METHOD.match(line)))
     # Fields in their order, which is that of positional arguments and of what travels as an array.
     for each in node.body:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.testing import TierConformance
 from kvf_filesystem import FilesystemOptions
 from kvframework.api.helper_tier import FROZEN_S, HelperTier
 from kvframework.api.options import ByteSize, NoOptions, Options
 from kvframework.api.tier import Outcome, Tier, TierError
 from kvframework.errors import PluginBroken
-from kvframework.testing import TierConformance
 from tests.api.tiers_in_processes import Late, Registering, SlowOptions, Wrong, filesystem, refused, slow, unmakeable
 from tests.support.processes import has_ended, send
 from tests.support.waiting import wait_until

@@ -18,6 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_ALL = {"kvframework.errors", "kvframework.api.hookspecs"}
 
 
+# What authors of plugins read as examples: not the tools, which know more of the core.
+OURS = [folder for folder in sorted((ROOT / "plugins").iterdir()) if folder.name != "tools"]
+TEMPLATES = ROOT / "plugins" / "tools" / "dev" / "kvf_dev" / "scaffold" / "templates"
+
+
 def test_the_public_surface_is_the_one_on_file() -> None:
     before, now = surface.FILE.read_text().splitlines(), surface.surface().splitlines()
     new = "".join(f"\n  + {line.strip()}" for line in now if line not in before)
@@ -33,29 +38,31 @@ def test_it_has_every_module_that_authors_are_shown_to_import() -> None:
     shown = [
         ROOT / "docs" / "plugins",
         ROOT / "examples",
-        ROOT / "plugins",
-        ROOT / "kvframework" / "scaffold" / "templates",
+        TEMPLATES,
+        *OURS,
     ]
     texts = [
         file.read_text() for folder in shown for file in folder.rglob("*") if file.suffix in (".md", ".py", ".py-tpl")
     ]
     found = {
-        name for text in texts for name in re.findall(r"^ *(?:from|import) (kvframework[\w.]*)", text, re.MULTILINE)
+        name
+        for text in texts
+        for name in re.findall(r"^ *(?:from|import) ((?:kvframework|kvf_dev)\b[\w.]*)", text, re.MULTILINE)
     }
-    assert {"kvframework.api.tier", "kvframework.testing.transport"} <= found <= {*surface.MODULES, *surface.SIMULATOR}
+    assert {"kvframework.api.tier", "kvf_dev.testing.transport"} <= found <= {*surface.MODULES, *surface.SIMULATOR}
 
 
 def imported(text: str) -> Iterator[tuple[str, str]]:
     """Module and name of every import of this package in a program, those in functions and for the type checker too."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvframework"):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("kvframework", "kvf_dev")):
             yield from ((node.module or "", alias.name) for alias in node.names)
 
 
 def programs() -> Iterator[tuple[str, str]]:
     """What authors read as examples: our plugins, distributions, templates, guides, and the examples of hooks."""
-    for folder in ("plugins", "examples", "kvframework/scaffold/templates"):
-        for file in sorted((ROOT / folder).rglob("*")):
+    for folder in (*OURS, ROOT / "examples", TEMPLATES):
+        for file in sorted(folder.rglob("*")):
             if file.name.endswith((".py", ".py-tpl")):
                 yield str(file.relative_to(ROOT)), file.read_text()
     for page in sorted((ROOT / "docs" / "plugins").glob("*.md")):
@@ -88,19 +95,31 @@ def test_packages_say_what_is_public() -> None:
 
 
 CHANGES = {
-    "a parameter": ("api.tier", "def ping(self, *, deadline: float)", "def ping(self, *, deadline: float, hard: bool)"),
-    "a type": ("api.tier", "used_bytes: int", "used_bytes: float"),
-    "a default": ("api.requests", "deadline_s: float = 5.0", "deadline_s: float = 6.0"),
-    "a bound": ("api.driver", "Meta(ge=1, desc", "Meta(ge=2, desc"),
-    "a method that must be there": ("api.eviction", "def on_access", "def on_use"),
-    "the order of fields": ("api.driver", "view: memoryview\n    address: int", "address: int\n    view: memoryview"),
-    "a base": ("errors", "class DeviceLost(DeviceError)", "class DeviceLost(KVFrameworkError)"),
-    "a code": ("errors", '"device.lost"', '"device.gone"'),
-    "how a struct is made": ("api.options", "frozen=True, forbid_unknown_fields=True", "frozen=True"),
-    "a hook": ("api.hookspecs", "def kvf_codecs", "def kvf_codec"),
-    "an attribute": ("api.transfer", "self.outcome = outcome", "self._outcome = outcome"),
-    "a kit's setting": ("testing.tier.kit", "patience_s: ClassVar[float] = 20.0", "patience_s: ClassVar[float] = 2.0"),
-    "a kit's fixture": ("testing.layout.kit", "def subject(", "def layout_subject("),
+    "a parameter": (
+        "kvframework.api.tier",
+        "def ping(self, *, deadline: float)",
+        "def ping(self, *, deadline: float, hard: bool)",
+    ),
+    "a type": ("kvframework.api.tier", "used_bytes: int", "used_bytes: float"),
+    "a default": ("kvframework.api.requests", "deadline_s: float = 5.0", "deadline_s: float = 6.0"),
+    "a bound": ("kvframework.api.driver", "Meta(ge=1, desc", "Meta(ge=2, desc"),
+    "a method that must be there": ("kvframework.api.eviction", "def on_access", "def on_use"),
+    "the order of fields": (
+        "kvframework.api.driver",
+        "view: memoryview\n    address: int",
+        "address: int\n    view: memoryview",
+    ),
+    "a base": ("kvframework.errors", "class DeviceLost(DeviceError)", "class DeviceLost(KVFrameworkError)"),
+    "a code": ("kvframework.errors", '"device.lost"', '"device.gone"'),
+    "how a struct is made": ("kvframework.api.options", "frozen=True, forbid_unknown_fields=True", "frozen=True"),
+    "a hook": ("kvframework.api.hookspecs", "def kvf_codecs", "def kvf_codec"),
+    "an attribute": ("kvframework.api.transfer", "self.outcome = outcome", "self._outcome = outcome"),
+    "a kit's setting": (
+        "kvf_dev.testing.tier.kit",
+        "patience_s: ClassVar[float] = 20.0",
+        "patience_s: ClassVar[float] = 2.0",
+    ),
+    "a kit's fixture": ("kvf_dev.testing.layout.kit", "def subject(", "def layout_subject("),
 }
 
 
@@ -110,11 +129,11 @@ def test_a_change_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 UNSEEN = {
-    "a description": ("api.driver", "bytes of one launch", "what one launch has"),
-    "a docstring": ("api.futures", '"""Returns the value, waiting', '"""The result, waiting'),
-    "a private name": ("api.futures", "_callbacks", "_waiting"),
+    "a description": ("kvframework.api.driver", "bytes of one launch", "what one launch has"),
+    "a docstring": ("kvframework.api.futures", '"""Returns the value, waiting', '"""The result, waiting'),
+    "a private name": ("kvframework.api.futures", "_callbacks", "_waiting"),
     "a test of a kit": (
-        "testing.layout.declaration",
+        "kvf_dev.testing.layout.declaration",
         "def test_every_layer_is_in_one_group",
         "def test_layers_are_in_a_group",
     ),
@@ -126,9 +145,8 @@ def test_what_is_no_contract_may_change(what: str, monkeypatch: pytest.MonkeyPat
     assert not is_seen(*UNSEEN[what], monkeypatch)
 
 
-def is_seen(name: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the surface is another one when a module of that name has `new` for `old`."""
-    module = f"kvframework.{name}"
+def is_seen(module: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the surface is another one when the module has `new` for `old`."""
     before, source = surface.surface(), surface.source(module)
     assert old in source
     monkeypatch.setitem(surface._read, module, surface.flat(ast.parse(source.replace(old, new))))

@@ -144,6 +144,7 @@ FAMILIES: dict[str, Callable[[Any], tuple[Any, Rotary]]] = {
 
 def make_model(config: Any, dtype: str = "float32", seed: int = 0) -> Any:
     import torch
+
     import transformers
 
     torch.manual_seed(seed)

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from kvf_demo import blend as demo_blend_run
+from kvf_demo.result import OWN_MODEL, BlendResult, WayResult
+from kvf_demo.view import show_blend
 from kvframework.cli.app import app
-from kvframework.cli.demo import blend as demo_blend_run
-from kvframework.cli.demo.result import OWN_MODEL, BlendResult, WayResult
-from kvframework.cli.demo.view import show_blend
 from tests.cli.command import run
 from tests.support.demo import left_behind
 from tests.support.demo import temporary as temporary

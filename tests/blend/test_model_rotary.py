@@ -16,8 +16,8 @@ pytestmark = pytest.mark.transformers
 def imports() -> None:
     global probe, rotary_of, rotate_keys, torch, transformers
     import torch
-    import transformers
 
+    import transformers
     from kvf_blend.engine.model_rotary import rotary_of
     from kvf_blend.engine.rotary_proof import probe
     from kvf_blend.engine.rotation import rotate_keys

@@ -17,8 +17,8 @@ def imports() -> None:
     global Decoder, Held, Loaded, by_deviation, check_decoder, layers_of, learn_form, local_llama, placed
     global prefill, prefill_module, rotary_of, torch, transformers
     import torch
-    import transformers
 
+    import transformers
     from kvf_blend.engine import prefill as prefill_module
     from kvf_blend.engine.decoder import Decoder
     from kvf_blend.engine.decoder_check import check_decoder

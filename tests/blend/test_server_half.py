@@ -9,7 +9,7 @@ LOADED = """
 import sys
 import kvf_blend
 first = set(sys.modules)
-from kvframework.inspection.making import _NoServices
+from kvf_dev.inspection.making import _NoServices
 (provider,) = kvf_blend.kvf_request_handlers()
 handlers = provider.create(provider.options(), _NoServices())
 print(*sorted(handler.spec.name for handler in handlers))

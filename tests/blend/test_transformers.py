@@ -25,8 +25,8 @@ pytestmark = pytest.mark.transformers
 def imports() -> None:
     global BlendTransformers, CacheSession, TransformersKV, add_adapters, set_adapter, torch, transformers
     import torch
-    import transformers
 
+    import transformers
     from kvf_blend.engine.blend import BlendTransformers
     from kvf_transformers import TransformersKV
     from kvf_transformers.session import CacheSession

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvframework.testing.faults import WIRE_FAULTS
+from kvf_dev.testing.faults import WIRE_FAULTS
 
 SHORT_S, LONG_S = (0.05, 0.5), (2.5, 5.0)  # below and above the leases of these servers
 FIRST_S = 2.0

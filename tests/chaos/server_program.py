@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import kvf_filesystem.tier as filesystem
+from kvf_dev.testing.faults import FaultyTier
 from kvframework.api.tier import Tier
 from kvframework.cli.main import main
 from kvframework.storage import manager as storage_manager
 from kvframework.storage.l1.journal import kept
 from kvframework.storage.manager import StorageManager
-from kvframework.testing.faults import FaultyTier
 
 SLOWNESS, PLANT = "KVFRAMEWORK_CHAOS_SLOWNESS", "KVFRAMEWORK_CHAOS_PLANT"
 # A bug occurs once in this number of calls.

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvframework.testing.faults import FaultProxy
+from kvf_dev.testing.faults import FaultProxy
 from tests.chaos import server_program
 from tests.chaos.events import AnyEvent, Claim, Settings
 from tests.chaos.footprint import Footprint

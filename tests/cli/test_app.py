@@ -30,8 +30,8 @@ def test_help_has_examples_of_the_command(command: str, flag: str) -> None:
 
 
 WALK = """
-import json, typer
-from kvframework.cli.app import app
+import json
+from tests.support.whole_cli import whole_cli
 def walk(command, name):
     yield name, command.help
     for parameter in command.params:
@@ -39,7 +39,7 @@ def walk(command, name):
             yield f"{name} {parameter.name}", parameter.help
     for child, inner in getattr(command, "commands", {}).items():
         yield from walk(inner, f"{name} {child}")
-print(json.dumps(dict(walk(typer.main.get_command(app), "kvframework"))))
+print(json.dumps(dict(walk(whole_cli(), "kvframework"))))
 """
 
 

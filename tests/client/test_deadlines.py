@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from kvf_dev.testing.faults import FaultProxy
 from kvframework.api.transport import StoreOutcome
 from kvframework.client import EngineSpeed, KVClient
 from kvframework.errors import ConfigFieldError, DeadlineExceeded
-from kvframework.testing.faults import FaultProxy
 from kvframework.wire import messages as m
 from kvframework.wire.client_deadlines import LOCAL, SCALE_VARIABLE, TCP, deadlines_for
 from tests.client.engine import Engine

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvf_dev.testing.accelerator import DeviceTensor, SimulatedNode
+from kvf_dev.testing.transport.node import PATIENCE_S, status_of
 from kvframework.api.layout import Layout
 from kvframework.api.transport import Registration
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
@@ -18,8 +20,6 @@ from kvframework.devices.engine_half import DeviceTransfer
 from kvframework.errors import BadLayout, DeviceError, TransportMismatch
 from kvframework.registry import PluginRegistry
 from kvframework.server import Server
-from kvframework.testing.accelerator import DeviceTensor, SimulatedNode
-from kvframework.testing.transport.node import PATIENCE_S, status_of
 from kvframework.wire import messages as m
 from tests.devices import rigs  # noqa: F401 - makes the example importable
 from tests.support.waiting import wait_until

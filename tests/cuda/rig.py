@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
+from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.api.types import dtype_bytes
-from kvframework.testing.accelerator.tensor import DeviceTensor, contiguous
-from kvframework.testing.transport.rig import TransportRig
 from tests.cuda.node import CudaNode
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvframework.testing import TransportConformance
-from kvframework.testing.transport import RigSpec
-from kvframework.testing.transport.content import Content
-from kvframework.testing.transport.faults import Faults
+from kvf_dev.testing import TransportConformance
+from kvf_dev.testing.transport import RigSpec
+from kvf_dev.testing.transport.content import Content
+from kvf_dev.testing.transport.faults import Faults
 from tests.cuda.building import is_simulated
 from tests.cuda.node import CudaNode
 

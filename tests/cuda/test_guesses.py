@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, client_of, serving, status_of
 from kvframework.api.driver import Allocation, Exported
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, client_of, serving, status_of
 from tests.cuda.node import DEVICE_UNAVAILABLE, NOT_FOUND, CudaNode
 from tests.cuda.rig import CudaRig, make_simulated
 from tests.support.waiting import wait_until

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.testing.transport import RigSpec
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, EngineProgram, ServerProgram, client_of, endpoint_in, serving
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
-from kvframework.testing.transport import RigSpec
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, EngineProgram, ServerProgram, client_of, endpoint_in, serving
 from tests.cuda.building import KERNELS_VARIABLE, environment
 from tests.cuda.node import CudaNode
 from tests.cuda.rig import CudaRig, make_simulated

@@ -8,11 +8,11 @@ from contextlib import closing
 
 import pytest
 
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.accelerator.rig import SimulatedRig
+from kvf_dev.testing.transport.node import client_of, serving
 from kvframework.client import KVClient
 from kvframework.server import Server
-from kvframework.testing.accelerator import SimulatedNode
-from kvframework.testing.accelerator.rig import SimulatedRig
-from kvframework.testing.transport.node import client_of, serving
 from tests.devices.rigs import simdev
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S
 
 
 def works(engine: KitEngine) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvf_simdev import SimCopier, SimEngine, SimOptions, create_copier, create_engine, runtime
 
+from kvf_dev.testing.accelerator import Event, Stream
 from kvframework.api.driver import Allocation, Arena, CopyBatch, DeviceTransportProvider, Exported, hookimpl
 from kvframework.errors import DeviceError, DeviceLost
-from kvframework.testing.accelerator import Event, Stream
 
 HINT = "set ACME_IPC=1"
 PIN_S = 2.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from kvframework.testing.accelerator import Accelerator, AcceleratorError
+from kvf_dev.testing.accelerator import Accelerator, AcceleratorError
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from kvf_simdev import SimCopier, SimEngine, SimOptions, create_copier, create_engine, runtime
 from msgspec import structs
 
+from kvf_dev.testing.accelerator import AcceleratorError, Event, Stream
 from kvframework.api.driver import Allocation, Arena, CopyBatch, DeviceTransportProvider, Exported
 from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo
@@ -30,7 +31,6 @@ from kvframework.api.transport import (
 from kvframework.devices.engine_half import DeviceTransfer
 from kvframework.devices.server_half import DeviceServerTransport
 from kvframework.errors import DeviceError, DeviceLost
-from kvframework.testing.accelerator import AcceleratorError, Event, Stream
 
 # in the copier
 

@@ -11,7 +11,7 @@ if str(EXAMPLE) not in sys.path:
 
 import kvf_simdev  # noqa: E402
 
-from kvframework.testing.accelerator.rig import SimulatedRig  # noqa: E402
+from kvf_dev.testing.accelerator.rig import SimulatedRig  # noqa: E402
 
 
 def simdev(

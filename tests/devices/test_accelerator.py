@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.testing.accelerator import (
+from kvf_dev.testing.accelerator import (
     Accelerator,
     AcceleratorError,
     ContextLost,

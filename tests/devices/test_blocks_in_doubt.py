@@ -8,13 +8,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from kvf_dev.testing.accelerator.rig import SimulatedRig
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, held_by, status_of
 from kvframework.client import KVClient
 from kvframework.errors import BadLayout, TransportMismatch
 from kvframework.server import Server
-from kvframework.testing.accelerator.rig import SimulatedRig
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, held_by, status_of
 from kvframework.wire import messages as m
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvframework.testing import TransportConformance
-from kvframework.testing.accelerator import SimulatedNode
-from kvframework.testing.transport import RigSpec
+from kvf_dev.testing import TransportConformance
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.transport import RigSpec
 
 
 class TestSimdev(TransportConformance):

@@ -11,16 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvframework.client import KVClient
-from kvframework.devices.handles import export_memory
-from kvframework.devices.server_half import DeviceServerTransport
-from kvframework.errors import DeviceError
-from kvframework.server import Server
-from kvframework.testing.accelerator import SimulatedNode
-from kvframework.testing.accelerator.rig import SimulatedRig
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import (
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.accelerator.rig import SimulatedRig
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import (
     PATIENCE_S,
     ServerProgram,
     client_of,
@@ -28,7 +23,12 @@ from kvframework.testing.transport.node import (
     serving,
     status_of,
 )
-from kvframework.testing.transport.rig import RigSpec
+from kvf_dev.testing.transport.rig import RigSpec
+from kvframework.client import KVClient
+from kvframework.devices.handles import export_memory
+from kvframework.devices.server_half import DeviceServerTransport
+from kvframework.errors import DeviceError
+from kvframework.server import Server
 from tests.devices.engines import works
 from tests.devices.rigs import simdev
 from tests.support.processes import children, send

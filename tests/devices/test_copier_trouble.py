@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, client_of, serving, status_of
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
 from kvframework.server import Server
-from kvframework.testing.accelerator import SimulatedNode
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, client_of, serving, status_of
 from tests.client import test_transport_choice as choice
 from tests.devices.engines import works
 from tests.devices.rigs import simdev

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.accelerator.rig import SimulatedRig
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in
+from kvf_dev.testing.transport.rig import RigSpec
 from kvframework.api import futures
 from kvframework.api.futures import Future, Promise
 from kvframework.errors import Cancelled, DeadlineExceeded, DeviceError, ServerGone
 from kvframework.server import Server
-from kvframework.testing.accelerator import SimulatedNode
-from kvframework.testing.accelerator.rig import SimulatedRig
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in
-from kvframework.testing.transport.rig import RigSpec
 from tests.support.processes import send
 from tests.support.waiting import wait_until
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.testing.accelerator import Event, SimulatedNode
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, client_of, serving, status_of
 from kvframework.api.futures import Future
 from kvframework.api.transfer import StoreOutcome
 from kvframework.client import KVClient
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, DeviceError, DeviceLost
 from kvframework.registry import PluginRegistry, check_config
-from kvframework.testing.accelerator import Event, SimulatedNode
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, client_of, serving, status_of
 from tests.devices.engines import works
 from tests.devices.rigs import EXAMPLE, kvf_simdev, simdev
 from tests.registry.fake_distributions import install

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, client_of, serving
 from kvframework.api.driver import DeviceOptions
 from kvframework.api.options import ByteSize
 from kvframework.devices.copier import Copier
 from kvframework.devices.launching import Launcher
 from kvframework.devices.messages import Done, Frames, from_copier
-from kvframework.testing.accelerator import SimulatedNode
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, client_of, serving
 from tests.devices.engines import works
 from tests.devices.rigs import simdev
 from tests.devices.test_launching import Driver, Event, Job, batches

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.accelerator.rig import SimulatedRig
+from kvf_dev.testing.transport import RigSpec
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in, status_of
 from kvframework.client import KVClient
 from kvframework.devices.supervisor import START_S
 from kvframework.errors import DeadlineExceeded
-from kvframework.testing.accelerator import SimulatedNode
-from kvframework.testing.accelerator.rig import SimulatedRig
-from kvframework.testing.transport import RigSpec
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in, status_of
 from kvframework.wire import messages as m
 from kvframework.wire.client_deadlines import LOCAL
 from kvframework.wire.table import REQUESTS

@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
+from kvf_dev.testing.accelerator.rig import SimulatedRig
+from kvf_dev.testing.transport import engine as kit
+from kvf_dev.testing.transport import node
+from kvf_dev.testing.transport.cases import PAGED
 from kvframework.client import KVClient, ModelPart, WorkerAdapter
 from kvframework.server import Server
-from kvframework.testing.accelerator.rig import SimulatedRig
-from kvframework.testing.transport import engine as kit
-from kvframework.testing.transport import node
-from kvframework.testing.transport.cases import PAGED
 
 pytestmark = pytest.mark.torch
 

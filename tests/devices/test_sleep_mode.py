@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvf_dev.testing.accelerator import AcceleratorError, SimulatedNode
+from kvf_dev.testing.accelerator.rig import SimulatedRig
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, status_of
 from kvframework.client import KVClient
-from kvframework.testing.accelerator import AcceleratorError, SimulatedNode
-from kvframework.testing.accelerator.rig import SimulatedRig
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, status_of
 from tests.devices.engines import works
 from tests.devices.rigs import kvf_simdev
 from tests.support.waiting import wait_until

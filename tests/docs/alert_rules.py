@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvf_observe.alerts import rules
 from kvframework.config.toml import read_toml
-from kvframework.observe.alerts import rules
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-NOTE = "# Made from kvframework/observe/alerts.py; renew with python -m tests.docs.generate\n"
+NOTE = "# Made from plugins/tools/observe/kvf_observe/alerts.py; renew with python -m tests.docs.generate\n"
 
 
 def file() -> str:

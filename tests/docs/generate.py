@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvframework.observe.dashboard import dashboard
+from kvf_observe.dashboard import dashboard
 from tests.docs import (
     alert_rules,
     command_table,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
-from kvframework.api.installing import requirement
+from kvframework.api.installing import SOURCES, requirement
 
 _COMMAND = re.compile(r"pip install [^`\n]*")
+# As the sources were written, whatever they become.
+_FOLDERS = {source.removeprefix("DIR-OF-CLONE"): distribution for distribution, source in SOURCES.items()}
 # What a page may have: the names on an index, and folders of a clone. No path ends in one of these.
 _WRITTEN = re.compile(
-    r'(?<![\w./-])"?(?P<source>DIR-OF-CLONE(?P<folder>/benchmarks)?|kvframework(?P<name>-bench)?)'
+    rf'(?<![\w./-])"?(?:DIR-OF-CLONE(?P<folder>{"|".join(_FOLDERS)})|(?P<name>{"|".join(SOURCES)}))'
     r'(?:\[(?P<extras>[\w,-]+)\])?"?(?![\w/.-])'
 )
 
@@ -20,6 +22,6 @@ def in_step(text: str) -> str:
 
 
 def _today(found: re.Match[str]) -> str:
-    distribution = "kvframework-bench" if found["folder"] or found["name"] else "kvframework"
+    distribution = found["name"] or _FOLDERS[found["folder"] or ""]
     extras = found["extras"].split(",") if found["extras"] else ()
     return requirement(*extras, distribution=distribution)

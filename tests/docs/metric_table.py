@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvframework.http.exposition import Metric
-from kvframework.observe.metrics import OWN, TABLE
+from kvf_observe.http.exposition import Metric
+from kvf_observe.metrics import OWN, TABLE
 
 HEAD = """# Metrics
 

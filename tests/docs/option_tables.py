@@ -34,15 +34,25 @@ def readmes() -> dict[Path, dict[str, EntryPointInfo]]:
     found = {}
     for module in sorted({offer.value.partition(".")[0] for offer in own.values()}):
         offers = {title: offer for title, offer in own.items() if offer.value.partition(".")[0] == module}
-        found[ROOT / "plugins" / module / "README.md"] = offers
-    for project in sorted((ROOT / "examples").glob("*/pyproject.toml")):
-        found[project.with_name("README.md")] = _entry_points(project)
+        found[ROOT / "plugins" / "defaults" / module / "README.md"] = offers
+    for project in [*sorted(ROOT.glob("plugins/*/*/pyproject.toml")), *sorted(ROOT.glob("examples/*/pyproject.toml"))]:
+        if offers := _entry_points(project):
+            found[project.with_name("README.md")] = offers
     return found
+
+
+def is_ours(readme: Path) -> bool:
+    return ROOT / "plugins" in readme.parents
+
+
+def importable(readme: Path) -> str:
+    """The folder from which a plugin is imported."""
+    return str(readme.parent if readme.with_name("pyproject.toml").exists() else readme.parents[1])
 
 
 def renewed(readme: Path, offers: dict[str, EntryPointInfo]) -> str:
     """The README's text with its tables as they are to be."""
-    folder = str(readme.parent if readme.parents[1].name == "examples" else readme.parents[1])
+    folder = importable(readme)
     sys.path.insert(0, folder)
     try:
         return BLOCK.sub(lambda block: block[1] + _table(offers[block[2]], block[3]) + block[4], readme.read_text())

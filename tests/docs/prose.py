@@ -18,8 +18,8 @@ PAGES = sorted(
         *(ROOT / "benchmarks").glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "examples").glob("*/README.md"),
-        *(ROOT / "plugins").glob("*/README.md"),
-        *(ROOT / "kvframework" / "scaffold" / "templates").glob("*/README.md-tpl"),
+        *(ROOT / "plugins").glob("*/*/README.md"),
+        *(ROOT / "plugins" / "tools" / "dev" / "kvf_dev" / "scaffold" / "templates").glob("*/README.md-tpl"),
     ]
 )
 # A reader has to decode them, and a plain word says the same.

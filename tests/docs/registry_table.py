@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvframework.registry import PluginRegistry
 from kvframework.registry.discovery import EntryPointInfo
-from tests.docs.option_tables import ROOT, readmes
+from tests.docs.option_tables import ROOT, importable, is_ours, readmes
 
 BLOCK = re.compile(r"(<!-- plugins: (ours|examples) -->\n).*?(<!-- end of plugins -->)", re.DOTALL)
 KITS = {
@@ -47,9 +47,9 @@ def proof(offer: EntryPointInfo, folders: tuple[Path, ...]) -> Path | None:
 def _table(ours: bool) -> str:
     lines = ["| plugin | package | what it is | passes |", "|---|---|---|---|"]
     for readme, offers in readmes().items():
-        if (readme.parents[1].name == "plugins") != ours:
+        if is_ours(readme) != ours:
             continue
-        folder = str(readme.parents[1] if ours else readme.parent)
+        folder = importable(readme)
         sys.path.insert(0, folder)
         try:
             lines += [_row(offer, readme, ours) for offer in offers.values()]

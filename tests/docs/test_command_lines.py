@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import typer
 
-from kvframework.cli.app import app
 from kvframework.config import load_config
 from kvframework.errors import KVFrameworkError, PluginNotFound, PluginUnavailable
 from kvframework.registry import PluginRegistry, check_config
 from tests.docs.prose import PAGES, ROOT
 from tests.docs.shown import blocks
+from tests.support.whole_cli import whole_cli
 
 CHECKED = [page for page in PAGES if page.suffix == ".md" and page.name != "CHANGELOG.md"]
 CODE = re.compile(
@@ -46,11 +46,7 @@ def lines(text: str) -> Iterator[str]:
 
 @functools.cache
 def cli(with_bench: bool) -> Any:
-    """The whole CLI as click sees it."""
-    command: Any = typer.main.get_command(app)
-    if with_bench:
-        command.add_command(typer.main.get_command(importlib.import_module(BENCH).app), "bench")
-    return command
+    return whole_cli(without=() if with_bench else ("bench",))
 
 
 def refused(line: str) -> str:

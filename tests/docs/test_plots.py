@@ -9,7 +9,7 @@ from tests.docs.prose import ROOT
 PAGE = (ROOT / "docs" / "plots.md").read_text(encoding="utf-8")
 PRINTED = "\n".join(
     (ROOT / page).read_text(encoding="utf-8")
-    for page in ("docs/benchmarks.md", "docs/benchmarks_method.md", "plugins/kvf_blend/README.md")
+    for page in ("docs/benchmarks.md", "docs/benchmarks_method.md", "plugins/engines/blend/README.md")
 )
 FIGURE = re.compile(r"\b\d[\d.]* (?:ms|µs|s|x|%)(?=[\s.,;)])")
 

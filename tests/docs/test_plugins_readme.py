@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from kvframework.api.codec import Codec
 from kvframework.api.eviction import EvictionPolicy
@@ -16,10 +15,10 @@ from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout
 from kvframework.api.memory import Memory
 from kvframework.api.tier import Tier
-from kvframework.cli.app import app
 from kvframework.registry import KINDS
 from tests.cli.command import run
 from tests.docs.hook_reference import PAGES
+from tests.support.whole_cli import whole_cli
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "plugins"
 PAGE = (FOLDER / "README.md").read_text()
@@ -55,7 +54,7 @@ def test_it_counts_methods_rightly() -> None:
 
 @pytest.mark.parametrize("line", dict.fromkeys(COMMANDS))
 def test_every_command_takes_what_it_is_given(line: str) -> None:
-    command: Any = typer.main.get_command(app)
+    command: Any = whole_cli()
     words = shlex.split(line)[1:]
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]

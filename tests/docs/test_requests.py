@@ -70,7 +70,7 @@ def test_its_tables_are_complete() -> None:
 
 
 def test_what_it_shows_of_blend_stands_there() -> None:
-    sources = "".join(file.read_text() for file in (ROOT / "plugins" / "kvf_blend").rglob("*.py"))
+    sources = "".join(file.read_text() for file in (ROOT / "plugins" / "engines" / "blend").rglob("*.py"))
     shown = blocks(GUIDE, "python")[2:]
     assert len(shown) > 5
     assert [block for block in shown if block not in sources] == []

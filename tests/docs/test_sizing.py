@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import pytest
 
+from kvf_plan.planning.catalogue import catalogue
+from kvf_plan.planning.lru_curve import lru_curve
+from kvf_plan.planning.prompts import prompts_of
+from kvf_plan.trace.reading import open_trace
 from kvframework.api.options import ByteSize
-from kvframework.planning.catalogue import catalogue
-from kvframework.planning.lru_curve import lru_curve
-from kvframework.planning.prompts import prompts_of
-from kvframework.trace.reading import open_trace
 from tests.cli.command import run
 from tests.docs.test_command_lines import lines
 from tests.planning.traces import conversations

@@ -7,12 +7,12 @@ from pathlib import Path
 from runpy import run_path
 from types import SimpleNamespace
 
+from kvf_dev.testing import TierConformance
+from kvf_dev.testing.faults import WIRE_FAULTS
+from kvf_dev.testing.tier import TierKit
 from kvframework.api import hookspecs
 from kvframework.api.findings import Finding
 from kvframework.api.tier import OPTIONAL_METHODS
-from kvframework.testing import TierConformance
-from kvframework.testing.faults import WIRE_FAULTS
-from kvframework.testing.tier import TierKit
 from tests.docs.shown import blocks, entry_points, prove
 from tests.registry.fake_distributions import install
 from tests.registry.test_hook_examples import example

@@ -11,9 +11,9 @@ from typing import get_args
 
 import pytest
 
+from kvf_dev.testing import accelerator
+from kvf_dev.testing.accelerator import memory, node, runtime
 from kvframework.api.installing import install_command
-from kvframework.testing import accelerator
-from kvframework.testing.accelerator import memory, node, runtime
 from tests.docs.shown import blocks, entry_points
 from tests.registry.fake_distributions import install
 from tests.support.server_process import ServerProcess
@@ -89,16 +89,16 @@ def test_without_pytest_the_kit_says_what_to_install() -> None:
         "import importlib.util, sys\n"
         "real = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name == 'pytest' else real(name, *rest)\n"
-        "import kvframework.testing.accelerator\n"
-        "from kvframework import testing\n"
-        "for ask in (lambda: __import__('kvframework.testing.transport'), lambda: testing.TierConformance):\n"
+        "import kvf_dev.testing.accelerator\n"
+        "from kvf_dev import testing\n"
+        "for ask in (lambda: __import__('kvf_dev.testing.transport'), lambda: testing.TierConformance):\n"
         "    try:\n"
         "        ask()\n"
         "    except ModuleNotFoundError as error:\n"
         "        print(error.name, error)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
-    said = f"pytest the kits need pytest: {install_command('testing')}"
+    said = f"pytest the kits need pytest: {install_command(distribution='kvframework-dev')}"
     assert done.stdout.splitlines() == [said, said]
 
 

@@ -68,9 +68,9 @@ def main(redis_url: str) -> None:
     trace = Trace()
     threading.setprofile(trace)
     sys.setprofile(trace)
-    import redis
     import torch
 
+    import redis
     from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
     from kvframework.config import load_config
     from kvframework.registry import PluginRegistry

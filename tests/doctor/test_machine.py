@@ -244,11 +244,11 @@ def test_a_driver_without_its_library_or_devices_is_warned_of(tmp_path: Path, mo
         ("580.65.06", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc": "13.0"}, "ok", "ok", ""),
         ("570.86.15", {"cuda-bindings": "12.9", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "ok", ""),
         ("580.65.06", {"cuda-bindings": "12.9", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "ok", ""),
-        ("580.65.06", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "warn", "cuda"),
+        ("580.65.06", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc-cu12": "12.9"}, "ok", "warn", "cuda13"),
         ("570.86.15", {"cuda-bindings": "13.1", "nvidia-cuda-nvrtc": "13.0"}, "warn", "ok", "cuda12"),
-        ("580.65.06", {}, "warn", "warn", "cuda"),
+        ("580.65.06", {}, "warn", "warn", "cuda13"),
         ("570.86.15", {"nvidia-cuda-nvrtc": "13.0"}, "warn", "warn", "cuda12"),
-        ("unreadable", {"cuda-bindings": "13.1"}, "ok", "warn", "cuda"),
+        ("unreadable", {"cuda-bindings": "13.1"}, "ok", "warn", "cuda13"),
     ],
 )
 def test_what_cuda_ipc_needs_is_told_where_there_is_a_driver(
@@ -272,7 +272,9 @@ def test_what_cuda_ipc_needs_is_told_where_there_is_a_driver(
     found = by_id(accelerator.cuda(file, tmp_path))
     assert (found["cuda.bindings"].level, found["cuda.nvrtc"].level) == (bindings, nvrtc)
     advice = {found[name].advice for name in ("cuda.bindings", "cuda.nvrtc") if found[name].level == "warn"}
-    assert advice == ({f"for the transport cuda_ipc: {install_command(extra)}"} if extra else set())
+    assert advice == (
+        {f"for the transport cuda_ipc: {install_command(extra, distribution='kvframework-cuda')}"} if extra else set()
+    )
 
 
 def test_torch_is_told_without_its_import(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import torch
-import transformers
 
+import transformers
 from kvf_transformers import TransformersKV
 from tests.engines.transformers_program import FAMILIES
 from tests.plugins.hybrid_models import SMALL, made

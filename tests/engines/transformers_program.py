@@ -7,7 +7,6 @@ import json
 import sys
 
 import transformers
-
 from kvf_transformers import TransformersKV
 from tests.plugins.hybrid_models import HYBRIDS, SMALL, made, prompt
 

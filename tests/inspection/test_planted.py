@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import kvframework
+from kvf_dev.inspection import PROBLEMS, inspect_plugin
 from kvframework.errors import ConfigFieldError, PluginError
-from kvframework.inspection import PROBLEMS, inspect_plugin
 from kvframework.registry import PluginRegistry
 from tests.inspection.planted import PLANTED, SOUND
 from tests.registry.fake_distributions import install

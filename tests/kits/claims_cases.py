@@ -9,8 +9,8 @@ from itertools import islice
 from memory_tier import MemoryTier, Store, Value
 from planted_base_cases import InPlace, Planted
 
+from kvf_dev.testing import TierConformance
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
-from kvframework.testing import TierConformance
 
 
 class TestClaimsTheUnknown(Planted):

@@ -10,9 +10,9 @@ from itertools import cycle
 
 import pytest
 
+from kvf_dev.testing import CodecConformance
+from kvf_dev.testing.codec.kit import MakeCodec
 from kvframework.api.codec import Codec
-from kvframework.testing import CodecConformance
-from kvframework.testing.codec.kit import MakeCodec
 
 
 class Right(Codec):

@@ -16,9 +16,9 @@ from kvf_cpu_gather.moves import Moves
 from kvf_cpu_gather.transfer_steps import Courses, planned
 from kvf_cpu_gather.wire_path import WirePath
 from kvf_cpu_gather.wire_staging import Staging
+from kvf_dev.testing import TransportConformance
+from kvf_dev.testing.transport import RigSpec
 from kvframework.errors import BadBlockIds
-from kvframework.testing import TransportConformance
-from kvframework.testing.transport import RigSpec
 
 SHARED = memoryview(bytearray(1 << 20))
 
@@ -95,7 +95,7 @@ def _tests_of(patches: list[tuple[Any, str, Any]]) -> type:
             with pytest.MonkeyPatch.context() as patch:
                 for owner, name, work in patches:
                     patch.setattr(owner, name, work)
-                yield RigSpec("kvframework.testing.transport.torch_rig:TorchRig", arguments)
+                yield RigSpec("kvf_dev.testing.transport.torch_rig:TorchRig", arguments)
 
     return Planted
 

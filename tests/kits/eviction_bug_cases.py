@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvf_dev.testing import EvictionConformance
+from kvf_dev.testing.eviction.kit import MakePolicy
 from kvframework.api.eviction import EvictionPolicy, PackedKey
-from kvframework.testing import EvictionConformance
-from kvframework.testing.eviction.kit import MakePolicy
 
 
 class Right(EvictionPolicy):

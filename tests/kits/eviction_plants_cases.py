@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from eviction_bug_cases import Planted, Right
 
+from kvf_dev.testing import EvictionConformance
+from kvf_dev.testing.eviction.kit import MakePolicy
 from kvframework.api.eviction import EvictionPolicy, PackedKey
-from kvframework.testing import EvictionConformance
-from kvframework.testing.eviction.kit import MakePolicy
 
 
 class SampledLfu(EvictionPolicy):

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import pytest
 
+from kvf_dev.testing import CodecConformance, EvictionConformance, TierConformance
+from kvf_dev.testing.eviction.kit import MakePolicy
 from kvframework.api.eviction import EvictionPolicy, PackedKey
-from kvframework.testing import CodecConformance, EvictionConformance, TierConformance
-from kvframework.testing.eviction.kit import MakePolicy
 
 
 class Waiting(EvictionPolicy):

@@ -8,9 +8,9 @@ from typing import ClassVar
 import pytest
 from memory_tier import MemoryTier, Store
 
+from kvf_dev.testing import TierConformance
+from kvf_dev.testing.tier.claims import ClaimTests
 from kvframework.api.tier import Tier
-from kvframework.testing import TierConformance
-from kvframework.testing.tier.claims import ClaimTests
 
 
 class TestByName(TierConformance):

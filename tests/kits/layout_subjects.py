@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from kvf_dev.testing.layout import LayoutSubject, MakeSubject, Slab
 from kvframework.api.canary import EngineView
 from kvframework.api.layout import KVLayout
-from kvframework.testing.layout import LayoutSubject, MakeSubject, Slab
 
 BLOCK = 4
 AXES = {

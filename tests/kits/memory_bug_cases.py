@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from kvf_dev.testing import MemoryConformance
 from kvframework.api.memory import ArenaError, Memory
-from kvframework.testing import MemoryConformance
 
 STEP = 4 << 20
 KEPT: list[Any] = []

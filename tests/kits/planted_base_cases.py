@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 from memory_tier import MemoryTier, Store, Value
 
+from kvf_dev.testing import TierConformance
 from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
-from kvframework.testing import TierConformance
 
 
 class Planted(TierConformance):

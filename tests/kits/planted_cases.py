@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from memory_tier import MemoryTier, Parts, Store, Value
 from planted_base_cases import InPlace, Planted
 
+from kvf_dev.testing import TierConformance
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import TierError
-from kvframework.testing import TierConformance
 
 WRITER = threading.Lock()
 

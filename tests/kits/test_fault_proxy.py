@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.testing.faults import WIRE_FAULTS, FaultProxy
+from kvf_dev.testing.faults import WIRE_FAULTS, FaultProxy
 
 
 class Echo:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvf_dev.testing.faults import TIER_FAULTS, FaultyTier
+from kvf_dev.testing.tier.content import exercise, load, save
 from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import Steps, do
-from kvframework.testing.faults import TIER_FAULTS, FaultyTier
-from kvframework.testing.tier.content import exercise, load, save
 from tests.kits.memory_tier import MemoryTier, Store
 
 KEY = b"k" * 72

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from kvf_dev.testing import HasherConformance
+from kvf_dev.testing.hasher import MakeHasher
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
 from kvframework.errors import RequestError
-from kvframework.testing import HasherConformance
-from kvframework.testing.hasher import MakeHasher
 from tests.kits.by_hand import must_fail
 
 Extras = Mapping[int, bytes] | None

@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from kvf_dev.testing import LayoutConformance  # noqa: E402
+from kvf_dev.testing.layout import LayoutSubject, MakeSubject, Slab  # noqa: E402
 from kvframework.api.canary import EngineView  # noqa: E402
-from kvframework.testing import LayoutConformance  # noqa: E402
-from kvframework.testing.layout import LayoutSubject, MakeSubject, Slab  # noqa: E402
 from tests.kits.layout_subjects import AXES, BLOCK, AxesView, paged, tensor  # noqa: E402
 
 pytestmark = pytest.mark.torch

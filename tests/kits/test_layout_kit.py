@@ -15,11 +15,11 @@ torch = pytest.importorskip("torch")
 
 from msgspec.structs import replace  # noqa: E402
 
+from kvf_dev.testing import LayoutConformance  # noqa: E402
+from kvf_dev.testing.layout import Slab  # noqa: E402
+from kvf_dev.testing.layout.kit import BLOCKS, LAYERS, declare  # noqa: E402
 from kvf_layouts.paged import PagedLayout  # noqa: E402
 from kvframework.api.layout import KVLayout, Layout, canonical_desc  # noqa: E402
-from kvframework.testing import LayoutConformance  # noqa: E402
-from kvframework.testing.layout import Slab  # noqa: E402
-from kvframework.testing.layout.kit import BLOCKS, LAYERS, declare  # noqa: E402
 from tests.kits.by_hand import must_fail  # noqa: E402
 from tests.kits.layout_subjects import AXES, paged  # noqa: E402
 

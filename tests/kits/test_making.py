@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvframework.testing.making import NamedKit
+from kvf_dev.testing.making import NamedKit
 
 
 class Made:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvf_dev.testing import FaultProxy
+from kvf_dev.testing.tier.wire import WireFaultTests
 from kvframework.api.tier import Tier
-from kvframework.testing import FaultProxy
-from kvframework.testing.tier.wire import WireFaultTests
 from tests.support.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.accelerator.rig import SimulatedRig
+from kvf_dev.testing.accelerator.runtime import Accelerator
+from kvf_dev.testing.transport.node import wait_until
+from kvf_dev.testing.transport.outcomes import failed_copies_noted, must_succeed
 from kvframework.api.futures import Promise
 from kvframework.api.transport import StoreOutcome
-from kvframework.testing.accelerator import SimulatedNode
-from kvframework.testing.accelerator.rig import SimulatedRig
-from kvframework.testing.accelerator.runtime import Accelerator
-from kvframework.testing.transport.node import wait_until
-from kvframework.testing.transport.outcomes import failed_copies_noted, must_succeed
 
 
 def test_a_transfer_that_fails_shows_why_its_copy_failed() -> None:
@@ -36,7 +36,7 @@ def test_what_does_not_come_true_is_one_sentence() -> None:
 
 
 def test_the_simplest_round_trip_runs_first(tmp_path: Path) -> None:
-    source = "from kvframework.testing import TransportConformance\nclass TestIt(TransportConformance): ..."
+    source = "from kvf_dev.testing import TransportConformance\nclass TestIt(TransportConformance): ..."
     (tmp_path / "test_it.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", os.devnull, "--rootdir", ".", "test_it.py"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout

@@ -10,10 +10,10 @@ from typing import ClassVar
 import pytest
 from line_tier import LineServer, LineTier
 
+from kvf_dev.testing import FaultProxy, TierConformance
+from kvf_dev.testing.tier import TierKit
+from kvf_dev.testing.tier.wire import WireFaultTests
 from kvframework.api.tier import Tier
-from kvframework.testing import FaultProxy, TierConformance
-from kvframework.testing.tier import TierKit
-from kvframework.testing.tier.wire import WireFaultTests
 
 
 class OverTheWire(TierKit):

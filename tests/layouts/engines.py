@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvf_dev.testing.transport.cases import GroupCase
 from kvf_layouts.paged import PagedLayout
 from kvf_layouts.rules import PagedRule
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import check_skip
 from kvframework.api.transport import Registration, Transfer
 from kvframework.client.transfers import checked_transfer
-from kvframework.testing.transport.cases import GroupCase
 from tests.plugins.arena_link import ArenaLink
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from kvf_dev.testing.together import together
 from kvframework.errors import (
     DeadlineExceeded,
     HelloRequired,
@@ -18,7 +19,6 @@ from kvframework.errors import (
     UnknownRequest,
 )
 from kvframework.messaging.client.connection import Connection
-from kvframework.testing.together import together
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from tests.messaging.lab import Lab, Text, ask, connected
 from tests.support.waiting import wait_until

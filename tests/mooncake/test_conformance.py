@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from kvframework.testing import TierConformance
+from kvf_dev.testing import TierConformance
 from tests.mooncake.store import MooncakeStore
 
 

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from kvframework.observe.health import livez, readyz
-from kvframework.observe.poller import Observed
+from kvf_observe.health import livez, readyz
+from kvf_observe.poller import Observed
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
 COLUMN = "`/livez`, `/readyz`"

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvframework.observe.poller import Observed
+from kvf_observe.poller import Observed
 from kvframework.service.health import problems
 
 NOW = 1000.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvframework.observe.poller import Observed
+from kvf_observe.poller import Observed
 from tests.observe.documents import answered, document, unanswered
 
 SILENT = unanswered("[run.deadline] no answer to NOOP within 5.0 s")

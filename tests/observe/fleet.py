@@ -11,11 +11,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from kvframework.http.listener import Listener
-from kvframework.http.rights import Rights
-from kvframework.observe.app import App
-from kvframework.observe.history import LOADING, History
-from kvframework.observe.poller import Observed
+from kvf_observe.app import App
+from kvf_observe.history import LOADING, History
+from kvf_observe.http.listener import Listener
+from kvf_observe.http.rights import Rights
+from kvf_observe.poller import Observed
 from tests.observe.documents import document
 
 GIB = 2**30

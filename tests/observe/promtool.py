@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvframework.observe.alerts import ALERTS
-from kvframework.observe.app import family
-from kvframework.observe.metrics import METRICS, OWN, own_document
-from kvframework.observe.poller import Observed
+from kvf_observe.alerts import ALERTS
+from kvf_observe.app import family
+from kvf_observe.metrics import METRICS, OWN, own_document
+from kvf_observe.poller import Observed
 from tests.observe.documents import NOW
 
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "kvframework.rules.yml"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvframework.observe.alerts import ALERTS
-from kvframework.observe.poller import Observed
+from kvf_observe.alerts import ALERTS
+from kvf_observe.poller import Observed
 from tests.observe.documents import answered, document
 from tests.observe.failures import AWAY, LOST, REFUSED, ROWS
 from tests.observe.promtool import NEEDED, Timeline, complaints

@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvframework.http.exposition import OPEN_METRICS, TEXT
-from kvframework.http.messages import HEADERS, Reply, Request
-from kvframework.http.rights import Rights
-from kvframework.observe import page
-from kvframework.observe.app import App
-from kvframework.observe.history import History
-from kvframework.observe.poller import Observed
+from kvf_observe import page
+from kvf_observe.app import App
+from kvf_observe.history import History
+from kvf_observe.http.exposition import OPEN_METRICS, TEXT
+from kvf_observe.http.messages import HEADERS, Reply, Request
+from kvf_observe.http.rights import Rights
+from kvf_observe.poller import Observed
 from tests.observe.documents import answered, document, unanswered
 
 PATHS = ("/", "/metrics", "/livez", "/readyz", "/status", "/history.json")

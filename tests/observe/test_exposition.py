@@ -11,10 +11,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed_open_metrics
 from prometheus_client.parser import text_string_to_metric_families as parsed_text
 
-from kvframework.http.exposition import PREFIX
-from kvframework.observe.app import exposition
-from kvframework.observe.metrics import METRICS, OWN
-from kvframework.observe.poller import Observed
+from kvf_observe.app import exposition
+from kvf_observe.http.exposition import PREFIX
+from kvf_observe.metrics import METRICS, OWN
+from kvf_observe.poller import Observed
 from kvframework.wire.messages import REASONS
 from kvframework.wire.table import REQUESTS
 from tests.observe.documents import NOW, answered, document, unanswered

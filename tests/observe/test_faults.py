@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from kvf_observe.poller import Observed, Poller
 from kvframework.client.status_source import StatusSource
 from kvframework.errors import KVFrameworkError
-from kvframework.observe.poller import Observed, Poller
 from kvframework.wire import messages as m
 from tests.observe import answers
 from tests.observe.documents import answered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvframework.observe.health import CHECKS, FRESH_S, livez, readyz
+from kvf_observe.health import CHECKS, FRESH_S, livez, readyz
 from tests.observe.documents import NOW, answered, document, unanswered
 
 TIER_DOWN = document(l2__1__state="open", l2__1__circuits__read="open", l2__1__last_error="refused")
@@ -58,7 +58,7 @@ def test_a_loop_that_answers_without_a_status_is_alive_and_not_ready() -> None:
 
 
 def test_before_the_first_poll_nothing_is_known() -> None:
-    from kvframework.observe.poller import Observed
+    from kvf_observe.poller import Observed
 
     assert not livez(Observed(), NOW).ok
     assert not readyz(Observed(), NOW).ok

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
-from kvframework.observe.alerts import ALERTS
+from kvf_observe.alerts import ALERTS
 from tests.observe.promtool import RULES
 from tests.support.certificates import make_certificate
 from tests.support.observe_process import SLOW_S, ObserveProcess, get

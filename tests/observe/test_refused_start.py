@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvf_observe import settings
+from kvf_observe.http import settings as http_settings
+from kvframework.api.installing import install_command
 from kvframework.config import ObserveConfig, load_config, parse_listen
 from kvframework.errors import ConfigFieldError, EndpointError
-from kvframework.http import settings as http_settings
-from kvframework.observe import settings
 from tests.cli.command import run
 
 
@@ -74,7 +75,7 @@ def test_a_taken_port_is_refused_unless_a_server_runs_that_has_it() -> None:
 def test_a_missing_extra_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_settings, "find_spec", lambda _name: None)
     (refusal,) = settings.refusals(ObserveConfig("127.0.0.1:0"), "[observe]")
-    assert 'pip install "DIR-OF-CLONE[observe]"' in str(refusal)
+    assert install_command(distribution="kvframework-observe") in str(refusal)
 
 
 def test_an_endpoint_that_is_none_is_refused() -> None:

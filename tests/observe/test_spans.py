@@ -10,11 +10,12 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
+from kvf_observe import settings
+from kvf_observe.spans import SpanMaker
+from kvframework.api.installing import install_command
 from kvframework.api.trace import sampled_parent
 from kvframework.config import ObserveConfig, collector_url, load_config
 from kvframework.errors import ConfigFieldError, PluginUnavailable
-from kvframework.observe import settings
-from kvframework.observe.spans import SpanMaker
 from kvframework.wire.messages import Finished, TierCall
 
 TRACE, SPAN = "ab" * 16, "cd" * 8
@@ -151,4 +152,4 @@ def test_without_opentelemetry_the_extra_is_named(monkeypatch: pytest.MonkeyPatc
     assert not list(settings.refusals(ObserveConfig("127.0.0.1:0"), "[observe]"))
     (refusal,) = settings.refusals(ObserveConfig("127.0.0.1:0", traces="http://127.0.0.1:4318"), "[observe]")
     assert isinstance(refusal, PluginUnavailable)
-    assert "[observe,otel]" in str(refusal)
+    assert install_command("otel", distribution="kvframework-observe") in str(refusal)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvframework.http.exposition import PREFIX
-from kvframework.observe.alerts import ALERTS
-from kvframework.observe.app import exposition
-from kvframework.observe.health import CHECKS, check_of
-from kvframework.observe.history import LOADING
-from kvframework.observe.metrics import CAUSES, L1_OBJECTS, MESSAGING, METRICS, TABLE
+from kvf_observe.alerts import ALERTS
+from kvf_observe.app import exposition
+from kvf_observe.health import CHECKS, check_of
+from kvf_observe.history import LOADING
+from kvf_observe.http.exposition import PREFIX
+from kvf_observe.metrics import CAUSES, L1_OBJECTS, MESSAGING, METRICS, TABLE
 from kvframework.service.health import EVENTS_TROUBLE, L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.storage.l2.tier_calls import COUNTERS
 from kvframework.wire.messages import REASONS

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvf_plan.planning.catalogue import catalogue, engine
+from kvf_plan.planning.estimate import spread
+from kvf_plan.planning.yours import engine_of
 from kvframework.errors import PlanError
-from kvframework.planning.catalogue import catalogue, engine
-from kvframework.planning.estimate import spread
-from kvframework.planning.yours import engine_of
 from kvframework.pricing.prefill import prefill_s
 
 

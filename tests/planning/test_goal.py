@@ -7,8 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.planning.goal import Figures, Goal, Row, cheapest, closest, shortfalls
-from kvframework.planning.setting import Setting
+from kvf_plan.planning.goal import Figures, Goal, Row, cheapest, closest, shortfalls
+from kvf_plan.planning.setting import Setting
 
 _SETTING = Setting(512, 1 << 30, "lru")
 _NUMBERS = st.floats(0.1, 100.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from kvframework.planning.prompts import prompts_of
+from kvf_plan.planning.prompts import prompts_of
 from tests.planning.traces import MadeTrace, traces
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvframework.cli.speeds import parse_tier
+from kvf_plan.cli.speeds import parse_tier
+from kvf_plan.planning.offers import GIB, TierOffer, parse_budget, parse_prices, tier_offers
 from kvframework.errors import PlanError
-from kvframework.planning.offers import GIB, TierOffer, parse_budget, parse_prices, tier_offers
 
 
 def test_a_tier_is_named_by_a_word_or_its_plugin() -> None:

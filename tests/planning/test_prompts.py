@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvf_plan.planning.prompts import joined, prompts_of, sampled
+from kvf_plan.trace.form import Request
 from kvframework.errors import PlanError
-from kvframework.planning.prompts import joined, prompts_of, sampled
-from kvframework.trace.form import Request
 from tests.planning.traces import MadeTrace, conversations, traces
 
 

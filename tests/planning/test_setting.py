@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvf_plan.planning.offers import KINDS, TierOffer
+from kvf_plan.planning.plan import EVICTIONS, WRITE_POLICIES
+from kvf_plan.planning.setting import Setting, config_of, toml_of
 from kvframework.config import load_config
 from kvframework.errors import PluginUnavailable
-from kvframework.planning.offers import KINDS, TierOffer
-from kvframework.planning.plan import EVICTIONS, WRITE_POLICIES
-from kvframework.planning.setting import Setting, config_of, toml_of
 from kvframework.registry import PluginRegistry, check_config
 
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 from hypothesis import strategies as st
 
-from kvframework.trace.form import KVFRAMEWORK, Header, Request
+from kvf_plan.trace.form import KVFRAMEWORK, Header, Request
 
 
 class MadeTrace:

@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from kvf_codecs import kvf_codecs as hook
+from kvf_dev.testing import CodecConformance
 from kvframework.api.codec import Codec
 from kvframework.api.installing import install_command
 from kvframework.errors import ConfigFieldError, PluginUnavailable
 from kvframework.registry import PluginRegistry
-from kvframework.testing import CodecConformance
 
 try:
     import zstandard

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvframework.testing import TransportConformance
-from kvframework.testing.transport import RigSpec
+from kvf_dev.testing import TransportConformance
+from kvf_dev.testing.transport import RigSpec
 
 pytestmark = pytest.mark.torch
 
@@ -17,4 +17,4 @@ class TestCpuGather(TransportConformance):
     @classmethod
     def spec(cls, tmp_path_factory: pytest.TempPathFactory) -> RigSpec:
         arguments = {"transport": "cpu_gather", "directory": str(tmp_path_factory.mktemp("rig"))}
-        return RigSpec("kvframework.testing.transport.torch_rig:TorchRig", arguments)
+        return RigSpec("kvf_dev.testing.transport.torch_rig:TorchRig", arguments)

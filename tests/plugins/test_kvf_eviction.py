@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvf_dev.testing import EvictionConformance
 from kvf_eviction import Lru
-from kvframework.testing import EvictionConformance
 
 
 class TestLru(EvictionConformance):

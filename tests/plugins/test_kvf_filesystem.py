@@ -13,17 +13,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvf_dev.testing import TierConformance
+from kvf_dev.testing.tier.capacity import CapacityTests
+from kvf_dev.testing.tier.contract import ContractTests
+from kvf_dev.testing.tier.faults import FaultTests
+from kvf_dev.testing.tier.listing import ListingTests
 from kvf_filesystem.form import FOLDERS, LARGE, counted_bytes, file_bytes, key_of, value_bytes
 from kvf_filesystem.moving import move, trimmed
 from kvf_filesystem.root import MARKER
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import ConfigFieldError, TierError
-from kvframework.testing import TierConformance
-from kvframework.testing.tier.capacity import CapacityTests
-from kvframework.testing.tier.contract import ContractTests
-from kvframework.testing.tier.faults import FaultTests
-from kvframework.testing.tier.listing import ListingTests
 from tests.plugins.filesystem_folder import (
     contains,
     file_of,

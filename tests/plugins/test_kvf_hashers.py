@@ -7,10 +7,10 @@ import hashlib
 
 import pytest
 
+from kvf_dev.testing import HasherConformance
 from kvf_hashers import SglangPages, Sha256
 from kvframework.api.hasher import KeyHasher
 from kvframework.errors import RequestError
-from kvframework.testing import HasherConformance
 
 HASHER = Sha256()
 

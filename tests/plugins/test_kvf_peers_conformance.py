@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.testing import FaultProxy, TierConformance
+from kvf_dev.testing.tier.batches import BatchTests
+from kvf_dev.testing.tier.contract import ContractTests
 from kvframework.api.tier import Tier
-from kvframework.testing import FaultProxy, TierConformance
-from kvframework.testing.tier.batches import BatchTests
-from kvframework.testing.tier.contract import ContractTests
 from tests.support.certificates import make_certificate
 from tests.support.peer_nodes import Lender, StoredAtPeers, peers_tier, token_file
 

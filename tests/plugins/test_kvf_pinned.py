@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvf_dev.testing import MemoryConformance
 from kvf_pinned import kvf_memories, touch
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.options import PinnedOptions
@@ -23,7 +24,6 @@ from kvframework.api.available_memory import available_memory
 from kvframework.api.memory import MemoryContext, MemoryProvider
 from kvframework.api.options import ByteSize
 from kvframework.errors import ArenaError
-from kvframework.testing import MemoryConformance
 from tests.support.waiting import wait_until
 
 MIB = 1 << 20

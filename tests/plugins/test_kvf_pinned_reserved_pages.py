@@ -17,6 +17,7 @@ from typing import ClassVar
 import pytest
 
 import kvf_pinned
+from kvf_dev.testing import MemoryConformance
 from kvf_pinned import huge_pages, kvf_memories
 from kvf_pinned.huge_pages import Pages, read_pool
 from kvf_pinned.memory import MemfdArena
@@ -29,7 +30,6 @@ from kvframework.api.shared_mapping import huge_page_bytes
 from kvframework.client.connecting.arena_mapping import MappedArena
 from kvframework.errors import ArenaError
 from kvframework.keeper.descriptors import free_memory
-from kvframework.testing import MemoryConformance
 from tests.restart.prompts import hits, store
 from tests.support.held_server import HeldServer
 from tests.support.waiting import wait_until

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.testing import FaultProxy
+from kvf_dev.testing.tier import TierConformance
+from kvf_dev.testing.tier.batches import BatchTests
+from kvf_dev.testing.tier.contract import ContractTests
+from kvf_dev.testing.tier.deadlines import DeadlineTests
+from kvf_dev.testing.tier.faults import FaultTests
 from kvf_redis.commands import DRAIN_BYTES, Command
 from kvf_redis.tier import RedisTier
 from kvframework.api.tier import Outcome, Tier, TierEntry
 from kvframework.errors import TierError
-from kvframework.testing import FaultProxy
-from kvframework.testing.tier import TierConformance
-from kvframework.testing.tier.batches import BatchTests
-from kvframework.testing.tier.contract import ContractTests
-from kvframework.testing.tier.deadlines import DeadlineTests
-from kvframework.testing.tier.faults import FaultTests
 from tests.plugins.redis_rounds import rounds
 from tests.support.redis_server import RedisServer
 from tests.support.redis_tier import Opened, get, open_redis_tier, put, soon

@@ -10,8 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-import redis
 
+import redis
+from kvf_dev.testing.tier import TierConformance
 from kvf_redis import cluster as clusters
 from kvf_redis.addresses import Place
 from kvf_redis.cluster import Cluster, slot_of
@@ -19,7 +20,6 @@ from kvf_redis.commands import Ping
 from kvf_redis.connect import NoAnswer
 from kvframework.api.tier import Outcome, TierEntry
 from kvframework.errors import TierError
-from kvframework.testing.tier import TierConformance
 from tests.support.processes import send
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_server import RedisServer

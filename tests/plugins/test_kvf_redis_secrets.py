@@ -274,4 +274,6 @@ def test_listing_the_plugin_imports_no_redis_and_a_missing_one_is_told() -> None
         "print(provider.probe())\n"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == f"redis is not installed: {install_command('redis')}", done.stderr
+    assert done.stdout.strip() == f"redis is not installed: {install_command(distribution='kvframework-redis')}", (
+        done.stderr
+    )

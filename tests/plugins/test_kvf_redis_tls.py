@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvf_dev.testing.tier import TierConformance
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
-from kvframework.testing.tier import TierConformance
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_server import RedisServer, tls_redis_executable

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.torch
 def imports() -> None:
     global ModelIdentity, TransformersKV, learn_form, torch, transformers
     import torch
-    import transformers
 
+    import transformers
     from kvf_transformers import TransformersKV
     from kvf_transformers.cache_form import learn_form
     from kvf_transformers.identity import ModelIdentity

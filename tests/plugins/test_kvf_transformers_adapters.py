@@ -14,8 +14,8 @@ pytestmark = pytest.mark.torch
 def imports() -> None:
     global PROMPT, TransformersKV, add_adapters, disable_adapters, set_adapter, torch, transformers
     import torch
-    import transformers
 
+    import transformers
     from kvf_transformers import TransformersKV
     from tests.plugins.lora_layers import add_adapters, disable_adapters, set_adapter
 

@@ -16,9 +16,9 @@ def imports() -> None:
     global FORGETFUL, HYBRIDS, SMALL, PagedAttentionCache, Snapshots, TransformersKV, learn_form, made, prompt
     global torch, transformers
     import torch
-    import transformers
     from transformers.generation.continuous_batching import PagedAttentionCache
 
+    import transformers
     from kvf_transformers import TransformersKV
     from kvf_transformers.cache_form import learn_form
     from kvf_transformers.snapshots import Snapshots

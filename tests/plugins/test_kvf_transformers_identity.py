@@ -14,8 +14,8 @@ def imports() -> None:
     global LoraLayer, ModelIdentity, NamedModel, _chunks, add_adapters, disable_adapters, length_limit
     global set_adapter, torch, transformers
     import torch
-    import transformers
 
+    import transformers
     from kvf_transformers.identity import ModelIdentity
     from kvf_transformers.named_model import NamedModel, length_limit
     from kvf_transformers.weight_digests import _chunks

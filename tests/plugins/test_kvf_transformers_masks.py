@@ -20,8 +20,8 @@ pytestmark = pytest.mark.torch
 def imports() -> None:
     global HYBRIDS, TransformersKV, add_adapters, learn_form, set_adapter, torch, transformers
     import torch
-    import transformers
 
+    import transformers
     from kvf_transformers import TransformersKV
     from kvf_transformers.cache_form import learn_form
     from tests.plugins.hybrid_models import HYBRIDS

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.torch
 def imports() -> None:
     global ModelIdentity, TransformersKV, add_adapters, set_adapter, torch, transformers
     import torch
-    import transformers
 
+    import transformers
     from kvf_transformers import TransformersKV
     from kvf_transformers.identity import ModelIdentity
     from tests.plugins.lora_layers import add_adapters, set_adapter

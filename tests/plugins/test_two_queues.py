@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvf_dev.testing import EvictionConformance
 from kvf_eviction import Lru, TwoQueues
 from kvf_eviction.against_lru import AgainstLru
 from kvf_eviction.ghost_marks import WAYS, GhostMarks
@@ -22,7 +23,6 @@ from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import NO_DEADLINE
 from kvframework.storage.l1.objects import ObjectTable
-from kvframework.testing import EvictionConformance
 
 PREFIX = bytes(PACKED_KEY_BYTES - 32)
 # The blocks of each request.

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
+from kvf_plan.simulation import Engines, Settings, SlowTime, TierSpeed, simulate
+from kvf_plan.trace.reading import open_trace
 from kvframework.config import load_config
 from kvframework.service.accounts.asked import Asked, Priced
 from kvframework.service.pricing import Pricing
-from kvframework.simulation import Engines, Settings, SlowTime, TierSpeed, simulate
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.trace.reading import open_trace
 
 CHUNK = 512
 L1_CHUNKS = 1000

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvf_plan.simulation import Engines, Settings, SlowTime, TierSpeed, simulate
+from kvf_plan.trace.form import MOONCAKE, Header, Request
 from kvframework.config import load_config
 from kvframework.registry.registry import PluginRegistry
-from kvframework.simulation import Engines, Settings, SlowTime, TierSpeed, simulate
-from kvframework.trace.form import MOONCAKE, Header, Request
 
 CHUNK = 512
 BYTES_PER_TOKEN = 128 << 10

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvframework.api.installing import install_command
 from kvframework.errors import (
     ConfigFieldError,
     PluginBroken,
@@ -170,3 +171,12 @@ def test_options_that_are_wrong_point_at_the_list_of_them() -> None:
     with pytest.raises(ConfigFieldError) as caught:
         registry.options(provider, {"pth": "/tmp"}, where="[[l2]] #1")
     assert caught.value.hint == "did you mean 'path'?"
+
+
+def test_a_plugin_of_ours_that_is_not_installed_is_an_error_with_the_line_that_installs_it() -> None:
+    with pytest.raises(PluginNotFound) as refused:
+        PluginRegistry([]).describe("tier", "redis")
+    assert refused.value.hint == install_command(distribution="kvframework-redis")
+    with pytest.raises(PluginNotFound) as misspelt:
+        PluginRegistry([]).describe("tier", "rediss")
+    assert "redis" in misspelt.value.hint

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.testing import TierConformance
 from kvframework.api import hookspecs
-from kvframework.testing import TierConformance
 from tests.registry.fake_distributions import install
 from tests.registry.test_hook_examples import example
 

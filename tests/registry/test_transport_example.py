@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from kvf_dev.testing.accelerator import Accelerator, SimulatedNode
+from kvf_dev.testing.accelerator.rig import SimulatedRig
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, client_of, held_by, serving, status_of, wait_until
 from kvframework.api import hookspecs
 from kvframework.client import KVClient
 from kvframework.client.engine_driven import EngineDrivenCalls
 from kvframework.errors import ServerGone, TransportMismatch
-from kvframework.testing.accelerator import Accelerator, SimulatedNode
-from kvframework.testing.accelerator.rig import SimulatedRig
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, client_of, held_by, serving, status_of, wait_until
 from tests.registry.fake_distributions import install
 from tests.registry.test_hook_examples import example
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
+from kvf_dev.testing.transport.engine import registry_for
+from kvf_dev.testing.transport.node import rig_told, settings_for
 from kvframework.config import load_config
 from kvframework.keeper.notify import Keeper
 from kvframework.server import Server
-from kvframework.testing.transport.engine import registry_for
-from kvframework.testing.transport.node import rig_told, settings_for
 
 RIG = "KVFRAMEWORK_TEST_RIG"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.testing.accelerator import SimulatedNode
-from kvframework.testing.transport import RigSpec
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import PATIENCE_S, EngineProgram, client_of
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.transport import RigSpec
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, EngineProgram, client_of
 from tests.devices.engines import works
 from tests.devices.rigs import simdev
 from tests.restart.device_server import RIG

@@ -22,7 +22,7 @@ SLOW_S = 60.0
 # As the command, with times that tests can wait for: what is slow for an operator is not for a test.
 _HASTY = """
 import sys
-from kvframework.route import subscription
+from kvf_route import subscription
 subscription.AWAY_S = subscription.ANSWER_S = subscription.ASK_AGAIN_S = 0.3
 subscription._POLL_MS = 50
 from kvframework.cli.main import main

@@ -12,14 +12,14 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvframework.http.exposition import OPEN_METRICS, TEXT
-from kvframework.http.messages import Reply, Request, WantsBody
-from kvframework.http.rights import Rights
-from kvframework.route.app import App
-from kvframework.route.metrics import METRICS
-from kvframework.route.router import Router
-from kvframework.route.score_request import MOST_TOKENS
-from kvframework.route.settings import Node
+from kvf_observe.http.exposition import OPEN_METRICS, TEXT
+from kvf_observe.http.messages import Reply, Request, WantsBody
+from kvf_observe.http.rights import Rights
+from kvf_route.app import App
+from kvf_route.metrics import METRICS
+from kvf_route.router import Router
+from kvf_route.score_request import MOST_TOKENS
+from kvf_route.settings import Node
 from tests.route.publisher import TOPIC, batch, stored
 
 NODES = [Node("a", "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), Node("b", "ipc:///nowhere/b")]

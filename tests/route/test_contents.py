@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvframework.route import contents as module
-from kvframework.route import events, prefix_hashes, scoring
-from kvframework.route import index as index_module
-from kvframework.route.contents import Contents
-from kvframework.route.index import Index
+from kvf_route import contents as module
+from kvf_route import events, prefix_hashes, scoring
+from kvf_route import index as index_module
+from kvf_route.contents import Contents
+from kvf_route.index import Index
 from tests.route.publisher import CLEARED, TOPIC, as_array, batch, removed, stored
 
 SIZE = 2

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvframework.route import prefix_hashes
-from kvframework.route.events import (
+from kvf_route import prefix_hashes
+from kvf_route.events import (
     AT_ONCE,
     LONGEST_KEY,
     MOST_BLOCKS,

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvframework.route.follower import Follower
+from kvf_route.follower import Follower
 
 TOPIC = b"kv@a@m"
 

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvframework.route import index as module
-from kvframework.route.index import Index
-from kvframework.route.table import Keys
+from kvf_route import index as module
+from kvf_route.index import Index
+from kvf_route.table import Keys
 
 EXTERNALS = st.lists(st.integers(0, 12), max_size=8, unique=True)
 OWNS = [0x1234567890ABCDEF * (each + 1) % (1 << 64) for each in range(5)]

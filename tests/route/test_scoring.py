@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvf_hashers import Sha256
+from kvf_route import prefix_hashes, scoring
+from kvf_route.contents import Place
+from kvf_route.events import TIERS
+from kvf_route.index import Index
+from kvf_route.table import Flags, Keys
 from kvframework.client.hashing import RequestHashes
-from kvframework.route import prefix_hashes, scoring
-from kvframework.route.contents import Place
-from kvframework.route.events import TIERS
-from kvframework.route.index import Index
-from kvframework.route.table import Flags, Keys
 
 SIZE = 4
 BLOCKS = 90  # more than the first spans

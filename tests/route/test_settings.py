@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from kvf_route import settings
+from kvf_route.settings import Node, RouteConfig, configured, read_nodes
+from kvframework.api.installing import install_command
 from kvframework.errors import ConfigError, PluginUnavailable
-from kvframework.route import settings
-from kvframework.route.settings import Node, RouteConfig, configured, read_nodes
 from tests.cli.command import run
 
 
@@ -84,5 +85,5 @@ def test_the_command_refuses_what_cannot_work(tmp_path: Path) -> None:
 
 def test_a_missing_extra_is_refused_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "find_spec", lambda _name: None)
-    with pytest.raises(PluginUnavailable, match=r"DIR-OF-CLONE\[route\]"):
+    with pytest.raises(PluginUnavailable, match=install_command(distribution="kvframework-route")):
         settings.check_extra()

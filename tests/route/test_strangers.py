@@ -12,10 +12,10 @@ import pytest
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from kvf_route import subscription
+from kvf_route.router import Router
+from kvf_route.settings import Node
 from kvframework.messaging.curve import read_secret, write_pair
-from kvframework.route import subscription
-from kvframework.route.router import Router
-from kvframework.route.settings import Node
 from tests.route.publisher import batch, removed, stored
 from tests.support.ports import free_port
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import zmq.asyncio
 
-from kvframework.route.follower import Follower
-from kvframework.route.intake import Intake
-from kvframework.route.settings import Publisher
-from kvframework.route.subscription import SILENT_S, Subscription
+from kvf_route.follower import Follower
+from kvf_route.intake import Intake
+from kvf_route.settings import Publisher
+from kvf_route.subscription import SILENT_S, Subscription
 from tests.route.publisher import ZmqPublisher, removed
 
 

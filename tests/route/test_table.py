@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.route.table import ABSENT, Table
+from kvf_route.table import ABSENT, Table
 
 KEYS = st.lists(st.integers(1, 40).map(lambda small: small * 0x9E3779B97F4A7C15 % (1 << 64)), max_size=12)
 

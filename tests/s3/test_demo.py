@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.cli.demo.s3_server import VARIABLE, weed_binary
+from kvf_demo.s3_server import VARIABLE, weed_binary
 from tests.cli.test_demo import SMALL
 from tests.support.demo import demo, left_behind
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from kvf_dev.testing import FaultProxy
+from kvf_dev.testing.tier import TierConformance
+from kvf_dev.testing.tier.contract import ContractTests
+from kvf_dev.testing.tier.faults import FaultTests
 from kvframework.api.tier import Tier
-from kvframework.testing import FaultProxy
-from kvframework.testing.tier import TierConformance
-from kvframework.testing.tier.contract import ContractTests
-from kvframework.testing.tier.faults import FaultTests
 from tests.support.s3_server import BUCKET, AzureServer, MotoServer, S3Server, SeaweedServer
 from tests.support.s3_tier import open_s3_tier, write_credentials
 

@@ -12,11 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframework import __version__, scaffold
-from kvframework.api.codec import MAX_CODEC_NAME
-from kvframework.api.installing import requirement
-from kvframework.registry import KINDS
-from kvframework.scaffold import (
+from kvf_dev import scaffold
+from kvf_dev.scaffold import (
     VARIANTS,
     FolderExists,
     NameRefused,
@@ -26,6 +23,10 @@ from kvframework.scaffold import (
     render,
     write_distribution,
 )
+from kvframework import __version__
+from kvframework.api.codec import MAX_CODEC_NAME
+from kvframework.api.installing import requirement
+from kvframework.registry import KINDS
 from tests.cli.command import COMMAND, environment
 from tests.registry.fake_distributions import install
 
@@ -65,7 +66,7 @@ def test_it_writes_a_distribution_and_says_what_comes_next(tmp_path: Path) -> No
     first, *commands = done.stdout.splitlines()
     assert first.startswith("kvf-my-store: 11 files")
     assert [command.strip() for command in commands] == [
-        f"cd kvf-my-store && pip install -e . {requirement('testing')}",
+        f"cd kvf-my-store && pip install -e . {requirement(distribution='kvframework-dev')}",
         "pytest",
         "kvframework plugins check tier.my_store",
     ]
@@ -234,8 +235,11 @@ def test_tox_and_ci_find_kvframework_without_an_index() -> None:
     files = render(PluginNames("tier", "mine"))
     assert "PIP_FIND_LINKS = wheels {env:PIP_FIND_LINKS:}" in files["tox.ini"]
     for path in ("tox.ini", "README.md"):
-        assert f"pip wheel --no-deps --wheel-dir wheels {requirement()}" in files[path]
-    assert 'pip wheel --no-deps --wheel-dir wheels "$KVFRAMEWORK"' in files[".github/workflows/test.yml"]
+        assert (
+            f"pip wheel --no-deps --wheel-dir wheels {requirement()} {requirement(distribution='kvframework-dev')}"
+            in files[path]
+        )
+    assert 'wheels "$KVFRAMEWORK" "$KVFRAMEWORK#subdirectory=plugins/tools/dev"' in files[".github/workflows/test.yml"]
     assert "wheels/" in files[".gitignore"]
 
 

@@ -275,6 +275,7 @@ def test_a_client_that_does_not_wait_for_the_load_is_told(disk: ServerProcess, t
 def test_a_damaged_value_is_told(disk: ServerProcess, folder: Path, tokens: list[int]) -> None:
     with disk.client() as client:
         registered = client.register()
+        wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="what was stored before")
         before = values_in(folder)
         client.store(key_for(registered, tokens[:256]), b"x")
         wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="the disk")

@@ -23,6 +23,7 @@ def make(directory: Path, size: str, *, seed: int = 1234) -> Path:
     if (directory / "done").exists():
         return directory
     import torch
+
     from transformers import AutoModelForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)

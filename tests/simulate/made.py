@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvframework.trace.form import Header, Request
+from kvf_plan.trace.form import Header, Request
 
 # Conversations that go on do so within as many requests; those that come back do so after at least as many.
 SOON, LATE = 5, 40

@@ -11,12 +11,12 @@ import time
 from functools import partial
 from typing import Any
 
+from kvf_plan.simulation import Settings, TierSpeed, simulate
+from kvf_plan.simulation.chunks import Chunks
+from kvf_plan.simulation.node import MODEL
 from kvframework.api.keys import CacheKey
 from kvframework.config import load_config
 from kvframework.registry.registry import PluginRegistry
-from kvframework.simulation import Settings, TierSpeed, simulate
-from kvframework.simulation.chunks import Chunks
-from kvframework.simulation.node import MODEL
 from kvframework.storage.l2.absences import HOLD_S
 from kvframework.wire import messages as m
 from tests.simulate.made import SOON, MadeTrace

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.simulation import TierSpeed
-from kvframework.simulation.node import MODEL
+from kvf_plan.simulation import TierSpeed
+from kvf_plan.simulation.node import MODEL
 from tests.registry.fake_distributions import install
 from tests.simulate.made import made_trace
 from tests.simulate.real_server import CHUNK, both

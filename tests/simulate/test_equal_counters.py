@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvframework.simulation import TierSpeed
-from kvframework.simulation.node import MODEL
+from kvf_plan.simulation import TierSpeed
+from kvf_plan.simulation.node import MODEL
 from tests.simulate.made import made_trace
 from tests.simulate.real_server import CHUNK, both
 

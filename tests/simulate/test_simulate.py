@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvf_plan.simulation import Engines, Outcome, Settings, SlowTime, TierSpeed, simulate
+from kvf_plan.simulation.chunks import Chunks
+from kvf_plan.simulation.engines import Fleet
+from kvf_plan.simulation.events import VirtualTime
+from kvf_plan.simulation.node import TICK_S
+from kvf_plan.simulation.requests import Requests
+from kvf_plan.simulation.run import START
+from kvf_plan.simulation.sizes import Sizes
+from kvf_plan.trace.form import Request
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, PluginError, SimulationError, TierError
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.service.lifecycle import CacheService
-from kvframework.simulation import Engines, Outcome, Settings, SlowTime, TierSpeed, simulate
-from kvframework.simulation.chunks import Chunks
-from kvframework.simulation.engines import Fleet
-from kvframework.simulation.events import VirtualTime
-from kvframework.simulation.node import TICK_S
-from kvframework.simulation.requests import Requests
-from kvframework.simulation.run import START
-from kvframework.simulation.sizes import Sizes
-from kvframework.trace.form import Request
 from tests.simulate.made import MadeTrace, made_trace
 
 CHUNK = 16
@@ -379,7 +379,7 @@ def test_calls_that_failed_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> No
         return outcome_of(requests, sizes)
 
     monkeypatch.setattr(Requests, "outcome", counted)
-    monkeypatch.setattr("kvframework.simulation.run.gc.collect", lambda: 0)
+    monkeypatch.setattr("kvf_plan.simulation.run.gc.collect", lambda: 0)
     down = TierSpeed("redis", 50 * MIB, slow=[SlowTime(5, 8, 0.0), SlowTime(20, 30, 0.0)], has_all=True)
     settings = settings_of(*REDIS, "l2.0.timeout_s=1", capacity="16MiB", tiers=[down], engines=Engines(2, 2000))
     before = sum(issubclass(type(each), TierError) for each in gc.get_objects())

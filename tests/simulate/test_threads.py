@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import threading
 
-from kvframework.simulation.channel import Waiting
-from kvframework.simulation.events import VirtualTime
-from kvframework.simulation.threads import VirtualThreads
+from kvf_plan.simulation.channel import Waiting
+from kvf_plan.simulation.events import VirtualTime
+from kvf_plan.simulation.threads import VirtualThreads
 from kvframework.storage.l2.steps import Steps, do
 
 

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TypeVar
 
 import redis
-
 from tests.support.certificates import Certificate
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 
 import redis
-
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer, redis_executable
 from tests.support.waiting import wait_until

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+import redis
 from tests.support.certificates import Certificate
 from tests.support.ports import free_port
 from tests.support.store_process import StoreProcess

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.cli.demo.s3_server import INSTALL_HINT, S3Site, weed_binary
+from kvf_demo.s3_server import INSTALL_HINT, S3Site, weed_binary
 from tests.support.ports import free_port
 from tests.support.store_process import StoreProcess
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvframework.cli.demo.command import SHIPPED_TEXT
-from kvframework.cli.demo.models import chosen_model
-from kvframework.cli.demo.processes import DemoFailed
+from kvf_demo.command import SHIPPED_TEXT
+from kvf_demo.models import chosen_model
+from kvf_demo.processes import DemoFailed
 
 NAME = "smollm2"
 QUESTION = "What do the signers mutually pledge to each other?"
@@ -62,9 +62,8 @@ def trained_folder(cache: Path) -> Path:
 
 def asked(folder: Path) -> tuple[list[int], Callable[[Sequence[int]], str]]:
     """The tokens of the demo's question about its text, and what makes text of an answer's."""
-    from transformers import AutoTokenizer
-
     from kvf_transformers.demo_model import prompt_tokens
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
 

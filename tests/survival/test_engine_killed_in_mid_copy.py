@@ -1,7 +1,7 @@
 """An engine process is killed while the server copies for it: nobody else notices, and nothing of it stays.
 
 That its mappings, pins and reservations go, and that CANCEL is answered only once the blocks are quiet, is shown by
-`kvframework.testing.transport` in `tests/devices/test_conformance_simdev.py`; here is what happens meanwhile.
+`kvf_dev.testing.transport` in `tests/devices/test_conformance_simdev.py`; here is what happens meanwhile.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.client import KVClient
-from kvframework.testing.accelerator import SimulatedNode
-from kvframework.testing.accelerator.rig import SimulatedRig
-from kvframework.testing.transport import RigSpec
-from kvframework.testing.transport.cases import PAGED
-from kvframework.testing.transport.engine import KitEngine
-from kvframework.testing.transport.node import (
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.accelerator.rig import SimulatedRig
+from kvf_dev.testing.transport import RigSpec
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import (
     PATIENCE_S,
     EngineProgram,
     ServerProgram,
@@ -30,6 +29,7 @@ from kvframework.testing.transport.node import (
     held_by,
     status_of,
 )
+from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from tests.devices.engines import works
 from tests.devices.rigs import simdev

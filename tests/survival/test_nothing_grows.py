@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from kvframework.testing.accelerator import SimulatedNode
-from kvframework.testing.transport import RigSpec
-from kvframework.testing.transport.node import ServerProgram, endpoint_in
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.transport import RigSpec
+from kvf_dev.testing.transport.node import ServerProgram, endpoint_in
 from kvframework.wire import messages as m
 from tests.support.processes import children, descriptors, own_bytes, threads
 from tests.support.server_process import ServerProcess

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.testing.faults.proxy import FaultProxy
+from kvf_dev.testing.faults.proxy import FaultProxy
 from kvframework.wire import messages as m
 from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess

@@ -16,7 +16,7 @@ def main() -> None:
     if "serve" in sys.argv:
         from kvframework.cli.main import main as serve
     else:
-        from kvframework.testing.transport.server_program import main as serve
+        from kvf_dev.testing.transport.server_program import main as serve
     finished.MOST = queue.RECENT = hot_prefixes.ENTRIES = 16
     hot_prefixes.MOST = 32
     traced.start()

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import redis
-
 from kvf_filesystem.form import path_of
 
 KINDS = ("garbage", "empty", "wrong type", "truncated", "too long", "flipped bit", "swapped")

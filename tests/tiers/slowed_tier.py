@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvf_dev.testing.faults import FaultyTier
+from kvf_dev.testing.faults.tier import Parts
 from kvframework.api.options import Options
 from kvframework.api.tier import Outcome, PackedKey, TierProvider, hookimpl
 from kvframework.pricing import tier_speed
-from kvframework.testing.faults import FaultyTier
-from kvframework.testing.faults.tier import Parts
 from tests.storage.tier import MemoryTier
 
 PROBE_S = 1.0

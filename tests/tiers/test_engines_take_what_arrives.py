@@ -103,8 +103,8 @@ def node(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
 
 def test_transformers(node: Node) -> None:
     import torch
-    import transformers
 
+    import transformers
     from kvf_transformers import TransformersKV
 
     config = transformers.LlamaConfig(

@@ -14,11 +14,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvf_plan.trace import conversations, lines
+from kvf_plan.trace.form import MAX_ID
+from kvf_plan.trace.reading import open_trace
+from kvf_plan.trace.recognised import HEAD
 from kvframework.errors import TraceError
-from kvframework.trace import conversations, lines
-from kvframework.trace.form import MAX_ID
-from kvframework.trace.reading import open_trace
-from kvframework.trace.recognised import HEAD
 
 _GOOD = {"timestamp": 5, "input_length": 1024, "output_length": 3, "hash_ids": [1, 2]}
 _HEADER = {"kvframework_trace": 1, "chunk_tokens": 256}

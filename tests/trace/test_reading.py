@@ -11,9 +11,9 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvframework.trace import conversations
-from kvframework.trace.form import BAILIAN, KV_CACHE_TESTER, KVFRAMEWORK, MAX_ID, MOONCAKE, UNKNOWN, Header, Request
-from kvframework.trace.reading import open_trace
+from kvf_plan.trace import conversations
+from kvf_plan.trace.form import BAILIAN, KV_CACHE_TESTER, KVFRAMEWORK, MAX_ID, MOONCAKE, UNKNOWN, Header, Request
+from kvf_plan.trace.reading import open_trace
 
 _MOONCAKE = """\
 {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, 48, 49, 50, 51, 52, 53, 54, 55, \

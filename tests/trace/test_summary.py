@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvframework.trace.form import Request
-from kvframework.trace.summary import summarise
+from kvf_plan.trace.form import Request
+from kvf_plan.trace.summary import summarise
 
 
 def test_the_live_set_is_what_will_be_asked_for_again() -> None:

@@ -64,8 +64,9 @@ def main() -> None:
 
     started = time.perf_counter()
     llm = make_engine(order)
-    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
+
+    from vllm import SamplingParams
 
     tell(event="ready", seconds=time.perf_counter() - started)
     for ask in order.asks:

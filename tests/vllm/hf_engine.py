@@ -50,9 +50,9 @@ def run(order: Order) -> Answer:
 
 def main() -> None:
     import torch
-    from transformers import AutoModelForCausalLM
 
     from kvf_transformers import TransformersKV
+    from transformers import AutoModelForCausalLM
 
     order = Order(**json.loads(sys.stdin.read()))
     dtype = getattr(torch, order.dtype)

@@ -164,6 +164,7 @@ def make(directory: Path, name: str) -> Path:
     if (directory / "done").exists():
         return directory
     import torch
+
     import transformers
 
     family = FAMILIES[name]

@@ -26,6 +26,7 @@ def make(directory: Path, size: str, *, seed: int = 1234) -> Path:
     if (directory / "done").exists():
         return directory
     import torch
+
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -154,6 +155,7 @@ def _deepseek_v2() -> Any:
 
 def _tokenizer(directory: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -29,10 +29,11 @@ def main() -> None:
 
 
 async def _answer(order: Order) -> list[int]:
-    from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.engine.protocol import StreamingInput
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from vllm import SamplingParams
 
     ask = order.asks[0]
     params = SamplingParams(temperature=0.0, max_tokens=ask.tokens, ignore_eos=True, detokenize=False)

@@ -56,11 +56,11 @@ def test_subscribers_read_the_salt_where_they_look_for_it() -> None:
 
 def test_vllms_own_hints_are_read_from_its_own_request() -> None:
     hints = pytest.importorskip("vllm.v1.kv_hints", reason="from vLLM 0.32 on")
-    from vllm import SamplingParams
     from vllm.v1.request import Request
 
     from kvf_vllm.requests import wish_of
     from kvframework.api.retain import Retain
+    from vllm import SamplingParams
 
     said = {"directives": [{"start": 0, "end": 256, "priority": 90, "duration": 60}]}
     actions = [hints.KvHintAction(action_id="1", action_type="kv.retain", action_version="1.0", payload=said)]
@@ -203,7 +203,6 @@ def test_metrics_of_several_engines_are_one_and_what_they_do_not_know_harms_none
 
 def test_the_interface_of_the_last_release_is_the_one_that_is_followed() -> None:
     import vllm
-
     from kvf_vllm.interface import FOLLOWED, installed_fingerprint
     from kvf_vllm.supported import EQUAL
 

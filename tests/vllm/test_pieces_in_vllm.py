@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.testing.transport.node import held_by
+from kvf_dev.testing.transport.node import held_by
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.vllm import rows

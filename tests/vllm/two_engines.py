@@ -18,6 +18,7 @@ def main() -> None:
     answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
     os.dup2(2, 1)
     from prometheus_client import REGISTRY
+
     from vllm import SamplingParams
 
     def tell(llm: object) -> None:

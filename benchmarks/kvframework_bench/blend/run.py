@@ -12,14 +12,13 @@ from typing import Any
 
 import msgspec
 import torch
-from transformers import DynamicCache
 
 from kvf_blend.engine.blend import BlendTransformers
 from kvf_blend.engine.demo_model import local_llama
 from kvf_blend.engine.placing import Loaded
+from kvf_demo.models import chosen_model
 from kvf_transformers.demo_model import DemoModel, Dialogue, dialogue_of, encode, end_tokens, local_model
 from kvf_transformers.forward import Forward
-from kvframework.cli.demo.models import chosen_model
 from kvframework_bench.blend.answering import Answering
 from kvframework_bench.blend.figures import FULL as FULL_WAY
 from kvframework_bench.blend.figures import AnswerRow, BlendFigures, WayRow
@@ -28,6 +27,7 @@ from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.process import scratch
 from kvframework_bench.server import PATIENT, running_server
+from transformers import DynamicCache
 
 _BLEND, _ALONE, _NAIVE = "blend", "alone", "naive"
 _CAPACITY = 1 << 30

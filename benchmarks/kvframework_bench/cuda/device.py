@@ -166,7 +166,9 @@ def _bindings() -> Any:
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError:
-        raise BenchUnavailable(f"not installed: {_BINDINGS}", hint=install_command("cuda")) from None
+        raise BenchUnavailable(
+            f"not installed: {_BINDINGS}", hint=install_command("cuda13", distribution="kvframework-cuda")
+        ) from None
 
 
 def _line(file: Path) -> str:

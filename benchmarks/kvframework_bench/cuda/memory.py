@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
-from kvframework.testing.accelerator.tensor import DeviceTensor, contiguous
+from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvframework_bench.cuda.device import Device, PinnedMemory
 from kvframework_bench.cuda.workload import CudaShape
 from kvframework_bench.errors import WrongBytes
@@ -18,7 +18,7 @@ from kvframework_bench.errors import WrongBytes
 if TYPE_CHECKING:
     import torch
 
-    from kvframework.testing.accelerator.runtime import Accelerator
+    from kvf_dev.testing.accelerator.runtime import Accelerator
 
 _POISON = 0xA5
 # A prime, so that no two blocks of a memory have the same content.

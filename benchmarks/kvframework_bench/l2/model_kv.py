@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvframework.cli.demo.models import chosen_model
+from kvf_demo.models import chosen_model
 from kvframework.errors import KVFrameworkError
 
 if TYPE_CHECKING:

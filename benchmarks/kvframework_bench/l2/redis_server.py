@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kvframework.cli.demo.child import uninterrupted
-from kvframework.cli.demo.redis_server import INSTALL_HINT, redis_binary, redis_command
+from kvf_demo.child import uninterrupted
+from kvf_demo.redis_server import INSTALL_HINT, redis_binary, redis_command
 from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.process import BenchChild
 

@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from kvf_demo.child import uninterrupted
+from kvf_demo.s3_server import BUCKET, INSTALL_HINT, S3Site, weed_binary
 from kvframework.api.options import ByteSize
 from kvframework.api.tier import Outcome, Tier
-from kvframework.cli.demo.child import uninterrupted
-from kvframework.cli.demo.s3_server import BUCKET, INSTALL_HINT, S3Site, weed_binary
 from kvframework.registry import PluginRegistry
 from kvframework_bench.console import Stage
 from kvframework_bench.errors import BenchUnavailable

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvframework.cli.demo.s3_server import BUCKET
+from kvf_demo.s3_server import BUCKET
 from kvframework_bench.errors import BenchUnavailable
 
 AT_ONCE = 16

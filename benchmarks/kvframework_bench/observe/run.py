@@ -62,7 +62,7 @@ def bench_observe(sizes: Sizes = FULL, *, seed: int = 1, stage: Stage = no_progr
     """Measure lookups and memory; takes four minutes. For the main thread. Raises `BenchFailed`, also when an answer is
     wrong, and `BenchUnavailable` without what `kvframework observe` needs."""
     if importlib.util.find_spec("h11") is None:
-        raise BenchUnavailable("not installed: h11", hint=install_command("observe"))
+        raise BenchUnavailable("not installed: h11", hint=install_command(distribution="kvframework-observe"))
     with ExitStack() as stack:
         directory = stack.enter_context(scratch())
         advance = stack.enter_context(stage("asking in every state", sizes.rounds))

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvframework.cli.demo.child import uninterrupted
+from kvf_demo.child import uninterrupted
 from kvframework.client import KVClient
 from kvframework.parent_death import end_with_parent
 from kvframework.wire import messages as m
@@ -33,7 +33,7 @@ _ANSWER_S = 60.0
 def main(kind: str, target: str) -> int:
     end_with_parent()
     if kind == "observe":
-        from kvframework.observe import process
+        from kvf_observe import process
 
         return process.main(target)
     ask = {"scrape": _scraper, "explain": _follower}[kind](target)
@@ -106,9 +106,9 @@ class Watcher:
 def scraping(name: str, endpoint: str, directory: Path) -> Iterator[Watcher]:
     """Yield a watcher that scrapes the metrics of a server, with an observing process of its own. Waits until that
     answers. For the main thread. Raises `BenchFailed`."""
+    from kvf_observe.process import Start
     from kvframework.config import ObserveConfig
     from kvframework.logs.form import LogForm
-    from kvframework.observe.process import Start
 
     start = Start(os.getpid(), endpoint, ObserveConfig("127.0.0.1:0"), LogForm("info", "human"))
     with ExitStack() as stack:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvframework.simulation.chunks import Chunks
-from kvframework.trace.reading import open_trace
+from kvf_plan.simulation.chunks import Chunks
+from kvf_plan.trace.reading import open_trace
 
 _SYSTEM_PROMPTS = 2000
 

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import msgspec
 
+from kvf_observe.http.messages import Reply, Request, WantsBody
+from kvf_observe.http.rights import Rights
+from kvf_route import subscription
+from kvf_route.app import App
+from kvf_route.router import Router
+from kvf_route.settings import Node
 from kvframework.api.installing import install_command
-from kvframework.http.messages import Reply, Request, WantsBody
-from kvframework.http.rights import Rights
-from kvframework.route import subscription
-from kvframework.route.app import App
-from kvframework.route.router import Router
-from kvframework.route.settings import Node
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed, BenchUnavailable
 from kvframework_bench.route.figures import RouteFigure, RouteFigures, RouteScore
@@ -103,7 +103,7 @@ def bench_route(sizes: Sizes = FULL, *, stage: Stage = no_progress) -> RouteFigu
     `kvframework route` needs."""
     for module in ("h11", "numpy"):
         if importlib.util.find_spec(module) is None:
-            raise BenchUnavailable(f"not installed: {module}", hint=install_command("route"))
+            raise BenchUnavailable(f"not installed: {module}", hint=install_command(distribution="kvframework-route"))
     # None of these publishers is there.
     away, subscription.AWAY_S = subscription.AWAY_S, math.inf
     try:

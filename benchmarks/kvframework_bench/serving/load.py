@@ -13,7 +13,7 @@ from itertools import islice
 
 import msgspec
 
-from kvframework.trace.form import Request
+from kvf_plan.trace.form import Request
 from kvframework_bench.errors import BenchFailed
 
 # Ids below are special tokens of some models.

@@ -82,6 +82,7 @@ def made_model(directory: Path, name: str) -> Path:
 def make(folder: Path, shape: Shape) -> None:
     """Write the model. Overwrites what is there."""
     import torch
+
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(1234)

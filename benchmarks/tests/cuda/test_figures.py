@@ -259,7 +259,7 @@ def test_without_bindings_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(BenchUnavailable, match="not installed: cuda-bindings") as refused:
         Device()
-    assert refused.value.hint == install_command("cuda")
+    assert refused.value.hint == install_command("cuda13", distribution="kvframework-cuda")
 
 
 def test_without_a_gpu_the_command_says_so_and_measures_nothing() -> None:

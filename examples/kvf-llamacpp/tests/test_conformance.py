@@ -6,11 +6,11 @@ import pytest
 import torch
 from kvf_llamacpp.layout import LlamaCppLayout
 
+from kvf_dev.testing import LayoutConformance
+from kvf_dev.testing.layout import LayoutSubject, MakeSubject, Slab
 from kvframework.api.canary import EngineView
 from kvframework.api.layout import KVLayout
 from kvframework.errors import BadLayout
-from kvframework.testing import LayoutConformance
-from kvframework.testing.layout import LayoutSubject, MakeSubject, Slab
 
 BLOCK, HEADS, DIM = 4, 2, 8
 CELLS = 5 * BLOCK

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from kvf_nixl.build import installed_build
 
-from kvframework.testing import TierConformance
+from kvf_dev.testing import TierConformance
 
 pytestmark = pytest.mark.skipif(not installed_build(), reason="NIXL is not installed: pip install nixl")
 

@@ -1,6 +1,6 @@
 """The policy fulfils the contract that the server relies on."""
 
-from kvframework.testing import EvictionConformance
+from kvf_dev.testing import EvictionConformance
 
 
 class TestS3Fifo(EvictionConformance):

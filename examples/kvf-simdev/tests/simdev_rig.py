@@ -2,7 +2,7 @@
 
 import kvf_simdev
 
-from kvframework.testing.accelerator.rig import SimulatedRig
+from kvf_dev.testing.accelerator.rig import SimulatedRig
 
 
 def make(node: str) -> SimulatedRig:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.testing import TierConformance
+from kvf_dev.testing import TierConformance
 
 
 class TestSqlite(TierConformance):

@@ -1,0 +1,73 @@
+"""The server-driven transport `cuda_ipc`: the server moves KV between the memory of NVIDIA GPUs and the arena.
+
+Importing this module touches neither CUDA nor its bindings: a process that forks later must not have initialised them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from typing import TYPE_CHECKING
+
+from kvf_cuda_ipc.options import INSTALL, CudaOptions
+from kvframework.api.driver import Arena, CopierDriver, DeviceTransportProvider, EngineDriver, TableContext, hookimpl
+from kvframework.api.findings import Finding
+
+if TYPE_CHECKING:
+    from kvf_cuda_ipc.copier_half import Stream
+    from kvf_cuda_ipc.driver import Event
+    from kvf_cuda_ipc.engine_half import PooledEvent
+
+
+def create_engine(_options: CudaOptions) -> EngineDriver[PooledEvent]:
+    """Make the half in engine processes, for all GPUs that they see. Raises `DeviceError` where there is none."""
+    from kvf_cuda_ipc.driver import Driver
+    from kvf_cuda_ipc.engine_half import CudaEngine
+
+    return CudaEngine(Driver())
+
+
+def create_copier(options: CudaOptions, device: str, arena: Arena) -> CopierDriver[Event, Stream]:
+    """Make the half in the copier process of `device`, a UUID as engines send it. Raises `DeviceError` if the GPU is
+    not here."""
+    from kvf_cuda_ipc.copier_half import CudaCopier
+    from kvf_cuda_ipc.driver import Driver
+    from kvf_cuda_ipc.identity import show_only
+
+    show_only(device)
+    return CudaCopier(Driver(), options, device, arena)
+
+
+def _diagnose(options: CudaOptions, _context: TableContext, _deadline: float) -> list[Finding]:
+    from kvf_cuda_ipc.advice import diagnose
+
+    return list(diagnose(options))
+
+
+def _probe() -> str | None:
+    try:
+        # Loading the library opens no device and initialises nothing.
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return (
+            "there is no NVIDIA driver here, libcuda.so.1 cannot be loaded: install one, or give the container GPUs,"
+            " with `compute` in NVIDIA_DRIVER_CAPABILITIES"
+        )
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return f"cuda-bindings is not installed: {INSTALL}"
+    return None
+
+
+@hookimpl
+def kvf_transports() -> list[DeviceTransportProvider[CudaOptions]]:
+    return [
+        DeviceTransportProvider(
+            name="cuda_ipc",
+            summary="the server copies between the memory of NVIDIA GPUs and the arena",
+            options=CudaOptions,
+            create_engine=create_engine,
+            create_copier=create_copier,
+            probe=_probe,
+            diagnose=_diagnose,
+        )
+    ]

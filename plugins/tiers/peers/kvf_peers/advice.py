@@ -1,0 +1,146 @@
+"""The checks of `kvframework doctor` for the peers tier: which nodes answer, and whether they can share. Runs in a
+process of its own; changes nothing."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from kvf_peers.handshake import NotTrusted, introduce
+from kvf_peers.holder import bound
+from kvf_peers.messages import ProtocolError, Welcome
+from kvf_peers.options import PeersOptions
+from kvf_peers.settings import Address, Settings, read_settings
+from kvf_peers.wire import Wire, explain
+from kvframework.api.findings import Finding
+from kvframework.api.plugin import TableContext
+
+_MOST_S = 2.0
+# What a node says that is there, and that this one cannot share with.
+_NO_TRUST = (NotTrusted, ssl.SSLError)
+
+
+def diagnose(options: PeersOptions, context: TableContext, deadline: float) -> list[Finding]:
+    """Says hello to the nodes of `peers` and to this one; blocks until `deadline` at most. Raises
+    `ConfigFieldError`."""
+    settings = read_settings(options, where=context.where)
+    own = settings.listen
+    asked = list(dict.fromkeys(each for each in (own, settings.advertise, *settings.peers) if each is not None))
+    until = min(deadline, time.monotonic() + _MOST_S)
+    with ThreadPoolExecutor(max(len(asked), 1)) as pool:
+        answers = list(pool.map(lambda each: _hello(each, settings, until), asked))
+    known = {address: who for address, who in zip(asked, answers, strict=True) if isinstance(who, Welcome)}
+    failed = {address: why for address, why in zip(asked, answers, strict=True) if isinstance(why, Exception)}
+    apart = {address: failed.pop(address) for address, why in [*failed.items()] if isinstance(why, _NO_TRUST)}
+    findings = [_network(settings)]
+    if own is not None and own in failed:
+        del failed[own]
+        findings += _listens(own)
+    findings += [*_reachable(known, failed), *_trusted(apart), *_agreement(known), *_advertised(settings, known)]
+    return [*findings, _hints(settings, until)] if options.hints else findings
+
+
+def _listens(own: Address) -> Iterator[Finding]:
+    """Whether this node, which does not answer, could listen; without a finding if it can."""
+    try:
+        bound(own).close()
+    except OSError as error:
+        advice = "name a free address of this machine in listen: until then it lends nothing"
+        yield Finding("peers.listen", "fail", f"{own}: {explain(error)}", advice)
+
+
+def _advertised(settings: Settings, known: dict[Address, Welcome]) -> Iterator[Finding]:
+    """Whether the address in the hints leads here; without a finding if this node does not run."""
+    here, told = settings.listen, settings.advertise
+    if here not in known or told not in known or here == told:
+        return
+    if known[here].boot_id == known[told].boot_id:
+        yield Finding("peers.advertise", "ok", f"{told} leads to this node")
+    else:
+        fact = f"another node answers at {told}: hints of this one are passed over"
+        yield Finding("peers.advertise", "fail", fact, "name the address at which other nodes reach this one")
+
+
+def _hints(settings: Settings, until: float) -> Finding:
+    from redis.exceptions import RedisError
+
+    from redis import Redis
+
+    left_s = max(until - time.monotonic(), 0.1)
+    try:
+        with Redis.from_url(settings.options.hints, socket_timeout=left_s, socket_connect_timeout=left_s) as redis:
+            policy = redis.info("memory").get("maxmemory_policy", "?")
+    except (RedisError, OSError, ValueError) as error:
+        fact = f"the Redis with the hints cannot be asked: {type(error).__name__}"
+        return Finding("peers.hints", "fail", fact, "until it answers, nothing of other nodes is found")
+    if policy == "noeviction":
+        fact = "the Redis with the hints evicts nothing (maxmemory-policy noeviction)"
+        return Finding("peers.hints", "warn", fact, "allkeys-lru: a full one would take no hint")
+    return Finding("peers.hints", "ok", "the Redis with the hints answers")
+
+
+def _network(settings: Settings) -> Finding:
+    if settings.tls is not None:
+        return Finding("peers.network", "ok", "TLS in both directions, and the token")
+    if settings.options.trusted_network:
+        fact = "trusted_network: the KV of prompts is sent in plain text"
+        return Finding("peers.network", "warn", fact, "let only the nodes into that network, or set tls_ca")
+    return Finding("peers.network", "ok", "only addresses of this machine")
+
+
+def _hello(address: Address, settings: Settings, until: float) -> Welcome | Exception:
+    try:
+        sock = socket.create_connection(address, max(until - time.monotonic(), 0.01))
+    except OSError as error:
+        return error
+    wire = Wire(sock)
+    try:
+        return introduce(wire, settings, address.host, until)
+    except (OSError, EOFError, ProtocolError) as error:
+        return error
+    finally:
+        wire.close()
+
+
+def _trusted(apart: dict[Address, Exception]) -> Iterator[Finding]:
+    if apart:
+        advice = "give all nodes the same token, certificates that the same tls_ca signs, and the same release"
+        yield Finding("peers.trust", "fail", "; ".join(_why(apart)), advice)
+
+
+def _why(failed: dict[Address, Exception]) -> list[str]:
+    return [f"{address}: {explain(error)}" for address, error in failed.items()]
+
+
+def _reachable(known: dict[Address, Welcome], silent: dict[Address, Exception]) -> Iterator[Finding]:
+    answered = f"{', '.join(map(str, known))} answered" if known else ""
+    if silent:
+        fact = "; ".join([*_why(silent), *([answered] if answered else [])])
+        yield Finding("peers.reachable", "warn", fact, "start it, or correct peers: it is passed over until it answers")
+    elif answered:
+        yield Finding("peers.reachable", "ok", answered)
+
+
+def _agreement(known: dict[Address, Welcome]) -> Iterator[Finding]:
+    """Whether the nodes give the same names to the same content: compared with the first that answered, this one if it
+    runs."""
+    if len(known) < 2:
+        return
+    (first, like), *others = known.items()
+    facts: list[str] = []
+    for address, who in others:
+        if who.chunk_size != like.chunk_size:
+            facts.append(f"{address} has chunk_size {who.chunk_size}, {first} {like.chunk_size}: nothing is shared")
+        elif who.hasher != like.hasher:
+            facts.append(f"{address} and {first} differ in the hasher, or in its seed: nothing is shared")
+        for model in sorted(set(who.models) & set(like.models)):
+            if not set(who.models[model]) & set(like.models[model]):
+                facts.append(f"the engines of {model!r} at {address} and {first} differ: nothing of it is shared")
+    if facts:
+        advice = "give all nodes the same chunk_size and [hasher], and all engines of a model the same dtype and layout"
+        yield Finding("peers.names", "fail", "; ".join(facts), advice)
+    else:
+        yield Finding("peers.names", "ok", f"{len(known)} nodes give the same names to the same content")

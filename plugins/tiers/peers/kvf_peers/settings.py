@@ -1,0 +1,205 @@
+"""The options, checked once and turned into addresses, TLS contexts and the token's reader. Connects to nothing."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import re
+import ssl
+import stat
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from kvf_peers.options import PeersOptions
+from kvframework.api.installing import install_command
+from kvframework.errors import ConfigFieldError
+
+log = logging.getLogger(__name__)
+
+_LEAST_TOKEN_BYTES, _MOST_TOKEN_BYTES = 16, 4096
+_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%]+)\]|(?P<host>[A-Za-z0-9_.-]+)):(?P<port>[0-9]{1,5})")
+
+
+class Address(NamedTuple):
+    """Where a node listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_loopback(self) -> bool:
+        try:
+            return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked options. `tls` is None without TLS."""
+
+    options: PeersOptions
+    where: str
+    peers: tuple[Address, ...]
+    listen: Address | None
+    advertise: Address | None
+    tls: Tls | None
+
+    def token(self) -> bytes:
+        """The token of now. Raises `ConfigFieldError`."""
+        return _token(self.options.token_file, self.where)
+
+
+def read_settings(options: PeersOptions, *, where: str) -> Settings:
+    """Checks the options. Raises `ConfigFieldError`."""
+    peers = tuple(_address(each, f"{where} peers") for each in options.peers)
+    listen = _address(options.listen, f"{where} listen") if options.listen else None
+    advertise = _address(options.advertise, f"{where} advertise") if options.advertise else listen
+    if not peers and not options.hints and listen is None:
+        raise ConfigFieldError("neither peers nor hints nor listen", where=where, hint="name the other nodes in peers")
+    if options.peers and options.hints:
+        raise ConfigFieldError("both peers and hints", where=f"{where} hints", hint="hints name the peers: leave one")
+    if options.hints:
+        _check_hints(options, where)
+        if advertise is not None and advertise.host in ("0.0.0.0", "::"):  # noqa: S104  nothing is bound to it here
+            raise ConfigFieldError(
+                f"other nodes cannot reach {advertise}", where=f"{where} advertise", hint="name this node's own address"
+            )
+    tls = _tls(options, where)
+    _check_network(options, where, (*peers, *((listen,) if listen else ())), has_tls=tls is not None)
+    settings = Settings(options, where, peers, listen, advertise, tls)
+    settings.token()
+    return settings
+
+
+def parse_address(text: str) -> Address:
+    """Raises `ValueError`."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or not 1 <= int(match["port"]) <= 65535:
+        raise ValueError(f"{text!r} is no HOST:PORT")
+    return Address(match["six"] or match["host"], int(match["port"]))
+
+
+def _address(text: str, where: str) -> Address:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise ConfigFieldError(str(error), where=where, hint='write "10.0.0.7:9311"') from None
+
+
+def _check_hints(options: PeersOptions, where: str) -> None:
+    if find_spec("redis") is None:
+        raise ConfigFieldError(
+            "hints need redis-py, which is not installed",
+            where=f"{where} hints",
+            hint=install_command("hints", distribution="kvframework-peers"),
+        )
+    from redis.connection import parse_url
+
+    try:
+        parse_url(options.hints)  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError):
+        raise ConfigFieldError(
+            "hints is no URL of a Redis", where=f"{where} hints", hint="write redis://HOST:PORT/DB"
+        ) from None
+
+
+def _check_network(options: PeersOptions, where: str, used: tuple[Address, ...], *, has_tls: bool) -> None:
+    outside = next((each for each in used if not each.is_loopback), None)
+    beyond = str(outside) if outside else "the nodes that hints name" if options.hints else ""
+    if beyond and not has_tls and not options.trusted_network:
+        raise ConfigFieldError(
+            f"without TLS the KV of prompts would go to and from {beyond} in plain text",
+            where=where,
+            hint="set tls_ca, tls_cert and tls_key; or trusted_network = true, if only the nodes are in that network",
+        )
+
+
+class Tls:
+    """The TLS contexts of both directions, `reader` and `holder`. Connections that begin after the files
+    have changed get new ones; as long as the files cannot be used, the former ones."""
+
+    def __init__(self, options: PeersOptions, where: str) -> None:
+        """Raises `ConfigFieldError`."""
+        self._options = options
+        self._where = where
+        self._files = self._stamps()
+        self._made = self._contexts()
+
+    def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        """Those of the reader and of the holder."""
+        files = self._stamps()
+        if files != self._files:
+            self._files = files
+            try:
+                self._made = self._contexts()
+                log.info("%s: the TLS files have changed, and are used", self._where)
+            except ConfigFieldError as error:
+                log.error("%s; the former ones are used on", error)
+        return self._made
+
+    def _stamps(self) -> list[tuple[int, ...]]:
+        stamps: list[tuple[int, ...]] = []
+        for file in (self._options.tls_ca, self._options.tls_cert, self._options.tls_key):
+            try:
+                found = os.stat(file)
+                stamps.append((found.st_ino, found.st_mtime_ns, found.st_size))
+            except OSError:
+                stamps.append(())
+        return stamps
+
+    def _contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        contexts = (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        for context in contexts:
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.verify_mode = ssl.CERT_REQUIRED
+            try:
+                context.load_verify_locations(self._options.tls_ca)
+                context.load_cert_chain(self._options.tls_cert, self._options.tls_key, password="")  # never asked for
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigFieldError(
+                    f"the TLS files cannot be used: {error.strerror or error}",
+                    where=f"{self._where} tls_ca, tls_cert, tls_key",
+                ) from None
+        return contexts
+
+
+def _tls(options: PeersOptions, where: str) -> Tls | None:
+    files = {name: getattr(options, name) for name in ("tls_ca", "tls_cert", "tls_key")}
+    lacking = [name for name, file in files.items() if not file]
+    if len(lacking) == len(files):
+        return None
+    if lacking:
+        raise ConfigFieldError(
+            f"{lacking[0]} is missing: TLS needs all three", where=f"{where} {lacking[0]}", available=", ".join(files)
+        )
+    return Tls(options, where)
+
+
+def _token(file: str, where: str) -> bytes:
+    path = Path(os.path.expanduser(file))
+    place = f"{where} token_file"
+    new = f"make it on one node, and copy it to all: (umask 077; openssl rand -hex 32 > {path})"
+    try:
+        with path.open("rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            token = opened.read(_MOST_TOKEN_BYTES + 1).strip()
+    except OSError as error:
+        hint = new if isinstance(error, FileNotFoundError) else "the server's user must be able to read it"
+        raise ConfigFieldError(f"{path} cannot be read: {error.strerror}", where=place, hint=hint) from None
+    if mode & stat.S_IRWXO:
+        raise ConfigFieldError(f"other users may read or write {path}", where=place, hint=f"chmod o-rwx {path}")
+    if not _LEAST_TOKEN_BYTES <= len(token) <= _MOST_TOKEN_BYTES:
+        raise ConfigFieldError(
+            f"the token has {len(token)} bytes",
+            where=place,
+            available=f"{_LEAST_TOKEN_BYTES} to {_MOST_TOKEN_BYTES}",
+            hint=new,
+        )
+    return token

@@ -1,0 +1,1 @@
+"""`kvframework demo`: real processes that show what the server does, on models made here."""

@@ -1,0 +1,145 @@
+"""The course of `kvframework demo`: a server and two engine processes, of which the second skips the prefill that the
+first has computed. The CLI process imports neither torch nor the engine integration; it starts processes that do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from kvf_demo.child import uninterrupted
+from kvf_demo.models import chosen_model
+from kvf_demo.processes import DemoFailed, EngineProcess
+from kvf_demo.result import DemoResult, EngineRun
+from kvf_demo.stage import DemoStage, StageOptions, check_stage, check_text
+from kvf_demo.view import DemoView, moved
+
+
+class Progress:
+    """`first` tokens of `total` are there at the time `began`. The rest is estimated from the latest piece; the work
+    for a token grows with its position, so the estimate is rather high than low."""
+
+    def __init__(self, first: int, total: int, began: float) -> None:
+        self._done = first
+        self._total = total
+        self._at = began
+
+    def at(self, done: int, now: float) -> str:
+        """Return the text for a moment at which `done` tokens are there."""
+        text = f"{done} of {self._total} tokens"
+        if self._done < done < self._total:
+            per_token = (now - self._at) / (done - self._done)
+            middle, ahead = (self._done + done) / 2, (done + self._total) / 2
+            left_s = per_token * (self._total - done) * ahead / middle
+            text += f", about {_duration(left_s)} left"
+        self._done, self._at = done, now
+        return text
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+ENGINE_TIMEOUT_S = 900.0
+# The server's default.
+CHUNK_TOKENS = 256
+_MORE = f"give a prompt of more than {CHUNK_TOKENS} tokens, and more --l1-capacity to a big model"
+_ENGINE = "kvf_transformers.demo_engine"
+
+
+class DemoOptions(msgspec.Struct, frozen=True):
+    """The command's options. `model` is a name for `chosen_model`; `size` and `corrupt_kv` are for tests."""
+
+    text: Path
+    question: str
+    model: str
+    stage: StageOptions
+    tokens: int
+    new_tokens: int
+    size: str
+    corrupt_kv: bool
+
+
+def run_demo(options: DemoOptions, view: DemoView) -> DemoResult:
+    """Run the demo. Blocks for as long as the model takes; leaves no process and no file behind. Raises
+    `DemoFailed`."""
+    check_stage(options.stage)
+    check_text(options.text)
+    if 0 < options.tokens <= CHUNK_TOKENS:
+        raise DemoFailed(f"no chunk of {options.tokens} tokens can be skipped", hint=_MORE)
+    model = chosen_model(options.model)
+    view.tell_model(model)
+    with DemoStage(options.stage, view) as stage:
+        prompt = stage.directory / "prompt.txt"
+        prompt.write_bytes(options.text.read_bytes())
+        arguments = ["--endpoint", stage.endpoint, "--text", str(prompt), "--size", options.size]
+        arguments += ["--tokens", str(options.tokens), "--new-tokens", str(options.new_tokens)]
+        arguments += ["--question", options.question, *model.arguments]
+        cold = _run_engine("engine A", arguments, stage.directory, view)
+        if cold.hit_tokens:
+            raise DemoFailed(
+                f"engine A had a hit of {cold.hit_tokens} tokens in an empty cache",
+                hint="the tier held them already: give it an empty store",
+            )
+        if not cold.stored_tokens:
+            raise DemoFailed(
+                f"engine A stored nothing of its {cold.prompt_tokens} tokens",
+                hint=_MORE,
+            )
+        if options.stage.l2:
+            stage.restart_server()
+        spoiled = ["--corrupt-kv"] if options.corrupt_kv else []
+        if not options.stage.held:
+            warm = _run_engine("engine B", arguments + spoiled, stage.directory, view)
+            return DemoResult(cold, warm, options.stage.l2, question=options.question)
+        # The model is loaded before: what is timed is the cache.
+        warm = _run_engine("engine B", [*arguments, *spoiled, "--wait"], stage.directory, view, stage.kill_server)
+        recovered = stage.recovered()
+        recovered.hit_s = warm.asked_s
+        return DemoResult(cold, warm, recovered=recovered, question=options.question)
+
+
+def _run_engine(
+    name: str, arguments: list[str], directory: Path, view: DemoView, before: Callable[[], float] | None = None
+) -> EngineRun:
+    """Run an engine. One that waits asks the server after `before`, which returns when, of the monotonic clock."""
+    run = EngineRun()
+    with ExitStack() as stack:
+        with uninterrupted():
+            engine = EngineProcess(name, _ENGINE, arguments, directory, timeout_s=ENGINE_TIMEOUT_S)
+            stack.enter_context(engine)
+        events = engine.events()
+        with view.step(f"{name}: a new process loads the model") as step:
+            for event in events:
+                run.take(event)
+                if event["event"] == "ready":
+                    break
+            step.done(f"{run.parameters / 1e6:.1f} M parameters, fp32")
+        asked = time.monotonic() if before is None else before()
+        engine.go_on()
+        with view.step(f"{name}: asks the {'new ' if before else ''}server for the prompt") as step:
+            for event in events:
+                run.take(event)
+                if event["event"] == "restored":
+                    break
+            run.asked_s = time.monotonic() - asked
+            step.done(moved(run) if run.hit_tokens else "a miss")
+        with view.step(f"{name}: computes {run.prompt_tokens - run.hit_tokens} tokens of the prompt") as step:
+            progress = Progress(run.hit_tokens, run.prompt_tokens, time.monotonic())
+            for event in events:
+                run.take(event)
+                if event["event"] == "computed":
+                    step.say(progress.at(event["tokens"], time.monotonic()))
+                if event["event"] == "first_token":
+                    break
+            step.done(f"TTFT {run.ttft_s:.2f} s in all")
+        with view.step(f"{name}: generates and stores") as step:
+            for event in events:
+                run.take(event)
+                if event["event"] == "token":
+                    step.say(f"token {event['count']}")
+            step.done(f"{len(run.tokens)} tokens")
+    return run

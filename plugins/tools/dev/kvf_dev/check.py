@@ -1,0 +1,92 @@
+"""`kvframework plugins check`: the problems of a plugin that its author should fix, before it is published."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvframework.cli.usage import EXIT_FOUND, AsJson, examples
+
+if TYPE_CHECKING:
+    from kvf_dev.inspection import Problem, Report
+
+_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow"}
+
+app = typer.Typer()
+
+
+@app.command(
+    "check",
+    epilog=examples(
+        "kvframework plugins check tier.mystore",
+        "kvframework plugins check tier.mystore --set path=/tmp/store",
+        "kvframework plugins check kvf_mystore --json",
+    ),
+)
+def check(
+    plugin: Annotated[str, typer.Argument(metavar="MODULE|KIND.NAME", help="What to check.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="An option that the plugin KIND.NAME is made with; repeatable.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check a plugin before it is published: its metadata, source, import, hooks, options, and the objects it creates.
+
+    The plugin is imported and called in separate processes, each with a deadline. The exit status is 1 if there is an
+    error; warnings alone leave it 0. The conformance kits of kvf_dev.testing check its behaviour.
+    """
+    from kvf_dev.inspection import inspect_plugin
+    from kvframework.cli.console import print_document
+    from kvframework.config import apply_override
+
+    options: dict[str, object] = {}
+    for setting in settings or ():
+        apply_override(options, setting)
+    report = inspect_plugin(plugin, options)
+    if as_json:
+        print_document(report)
+    else:
+        _show_report(report)
+    if report.errors:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _show_report(report: Report) -> None:
+    """Print errors first, then warnings, then notes on unchecked parts, then the totals."""
+    from rich.text import Text
+
+    from kvframework.cli.console import print_text
+
+    for problem in sorted(report.problems, key=lambda each: each.severity):
+        _show(problem)
+    for note in report.notes:
+        print_text(f"note: {note}")
+    warnings = len(report.problems) - report.errors
+    what = ", ".join(report.checked) or report.target
+    if not report.problems:
+        print_text(Text.assemble(("ok", "bold green"), f": {what}"))
+    else:
+        print_text(Text(f"{what}: {_count(report.errors, 'error')}, {_count(warnings, 'warning')}"))
+
+
+def _show(problem: Problem) -> None:
+    from rich.text import Text
+
+    from kvframework.cli.console import print_text, stdout
+
+    stdout.print(
+        Text.assemble((problem.severity, _SEVERITY_STYLES[problem.severity]), f" [{problem.id}] {problem.where}")
+    )
+    for label, text in (("", problem.fact), ("expected: ", problem.expected), ("hint: ", problem.hint)):
+        if text:
+            print_text(f"  {label}{text}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,118 @@
+"""The cost of importing a module: the distributions imported with it, its time, its memory.
+
+`main` runs in a fresh interpreter, `cost_of` in the process of the command.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Collection, Iterator
+from importlib import metadata
+
+import msgspec
+
+from kvf_dev.inspection.problems import Problem, problem
+from kvframework.isolated import run_isolated
+
+# In processor time, so that a busy machine is no reason to refuse a plugin.
+MOST_S = 0.05
+MOST_BYTES = 32 << 20
+_ATTEMPTS = 3
+# Packages of an accelerator or an engine: their import takes memory of the device, threads, or seconds.
+_HEAVY = frozenset(
+    (
+        "cuda",
+        "cupy",
+        "flash_attn",
+        "jax",
+        "numba",
+        "pycuda",
+        "pynvml",
+        "tensorflow",
+        "torch",
+        "torch_npu",
+        "transformers",
+        "triton",
+        "vllm",
+    )
+)
+_HINT = "import it inside `create`, or in a module that only `create` imports"
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """The measured cost. `roots` are the imported top-level packages, beside the standard library's."""
+
+    seconds: float
+    nbytes: int
+    roots: list[str]
+
+
+def cost_problems(module: str, distributions: Collection[str], *, deadline_s: float) -> tuple[list[Problem], bool]:
+    """The import's excess costs, and whether the module can be imported at all. Packages of `distributions` may be
+    imported with it."""
+    best: Cost | None = None
+    for _ in range(_ATTEMPTS):
+        ran = run_isolated("kvf_dev.inspection.cost", b"", deadline_s=deadline_s, arguments=(module,))
+        if ran.ended:
+            said = ran.printed.strip().splitlines()
+            fact = f"the interpreter that imports it {ran.ended}{f': {said[-1]}' if said else ''}"
+            return [problem("import-dies", module, fact, expected="an import that ends", hint=_HINT)], False
+        cost = msgspec.json.decode(ran.lines[0], type=Cost | str)
+        if isinstance(cost, str):
+            return [problem("import-fails", module, f"the import fails with {cost}", hint=_HINT)], False
+        best = cost if best is None or cost.seconds < best.seconds else best
+        if best.seconds <= MOST_S:
+            break
+    assert best is not None
+    owners = metadata.packages_distributions()
+    own = {root for root, names in owners.items() if not set(distributions).isdisjoint(names)} | {
+        module.partition(".")[0]
+    }
+    return list(_too_much(module, best, [root for root in best.roots if root not in own])), True
+
+
+def _too_much(module: str, cost: Cost, others: list[str]) -> Iterator[Problem]:
+    heavy = [root for root in others if root in _HEAVY]
+    what = f"{cost.seconds * 1000:.0f} ms of processor time and {cost.nbytes / 1e6:.0f} MB"
+    limit = (
+        f"at most {MOST_S * 1000:.0f} ms of processor time and {MOST_BYTES >> 20} MiB, and no library of an accelerator"
+    )
+    if heavy or cost.seconds > MOST_S or cost.nbytes > MOST_BYTES:
+        with_it = f", with {', '.join(heavy or others)}" if others else ""
+        yield problem("heavy-import", module, f"the import takes {what}{with_it}", expected=limit, hint=_HINT)
+    for root in others:
+        if root not in heavy:
+            yield problem("eager-import", module, f"the import brings in {root}", hint=_HINT)
+
+
+def main() -> None:
+    """Imports `argv[2]` and reports a `Cost`, or the text of its exception."""
+    with os.fdopen(int(sys.argv[1]), "wb", closefd=False) as report:
+        report.write(msgspec.json.encode(_measured(sys.argv[2])) + b"\n")
+
+
+def _measured(module: str) -> Cost | str:
+    import kvframework.api.hookspecs
+    import kvframework.errors  # noqa: F401  what every plugin pays for
+
+    before, resident = _roots(), _resident()
+    started = time.process_time()
+    try:
+        __import__(module)
+    except Exception as error:  # noqa: BLE001  whatever a plugin raises
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    seconds = time.process_time() - started
+    return Cost(seconds, max(_resident() - resident, 0), sorted(_roots() - before))
+
+
+def _roots() -> set[str]:
+    """Imported packages of installed distributions: the standard library's and kvframework's own are free."""
+    roots = {name.partition(".")[0] for name in sys.modules}
+    return {root for root in roots - sys.stdlib_module_names if root != "kvframework" and not root.startswith("__")}
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

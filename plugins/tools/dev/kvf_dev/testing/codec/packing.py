@@ -1,0 +1,179 @@
+"""Tests of the round trip: any content, any size, any thread and any process."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvf_dev.testing.codec.kit import CONTENTS, CodecKit, MakeCodec
+from kvf_dev.testing.together import stepped
+from kvframework.api.codec import MAX_CODEC_NAME, Codec
+from kvframework.api.types import DTYPE_BYTES
+from kvframework.errors import ConfigFieldError
+
+_OBJECTS = st.binary(max_size=5000) | st.builds(
+    lambda piece, times: piece * times, st.binary(max_size=40), st.integers(0, 900)
+)
+_TIMES = 200
+_ELSEWHERE = """
+import sys
+data = bytes(number * number % 251 for number in range(50_000))
+sys.stdout.buffer.write(b"".join(made.encode(memoryview(data))))
+"""
+
+
+class PackingTests(CodecKit):
+    """Packing followed by unpacking."""
+
+    def test_its_name_fits_into_an_envelope(self, codec: Codec) -> None:
+        self.must_be_named(codec.name)
+        assert codec.name.isascii(), f"{codec.name!r} is not ASCII"
+        assert len(codec.name) <= MAX_CODEC_NAME, f"{codec.name!r} is longer than {MAX_CODEC_NAME} (MAX_CODEC_NAME)"
+
+    @pytest.mark.parametrize("content", CONTENTS)
+    def test_what_is_packed_is_unpacked(self, codec: Codec, content: str) -> None:
+        data = CONTENTS[content]
+        self.must_unpack(codec, self.pack(codec, data), data, content)
+
+    @pytest.mark.parametrize("nbytes", [65_535, 65_536, 131_072, 131_073, 1 << 20, (1 << 20) + 8, (3 << 20) + 5])
+    def test_any_size_comes_back(self, codec: Codec, nbytes: int) -> None:
+        for data in (bytes(nbytes), random.Random(nbytes).randbytes(nbytes)):  # noqa: S311  fixed content
+            self.must_unpack(codec, self.pack(codec, data), data)
+
+    def test_every_small_size_comes_back(self, codec: Codec) -> None:
+        """Blocks and words of a format end somewhere, and so do those of a page, a sector and a cache line."""
+        sizes = [*range(300), *(block + more for block in (512, 1024, 4096, 8192, 32_768) for more in (-1, 0, 1, 3))]
+        for nbytes in sizes:
+            for data in (CONTENTS["noise"][:nbytes], CONTENTS["text"][:nbytes], bytes(nbytes)):
+                self.must_unpack(codec, self.pack(codec, data), data)
+
+    def test_any_object_comes_back(self, codec: Codec) -> None:
+        @settings(max_examples=self.examples, deadline=None)
+        @given(data=_OBJECTS)
+        def check(data: bytes) -> None:
+            self.must_unpack(codec, self.pack(codec, data), data)
+
+        check()
+
+    @pytest.mark.parametrize("dtype", ["", *DTYPE_BYTES, "a dtype of later releases"])
+    def test_elements_of_any_dtype_come_back(self, codec: Codec, dtype: str) -> None:
+        """The dtype is what an engine has declared: the bytes may be anything, and need not be whole elements."""
+        for content, data in CONTENTS.items():
+            for nbytes in {len(data), max(0, len(data) - 1), max(0, len(data) - 3)}:
+                packed = self.pack(codec, data[:nbytes], dtype)
+                self.must_unpack(codec, packed, data[:nbytes], f"{content}, told as elements of {dtype!r}")
+
+    @pytest.mark.parametrize("content", CONTENTS)
+    def test_an_object_may_look_like_a_packed_one(self, codec: Codec, content: str) -> None:
+        packed = self.pack(codec, CONTENTS[content])
+        for data in (packed, packed + packed, packed[: len(packed) // 2], packed[:4] + CONTENTS["text"]):
+            self.must_unpack(codec, self.pack(codec, data), data, "which are packed bytes themselves")
+
+    def test_the_packed_form_is_a_sequence_of_bytes(self, codec: Codec) -> None:
+        """The server counts, sums and sends the parts in order; an empty object may have none."""
+        for data in CONTENTS.values():
+            parts = self.parts_of(codec, memoryview(data))
+            assert [bytes(part) for part in parts] == [bytes(part) for part in parts], "parts change by being read"
+
+    def test_a_batch_is_packed_before_it_is_sent(self, codec: Codec) -> None:
+        """The return value of `encode` stays unchanged while the codec packs other objects."""
+        objects = list(CONTENTS.values())
+        batch = [self.parts_of(codec, memoryview(data)) for data in objects]
+        packed = [b"".join(parts) for parts in batch]
+        for data in reversed(objects):
+            self.must_unpack(codec, self.pack(codec, data), data, "while others are packed")
+        changed = sum(b"".join(parts) != before for parts, before in zip(batch, packed, strict=True))
+        assert not changed, f"the packed bytes of {changed} objects were written over"
+        for each, data in zip(packed, objects, strict=True):
+            self.must_unpack(codec, each, data, "of a batch")
+
+    def test_a_call_knows_nothing_of_others(self, make_codec: MakeCodec) -> None:
+        """Another codec unpacks the bytes in any order: no state is kept outside the packed bytes."""
+        writer = make_codec()
+        packed = {data: self.pack(writer, data) for data in CONTENTS.values()}
+        reader = make_codec()
+        for data, each in reversed(packed.items()):
+            self.must_unpack(reader, each, data, "by another codec, in another order")
+
+    def test_other_options_read_the_same(self, codec: Codec) -> None:
+        """Options may change the ratio, not the readability: another server has other ones."""
+        if not self.options:
+            pytest.skip("the codec has no `options`")
+        try:
+            other = self.by_name({})()
+        except ConfigFieldError as error:
+            pytest.skip(f"there is no codec without options: {error.fact}")
+        for content, data in CONTENTS.items():
+            self.must_unpack(other, self.pack(codec, data), data, f"{content}, by a codec without options")
+            self.must_unpack(codec, self.pack(other, data), data, f"{content}, packed without options")
+
+    def test_objects_that_differ_in_one_byte_are_different(self, codec: Codec) -> None:
+        """What is remembered by length, ends, address or a part of the bytes is another object's."""
+        held = bytearray(CONTENTS["noise"][:20_000])
+        with memoryview(held) as view:
+            for at in (0, 1, 63, 64, 4095, 4096, 9_999, 10_000, 19_935, 19_998, 19_999):
+                held[at] ^= 0x55
+                packed = b"".join(self.parts_of(codec, view))
+                self.must_unpack(codec, packed, bytes(held), f"which differs from the one before in byte {at}")
+
+    def test_it_keeps_nothing_of_its_calls(self, codec: Codec) -> None:
+        def use(times: int) -> None:
+            for index in range(times):
+                data = CONTENTS["numbers"][index : 8000 + index]
+                self.must_unpack(codec, self.pack(codec, data), data)
+
+        def held() -> int:
+            return threading.active_count() + len(os.listdir("/proc/self/fd"))
+
+        tracemalloc.start()
+        try:
+            use(_TIMES)
+            before, opened = tracemalloc.get_traced_memory()[0], held()
+            use(_TIMES)
+            grown, opened = tracemalloc.get_traced_memory()[0] - before, held() - opened
+        finally:
+            tracemalloc.stop()
+        assert grown < _TIMES * 100, f"{grown} bytes are kept of {_TIMES} objects"
+        assert opened < _TIMES // 4, f"{opened} descriptors and threads are kept of {_TIMES} objects"
+
+    def test_what_another_process_packed_is_unpacked(self, codec: Codec) -> None:
+        """The other process stands for the server before a restart, or another node."""
+        data = bytes(number * number % 251 for number in range(50_000))
+        packed = self.elsewhere(codec, _ELSEWHERE, seed=1)
+        self.must_unpack(codec, packed, data, "packed by another process")
+
+    def test_threads_do_not_disturb_each_other(self, codec: Codec) -> None:
+        """Storage threads share one codec."""
+
+        def work(seed: int) -> None:
+            data = random.Random(seed).randbytes(50 + 97 * seed) * 100  # noqa: S311  fixed content
+            for _ in range(60):
+                parts = self.parts_of(codec, memoryview(data))
+                packed = b"".join(parts)
+                self.must_unpack(codec, packed, data, "while other threads pack and unpack")
+                assert b"".join(parts) == packed, "packed bytes were written over by another thread"
+                self.must_refuse(codec, packed[:-1], len(data), "all but one of the packed bytes")
+
+        self.in_threads(*(lambda seed=seed: work(seed) for seed in range(6)))
+
+    def test_threads_do_not_disturb_each_other_at_any_step(self, codec: Codec) -> None:
+        """Threads change between all instructions of a call, so that no time is too short to be in the way."""
+
+        def work(seed: int) -> None:
+            for turn in range(12):
+                data = random.Random(seed).randbytes(50 + 97 * seed + turn % 2)  # noqa: S311  fixed content
+                parts = stepped(lambda data=data: codec.encode(memoryview(data)))  # type: ignore[misc]
+                packed, place = b"".join(parts), bytearray(len(data))
+                try:
+                    stepped(lambda packed=packed, place=place: codec.decode_into(memoryview(packed), memoryview(place)))  # type: ignore[misc]
+                except Exception as error:  # noqa: BLE001  reported as the test's failure
+                    pytest.fail(f"decode_into raised {type(error).__name__} ({error}) while other threads unpack")
+                self.must_be(place, data, f"an object of {len(data)} bytes, while other threads pack and unpack")
+
+        self.in_threads(*(lambda seed=seed: work(seed) for seed in range(3)))

@@ -1,0 +1,130 @@
+"""Tests of a policy's cost: the steps of a call, counted and timed, with few objects and with many."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from statistics import median
+from types import FrameType
+
+import pytest
+
+from kvf_dev.testing.eviction.kit import MIB, EvictionKit, MakePolicy, insert
+from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.keys import PACKED_KEY_BYTES
+
+# Calls of each kind whose steps are counted, while the policy holds few objects and while it holds many.
+_ROUNDS, _FEW, _MANY = 40, 100, 2000
+# Calls of each kind that are timed. Where the time follows the number of objects, it is a hundred times as long.
+_TIMED_ROUNDS, _TIMED_FEW, _TIMED_MANY = 25, 300, 30_000
+_SLACK_S, _LONG_S = 60e-6, 1e-3
+_CALLS = ["on_access", "on_access_many", "victims", "ten_victims", "on_remove", "on_insert"]
+
+_Measure = Callable[[str, Callable[[], object]], object]
+
+
+class CostTests(EvictionKit):
+    """Every call runs under the storage lock, which every request of the server needs."""
+
+    @pytest.mark.parametrize("call", _CALLS)
+    def test_a_call_takes_no_longer_where_more_is_in(self, make_policy: MakePolicy, call: str) -> None:
+        """Counts lines of Python, and how often keys are hashed or compared; the median allows occasional clean-up."""
+        few, many = (_steps(make_policy(), size)[call] for size in (_FEW, _MANY))
+        assert many <= 4 * few + 40, f"{call}: {few:.0f} steps with {_FEW} objects, {many:.0f} with {_MANY}"
+
+    def test_a_call_of_a_large_policy_is_as_quick(self, make_policy: MakePolicy) -> None:
+        """Finds what has no steps of Python: a list of all objects, a sum, a sort. The shortest of several calls
+        counts, and a difference of some ten microseconds does not."""
+        few = _seconds(make_policy(), _TIMED_FEW)
+        waits = [f"{call}: {1e3 * taken:.1f} ms" for call, taken in few.items() if taken > _LONG_S]
+        assert not waits, f"a call must not block: {'; '.join(waits)}"
+        many = _seconds(make_policy(), _TIMED_MANY)
+        slow = [
+            f"{call}: {1e6 * few[call]:.0f} us with {_TIMED_FEW} objects, {1e6 * many[call]:.0f} us with {_TIMED_MANY}"
+            for call in _CALLS
+            if many[call] > 8 * few[call] + _SLACK_S
+        ]
+        assert not slow, "; ".join(slow)
+
+
+class _CountedKey(bytes):
+    """A key whose hashing and comparison are lines of Python, which can be counted."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return bytes.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        return bytes.__eq__(self, other)
+
+    def __lt__(self, other: bytes) -> bool:
+        return bytes.__lt__(self, other)
+
+
+def _steps(policy: EvictionPolicy, size: int) -> dict[str, float]:
+    """Return the median steps of a call of each kind while the policy holds `size` objects."""
+    counts: dict[str, list[int]] = {call: [] for call in _CALLS}
+
+    def measure(call: str, work: Callable[[], object]) -> object:
+        with _counted(counts[call]):
+            return work()
+
+    keys = [_CountedKey(number.to_bytes(PACKED_KEY_BYTES, "big")) for number in range(size + _ROUNDS)]
+    _use(policy, keys, size, measure)
+    return {call: median(steps) for call, steps in counts.items()}
+
+
+def _seconds(policy: EvictionPolicy, size: int) -> dict[str, float]:
+    """Return the seconds of the quickest call of each kind while the policy holds `size` objects."""
+    taken: dict[str, float] = dict.fromkeys(_CALLS, 1e9)
+
+    def measure(call: str, work: Callable[[], object]) -> object:
+        began = time.perf_counter()
+        answer = work()
+        taken[call] = min(taken[call], time.perf_counter() - began)
+        return answer
+
+    keys = [number.to_bytes(PACKED_KEY_BYTES, "big") for number in range(size + _TIMED_ROUNDS)]
+    _use(policy, keys, size, measure)
+    return taken
+
+
+def _use(policy: EvictionPolicy, keys: Sequence[bytes], size: int, measure: _Measure) -> None:
+    """Insert `size` of the keys, then use, evict and insert objects as the core does, for as many turns as there are
+    keys left. Only keys that are in are used."""
+    insert(policy, keys[:size])
+    inside = dict.fromkeys(keys[:size])
+    for new in keys[size:]:
+        used, *batch = islice(reversed(inside), 3)
+        measure("on_access", lambda used=used: policy.on_access(used))  # type: ignore[misc]
+        measure("on_access_many", lambda batch=batch: policy.on_access_many(batch))  # type: ignore[misc]
+        victim = measure("victims", lambda: next(policy.victims()))
+        measure("ten_victims", lambda: list(islice(policy.victims(), 10)))
+        assert isinstance(victim, bytes), f"victims() yields a {type(victim).__name__}, no key of bytes"
+        measure("on_remove", lambda victim=victim: policy.on_remove(victim))  # type: ignore[misc]
+        del inside[victim]
+        measure("on_insert", lambda new=new: policy.on_insert(new, MIB))  # type: ignore[misc]
+        inside[new] = None
+
+
+@contextmanager
+def _counted(into: list[int]) -> Iterator[None]:
+    """Append the number of Python lines that the block runs in this thread."""
+    steps = 0
+
+    def trace(_frame: FrameType, event: str, _arg: object) -> object:
+        nonlocal steps
+        steps += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        into.append(steps)

@@ -1,0 +1,123 @@
+"""How a kit makes the plugin that it tests: by name, as a server does, in this process and in another."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import operator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+
+from kvf_dev.testing.kit import Kit
+from kvf_dev.testing.together import together
+from kvframework.api.plugin import Provider
+from kvframework.config import PluginTable
+from kvframework.errors import PluginUnavailable
+from kvframework.registry import PluginRegistry, resolve_table
+
+_BY_NAME = """
+from kvframework.registry import PluginRegistry
+registry = PluginRegistry()
+provider = registry.resolve({kind!r}, {use!r})
+made = provider.create(registry.options(provider, {options!r}, where="the kit"))
+"""
+_BY_STATE = """
+import importlib, operator
+kind = operator.attrgetter({qualname!r})(importlib.import_module({module!r}))
+made = object.__new__(kind)
+made.__dict__.update({state!r})
+"""
+
+
+class NamedKit(Kit):
+    """Base class of the kits that an author configures by `use` and `options`, or by a fixture of a factory."""
+
+    use: ClassVar[str] = ""
+    """Name of the plugin; its entry point is `<kind>.<use>`."""
+
+    options: ClassVar[Mapping[str, object]] = {}
+    """Options of the plugin, as in its TOML table."""
+
+    _descriptor: ClassVar[type[Provider[Any]]]
+
+    def by_name(self, options: Mapping[str, object] | None = None) -> Callable[[], Any]:
+        """Return a factory of the plugin that `use` names, with `options` or those of the class. Skips the test if the
+        plugin cannot run here."""
+        if not self.use:
+            pytest.fail(f"give `use`, the plugin's name, or a fixture `{self._fixture}`")
+        table = PluginTable(
+            self.use,
+            dict(self.options if options is None else options),
+            f"`options` of the kit for the {self._descriptor.kind} {self.use}",
+        )
+        try:
+            provider, checked = resolve_table(PluginRegistry(), table, self._descriptor)
+        except PluginUnavailable as error:
+            pytest.skip(error.fact)
+        return partial(provider.create, checked)  # type: ignore[attr-defined]
+
+    def must_be_named(self, name: object) -> None:
+        """Fail unless `name`, the name of the object under test, is the plugin's."""
+        kind = self._descriptor.kind
+        assert isinstance(name, str), f"`name` of a {kind} is a str, not {name!r}"
+        assert name, f"`name` of a {kind} is empty"
+        assert not self.use or name == self.use, f"`name` of what the plugin {self.use!r} makes is {name!r}"
+
+    def elsewhere(self, made: object, program: str, *, seed: int) -> bytes:
+        """Run `program` in a process with `seed` as `PYTHONHASHSEED`, where `made` is the same plugin, and return its
+        standard output. Without `use`, that process imports the plugin's class, and its attributes are written into the
+        program; the test is skipped if either is impossible. Blocks up to 60 s.
+        """
+        if self.use:
+            source = _BY_NAME.format(kind=self._descriptor.kind, use=self.use, options=dict(self.options))
+        else:
+            source = _by_state(made)
+        run = subprocess.run(
+            [sys.executable, "-"],
+            input=f"import sys; sys.path[:] = {sys.path!r}\n{source}{program}".encode(),
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        assert run.returncode == 0, f"another process fails: {_last_of(run.stderr) or run.returncode}"
+        return run.stdout
+
+    def in_threads(self, *works: Callable[[], object], within_s: float = 30.0) -> None:
+        """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
+        together(works, within_s)
+
+    @property
+    def _fixture(self) -> str:
+        return "make_policy" if self._descriptor.kind == "eviction" else f"make_{self._descriptor.kind}"
+
+
+def _last_of(output: bytes) -> str:
+    return output.decode(errors="replace").strip().rpartition("\n")[2]
+
+
+def _by_state(made: object) -> str:
+    """Return source that makes a copy of `made` in another process. Skips the test where that is impossible."""
+    kind = type(made)
+    hint = "give `use`, so that another process can make it too"
+    try:
+        found = operator.attrgetter(kind.__qualname__)(importlib.import_module(kind.__module__))
+    except (ImportError, AttributeError):
+        found = None
+    if found is not kind:
+        pytest.skip(f"{hint}: {kind.__module__}.{kind.__qualname__} is no class that can be imported")
+    slots = any(getattr(each, "__slots__", ()) for each in kind.__mro__)
+    try:
+        object.__new__(kind)
+        literal = not slots and ast.literal_eval(repr(vars(made))) == vars(made)
+    except (TypeError, ValueError, SyntaxError):
+        literal = False
+    if not literal:
+        pytest.skip(f"{hint}: the attributes of {kind.__name__} are no literals")
+    return _BY_STATE.format(module=kind.__module__, qualname=kind.__qualname__, state=vars(made))

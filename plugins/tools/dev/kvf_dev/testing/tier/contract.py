@@ -1,0 +1,260 @@
+"""Tests of single values: a stored value comes back, and a missing key is an answer rather than an error."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+
+import pytest
+
+from kvf_dev.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORED, TierKit
+from kvf_dev.testing.tier.watched import due, said
+from kvframework.api.keys import PACKED_KEY_BYTES
+from kvframework.api.tier import Tier
+
+_SIZES = [1, 2, 255, 256, 4095, 4096, 4097, 16_383, 65_535, 65_536, 65_537, 1 << 20, (3 << 20) + 5]
+# What looks like a protocol, text, a number, the end of a line, nothing, or packed data.
+_PECULIAR = [
+    b"\r\n$-1\r\n+OK\r\n\0\xff" * 3,
+    bytes(20_000),
+    b"value\0\0\0",
+    b"\0\0value",
+    b" \tvalue \n",
+    b"\xff\xfe\xc3(",
+    b"12345",
+    b"None",
+    b"\x1f\x8b\x08 no gzip",
+    b"\x80\x04N.",
+]
+# Bytes that encodings, cases, paddings and names of files take for one another.
+_ALIKE = [b"aA", b"\0 ", b" \n", b"\xff\xfe", b"/_", b"+-", b"./", b"\r\n", b"%*", b"\0\x01", b"\x7f\xff", b"0O", b":;"]
+_GUARD = b"\xa5" * 64
+
+
+class ContractTests(TierKit):
+    """Values, their lengths, and the buffers that carry them."""
+
+    @pytest.mark.parametrize("nbytes", _SIZES)
+    def test_a_value_comes_back_as_it_was_stored(self, watched: Tier, nbytes: int) -> None:
+        (key,) = self.fresh_keys(1)
+        value = os.urandom(nbytes)
+        self.store(watched, key, value)
+        assert watched.contains([key], deadline=self.soon()) == [FOUND]
+        received, found = self.load(watched, key, nbytes)
+        assert received == nbytes, f"get_into answered {said(received)}; {due(nbytes)}"
+        self.must_be([found], [value])
+
+    @pytest.mark.parametrize("value", _PECULIAR, ids=range(len(_PECULIAR)))
+    def test_a_peculiar_value_comes_back(self, watched: Tier, value: bytes) -> None:
+        (key,) = self.fresh_keys(1)
+        self.store(watched, key, value)
+        self.must_load(watched, key, value)
+
+    def test_a_missing_key_is_an_answer(self, watched: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        assert watched.contains([key], deadline=self.soon()) == [MISSING]
+        self.must_answer(watched, key, 100, MISSING)
+        assert watched.delete([key], deadline=self.soon()) == [MISSING]
+        watched.touch([key], deadline=self.soon())
+
+    @pytest.mark.parametrize("parts", [[], [memoryview(b"")], [memoryview(b""), memoryview(b"")]], ids=len)
+    def test_an_empty_value_is_found(self, watched: Tier, parts: list[memoryview]) -> None:
+        (key,) = self.fresh_keys(1)
+        assert watched.put([key], [parts], deadline=self.soon()) == [STORED]
+        assert watched.contains([key], deadline=self.soon()) == [FOUND]
+        self.must_load(watched, key, b"")
+        self.must_answer(watched, key, 5, 0)
+        assert watched.get_into([key], [[]], deadline=self.soon()) == [0]
+        assert watched.delete([key], deadline=self.soon()) == [DELETED]
+        assert watched.contains([key], deadline=self.soon()) == [MISSING]
+
+    def test_parts_are_one_value(self, watched: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        pieces = [os.urandom(size) for size in (1, 70_000, 0, 13, 1 << 20)]
+        value = b"".join(pieces)
+        readonly = [memoryview(piece) for piece in pieces]
+        assert watched.put([key], [readonly], deadline=self.soon()) == [STORED]
+        self.must_load(watched, key, value)
+        out = bytearray(len(value))
+        cuts = [0, 5, 5, 900_000, len(value)]
+        parts = [memoryview(out)[start:end] for start, end in itertools.pairwise(cuts)]
+        assert watched.get_into([key], [parts], deadline=self.soon()) == [len(value)]
+        self.must_be([out], [value])
+
+    def test_many_small_parts_are_one_value(self, watched: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        value = os.urandom(5000)
+        parts = [memoryview(value)[at : at + 2] for at in range(0, len(value), 2)]
+        assert watched.put([key], [parts], deadline=self.soon()) == [STORED]
+        out = bytearray(len(value))
+        parts = [memoryview(out)[at : at + 2] for at in range(0, len(value), 2)]
+        assert watched.get_into([key], [parts], deadline=self.soon()) == [len(value)]
+        self.must_be([out], [value])
+
+    @pytest.mark.parametrize("value", [b"new", b"new value, and much longer than the old one", b""], ids=len)
+    def test_storing_again_replaces(self, watched: Tier, value: bytes) -> None:
+        (key,) = self.fresh_keys(1)
+        self.store(watched, key, b"old value, and longer")
+        self.store(watched, key, value)
+        self.must_load(watched, key, value)
+
+    def test_what_was_replaced_by_as_many_bytes_is_replaced(self, watched: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        for value in (b"one value", b"a new one", b"a new two"):
+            self.store(watched, key, value)
+            self.must_load(watched, key, value, "an older value of the same length")
+
+    def test_keys_that_differ_in_one_bit_are_different(self, watched: Tier) -> None:
+        for at in (0, 15, 16, 31, 32, 36, 40, PACKED_KEY_BYTES - 1):
+            for bit in (0x01, 0x20, 0x80):
+                (one,) = self.fresh_keys(1)
+                other = one[:at] + bytes([one[at] ^ bit]) + one[at + 1 :]
+                self.store(watched, one, b"one")
+                assert watched.contains([other], deadline=self.soon()) == [MISSING]
+                self.store(watched, other, b"other")
+                self.must_load(watched, one, b"one")
+                self.must_load(watched, other, b"other")
+                assert watched.delete([one], deadline=self.soon()) == [DELETED]
+                self.must_load(watched, other, b"other")
+
+    def test_keys_that_look_alike_are_different(self, watched: Tier) -> None:
+        base = os.urandom(PACKED_KEY_BYTES - 3)
+        pairs = [(bytes([byte]), at) for pair in _ALIKE for byte in pair for at in (0, 40, PACKED_KEY_BYTES - 3)]
+        keys = sorted({base[:at] + byte * 3 + base[at:] for byte, at in pairs})
+        self.must_be_different(watched, keys, "these differ in letters of another case, padding or separators")
+
+    def test_every_byte_of_a_key_counts(self, watched: Tier) -> None:
+        base = os.urandom(PACKED_KEY_BYTES)
+        keys = [base[:at] + bytes([base[at] ^ 0xFF]) + base[at + 1 :] for at in range(PACKED_KEY_BYTES)]
+        self.must_be_different(watched, [base, *keys], "these differ in one byte each")
+
+    def must_be_different(self, tier: Tier, keys: list[bytes], why: str) -> None:
+        values = [b"%d of %d" % (index, len(keys)) for index in range(len(keys))]
+        assert tier.put(keys[1:], self.parts_of(values[1:]), deadline=self.soon()) == [STORED] * (len(keys) - 1)
+        (found,) = tier.contains(keys[:1], deadline=self.soon())
+        assert found is MISSING, f"{found} of a key that was never stored: {why}"
+        self.store(tier, keys[0], values[0])
+        for key, value in zip(keys, values, strict=True):
+            self.must_load(tier, key, value, f"one key's value under another key: {why}")
+        assert tier.delete(keys[1:], deadline=self.soon()) == [DELETED] * (len(keys) - 1), why
+        self.must_load(tier, keys[0], values[0], f"deleted with another key: {why}")
+
+    @pytest.mark.parametrize("filler", [b"\0", b"\xff", b"/", b".", b"\r\n", b"*", b"{}", b"%s"], ids=repr)
+    def test_any_byte_may_be_in_a_key(self, watched: Tier, filler: bytes) -> None:
+        own = self.fresh_keys(1)[0][:16]
+        key = own + (filler * PACKED_KEY_BYTES)[: PACKED_KEY_BYTES - len(own)]
+        self.store(watched, key, filler)
+        assert watched.contains([key], deadline=self.soon()) == [FOUND]
+        self.must_load(watched, key, filler)
+        assert watched.delete([key], deadline=self.soon()) == [DELETED]
+
+    def test_a_deleted_value_is_missing(self, watched: Tier) -> None:
+        gone, never = self.fresh_keys(2)
+        self.store(watched, gone, b"x" * 1000)
+        assert watched.delete([gone, never], deadline=self.soon()) == [DELETED, MISSING]
+        assert watched.contains([gone], deadline=self.soon()) == [MISSING]
+        self.must_answer(watched, gone, 1000, MISSING)
+        assert watched.delete([gone], deadline=self.soon()) == [MISSING]
+        self.store(watched, gone, b"again")
+        self.must_load(watched, gone, b"again")
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 99, 5000, 65_537, 3 << 20])
+    def test_a_shorter_value_fills_the_beginning_and_its_length_is_told(self, watched: Tier, nbytes: int) -> None:
+        """The rest of the parts may hold bytes of an older value, which must not pass for the new one's."""
+        (key,) = self.fresh_keys(1)
+        older = os.urandom(nbytes + 70)
+        self.store(watched, key, older[:nbytes])
+        out = bytearray(older)
+        parts = [memoryview(out)[:30], memoryview(out)[30:]]
+        assert watched.get_into([key], [parts], deadline=self.soon()) == [nbytes]
+        self.must_be([out[:nbytes]], [older[:nbytes]])
+
+    @pytest.mark.parametrize("nbytes", [1, 101, 50_000, 3 << 20])
+    def test_a_longer_value_is_damaged(self, watched: Tier, nbytes: int) -> None:
+        (key,) = self.fresh_keys(1)
+        value = os.urandom(nbytes)
+        self.store(watched, key, value)
+        self.must_answer(watched, key, min(nbytes - 1, 100), DAMAGED)
+        self.must_load(watched, key, value, "reading it with too small a buffer changed it")
+
+    @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 100_001])
+    def test_nothing_beside_the_parts_is_written(self, watched: Tier, nbytes: int) -> None:
+        """The parts are pieces of L1, a mapping: bytes before, between and behind them are those of other objects."""
+        exact, shorter, longer, _ = keys = self.fresh_keys(4)
+        value = os.urandom(nbytes)
+        for key, stored in ((exact, value), (shorter, value[: nbytes // 2]), (longer, value + bytes(200))):
+            self.store(watched, key, stored)
+        size = len(_GUARD) + nbytes
+        with mmap.mmap(-1, len(keys) * (2 * size + len(_GUARD)) + 1) as arena, memoryview(arena) as whole:
+            at, parts, beside = 1, list[list[memoryview]](), list[tuple[int, int]]()
+            for _ in keys:
+                cut = nbytes // 3
+                parts.append([])
+                for length in (cut, nbytes - cut):
+                    whole[at : at + len(_GUARD)] = _GUARD
+                    beside.append((at, at + len(_GUARD)))
+                    at += len(_GUARD)
+                    parts[-1].append(whole[at : at + length])
+                    at += length
+            whole[at : at + len(_GUARD)] = _GUARD
+            beside.append((at, at + len(_GUARD)))
+            received = watched.get_into(keys, parts, deadline=self.soon())
+            assert received == [nbytes, nbytes // 2, DAMAGED, MISSING]
+            written = [start for start, end in beside if whole[start:end] != _GUARD]
+            del parts, received
+            assert not written, "bytes of the arena beside the parts were written"
+
+    def test_any_memory_is_read(self, watched: Tier) -> None:
+        """An object lies in a mapping, at any offset."""
+        (key,) = self.fresh_keys(1)
+        with mmap.mmap(-1, 10_000) as arena, memoryview(arena) as whole:
+            whole[:] = value = os.urandom(len(arena))
+            parts = [whole[3:10], whole[10:10], whole[4099:9001].toreadonly()]
+            assert watched.put([key], [tuple(parts)], deadline=self.soon()) == [STORED]
+            for part in parts:
+                part.release()
+        self.must_load(watched, key, value[3:10] + value[4099:9001])
+
+    def test_asking_changes_nothing(self, watched: Tier) -> None:
+        known, unknown = self.fresh_keys(2)
+        self.store(watched, known, b"value")
+        for _ in range(3):
+            assert watched.contains([known, unknown], deadline=self.soon()) == [FOUND, MISSING]
+            self.must_load(watched, known, b"value")
+            self.must_answer(watched, unknown, 5, MISSING)
+
+    def test_touching_changes_no_value_and_makes_none(self, watched: Tier) -> None:
+        known, unknown = self.fresh_keys(2)
+        self.store(watched, known, b"value")
+        watched.touch([known, unknown], deadline=self.soon())
+        watched.touch([], deadline=self.soon())
+        assert watched.contains([known, unknown], deadline=self.soon()) == [FOUND, MISSING]
+        self.must_load(watched, known, b"value")
+
+    def test_a_ping_of_a_working_tier_is_silent(self, watched: Tier) -> None:
+        watched.ping(deadline=self.soon())
+
+    def test_buffers_stay_the_callers(self, watched: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        source, target = bytearray(os.urandom(100_000)), bytearray(100_000)
+        value = bytes(source)
+        with memoryview(source) as view:
+            assert watched.put([key], [[view]], deadline=self.soon()) == [STORED]
+        source.clear()  # raises BufferError if the tier still holds a view
+        with memoryview(target) as view:
+            assert watched.get_into([key], [[view]], deadline=self.soon()) == [len(value)]
+        self.must_be([target], [value])
+        target.clear()
+        self.must_load(watched, key, value)
+
+    def test_what_becomes_of_a_buffer_does_not_matter(self, watched: Tier) -> None:
+        (key,) = self.fresh_keys(1)
+        source = bytearray(b"a" * 5000)
+        assert watched.put([key], self.parts_of([source]), deadline=self.soon()) == [STORED]
+        source[:] = b"b" * 5000
+        self.must_load(watched, key, b"a" * 5000)
+        target = bytearray(5000)
+        assert watched.get_into([key], self.parts_of([target]), deadline=self.soon()) == [5000]
+        target[:] = b"c" * 5000
+        self.must_load(watched, key, b"a" * 5000)

@@ -1,0 +1,75 @@
+"""Tests of a tier whose calls and values fail, behind the store that the server puts around every tier."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvf_dev.testing.faults import TIER_FAULTS, FaultyTier
+from kvf_dev.testing.tier.content import exercise, load, must_heal, persist, save, value_of
+from kvf_dev.testing.tier.kit import TierKit
+from kvframework.api.tier import Tier
+from kvframework.storage.envelope import HEADER_BYTES
+from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.steps import run
+
+TURNS = 60
+
+
+class FaultTests(TierKit):
+    """The faults are injected around the tier, so they need no support from it. No wrong byte leaves the store, and
+    once the faults stop, every key works again.
+    """
+
+    @pytest.mark.parametrize("kinds", [*((kind,) for kind in TIER_FAULTS), tuple(TIER_FAULTS)], ids="+".join)
+    def test_no_wrong_byte_leaves_and_all_heals(self, watched: Tier, kinds: tuple[str, ...]) -> None:
+        faulty = FaultyTier(watched, 7, kinds)
+        store = L2Store(faulty, timeout_s=self.patience_s, breaker=Breaker(backoff_s=0.001, max_backoff_s=0.01))
+        keys = self.fresh_keys(12)
+        exercise(store, keys, 11, TURNS)
+        assert all(faulty.injected[kind] for kind in kinds), f"too few faults: {dict(faulty.injected)}"
+        faulty.stop()
+        must_heal(store, keys, self.patience_s)
+
+    def test_a_value_that_was_spoilt_in_the_store_leaves_it(self, watched: Tier) -> None:
+        faulty = FaultyTier(watched, 13, ("flip",), rate=1.0)
+        store = L2Store(faulty, timeout_s=self.patience_s)
+        keys = self.fresh_keys(6)
+        save(store, keys)
+        faulty.stop()
+        assert not any(load(store, keys)), "a value that was spoilt in the store is loaded"
+        assert run(store.contains_steps(keys)) == [False] * len(keys), "a spoilt value could not be deleted"
+        must_heal(store, keys, self.patience_s)
+
+    @pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
+    def test_a_truncated_value_is_damage_even_where_its_own_bytes_lay_before(self, watched: Tier, kept: float) -> None:
+        """A place of L1 may have held the same object before: bytes that were not received are then there already."""
+        store = L2Store(watched, timeout_s=self.patience_s)
+        keys = self.fresh_keys(6)
+        save(store, keys)
+        for key in keys:
+            whole = bytearray(HEADER_BYTES + len(value_of(key)))
+            assert watched.get_into([key], [[memoryview(whole)]], deadline=self.soon()) == [len(whole)]
+            self.store(watched, key, bytes(whole[: int(kept * len(whole))]))
+        places = [bytearray(value_of(key)) for key in keys]
+        found = run(store.get_steps(keys, [memoryview(place) for place in places]))
+        assert not any(found), (
+            f"{sum(found)} of {len(keys)} values that were cut pass for whole: get_into answers the bytes that it"
+            " received, never those that were expected"
+        )
+        damaged = store.counters["corrupt"]
+        assert damaged == len(keys), (
+            f"{len(keys) - damaged} of {len(keys)} values that were cut to {kept:.1%} are missing, no damage: a short"
+            " value, and an empty one, is a value"
+        )
+        must_heal(store, keys, self.patience_s)
+
+    def test_a_refusing_tier_is_asked_again(self, watched: Tier) -> None:
+        faulty = FaultyTier(watched, 17, ("refused",), rate=1.0)
+        store = L2Store(faulty, timeout_s=self.patience_s, breaker=Breaker(backoff_s=0.001, max_backoff_s=0.01))
+        keys = self.fresh_keys(3)
+        exercise(store, keys, 19, 10)
+        faulty.stop()
+        persist(lambda: save(store, keys), self.patience_s)
+        found = persist(lambda: load(store, keys), self.patience_s)
+        assert all(found), f"{len(found) - sum(found)} of {len(found)} values are missing once the tier refuses no more"

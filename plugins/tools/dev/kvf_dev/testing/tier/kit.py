@@ -1,0 +1,250 @@
+"""The settings and fixtures that the author of a tier gives to the kit, and the methods its tests share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from kvf_dev.testing.faults import FaultProxy
+from kvf_dev.testing.kit import Kit
+from kvf_dev.testing.tier.watched import WatchedTier, due, said
+from kvf_dev.testing.together import together
+from kvframework.api.keys import PACKED_KEY_BYTES
+from kvframework.api.options import Options
+from kvframework.api.tier import Outcome, PackedKey, TableContext, Tier, TierProvider
+from kvframework.api.types import Buffer
+from kvframework.config import PluginTable
+from kvframework.errors import PluginUnavailable, TierError
+from kvframework.registry import PluginRegistry, resolve_table
+
+FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
+DELETED, FAILED, DAMAGED = Outcome.DELETED, Outcome.FAILED, Outcome.DAMAGED
+
+
+# The names of what `every_call` returns.
+EVERY_CALL = (
+    *("contains", "get_into", "put", "delete", "ping", "touch", "usage", "scan"),
+    *("contains of no keys", "get_into of no keys", "put of no keys", "delete of no keys", "touch of no keys"),
+)
+
+
+class TierKit(Kit):
+    """Settings and fixtures of the kit. An author must give either `use` or a `tier` fixture."""
+
+    use: ClassVar[str] = ""
+    """Name of the plugin; its entry point is `tier.<use>`."""
+
+    options: ClassVar[Mapping[str, object]] = {}
+    """Options of the plugin, as in its `[[l2]]` table."""
+
+    shared: ClassVar[bool] = False
+    """Whether several nodes may use the store of a tier that comes from a fixture. With `use`, the provider says it."""
+
+    persistent: ClassVar[bool] = True
+    """Whether values outlive the tier object. With `use`, or with `reopen`, they should."""
+
+    ttl_options: ClassVar[Mapping[str, object] | None] = None
+    """With `use`, for a tier whose values expire: options (merged over `tier_options`) by which they do so after some
+    seconds."""
+
+    capacity_options: ClassVar[Mapping[str, object] | None] = None
+    """With `use`, for a tier that has `usage`: options (merged over `tier_options`) by which the tier holds at most
+    64 MiB."""
+
+    patience_s: ClassVar[float] = 20.0
+    """Seconds to the deadline of every call that should succeed."""
+
+    grace_s: ClassVar[float] = 3.0
+    """Seconds by which a call may exceed its deadline, or outlast `close`."""
+
+    time_step_s: ClassVar[float] = 0.05
+    """Resolution of the times of use that `scan` reports, in seconds."""
+
+    limit_s: ClassVar[float] = 120.0
+
+    examples: ClassVar[int] = 40
+    """How many sequences of calls are compared with a model."""
+
+    # Fixtures that an author may replace
+
+    @pytest.fixture
+    def tier_options(self) -> Mapping[str, object]:
+        """`options`, as a fixture, for options that depend on other fixtures."""
+        return self.options
+
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        """A working tier; a fixture that replaces this one closes its tier."""
+        tier = self.open_by_name()
+        yield tier
+        tier.close()
+
+    @pytest.fixture
+    def ttl_tier(self) -> Tier:
+        """A tier whose values expire after some seconds."""
+        if not self.use or self.ttl_options is None:
+            pytest.skip("give `ttl_options`, by which values expire after some seconds, or a fixture `ttl_tier`")
+        return self.closed_later(self.open_by_name(self.ttl_options))
+
+    @pytest.fixture
+    def small_tier(self) -> Tier:
+        """A tier that a test can fill: it holds at most 64 MiB."""
+        if not self.use or self.capacity_options is None:
+            pytest.skip("give `capacity_options`, by which it holds at most 64 MiB, or a fixture `small_tier`")
+        return self.closed_later(self.open_by_name(self.capacity_options))
+
+    @pytest.fixture
+    def faulty_tier(self) -> tuple[Tier, FaultProxy]:
+        """A tier that reaches its store through a `FaultProxy`. A fixture that replaces this one closes both."""
+        pytest.skip("give a fixture `faulty_tier` that returns (tier, proxy), if the tier talks over a socket")
+
+    def reopen(self, tier: Tier) -> Tier:
+        """Return another tier over the store of `tier`, which may be closed by now. The kit closes it."""
+        if not self.use:
+            pytest.skip("give `reopen(tier)`: another tier over the same store")
+        return self.open_by_name()
+
+    # What the kit provides to its tests
+
+    _tier_options: Mapping[str, object]
+    _opened: list[Tier]
+
+    @pytest.fixture(autouse=True)
+    def _kit(self, tier_options: Mapping[str, object]) -> Iterator[None]:
+        self._tier_options, self._opened = tier_options, []
+        yield
+        for tier in self._opened:
+            tier.close()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the tier promises that several nodes may use one store."""
+        return self.resolve()[0].shared if self.use else self.shared
+
+    def resolve(self, more: Mapping[str, object] | None = None) -> tuple[TierProvider[Any], Options]:
+        """Return the provider that `use` names, and its options, as a server gets them. Skips if the tier cannot run
+        here.
+        """
+        if not self.use:
+            pytest.fail("give a `tier` fixture, or `use` and `options`")
+        table = PluginTable(self.use, {**self._tier_options, **(more or {})}, "[[l2]] #1")
+        try:
+            return resolve_table(PluginRegistry(), table, TierProvider)
+        except PluginUnavailable as error:
+            pytest.skip(error.fact)
+
+    def open_by_name(self, more: Mapping[str, object] | None = None) -> Tier:
+        """Create a tier as a server does, with `more` options."""
+        provider, options = self.resolve(more)
+        tier: Tier = provider.create(options, TableContext("[[l2]] #1"))
+        return tier
+
+    def closed_later(self, tier: Tier) -> Tier:
+        """Return `tier`, which is closed when the test ends."""
+        self._opened.append(tier)
+        return tier
+
+    @pytest.fixture
+    def watched(self, tier: Tier) -> WatchedTier:
+        """`tier`, with what every call promises checked at every call."""
+        return self.watch(tier)
+
+    @property
+    def can_reopen(self) -> bool:
+        return bool(self.use) or type(self).reopen is not TierKit.reopen
+
+    def watch(self, tier: Tier) -> WatchedTier:
+        return WatchedTier(tier, self.grace_s)
+
+    def reopened(self, tier: Tier) -> WatchedTier:
+        """Return the tier that `reopen` gives."""
+        return self.watch(self.reopen(tier.inner if isinstance(tier, WatchedTier) else tier))
+
+    def another(self, tier: Tier) -> WatchedTier:
+        """Return the tier that `reopen` gives, closed when the test ends."""
+        other = self.reopened(tier)
+        self.closed_later(other)
+        return other
+
+    def fresh_keys(self, count: int) -> list[PackedKey]:
+        """Return keys that the store does not hold; any byte may occur in them."""
+        return [os.urandom(PACKED_KEY_BYTES) for _ in range(count)]
+
+    def soon(self) -> float:
+        return time.monotonic() + self.patience_s
+
+    def store(self, tier: Tier, key: PackedKey, value: bytes) -> None:
+        assert tier.put([key], [[memoryview(value)]], deadline=self.soon()) == [STORED]
+
+    def load(self, tier: Tier, key: PackedKey, nbytes: int) -> tuple[int | Outcome, bytes]:
+        """Return the number of bytes received, or the outcome, and the content of a buffer of `nbytes`."""
+        buffer = bytearray(nbytes)
+        (outcome,) = tier.get_into([key], [[memoryview(buffer)]], deadline=self.soon())
+        return outcome, bytes(buffer)
+
+    def must_answer(self, tier: Tier, key: PackedKey, nbytes: int, expected: int | Outcome) -> None:
+        """Fail unless a get into `nbytes` ends so."""
+        outcome, _ = self.load(tier, key, nbytes)
+        assert outcome == expected, f"get_into of {nbytes} bytes answered {said(outcome)}; {due(expected)}"
+
+    def must_load(self, tier: Tier, key: PackedKey, value: bytes, why: str = "") -> None:
+        """Fail unless `value` is found."""
+        outcome, found = self.load(tier, key, len(value))
+        assert outcome == len(value), f"{f'{why}: ' if why else ''}get_into answered {said(outcome)}; {due(len(value))}"
+        self.must_be([found], [value], why or "other bytes")
+
+    def must_be(self, found: Sequence[Buffer], expected: Sequence[Buffer], why: str = "other bytes") -> None:
+        """Fail unless these bytes are equal; shows the first difference, since values may be large."""
+        for one, other in zip(found, expected, strict=True):
+            if one != other:
+                at = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+                there, wanted = bytes(one[at : at + 20]), bytes(other[at : at + 20])
+                pytest.fail(f"{why}: from byte {at} of {len(other)} on {there!r}, expected {wanted!r}")
+
+    def parts_of(self, buffers: Sequence[bytes | bytearray]) -> list[list[memoryview]]:
+        return [[memoryview(buffer)] for buffer in buffers]
+
+    def calls(self, tier: Tier, key: PackedKey, deadline: Callable[[], float]) -> dict[str, Callable[[], object]]:
+        """Return every call that answers with outcomes, on one key, by its name."""
+        parts = [[memoryview(bytearray(5))]]
+        return {
+            "contains": lambda: tier.contains([key], deadline=deadline()),
+            "get_into": lambda: tier.get_into([key], parts, deadline=deadline()),
+            "put": lambda: tier.put([key], [[memoryview(b"other")]], deadline=deadline()),
+            "delete": lambda: tier.delete([key], deadline=deadline()),
+        }
+
+    def every_call(self, tier: Tier, key: PackedKey, deadline: Callable[[], float]) -> dict[str, Callable[[], object]]:
+        """Return every call that has a deadline, by its name. An optional method that the tier lacks skips the test."""
+        known = tier.capabilities()
+
+        def optional(name: str, call: Callable[[], object]) -> Callable[[], object]:
+            return call if name in known else lambda: pytest.skip(f"the tier has no {name}")
+
+        return self.calls(tier, key, deadline) | {
+            "contains of no keys": lambda: tier.contains([], deadline=deadline()),
+            "get_into of no keys": lambda: tier.get_into([], [], deadline=deadline()),
+            "put of no keys": lambda: tier.put([], [], deadline=deadline()),
+            "delete of no keys": lambda: tier.delete([], deadline=deadline()),
+            "ping": lambda: tier.ping(deadline=deadline()),
+            "touch": optional("touch", lambda: tier.touch([key], deadline=deadline())),
+            "touch of no keys": optional("touch", lambda: tier.touch([], deadline=deadline())),
+            "usage": optional("usage", lambda: tier.usage(deadline=deadline())),
+            "scan": optional("scan", lambda: list(tier.scan(deadline=deadline()))),
+        }
+
+    def must_raise(self, name: str, call: Callable[[], object], why: str) -> None:
+        """Fail unless `call` raises `TierError`."""
+        try:
+            answer = call()
+        except TierError:
+            return
+        pytest.fail(f"{name} answered {answer!r} instead of raising TierError: {why}")
+
+    def in_threads(self, *works: Callable[[], object], within_s: float | None = None) -> None:
+        """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
+        together(works, 3 * self.patience_s if within_s is None else within_s)

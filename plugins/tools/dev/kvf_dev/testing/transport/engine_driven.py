@@ -1,0 +1,304 @@
+"""The transport kit's tests of transports that copy in the engine's process: what they do with ranges, buffers and
+tensors that are lent to them, on both paths. They see it at the link to the server, and are skipped for others."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvf_dev.testing.transport.cases import CASES, PAGED
+from kvf_dev.testing.transport.engine import registry_for
+from kvf_dev.testing.transport.kit import MakeEngine, TransportKit
+from kvf_dev.testing.transport.node import held_by, status_of, wait_until
+from kvf_dev.testing.transport.outcomes import must_miss, must_succeed, must_work
+from kvf_dev.testing.transport.rig import TransportRig
+from kvframework.api.futures import Future, Promise
+from kvframework.api.layout import KVLayout, LayoutProvider
+from kvframework.client import KVClient
+from kvframework.client.engine_driven import EngineDrivenCalls
+from kvframework.errors import BadBlockIds, BadLayout, DeadlineExceeded, TransportMismatch
+
+NHD = PAGED["nhd"]
+_SOON_S = 5.0
+
+
+class EngineDriven(TransportKit):
+    """Plans, buffers and tensors are the transport's for a while only."""
+
+    def test_ranges_are_written_before_they_are_published(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """From its commit on, any other engine may load what lies there."""
+        engine = make_engine(NHD)
+        published: list[tuple[memoryview, bytes]] = []
+
+        def watch(plan: Any) -> None:
+            commit = plan._commit
+
+            def committed() -> Any:
+                pieces = [plan.arena[each.offset : each.offset + each.length] for each in plan.ranges]
+                published.extend((piece, bytes(piece)) for piece in pieces)
+                return commit()
+
+            plan._commit = committed
+
+        with _planned(monkeypatch, "prepare_store", watch):
+            must_succeed(engine.store(engine.request(), engine.source()))
+        if not published:
+            pytest.skip("the transport writes nothing to the arena itself")
+        late = sum(piece != before for piece, before in published)
+        published.clear()
+        assert not late, f"{late} ranges were written after `commit`: they were published before"
+
+    @pytest.mark.parametrize("what", ["store", "load"])
+    def test_a_copy_in_the_engine_that_fails_is_one_miss(
+        self, client: KVClient, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, what: str
+    ) -> None:
+        """The arena refuses the copy: nothing is published, and ranges and pins are given back at once."""
+        engine = make_engine(NHD)
+        request = engine.request()
+        if what == "load":
+            must_succeed(engine.store(request, engine.source()))
+        plans: list[object] = []
+
+        def refuse(plan: Any) -> None:
+            plan.arena = memoryview(b"")
+            plan.arena.release()
+            plans.append(plan)
+
+        with _planned(monkeypatch, f"prepare_{what}", refuse):
+            submit = engine.store if what == "store" else engine.load
+            future: Future[Any] = submit(request, engine.source())
+            future.wait(_SOON_S)
+            if not plans:
+                pytest.skip("the transport copies nothing in the engine")
+            must_miss(future, f"a {what} whose copy failed was answered as one that succeeded")
+        if what == "store":
+            assert engine.hit(request) == 0, "a store whose copy failed was published"
+        _must_be_given_back(client, f"a {what} whose copy failed")
+        engine.overwrite()
+        must_work(engine, f"a transfer after a {what} that failed")
+
+    def test_tensors_are_those_of_the_submit(self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An engine without stable memory passes other tensors each time; the former ones are not touched."""
+        engine = make_engine(NHD)
+        plans: list[object] = []
+        with _planned(monkeypatch, "prepare_store", plans.append):
+            first = engine.request()
+            must_succeed(engine.store(first, engine.source()))
+        if not plans:
+            pytest.skip("the transport copies nothing in the engine")
+        stored, former = engine.snapshot(), engine.tensors
+        engine.move()
+        must_work(engine, "a transfer of other tensors than the first")
+        must_succeed(engine.load(first, engine.target()))
+        engine.expect_loaded(stored, engine.source(), engine.target())
+        engine.must_be_right("a load into other tensors than those of the store")
+        engine.tensors, engine.model = former, stored
+        engine.must_be_right("tensors of an earlier transfer were touched")
+
+    def test_blocks_that_the_tensors_of_a_submit_lack_are_refused(
+        self, rig: TransportRig, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where the declaration leaves the number of blocks open, the transport alone can hold ids against tensors."""
+        registry = registry_for(rig)
+        paged = registry.resolve("layout", "paged")
+        assert isinstance(paged, LayoutProvider)
+        kind = type(paged.create(registry.options(paged, {}, where="the kit")))
+        describe = kind.describe
+
+        def described(*arguments: Any, **named: Any) -> KVLayout:
+            found: KVLayout = describe(*arguments, **named)
+            groups = tuple(msgspec.structs.replace(group, strides=(), num_blocks=0) for group in found.groups)
+            return msgspec.structs.replace(found, groups=groups, num_blocks=0)
+
+        plans: list[object] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "describe", described)
+            try:
+                engine = make_engine(NHD)
+            except BadLayout:
+                pytest.skip("the transport takes no layout that leaves the number of blocks open")
+            with _planned(monkeypatch, "prepare_store", plans.append):
+                must_succeed(engine.store(engine.request(), engine.source()), "a store of a number of blocks left open")
+        if not plans:
+            pytest.skip("the transport copies nothing in the engine")
+        request, known = engine.request(), engine.source()
+        wrong = [[*known[0][:-1], engine.model.blocks[0]]]
+        for name, submit in (("store", engine.store), ("load", engine.load)):
+            try:
+                submit(request, wrong)
+            except BadBlockIds:
+                continue
+            except Exception as error:  # noqa: BLE001  any other is the bug
+                pytest.fail(f"a {name} of a block that the tensors lack raises {type(error).__name__}, no BadBlockIds")
+            pytest.fail(f"a {name} of a block that the tensors lack raises no BadBlockIds: memory of others is copied")
+        engine.must_be_right("a refused transfer touched the tensors")
+
+    @pytest.mark.parametrize("case", ["nhd", "hybrid", "dim_before_token"])
+    def test_the_wire_carries_the_same_as_the_arena(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, case: str
+    ) -> None:
+        self.needs_the_wire(make_engine, monkeypatch)
+        must_work(make_engine(CASES[case], chunks=24), "a request of 24 chunks over the wire")
+
+    def test_buffers_stay_as_they_are_until_they_are_answered(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The server may read them as long as it has not answered: the next store needs other memory."""
+        self.needs_the_wire(make_engine, monkeypatch)
+        engine = make_engine(NHD)
+        sent = _held(monkeypatch)
+        futures = []
+        for number in range(3):
+            futures.append(engine.store(engine.request(), engine.source()))
+            _until(lambda number=number: len(sent) > number)  # type: ignore[misc]
+            engine.overwrite()
+        changed = _changed(sent)
+        for each in sent:
+            each.answer()
+        for future in futures:
+            must_succeed(future)
+        assert not changed, f"{changed} buffers were written over before the server had answered"
+
+    def test_buffers_are_never_written_again_after_a_failure(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They may still be sent: what would arrive is another object's content."""
+        self.needs_the_wire(make_engine, monkeypatch)
+        engine = make_engine(NHD)
+        with monkeypatch.context() as patch:
+            sent = _held(patch)
+            future = engine.store(engine.request(), engine.source())
+            wait_until(lambda: sent, "a store over the wire")
+            sent[0].future.set_exception(DeadlineExceeded("the server did not answer"))
+            must_miss(future, "a store that was not answered ended well")
+        engine.overwrite()
+        for _ in range(3):
+            must_succeed(engine.store(engine.request(), engine.source()), "a store after one that was not answered")
+        changed = _changed(sent)
+        assert not changed, f"{changed} buffers of a store that was not answered were written again"
+
+    @pytest.mark.parametrize("path", ["arena", "wire"])
+    def test_close_gives_threads_and_files_back(
+        self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, path: str
+    ) -> None:
+        """The first instance opens what the client keeps; the second one leaves nothing."""
+        if path == "wire":
+            self.needs_the_wire(make_engine, monkeypatch)
+        first = make_engine(NHD)
+        must_work(first, "a transfer")
+        first.close()
+        before = _open()
+        engine = make_engine(NHD)
+        must_work(engine, "a transfer")
+        engine.close()
+        left = sorted(_open() - before)
+        assert not left, f"close leaves behind: {', '.join(left)}"
+
+    def needs_the_wire(self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Hide the arena from now on; skip the test for a transport that sends no bytes then."""
+        monkeypatch.setattr(EngineDrivenCalls, "maps_arena", property(lambda _: False))
+        with monkeypatch.context() as patch:
+            sent = _watched(patch)
+            try:
+                engine = make_engine(NHD)
+            except TransportMismatch:
+                pytest.skip("the transport works only where the engine maps the arena")
+            engine.store(engine.request(), engine.source()).wait(_SOON_S)
+            engine.close()
+        if not sent:
+            pytest.skip("the transport moves no bytes over the wire")
+
+
+class _Sent:
+    """A call of `store_chunks`: its buffers, what they were, and the answer that the transport waits for."""
+
+    def __init__(self, buffers: Sequence[Any], answered: Future[Any]) -> None:
+        self.buffers = [(memoryview(each), bytes(each)) for each in buffers]
+        self.future: Promise[Any] = Promise()
+        self._answered = answered
+
+    def answer(self) -> None:
+        self._answered.add_done_callback(self._resolve)
+
+    def _resolve(self, answered: Future[Any]) -> None:
+        self.future.set_result(answered.result(0))
+
+
+def _watched(patch: pytest.MonkeyPatch) -> list[_Sent]:
+    """Return the calls of `store_chunks` from now on."""
+    sent: list[_Sent] = []
+    original = EngineDrivenCalls.store_chunks
+
+    def store_chunks(self: Any, transfer: Any, objects: Any, buffers: Any) -> Any:
+        answered = original(self, transfer, objects, buffers)
+        sent.append(_Sent(buffers, answered))
+        return answered
+
+    patch.setattr(EngineDrivenCalls, "store_chunks", store_chunks)
+    return sent
+
+
+def _held(patch: pytest.MonkeyPatch) -> list[_Sent]:
+    """Return the calls of `store_chunks` from now on; each is answered by `answer` alone."""
+    sent: list[_Sent] = []
+    original = EngineDrivenCalls.store_chunks
+
+    def store_chunks(self: Any, transfer: Any, objects: Any, buffers: Any) -> Any:
+        sent.append(_Sent(buffers, original(self, transfer, objects, buffers)))
+        return sent[-1].future
+
+    patch.setattr(EngineDrivenCalls, "store_chunks", store_chunks)
+    return sent
+
+
+def _changed(sent: Sequence[_Sent]) -> int:
+    return sum(view != before for each in sent for view, before in each.buffers)
+
+
+@contextmanager
+def _planned(monkeypatch: pytest.MonkeyPatch, call: str, work: Callable[[Any], object]) -> Iterator[None]:
+    """A context in which `work` sees each plan before the transport."""
+    original = getattr(EngineDrivenCalls, call)
+
+    def planned(self: Any, transfer: Any) -> Any:
+        future = original(self, transfer)
+        future.add_done_callback(lambda done: done.exception() is None and work(done.result(0)))
+        return future
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineDrivenCalls, call, planned)
+        yield
+
+
+def _until(true: Callable[[], object]) -> None:
+    """Wait for what a transport may do now, or later: it need not send a second store before the first is answered."""
+    wait = threading.Event()
+    for _ in range(100):
+        if true():
+            return
+        wait.wait(0.01)
+
+
+def _must_be_given_back(client: KVClient, of: str) -> None:
+    what = f"{of} to give its ranges and pins back"
+    wait_until(lambda: held_by(status_of(client)) == (0, 0), what, _SOON_S)
+
+
+def _open() -> set[str]:
+    threads = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    return threads | {f"descriptor {fd} ({_target(fd)})" for fd in os.listdir("/proc/self/fd") if _target(fd)}
+
+
+def _target(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""

@@ -1,0 +1,74 @@
+"""`kvframework observe`: metrics, health and a page about a running server, over HTTP, in a process of its own."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvframework.cli.usage import Endpoint, EndpointConfig, examples
+
+_EPILOG = examples(
+    "kvframework observe                        then open http://127.0.0.1:9309/",
+    "kvframework observe --listen 0.0.0.0:9309 --token-file /run/secrets/token",
+    "kvframework observe --traces http://127.0.0.1:4318",
+    "curl -s 127.0.0.1:9309/metrics",
+    "curl -s '127.0.0.1:9309/readyz?verbose'",
+)
+
+
+class Format(str, enum.Enum):
+    human = "human"
+    json = "json"
+
+
+app = typer.Typer()
+
+
+@app.command("observe", epilog=_EPILOG)
+def observe(
+    endpoint: Endpoint = None,
+    config: EndpointConfig = None,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to answer; port 0 is any free one.")
+    ] = "127.0.0.1:9309",
+    tls_cert: Annotated[Path | None, typer.Option(help="File of the certificate chain, for https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="File of its key.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File of the token that callers must give; read for each request.")
+    ] = None,
+    traces: Annotated[
+        str, typer.Option(metavar="URL", help="Collector that takes OTLP over HTTP, for spans of sampled requests.")
+    ] = "",
+    log_format: Annotated[Format, typer.Option(help="Form of the lines on standard error.")] = Format.human,
+) -> None:
+    """Serve metrics, health and a live page about the server of this node, over HTTP.
+
+    The server is asked once a second, however many callers there are, and need not run: it is found when it does.
+    SIGINT (Ctrl-C) or SIGTERM ends this process.
+    """
+    if (tls_cert is None) != (tls_key is None):
+        raise typer.BadParameter("it needs --tls-key, and --tls-key needs it", param_hint="--tls-cert")
+    from kvframework.api.installing import install_command
+    from kvframework.cli.status_source import server_endpoint
+    from kvframework.config import ObserveConfig
+    from kvframework.errors import PluginUnavailable
+    from kvframework.logs.form import configure_logging, end_logging
+
+    try:
+        from kvf_observe import process
+    except ModuleNotFoundError as error:
+        raise PluginUnavailable(
+            f"it needs {error.name}", hint=install_command(distribution="kvframework-observe")
+        ) from None
+    given = {"tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file, "traces": traces or None}
+    settings = ObserveConfig(listen, **{name: str(value) for name, value in given.items() if value is not None})
+    address = server_endpoint(endpoint, config)
+    process.check(address, settings)
+    configure_logging("info", log_format.value)
+    try:
+        process.observe(address, settings)
+    finally:
+        end_logging()

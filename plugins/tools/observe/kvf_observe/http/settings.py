@@ -1,0 +1,125 @@
+"""What a process that answers HTTP is given: where it listens, its certificate, its token; and what is wrong with
+these."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import ssl
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from kvframework.api.installing import install_command
+from kvframework.config import parse_listen
+from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginUnavailable
+
+LOOPBACK_NAMES = ("localhost",)
+
+
+class Listening(Protocol):
+    """`listen` is HOST:PORT, the others are files or ""."""
+
+    @property
+    def listen(self) -> str: ...
+    @property
+    def tls_cert(self) -> str: ...
+    @property
+    def tls_key(self) -> str: ...
+    @property
+    def token_file(self) -> str: ...
+
+
+def refusals(config: Listening, where: str, *, running: bool = False) -> Iterator[KVFrameworkError]:
+    """Yield every error with which a listener would refuse to start; with `running`, its port may be that of one that
+    runs. Creates nothing. Blocking: reads files, binds the port for a moment."""
+    for check in (_check_files, _check_token):
+        try:
+            check(config, where)
+        except KVFrameworkError as error:
+            yield error
+    try:
+        check_port(config, where)
+    except EndpointError as error:
+        if not (running and isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
+            yield error
+
+
+def check_extra(extra: str, where: str) -> None:
+    """Raise `PluginUnavailable` without what the command `kvframework EXTRA` needs to speak HTTP."""
+    if find_spec("h11") is None:
+        raise PluginUnavailable(
+            f"`kvframework {extra}` needs h11", where=where, hint=install_command(distribution=f"kvframework-{extra}")
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener at `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in LOOPBACK_NAMES
+
+
+def tls_context(config: Listening) -> ssl.SSLContext | None:
+    """The TLS side of the listener, None for plain HTTP. Raises `OSError` and `ssl.SSLError`."""
+    if not config.tls_cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    context.load_cert_chain(config.tls_cert, config.tls_key)
+    return context
+
+
+def read_token(config: Listening) -> str:
+    """The token of now; "" if none is asked for. Raises `OSError`, also of a file that holds none."""
+    if not config.token_file:
+        return ""
+    token = Path(config.token_file).read_text(errors="replace").strip()
+    if not token:
+        raise OSError(errno.ENODATA, "the file of the token is empty", config.token_file)
+    return token
+
+
+def check_port(config: Listening, where: str) -> None:
+    """Bind as the listener does, without listening. Raises `EndpointError`."""
+    host, port = parse_listen(config.listen, where=where)
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        hint = "name an address of this machine and a port that is free"
+        raise EndpointError(
+            f"cannot listen: {error.strerror or error}", where=where or config.listen, hint=hint
+        ) from error
+
+
+def _check_files(config: Listening, where: str) -> None:
+    try:
+        tls_context(config)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigFieldError(
+            f"the certificate and its key cannot be used: {getattr(error, 'strerror', '') or error}",
+            where=where,
+            available=f"tls_cert = {config.tls_cert}, tls_key = {config.tls_key}",
+            hint="give PEM files that belong together, which this user may read",
+        ) from None
+
+
+def _check_token(config: Listening, where: str) -> None:
+    try:
+        read_token(config)
+    except OSError as error:
+        raise ConfigFieldError(
+            f"the token cannot be read: {error.strerror or error}",
+            where=f"{where} token_file",
+            available=config.token_file,
+            hint="write one line with the token into the file; this user has to be able to read it",
+        ) from None

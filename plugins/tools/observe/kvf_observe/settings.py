@@ -1,0 +1,41 @@
+"""What keeps `kvframework observe` from starting, for the command, `serve`, `config check` and `doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from kvf_observe.http import settings
+from kvframework.api.installing import install_command
+from kvframework.config import ObserveConfig, collector_url
+from kvframework.errors import KVFrameworkError, PluginUnavailable
+
+_EXPORTER = "opentelemetry.exporter.otlp.proto.http"
+
+
+def refusals(config: ObserveConfig, where: str, *, running: bool = False) -> Iterator[KVFrameworkError]:
+    """Yield every error with which the process would refuse to start; with `running`, its port may be that of one that
+    runs. Creates nothing. Blocking: reads files, binds the port for a moment."""
+    try:
+        settings.check_extra("observe", where)
+    except KVFrameworkError as error:
+        yield error
+    found = list(settings.refusals(config, where, running=running))
+    try:
+        _check_traces(config, where)
+    except KVFrameworkError as error:
+        found.insert(0, error)
+    yield from found
+
+
+def _check_traces(config: ObserveConfig, where: str) -> None:
+    if not config.traces:
+        return
+    collector_url(config.traces, where=where)
+    # A parent that is absent makes `find_spec` of its child an error.
+    if not (find_spec("opentelemetry") and find_spec("opentelemetry.exporter") and find_spec(_EXPORTER)):
+        raise PluginUnavailable(
+            "`traces` needs OpenTelemetry",
+            where=where,
+            hint=install_command("otel", distribution="kvframework-observe"),
+        )

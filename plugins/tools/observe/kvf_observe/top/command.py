@@ -1,0 +1,67 @@
+"""`kvframework top`: the options of the command."""
+
+from __future__ import annotations
+
+import enum
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from kvframework.cli.usage import Endpoint, EndpointConfig, examples
+
+_EPILOG = examples(
+    "kvframework top                            h shows the keys, q quits",
+    "kvframework top --view tenants --interval 5",
+    "kvframework top --once --view models       one picture as text",
+    "kvframework top --frames 10 > top.txt",
+)
+
+
+class View(str, enum.Enum):
+    """The names of the views, in the order of their keys."""
+
+    overview = "overview"
+    models = "models"
+    tenants = "tenants"
+    namespaces = "namespaces"
+    engines = "engines"
+    tiers = "tiers"
+    prefixes = "prefixes"
+
+
+app = typer.Typer()
+
+
+@app.command("top", epilog=_EPILOG)
+def top(
+    endpoint: Endpoint = None,
+    config: EndpointConfig = None,
+    view: Annotated[View, typer.Option(help="What to show first.")] = View.overview,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two pictures.")] = 1.0,
+    frames: Annotated[int | None, typer.Option(min=1, help="Print so many pictures as text, and end.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="The same as --frames 1.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for an answer.")] = 3.0,
+) -> None:
+    """Watch a running server: who uses it, what it finds, and how its tiers do, with rates over the last minute.
+
+    Keys switch the views and sort them; the screen goes on through restarts of the server. Without a terminal one
+    picture is printed; a first picture without a known past takes an interval, for its rates.
+    """
+    if once and frames is not None:
+        raise typer.BadParameter("it goes with no --frames", param_hint="--once")
+    from kvf_observe.top.frames import print_frames
+    from kvf_observe.top.screen import watch
+    from kvf_observe.top.terminal import has_terminal
+    from kvframework.cli.status_source import quiet_connection, server_endpoint
+    from kvframework.client.status_source import StatusSource
+
+    quiet_connection()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # question marks for letters that the locale has not
+    source = StatusSource(server_endpoint(endpoint, config), timeout, name="top")
+    if frames is None and not once and has_terminal():
+        watch(source, interval, view.value)
+    elif not print_frames(source, interval, view.value, frames or 1):
+        raise typer.Exit(2)

@@ -1,0 +1,171 @@
+"""`kvframework plan`: what to buy for a trace, and the configuration for it."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvframework.cli.usage import EXIT_FOUND, AsJson, count_of, examples, seconds_of, size_of
+
+if TYPE_CHECKING:
+    from kvf_plan.planning.plan import Wanted
+
+_EPILOG = examples(
+    "kvframework plan trace.jsonl --engine llama-3-8b --gpu h100 --ttft 1.5",
+    "kvframework plan t.jsonl --engine llama-3-8b --gpu h100 --tier disk=3GB/s",
+    "kvframework plan t.jsonl --prefill 25000 --bytes-per-token 128KiB --quick",
+    "kvframework plan --catalogue      the models and GPUs that it knows",
+)
+
+
+class At(str, enum.Enum):
+    mean = "mean"
+    p50 = "p50"
+    p90 = "p90"
+    p99 = "p99"
+
+
+class WritePolicy(str, enum.Enum):
+    write_through = "write_through"
+    write_through_selective = "write_through_selective"
+    write_back = "write_back"
+
+
+app = typer.Typer()
+
+
+@app.command("plan", epilog=_EPILOG)
+def plan(
+    trace: Annotated[
+        Path | None, typer.Argument(metavar="TRACE", help="A trace: `kvframework trace record`, or one of Mooncake's.")
+    ] = None,
+    engine: Annotated[str, typer.Option(metavar="MODEL", help="A model of the catalogue.")] = "",
+    gpu: Annotated[str, typer.Option(metavar="GPU", help="A GPU of the catalogue.")] = "",
+    gpus: Annotated[int, typer.Option(min=0, max=1024, help="GPUs of an engine; 0: as published.")] = 0,
+    engines: Annotated[
+        int, typer.Option(min=0, max=1024, help="Engines at this server; 0: as many as it takes without a cache.")
+    ] = 0,
+    prefill: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TOKENS/S", parser=count_of, help="Your engine's prefill speed, of short prompts, such as 25k."
+        ),
+    ] = None,
+    attention: Annotated[
+        float | None,
+        typer.Option(metavar="TOKENS", help="Length of context at which a token takes twice as long; 0: never."),
+    ] = None,
+    bytes_per_token: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=size_of,
+            help="KV of a token, all ranks, such as 128KiB: `kvframework status` has it.",
+        ),
+    ] = None,
+    ttft: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TIME", parser=seconds_of, help="The goal: the time to the first token, in s, or such as 500ms."
+        ),
+    ] = None,
+    at: Annotated[At, typer.Option(help="Of which time that is the goal.")] = At.mean,
+    budget: Annotated[
+        str, typer.Option(metavar="COST", help="The most that it may cost, in the unit of --price; or GiB of DRAM.")
+    ] = "",
+    drive_writes: Annotated[
+        float | None, typer.Option(metavar="N", help="How often a day the whole tier may be written.")
+    ] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=RATE[,...]",
+            help="A tier on offer: disk, redis or s3; repeatable. Behind it: write=RATE, of writes that do not share"
+            " it, latency=TIME, capacity=SIZE.",
+        ),
+    ] = None,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PRICE", help="Of a GiB of dram, disk, redis or s3, in any unit; repeatable."),
+    ] = None,
+    chunk_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of a chunk, a multiple of the trace's; repeatable.")
+    ] = None,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of a chunk of the trace, where the file does not say it; 0: 512.")
+    ] = 0,
+    eviction: Annotated[
+        list[str] | None, typer.Option(help="An eviction policy; repeatable. Without it lru and two_queues.")
+    ] = None,
+    write_policy: Annotated[
+        list[WritePolicy] | None, typer.Option(help="A write policy of tiers; repeatable. Without it all of them.")
+    ] = None,
+    l1: Annotated[
+        list[int] | None,
+        typer.Option(metavar="SIZE", parser=size_of, help="A capacity of L1; repeatable. Without it 2^n, 3 x 2^n."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Simulate a part of the sessions, and no more.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the chosen configuration.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw a picture, .png or .svg.")] = None,
+    catalogue: Annotated[bool, typer.Option("--catalogue", help="Show the models and GPUs that it knows.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan memory, tiers and policies for a trace: what they do for the time to the first token, and the cheapest
+    configuration that meets a goal.
+
+    It says how much is worth keeping at all, what LRU finds at each capacity, and what simulated servers do: the
+    code that serves, under a virtual clock. A goal that nothing meets is named with what comes closest, nothing is
+    written, and the exit status is 1.
+    """
+    if catalogue:
+        from kvf_plan.cli.plan_view import print_catalogue
+
+        print_catalogue(as_json=as_json)
+        return
+    if trace is None:
+        raise typer.BadParameter("name a trace, or give --catalogue", param_hint="TRACE")
+    from kvf_plan.cli.plan_output import check_out, write_out
+    from kvf_plan.cli.plan_view import print_plan
+    from kvf_plan.cli.speeds import parse_tier
+    from kvf_plan.planning.goal import goal_of
+    from kvf_plan.planning.offers import parse_budget, parse_prices, tier_offers
+    from kvf_plan.planning.plan import EVICTIONS, WRITE_POLICIES, Wanted, make_plan
+    from kvf_plan.planning.plot import check_plot, draw
+    from kvf_plan.planning.yours import engine_of
+    from kvf_plan.trace.reading import open_trace
+    from kvframework.cli.console import stderr
+    from kvframework.errors import PlanError
+
+    if plot is not None:
+        check_plot(plot)
+    if out is not None:
+        if ttft is None:
+            raise PlanError(
+                "without a goal nothing is chosen to be written", where=f"--out {out}", hint="add the goal: --ttft 1.5"
+            )
+        check_out(out)
+    tiers = tier_offers(parse_tier(each) for each in tier or ())
+    wanted: Wanted = Wanted(
+        engine=engine_of(engine, gpu, gpus, prefill, attention, bytes_per_token),
+        engines=engines,
+        tiers=tiers,
+        prices=parse_prices(price or (), [each.name for each in tiers]),
+        goal=goal_of(ttft, at.value, parse_budget(budget) if budget else None, drive_writes),
+        chunk_tokens=tuple(dict.fromkeys(chunk_size or ())),
+        evictions=tuple(dict.fromkeys(eviction or EVICTIONS)),
+        write_policies=tuple(dict.fromkeys(each.value for each in write_policy)) if write_policy else WRITE_POLICIES,
+        l1_bytes=tuple(l1 or ()),
+        quick=quick,
+    )
+    with stderr.status("reading") as status:
+        made = make_plan(open_trace(trace, chunk_tokens=chunk_tokens), wanted, status.update)
+    print_plan(made, as_json=as_json)
+    if plot is not None:
+        draw(made, plot)
+    if made.chosen is not None and out is not None:
+        write_out(made, out)
+    if made.chosen is None and ttft is not None:
+        raise typer.Exit(EXIT_FOUND)

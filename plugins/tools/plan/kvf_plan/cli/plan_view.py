@@ -1,0 +1,175 @@
+"""What `kvframework plan` prints: the engine and its source, the live set, LRU's curve, the settings, the choice."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+
+from kvf_plan.planning.catalogue import Engine, catalogue
+from kvf_plan.planning.goal import Row, Shortfall, closest, shortfalls
+from kvf_plan.planning.plan import Chunks, Plan
+from kvframework.api.options import ByteSize
+from kvframework.cli.console import print_document, print_table, print_text, print_view
+from kvframework.cli.numbers import short_count, short_duration, short_number
+from kvframework.cli.wide_table import WideTable
+
+_LIMITS = {"ttft": "time to the first token", "budget": "cost", "drive_writes": "writes of the whole tier a day"}
+
+
+def print_plan(plan: Plan, *, as_json: bool) -> None:
+    if as_json:
+        print_document(plan)
+        return
+    print_text(_load(plan))
+    print_text(_speed(plan.engine))
+    for chunks in plan.chunks:
+        print_text("")
+        print_text(_needs(chunks))
+        print_table(_curve(chunks))
+    print_view(WideTable(_rows(plan)))
+    if not plan.says_a_day and any(row.setting.tier for row in plan.rows):
+        print_text(f"size a day: {short_duration(plan.seconds)} are too short a trace to say that")
+    if any(row.sampled for row in plan.rows):
+        print_text("~ simulated for a part of the sessions, the others for all of them")
+    if plan.prices.assumed:
+        prices = ", ".join(f"{name} {short_number(price)}" for name, price in plan.prices.of.items())
+        print_text(f"cost: GiB of DRAM, at assumed prices of a GiB ({prices}); --price has yours")
+    print_text("")
+    for line in verdict(plan):
+        print_text(line)
+
+
+def print_catalogue(*, as_json: bool) -> None:
+    known = catalogue()
+    if as_json:
+        print_document(known)
+        return
+    sources: dict[str, int] = {}
+    models = _table("model", "KV of a token", "A, tokens", "active parameters", "source")
+    for name, model in known.models.items():
+        size, a = str(ByteSize(model.bytes_per_token)), f"{model.attention_tokens:,.0f}"
+        number = sources.setdefault(model.source, len(sources) + 1)
+        models.add_row(name, size, a, short_count(model.active_parameters), str(number))
+    speeds = _table("model", "GPUs", "tokens/s", "at prompts of", "basis", "source", text=(4,))
+    for each in known.speeds:
+        at = f"{each.prompt_tokens:,}" if each.prompt_tokens else ""
+        said = "; ".join(part for part in (each.note, each.source) if part)
+        number = sources.setdefault(said, len(sources) + 1)
+        speeds.add_row(
+            each.model, f"{each.gpus} x {each.gpu}", f"{each.tokens_per_s:,.0f}", at, each.basis, str(number)
+        )
+    print_view(WideTable(models))
+    print_view(WideTable(speeds))
+    for said, number in sources.items():
+        print_text(f"{number}: {said}")
+    print_text(
+        f"others are assumed: {known.assumed.dense:.0%} of the peak of a GPU for dense models, "
+        f"{known.assumed.mixture:.0%} for mixtures of experts; GPUs: {', '.join(known.gpus)}"
+    )
+
+
+def verdict(plan: Plan) -> list[str]:
+    """Return what to take, or which limit nothing keeps, by how much, and what comes closest."""
+    goal = plan.goal
+    if goal.ttft_s is None:
+        return ["no goal was given: --ttft TIME chooses a row"]
+    if plan.chosen is not None:
+        return [f"chosen, the cheapest that meets the goal: {_said(plan.chosen)}", *_wear(plan)]
+    row = closest([each for each in plan.rows if plan.quick or not each.sampled] or plan.rows, goal)
+    lines = ["nothing that was tried meets the goal, so nothing is chosen"]
+    lines += [_short(each, goal.at) for each in shortfalls(row, goal)]
+    return [*lines, f"that is what comes closest: {_said(row)}"]
+
+
+def _wear(plan: Plan) -> list[str]:
+    assert plan.chosen is not None
+    times = plan.chosen.figures.drive_writes
+    if times < 1 or plan.goal.drive_writes is not None or not plan.says_a_day:
+        return []
+    often = f"the tier would be written {short_number(times)} times its size a day"
+    return [f"{often}: a disk's maker says how often it may be; --drive-writes N is a limit"]
+
+
+def _short(short: Shortfall, at: str) -> str:
+    unit = " s" if short.limit == "ttft" else ""
+    name = f"{at} {_LIMITS[short.limit]}" if short.limit == "ttft" else _LIMITS[short.limit]
+    over = f", {short.over:.0%} over" if short.wanted else ""
+    return f"{name}: {short_number(short.has)}{unit} at best, not {short_number(short.wanted)}{unit}{over}"
+
+
+def _said(row: Row) -> str:
+    setting, figures = row.setting, row.figures
+    tier = f", {ByteSize(setting.l2_bytes)} of {setting.tier.name} by {setting.write_policy}" if setting.tier else ""
+    return (
+        f"{ByteSize(setting.l1_bytes)} of L1 by {setting.eviction}{tier}, chunks of {setting.chunk_tokens} tokens: "
+        f"mean {short_number(figures.ttft_s['mean'])} s, cost {short_number(figures.cost)}"
+    )
+
+
+def _load(plan: Plan) -> str:
+    rate = plan.requests / max(plan.seconds, 1.0)
+    why = " (as many as the trace needs without a cache)" if plan.engines_by_load else ""
+    engines = "1 engine" if plan.engines == 1 else f"{plan.engines} engines"
+    return (
+        f"{plan.trace}: {plan.requests:,} requests in {short_duration(plan.seconds)}, {short_number(rate)} a second, "
+        f"{plan.tokens / max(plan.requests, 1):,.0f} tokens each; {engines}{why}"
+    )
+
+
+def _speed(engine: Engine) -> str:
+    source = f"; {engine.source}" if engine.source else ""
+    twice = f"half as many at {engine.attention_tokens:,.0f} tokens of context"
+    context = twice if engine.attention_tokens else "at any length of context"
+    return (
+        f"{engine.words}: {engine.tokens_per_s:,.0f} tokens of prompts/s, {context}; "
+        f"{ByteSize(engine.bytes_per_token)} of KV a token ({engine.basis}: {engine.note}{source})"
+    )
+
+
+def _needs(chunks: Chunks) -> str:
+    live = chunks.live
+    return (
+        f"chunks of {chunks.chunk_tokens} tokens: the live set is {ByteSize(chunks.live_bytes)} ({live.most:,} chunks "
+        f"that will be asked for again, at most at once); {ByteSize(chunks.all_bytes)} were ever computed, "
+        f"{live.reused / max(live.stored, 1):.0%} of that is ever used again; the longest prompt has "
+        f"{ByteSize(chunks.longest_bytes)}; an endless cache finds {chunks.endless_hit:.1%} of all tokens"
+    )
+
+
+def _curve(chunks: Chunks) -> Table:
+    table = _table("L1, LRU alone", "tokens found", "mean TTFT, estimated", "p99")
+    for point in chunks.curve:
+        mean, p99 = short_number(point.ttft_s["mean"]), short_number(point.ttft_s["p99"])
+        table.add_row(str(ByteSize(point.l1_bytes)), f"{point.hit:.1%}", f"{mean} s", f"{p99} s")
+    return table
+
+
+def _rows(plan: Plan) -> Table:
+    heads = ["L1", "eviction", "tier", "L1 + L2 found", "mean TTFT", "p99", "engine hours"]
+    heads += ["L2 used", "written + read", "busy", "not written", "size a day", "cost"]
+    table = _table(*heads, text=(1, 2))
+    several = len(plan.chunks) > 1
+    for row in plan.rows:
+        setting, figures = row.setting, row.figures
+        size = f"{'~ ' if row.sampled else ''}{ByteSize(setting.l1_bytes)}"
+        chunk = f", {setting.chunk_tokens}" if several else ""
+        cells = [size, setting.eviction + chunk]
+        tier = setting.tier
+        rate = f"{short_number(tier.read_bytes_per_s / 1e9)} GB/s" if tier else ""
+        cells.append(f"{tier.name} {rate}, {ByteSize(setting.l2_bytes)}, {setting.write_policy}" if tier else "")
+        found = f"{figures.l1_hit:.1%} + {figures.l2_hit:.1%}" if tier else f"{figures.l1_hit:.1%}"
+        cells += [found, f"{short_number(figures.ttft_s['mean'])} s", f"{short_number(figures.ttft_s['p99'])} s"]
+        cells.append(f"{figures.engine_s / 3600:.2f}")
+        rates = f"{figures.written_per_s / 1e9:.2f} + {figures.read_per_s / 1e9:.2f} GB/s"
+        of_tier = [str(ByteSize(figures.l2_used)), rates, f"{min(figures.busy, 1.0):.0%}", f"{figures.dropped:.0%}"]
+        a_day = f"{figures.drive_writes:.1f} x" if plan.says_a_day else "?"
+        cells += [*of_tier, a_day] if tier else [""] * 5
+        table.add_row(*cells, short_number(figures.cost), style="bold" if row is plan.chosen else None)
+    return table
+
+
+def _table(*heads: str, text: tuple[int, ...] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="left" if index in (0, *text) else "right", no_wrap=True)
+    return table

@@ -1,0 +1,108 @@
+"""The commands of `kvframework trace`: their options and what they print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvframework.cli.commands import QuickGroup
+from kvframework.cli.usage import AsJson, Endpoint, EndpointConfig, examples, seconds_of
+
+app = typer.Typer(cls=QuickGroup, help="Traces: when requests came, and what they share.", no_args_is_help=True)
+
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, or a folder of kv-cache-tester's.")]
+ChunkTokens = Annotated[
+    int,
+    typer.Option(min=0, max=1 << 20, help="Tokens of a chunk, where the file does not say it; 0: 512, Bailian: 16."),
+]
+PerHour = Annotated[
+    float,
+    typer.Option(min=0.001, max=1e6, help="How many conversations of a folder begin in an hour; they do not say when."),
+]
+_PER_HOUR = 20.0
+
+
+@app.command(
+    "record",
+    epilog=examples(
+        "kvframework trace record --for 10m -o node.jsonl",
+        "kvframework trace record -o node.jsonl              until Ctrl-C",
+    ),
+)
+def record(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write; it must not exist.")],
+    seconds: Annotated[
+        float | None, typer.Option("--for", metavar="TIME", parser=seconds_of, help="How long, such as 90s, 10m or 2h.")
+    ] = None,
+    endpoint: Endpoint = None,
+    config: EndpointConfig = None,
+    timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the server.")] = 5.0,
+) -> None:
+    """Write what a running server is asked into a trace: no text, no token, no name.
+
+    A line holds the time of a lookup, its length, what was hit, and an id for each chunk, which is equal where prompts
+    are equal. The ids mean nothing outside of this file. Run it as the server's user on its node. Whatever ends it,
+    what it has written stays, and the server records no more.
+    """
+    from kvf_plan.cli.trace.recording import Recorder
+    from kvframework.cli.console import print_text
+    from kvframework.cli.status_source import quiet_connection, server_endpoint
+    from kvframework.client import KVClient
+
+    quiet_connection()
+    with KVClient(server_endpoint(endpoint, config), name="trace", connect_timeout_s=timeout) as client:
+        recorder = Recorder(client, output, timeout_s=timeout)
+        try:
+            recorder.run(seconds or float("inf"))
+        finally:
+            if recorder.begun:
+                print_text(f"{output}: {recorder.said()}")
+
+
+@app.command("info", epilog=examples("kvframework trace info node.jsonl", "kvframework trace info traces/ --json"))
+def info(
+    file: File,
+    chunk_tokens: ChunkTokens = 0,
+    conversations_per_hour: PerHour = _PER_HOUR,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a trace holds, and the least memory that would have it all."""
+    import msgspec
+
+    from kvf_plan.cli.trace.view import table_of
+    from kvf_plan.trace.reading import open_trace
+    from kvf_plan.trace.summary import summarise
+    from kvframework.cli.console import print_document, print_table
+
+    trace = open_trace(file, chunk_tokens=chunk_tokens, conversations_per_hour=conversations_per_hour)
+    summary = summarise(trace)
+    if as_json:
+        print_document(msgspec.structs.asdict(trace.header) | msgspec.structs.asdict(summary))
+    else:
+        print_table(table_of(trace.header, summary))
+
+
+@app.command("convert", epilog=examples("kvframework trace convert traces/ agents.jsonl"))
+def convert(
+    file: File,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The file to write; it must not exist.")],
+    chunk_tokens: ChunkTokens = 0,
+    conversations_per_hour: PerHour = _PER_HOUR,
+) -> None:
+    """Write a trace of any form that is read as one of ours: JSON lines with a header."""
+    from kvf_plan.trace.reading import open_trace
+    from kvf_plan.trace.writing import TraceFile
+    from kvframework.cli.console import print_text
+    from kvframework.cli.numbers import short_count
+
+    trace = open_trace(file, chunk_tokens=chunk_tokens, conversations_per_hour=conversations_per_hour)
+    count = 0
+    with TraceFile(output) as written:
+        written.begin(trace.header.chunk_tokens, trace.header.recorded_at)
+        for request in trace:
+            written.add(request)
+            count += 1
+    print_text(f"{output}: {short_count(count)} requests of {trace.header.chunk_tokens} tokens a chunk")

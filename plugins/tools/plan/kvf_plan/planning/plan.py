@@ -1,0 +1,253 @@
+"""A plan: what a trace needs, what settings do for it, and which one to take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from kvf_plan.planning.catalogue import Engine
+from kvf_plan.planning.estimate import Estimate, estimate
+from kvf_plan.planning.goal import Figures, Goal, Row, cheapest
+from kvf_plan.planning.lru_curve import LruCurve, lru_curve
+from kvf_plan.planning.offers import Prices, TierOffer
+from kvf_plan.planning.prompts import Prompts, joined, prompts_of
+from kvf_plan.planning.sample import Sample, sample_of
+from kvf_plan.planning.search import Combination, Search, capacities, first_enough
+from kvf_plan.planning.setting import Setting
+from kvf_plan.planning.simulated import simulated
+from kvf_plan.trace.live_set import LiveSet
+from kvf_plan.trace.reading import Trace
+from kvframework.api.options import ByteSize
+from kvframework.config.schema import WritePolicyName
+from kvframework.errors import PlanError
+from kvframework.pricing.prefill import EngineSpeed
+
+WRITE_POLICIES: tuple[WritePolicyName, ...] = ("write_through", "write_through_selective", "write_back")
+EVICTIONS = ("lru", "two_queues")
+# Without a word on how many: engines that compute this share of the time if nothing is ever found.
+_BUSY = 0.9
+# Uses of chunks that take 20 s to simulate without a tier.
+_LONG = 1_000_000
+# No cache is looked at that is larger than what has this share of the hits of an endless one.
+_NEARLY_ALL = 0.99
+_DAY_FROM_S = 600.0
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for. `engines` 0: as many as the trace needs without a cache; `chunk_tokens` (): those of the
+    trace; `l1_bytes` (): what one would buy."""
+
+    engine: Engine
+    engines: int = 0
+    tiers: tuple[TierOffer, ...] = ()
+    prices: Prices
+    goal: Goal
+    chunk_tokens: tuple[int, ...] = ()
+    evictions: tuple[str, ...] = EVICTIONS
+    write_policies: tuple[WritePolicyName, ...] = WRITE_POLICIES
+    l1_bytes: tuple[int, ...] = ()
+    quick: bool = False
+
+
+class Point(msgspec.Struct, frozen=True):
+    """Of the curve of LRU over capacities, without a tier: the share of tokens, and the estimated times."""
+
+    l1_bytes: int
+    hit: float
+    ttft_s: dict[str, float]
+
+
+class Chunks(msgspec.Struct, frozen=True):
+    """One size of chunks: the bytes of the live set, of all that was ever stored, and of the longest prompt; the share
+    of tokens that an endless cache has, and the curve up to it."""
+
+    chunk_tokens: int
+    live: LiveSet
+    live_bytes: int
+    all_bytes: int
+    longest_bytes: int
+    endless_hit: float
+    curve: list[Point]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """`rows` in the order of cost. `chosen` None: no goal, or none that was tried meets it."""
+
+    trace: str
+    requests: int
+    seconds: float
+    tokens: int
+    engine: Engine
+    engines: int
+    engines_by_load: bool
+    prices: Prices
+    goal: Goal
+    chunks: list[Chunks]
+    rows: list[Row]
+    quick: bool
+    chosen: Row | None
+
+    @property
+    def says_a_day(self) -> bool:
+        """Whether the trace is long enough to say how much is written in a day."""
+        return self.seconds >= _DAY_FROM_S
+
+
+class _Sized(msgspec.Struct, frozen=True):
+    """One size of chunks with all that is known of it, and the capacities that are looked at."""
+
+    prompts: Prompts
+    curve: LruCurve
+    sample: Sample | None
+    sizes: list[int]
+    chunk_bytes: int
+
+
+def make_plan(trace: Trace, wanted: Wanted, tell: Callable[[str], object] = lambda _: None) -> Plan:
+    """Read the trace once for each size of chunks, and simulate settings: seconds each, after `tell` with a word on the
+    next. Raises `PlanError`, and the errors of the trace and of the simulation."""
+    of_trace = trace.header.chunk_tokens
+    joins = [joined(of_trace, tokens) for tokens in wanted.chunk_tokens] or [1]
+    prompts = [prompts_of(trace, of_trace, join) for join in joins]
+    for of_chunks in prompts:
+        if not of_chunks.uses:
+            raise PlanError(
+                f"no prompt of the trace fills a chunk of {of_chunks.chunk_tokens} tokens",
+                where=trace.header.name,
+                hint="there is nothing that a cache could keep",
+            )
+    engines = wanted.engines or _engines(prompts[0], wanted.engine)
+    sized = [_sized(of_chunks, wanted, engines) for of_chunks in prompts]
+    rows: list[Row] = []
+    for of_size in sized:
+        rows += _search(of_size, wanted, engines, tell).rows()
+    # Each setting once: what was simulated for all sessions needs no figures of a part of them.
+    rows = list({row.setting: row for row in sorted(rows, key=lambda row: not row.sampled)}.values())
+    decided = rows if wanted.quick else [row for row in rows if not row.sampled]
+    rows.sort(key=lambda row: (row.figures.cost, row.figures.ttft_s[wanted.goal.at]))
+    return Plan(
+        trace=trace.header.name,
+        requests=len(prompts[0].prompts),
+        seconds=prompts[0].seconds,
+        tokens=prompts[0].tokens,
+        engine=wanted.engine,
+        engines=engines,
+        engines_by_load=not wanted.engines,
+        prices=wanted.prices,
+        goal=wanted.goal,
+        chunks=[_chunks(of_size, wanted, engines) for of_size in sized],
+        rows=rows,
+        quick=wanted.quick,
+        chosen=cheapest(decided or rows, wanted.goal) if wanted.goal.ttft_s is not None else None,
+    )
+
+
+def _engines(prompts: Prompts, engine: Engine) -> int:
+    speed = EngineSpeed(engine.tokens_per_s, engine.attention_tokens)
+    needed = sum(speed.prefill_s(0, prompt.tokens) for prompt in prompts.prompts)
+    return max(math.ceil(needed / max(prompts.seconds, 1.0) / _BUSY), 1)
+
+
+def _sized(prompts: Prompts, wanted: Wanted, engines: int) -> _Sized:
+    chunk_bytes = prompts.chunk_tokens * wanted.engine.bytes_per_token
+    # What is being loaded and stored is pinned: less than this would refuse prompts.
+    least = engines * _longest(prompts) * chunk_bytes
+    curve = lru_curve(prompts)
+    enough = curve.chunks_for(_NEARLY_ALL * curve.token_hit_rate(len(curve.hits))) or 1
+    sizes = sorted(set(wanted.l1_bytes)) or capacities(least, enough * chunk_bytes)
+    return _Sized(prompts, curve, sample_of(prompts, curve), sizes, chunk_bytes)
+
+
+def _longest(prompts: Prompts) -> int:
+    return max((len(prompt.nodes) for prompt in prompts.prompts), default=0)
+
+
+def _combinations(sized: _Sized, wanted: Wanted, engines: int) -> list[Combination]:
+    made = []
+    for tier in (None, *wanted.tiers):
+        l2_bytes = _l2_bytes(sized, tier) if tier is not None else 0
+
+        def good(l1_bytes: int, tier: TierOffer | None = tier, l2_bytes: int = l2_bytes) -> bool:
+            ttft_s = wanted.goal.ttft_s
+            return ttft_s is not None and (
+                _estimate(sized, wanted, engines, l1_bytes, tier, l2_bytes).ttft_s[wanted.goal.at] <= ttft_s
+            )
+
+        start = first_enough(sized.sizes, good)
+        policies = wanted.write_policies if tier is not None else (None,)
+        made += [
+            Combination(sized.prompts.chunk_tokens, eviction, tier, l2_bytes, policy, start)
+            for policy in policies
+            for eviction in wanted.evictions
+        ]
+    return made
+
+
+def _l2_bytes(sized: _Sized, tier: TierOffer) -> int:
+    if tier.capacity is not None:
+        return tier.capacity
+    chunks = sized.curve.chunks_for(_NEARLY_ALL * sized.curve.token_hit_rate(len(sized.curve.hits)))
+    return capacities(0, (chunks or 1) * sized.chunk_bytes)[-1]
+
+
+def _estimate(
+    sized: _Sized, wanted: Wanted, engines: int, l1_bytes: int, tier: TierOffer | None = None, l2_bytes: int = 0
+) -> Estimate:
+    return estimate(
+        sized.prompts,
+        sized.curve,
+        wanted.engine,
+        engines,
+        l1_bytes // sized.chunk_bytes,
+        l2_bytes // sized.chunk_bytes,
+        tier.read_bytes_per_s if tier is not None else 0.0,
+    )
+
+
+def _search(sized: _Sized, wanted: Wanted, engines: int, tell: Callable[[str], object]) -> Search:
+    sample = sized.sample
+
+    def whole(setting: Setting) -> Figures:
+        tell(f"all sessions: {_word(setting)}")
+        return simulated(sized.prompts, setting, wanted.engine, engines, wanted.prices)
+
+    def of_sample(setting: Setting) -> Figures:
+        assert sample is not None
+        tell(f"{sample.share:.0%} of the sessions: {_word(setting)}")
+        return sample.simulated(setting, wanted.engine, engines, wanted.prices)
+
+    return Search(
+        _combinations(sized, wanted, engines),
+        sized.sizes,
+        wanted.goal,
+        wanted.prices,
+        whole,
+        of_sample if sample is not None else None,
+        quick=wanted.quick,
+        long=sized.prompts.uses > _LONG,
+    )
+
+
+def _word(setting: Setting) -> str:
+    tier = f", {setting.tier.name} {setting.write_policy}" if setting.tier is not None else ""
+    return f"{ByteSize(setting.l1_bytes)}, {setting.eviction}{tier}"
+
+
+def _chunks(sized: _Sized, wanted: Wanted, engines: int) -> Chunks:
+    live = sized.prompts.live_set()
+    endless = sized.curve.token_hit_rate(len(sized.curve.hits))
+    points = []
+    for size in sized.sizes:
+        hit = sized.curve.token_hit_rate(size // sized.chunk_bytes)
+        points.append(Point(size, hit, _estimate(sized, wanted, engines, size).ttft_s))
+    return Chunks(
+        sized.prompts.chunk_tokens,
+        live,
+        live.most * sized.chunk_bytes,
+        live.stored * sized.chunk_bytes,
+        _longest(sized.prompts) * sized.chunk_bytes,
+        endless,
+        points,
+    )

@@ -1,0 +1,129 @@
+"""The prompts of a trace as paths in the tree of their prefixes, with chunks of any multiple of the trace's. Pure.
+
+A node of the tree is a prefix of whole chunks, numbered in the order of first use: two prompts share a node if and only
+if they are equal up to its end. So a cache of nodes has the ancestors of all that it holds, as long as it lets the last
+chunk of a prompt go first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import msgspec
+
+from kvf_plan.trace.form import Request
+from kvf_plan.trace.live_set import LiveCount, LiveSet
+from kvframework.errors import PlanError
+
+# A prefix that more than this share of all prompts begin with belongs to no session.
+_SHARED = 0.01
+_64_BITS = (1 << 64) - 1
+
+
+class Prompt(msgspec.Struct, frozen=True, gc=False):
+    """`at` in seconds from the trace's start; `nodes` from the first chunk on, those that are not full left out."""
+
+    at: float
+    tokens: int
+    nodes: array[int]
+
+
+class Prompts(msgspec.Struct, frozen=True):
+    """All prompts in the order of time. `nodes` is how many different ones there are, `uses` how many uses of them."""
+
+    chunk_tokens: int
+    prompts: list[Prompt]
+    nodes: int
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all prompts."""
+        return sum(prompt.tokens for prompt in self.prompts)
+
+    @property
+    def uses(self) -> int:
+        return sum(len(prompt.nodes) for prompt in self.prompts)
+
+    @property
+    def seconds(self) -> float:
+        """From the first request to the last."""
+        return self.prompts[-1].at - self.prompts[0].at if self.prompts else 0.0
+
+    def live_set(self) -> LiveSet:
+        """Count the live set of all prompts."""
+        count = LiveCount()
+        for prompt in self.prompts:
+            count.add(prompt.at, prompt.nodes)
+        return count.found()
+
+
+def joined(chunk_tokens: int, wanted: int) -> int:
+    """Return how many of the trace's chunks make one of `wanted` tokens. Raises `PlanError` if they do not."""
+    if wanted < chunk_tokens:
+        raise PlanError(
+            f"the trace tells what prompts share in chunks of {chunk_tokens} tokens, so nothing is known of chunks of "
+            f"{wanted}",
+            where="--chunk-size",
+            available=f"{chunk_tokens} and its multiples",
+            hint="record a trace with smaller chunks",
+        )
+    if wanted % chunk_tokens:
+        raise PlanError(
+            f"{wanted} tokens are no multiple of the trace's chunks of {chunk_tokens}",
+            where="--chunk-size",
+            available=f"{chunk_tokens} and its multiples",
+        )
+    return wanted // chunk_tokens
+
+
+def prompts_of(requests: Iterable[Request], chunk_tokens: int, join: int = 1) -> Prompts:
+    """Read all requests of a trace of `chunk_tokens` and make every `join` chunks one. Keeps 4 bytes a chunk and 100 a
+    node."""
+    known: dict[tuple[int, int], int] = {}
+    made = []
+    for request in requests:
+        full = request.tokens // (chunk_tokens * join)
+        chunks = request.chunks[join - 1 : full * join : join]
+        nodes = array("i")
+        at = -1
+        for chunk in chunks:
+            # A chunk's id says what comes before it; with the parent it is also right where a trace's ids do not.
+            at = known.setdefault((at, chunk), len(known))
+            nodes.append(at)
+        made.append(Prompt(request.at, request.tokens, nodes))
+    return Prompts(chunk_tokens * join, made, len(known))
+
+
+def sampled(prompts: Prompts, share: float) -> Prompts:
+    """Return the prompts of about this share of the sessions, in as much less time: as many tokens a second as before.
+    What a cache of `share` times the size finds of them is what the whole one finds of all.
+
+    A session is what begins with one prefix that is not common to many: the same for each call.
+    """
+    counts = [0] * prompts.nodes
+    for prompt in prompts.prompts:
+        for node in prompt.nodes:
+            counts[node] += 1
+    common = max(_SHARED * len(prompts.prompts), 1)
+    kept = []
+    for index, prompt in enumerate(prompts.prompts):
+        session = next((node for node in prompt.nodes if counts[node] <= common), -1 - index)
+        if _fraction(session) < share:
+            kept.append(prompt)
+    pace = sum(prompt.tokens for prompt in kept) / max(prompts.tokens, 1)
+    renumbered: dict[int, int] = {}
+    made = [
+        Prompt(
+            prompt.at * pace,
+            prompt.tokens,
+            array("i", [renumbered.setdefault(node, len(renumbered)) for node in prompt.nodes]),
+        )
+        for prompt in kept
+    ]
+    return Prompts(prompts.chunk_tokens, made, len(renumbered))
+
+
+def _fraction(number: int) -> float:
+    """Return a number of [0, 1) that nothing else depends on: Fibonacci hashing."""
+    return (number * 0x9E3779B97F4A7C15 & _64_BITS) / (_64_BITS + 1)

@@ -1,0 +1,125 @@
+"""Opens a trace, whatever form it has. Files are streamed: memory is bounded however long they are."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from kvf_plan.trace import lines
+from kvf_plan.trace.conversations import CONVERSATIONS_PER_HOUR, Conversations
+from kvf_plan.trace.form import (
+    BAILIAN,
+    KV_CACHE_TESTER,
+    KVFRAMEWORK,
+    MOONCAKE,
+    RECORD,
+    Header,
+    Request,
+    no_trace,
+    readable,
+)
+from kvf_plan.trace.recognised import HEAD, recognised
+from kvframework.errors import TraceError
+
+MOONCAKE_CHUNK_TOKENS = 512
+BAILIAN_CHUNK_TOKENS = 16
+_header = msgspec.json.Decoder(lines.HeaderLine)
+
+
+class Trace(Protocol):
+    """A trace in a file. It can be iterated as often as you like: each time reads the file again."""
+
+    @property
+    def header(self) -> Header: ...
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests in the order of time. Raises `TraceError` at the first mistake."""
+        ...
+
+
+def open_trace(
+    path: str | Path, *, chunk_tokens: int = 0, conversations_per_hour: float = CONVERSATIONS_PER_HOUR
+) -> Trace:
+    """Open the trace at `path`, and read what says its form.
+
+    Mooncake's and Bailian's forms do not say the tokens of a chunk: they are `chunk_tokens`, if it is 0 those of the
+    traces that are out, 512 and 16.
+    Conversations of kv-cache-tester do not say when they began: about so many do in an hour. Raises `TraceError` for a
+    file that cannot be read, is empty or of another format.
+    """
+    path = Path(path)
+    with readable(path):
+        if path.is_dir():
+            return Conversations(_files(path), path.name, conversations_per_hour)
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise no_trace(path, "this is no file, but a pipe or a device", "write it into a file first")
+        with path.open("rb") as file:
+            head = file.read(HEAD)
+        found = recognised(head)
+        if not head.strip():
+            raise no_trace(path, "the file is empty", RECORD)
+        if found.form == KV_CACHE_TESTER:
+            return Conversations([path], path.name, conversations_per_hour)
+        if found.form == KVFRAMEWORK:
+            return _Lines(path, _read_header(path))
+        if found.form == MOONCAKE:
+            return _Lines(path, Header(chunk_tokens or MOONCAKE_CHUNK_TOKENS, path.name, MOONCAKE))
+        if found.form == BAILIAN:
+            return _Lines(path, Header(chunk_tokens or BAILIAN_CHUNK_TOKENS, path.name, BAILIAN))
+    looks_like = f"this looks like {found.looks_like}" if found.looks_like else "this is of no known format"
+    raise no_trace(path, looks_like, found.hint or RECORD)
+
+
+class _Lines:
+    """A trace in JSON lines."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.header = header
+        self._path = path
+
+    def __iter__(self) -> Iterator[Request]:
+        form, chunk_tokens, name = self.header.form, self.header.chunk_tokens, str(self._path)
+        with readable(self._path), self._path.open("rb") as file:
+            numbered = lines.read_lines(file, name)
+            if form == BAILIAN:
+                yield from lines.of_prefixes(lines.requests(numbered, name, chunk_tokens, lines.SECONDS))
+                return
+            if form == KVFRAMEWORK:
+                next(numbered)  # the header
+            yield from lines.requests(numbered, name, chunk_tokens)
+
+
+def _read_header(path: Path) -> Header:
+    with path.open("rb") as file:
+        number, text = next(lines.read_lines(file, str(path)))
+    where = f"{path}:{number}"
+    expected = 'a header: {"kvframework_trace": 1, "chunk_tokens": N}'
+    try:
+        read = _header.decode(text)
+    except msgspec.ValidationError as error:
+        raise lines.wrong_field(error, where, expected) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise TraceError(f"this is no JSON object: {error}", where=where, available=expected, hint=RECORD) from None
+    if read.kvframework_trace > lines.VERSION:
+        raise TraceError(
+            f"`kvframework_trace` is {read.kvframework_trace}: a later release wrote this trace",
+            where=where,
+            available=f"{lines.VERSION}",
+            hint="install that release to read it",
+        )
+    return Header(read.chunk_tokens, path.name, KVFRAMEWORK, read.recorded_at)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the conversations of a folder, by name."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        others = sorted(each.name for each in folder.iterdir())
+        named = f"{', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"
+        hint = f"name one of its files: {named}" if others else RECORD
+        raise no_trace(folder, "the folder has no *.json" if others else "the folder is empty", hint)
+    return files

@@ -1,0 +1,69 @@
+"""`kvframework route`: which node holds how much of a prompt, over HTTP, in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvframework.cli.usage import examples
+
+_EPILOG = examples(
+    "kvframework route --node a=tcp://10.0.0.1:5557 --node b=tcp://10.0.0.2:5557",
+    "kvframework route --nodes nodes.toml       SIGHUP reads it again",
+    """curl -s 127.0.0.1:9310/score -d '{"tokens": [1, 2, 3], "model": "m"}'""",
+    "curl -s 127.0.0.1:9310/publishers",
+)
+
+
+app = typer.Typer()
+
+
+@app.command("route", epilog=_EPILOG)
+def route(
+    node: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=EVENTS[,REPLAY]", help="A node and where its events are published; repeatable."),
+    ] = None,
+    nodes: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML: a table [[node]] for each, [route] for the options.")
+    ] = None,
+    blocks: Annotated[
+        int | None,
+        typer.Option(min=1, max=1 << 31, help="Blocks for which there is room, 40 bytes each; 10 million by default."),
+    ] = None,
+    client_key: Annotated[
+        Path | None, typer.Option(help="File of this router's secret CURVE key, for nodes with a server_key.")
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where to answer, 127.0.0.1:9310 by default; port 0 is any free one."),
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="File of the certificate chain, for https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="File of its key.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File of the token that callers must give; read for each request.")
+    ] = None,
+) -> None:
+    """Answer over HTTP which node holds how much of a prompt.
+
+    The nodes' events are followed, those of kvframework's servers and of vLLM's own publishers. A node need not run: it
+    is found when it does. SIGINT (Ctrl-C) or SIGTERM ends this process.
+    """
+    from kvf_route.settings import check_extra, configured
+    from kvframework.logs.form import configure_logging, end_logging
+
+    check_extra()
+    from kvf_route import process
+
+    files = {"client_key": client_key, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
+    asked = {"listen": listen, "blocks": blocks, **{name: str(file) for name, file in files.items() if file}}
+    given = {name: value for name, value in asked.items() if value is not None}
+    config = configured(node or (), "" if nodes is None else str(nodes), given)
+    process.check(config)
+    configure_logging("info", "human")
+    try:
+        process.route(config)
+    finally:
+        end_logging()
