@@ -24,6 +24,9 @@ SOURCES = {
     },
 }
 
+# Those that require others of this project: a file of requirements/ has them all, by paths from the clone's root.
+_TOGETHER = {"kvframework-bench": "bench", "kvframework-demo": "demo", "kvframework-route": "route"}
+
 
 def requirement(*extras: str, distribution: str = "kvframework") -> str:
     """Return what pip is given for a distribution of this project with extras, quoted for a shell where it must be.
@@ -35,6 +38,8 @@ def requirement(*extras: str, distribution: str = "kvframework") -> str:
 def install_command(*extras: str, distribution: str = "kvframework") -> str:
     """Return the command that installs a distribution of this project with extras, for the hint of an error or the
     reason of a `probe`. Raises `KeyError` for another distribution."""
+    if distribution in _TOGETHER and not extras and SOURCES[distribution] != distribution:
+        return f"cd {SOURCES['kvframework']} && pip install -r requirements/{_TOGETHER[distribution]}.txt"
     return f"pip install {requirement(*extras, distribution=distribution)}"
 
 

@@ -143,7 +143,7 @@ def _found() -> dict[str, list[EntryPoint]]:
 def _summary(name: str, offers: list[EntryPoint]) -> str:
     """Return the line for the command: of a first-party one the core's own, else the summary of the distribution."""
     if name in KNOWN:
-        return KNOWN[name].summary if offers else f"Not installed: {KNOWN[name].hint}."
+        return KNOWN[name].summary if offers else f"Not installed: {KNOWN[name].distribution}."
     distribution = offers[0].dist
     return (distribution.metadata["Summary"] or "") if distribution else ""
 
