@@ -115,4 +115,6 @@ def test_the_next_server_is_traced_too(collector: Collector) -> None:
         server.start()
         look_up(server, PARENT)
         wait_until(lambda: len(collector.spans) == 2, SLOW_S, "the span of the next server")
+        # It is counted once the collector has answered.
+        wait_until(lambda: traced(observe)["exported"] == 2, SLOW_S, "the count")
         assert traced(observe) == {"exported": 2, "failed": 0, "forgotten": 0}
