@@ -20,10 +20,10 @@ import pytest
 from kvframework.config import ipc_path
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.messaging.client.liveness import LivenessLink
-from kvframework.messaging.liveness_answer import WITH_ARENA, WITHOUT_ARENA
+from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA
 from kvframework.messaging.server import liveness
-from kvframework.messaging.server.endpoint_files import EndpointFiles
 from kvframework.messaging.server.liveness import LivenessServer
+from kvframework.messaging.server.sockets import EndpointFiles
 from tests.messaging.lab import Lab, RawClient, Text, Work, ask, connected, make_server
 from tests.support.waiting import wait_until
 

@@ -13,7 +13,7 @@ import weakref
 
 from kvframework.api.shared_mapping import map_shared
 from kvframework.client.connecting.resident_pages import map_ahead
-from kvframework.messaging.fork import close_after_fork
+from kvframework.messaging.descriptors import close_after_fork
 
 
 class MappedArena:

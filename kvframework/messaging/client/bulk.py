@@ -14,10 +14,10 @@ from kvframework.api.futures import Future
 from kvframework.api.requests import Buffer, Message, RequestSpec
 from kvframework.errors import KVFrameworkError, OutOfResources, ServerFull, ServerGone
 from kvframework.messaging import frames_io
-from kvframework.messaging.client.heartbeat import Heartbeat
 from kvframework.messaging.client.link import Link
+from kvframework.messaging.client.liveness import Heartbeat
 from kvframework.messaging.client.pending import Answer
-from kvframework.messaging.resources import FOR_A_CONNECTION, as_out_of_resources, need
+from kvframework.messaging.descriptors import FOR_A_CONNECTION, as_out_of_resources, need
 
 # The control socket monitors whether the server lives; a PING would wait behind the bulk.
 _PING_S = 3600.0

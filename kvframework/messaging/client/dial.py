@@ -26,7 +26,7 @@ from kvframework.config import (
 from kvframework.errors import ProtocolError, ServerFull, ServerGone, VersionMismatch
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import LoadedKeys
-from kvframework.messaging.resources import FOR_A_CONNECTION, need
+from kvframework.messaging.descriptors import FOR_A_CONNECTION, need
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Goodbye, Hello, HelloReply
 

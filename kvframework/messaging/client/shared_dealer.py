@@ -19,7 +19,7 @@ import zmq
 
 from kvframework.api.types import Buffer
 from kvframework.messaging import frames_io
-from kvframework.messaging.idle_wakeup import Wakeup
+from kvframework.messaging.polling import Wakeup
 
 
 class SharedDealer:

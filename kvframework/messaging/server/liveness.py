@@ -21,11 +21,9 @@ import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from kvframework.messaging.fork import close_after_fork
-from kvframework.messaging.liveness_answer import WITH_ARENA, WITHOUT_ARENA, peer_uid
-from kvframework.messaging.resources import descriptor_limit
-from kvframework.messaging.server.endpoint_files import socket_umask
+from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA, close_after_fork, descriptor_limit, peer_uid
 from kvframework.messaging.server.sessions import TOKEN_BYTES, ClientSession
+from kvframework.messaging.server.sockets import socket_umask
 
 logger = logging.getLogger(__name__)
 
