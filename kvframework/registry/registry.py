@@ -28,9 +28,7 @@ from kvframework.errors import (
 )
 from kvframework.overdue import named_at
 from kvframework.registry import loader
-from kvframework.registry.compatibility import check_major, check_release
-from kvframework.registry.discovery import FIRST_PARTY, EntryPointInfo, discover
-from kvframework.registry.kinds import KINDS
+from kvframework.registry.discovery import FIRST_PARTY, KINDS, EntryPointInfo, check_major, check_release, discover
 from kvframework.registry.loader import AnyProvider
 
 # The distribution of plugins that are registered as objects: who uses one can read its code.

@@ -14,7 +14,7 @@ from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA
 from kvframework.messaging.server.sessions import TOKEN_BYTES
 from kvframework.wire import messages as m
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, join
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 from tests.golden.contents import envelopes, names, namespace_records
 from tests.golden.samples import every_field, explicit, required_fields
 

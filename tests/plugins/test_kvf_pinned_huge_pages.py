@@ -213,8 +213,8 @@ import mmap, os, re, subprocess, sys
 from pathlib import Path
 from kvf_pinned.touch import Toucher
 from kvframework.api.shared_mapping import map_shared
-from kvframework.client.connecting.arena_mapping import MappedArena
-from kvframework.client.connecting.resident_pages import _map_step
+from kvframework.client.arena_mapping import MappedArena
+from kvframework.client.arena_mapping import _map_step
 
 done = subprocess.run(["mount", "-t", "tmpfs", "-o", "huge=advise,size=64m", "none", sys.argv[1]])
 if done.returncode:

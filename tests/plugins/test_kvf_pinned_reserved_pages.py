@@ -27,7 +27,7 @@ from kvf_pinned.placement import place
 from kvframework.api.memory import Memory, MemoryContext
 from kvframework.api.options import ByteSize
 from kvframework.api.shared_mapping import huge_page_bytes
-from kvframework.client.connecting.arena_mapping import MappedArena
+from kvframework.client.arena_mapping import MappedArena
 from kvframework.errors import ArenaError
 from kvframework.keeper.descriptors import free_memory
 from tests.restart.prompts import hits, store

@@ -37,8 +37,8 @@ from kvframework.messaging.client.reported import FreedTickets, Losses, ShortPro
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.messaging.descriptors import FOR_A_CONNECTION, as_out_of_resources, need
 from kvframework.messaging.frames_io import Socket
-from kvframework.wire.client_deadlines import LOCAL, ClientDeadlines
 from kvframework.wire.messages import CancelReply, Hello, HelloReply
+from kvframework.wire.protocol import LOCAL, ClientDeadlines
 
 logger = logging.getLogger(__name__)
 

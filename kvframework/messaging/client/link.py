@@ -40,7 +40,7 @@ from kvframework.messaging.client.shared_dealer import SharedDealer, millisecond
 from kvframework.messaging.polling import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Cancel, Goodbye, Ping, Pong
-from kvframework.wire.table import REQUESTS, ROOM_REQUESTS
+from kvframework.wire.protocol import REQUESTS, ROOM_REQUESTS
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())

@@ -30,9 +30,8 @@ from kvframework.messaging.server.liveness import LivenessServer
 from kvframework.messaging.server.sessions import ClientSession, SessionTable, printable
 from kvframework.messaging.server.sockets import ReplySender
 from kvframework.wire.frames import MAX_TYPE_BYTES, NO_ANSWER, REQUEST_ID_BYTES, Envelope, decode, split
-from kvframework.wire.handshake import negotiate
 from kvframework.wire.messages import Empty, Goodbye, Hello, HelloReply
-from kvframework.wire.table import ONE_WAY_REQUESTS
+from kvframework.wire.protocol import ONE_WAY_REQUESTS, negotiate
 
 # Records of refused clients and the reasons: kept for `status` and logged, since a refused client looks like a cache
 # without hits. Serving thread, except for `report`.

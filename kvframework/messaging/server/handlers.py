@@ -31,7 +31,7 @@ from kvframework.messaging.server.sessions import ClientSession
 from kvframework.messaging.server.sockets import ReplySender
 from kvframework.wire.frames import MAX_BUFFER_BYTES, Envelope, decode
 from kvframework.wire.messages import Cancel, CancelReply
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 # `Call`: one request from its arrival until all work on it has ended. Serving thread only.
 

@@ -6,7 +6,7 @@ blocks.
 
 A child forked from C, without Python's hooks, keeps a copy of its parent's socket open. So the connected process is
 also watched by a pidfd: it ends with the last thread of the process, and no forked child has the arena mapped
-(client/connecting/arena_mapping.py), so nothing writes there afterwards.
+(client/arena_mapping.py), so nothing writes there afterwards.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from kvframework.messaging.server.handlers import InFlight, RequestDurations
 from kvframework.messaging.server.liveness import LivenessServer
 from kvframework.messaging.server.sessions import ClientSession, SessionTable
 from kvframework.messaging.server.sockets import EndpointFiles, Listeners, ReplySender
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 logger = logging.getLogger(__name__)
 

@@ -1,37 +1,42 @@
-"""The calls of engine-driven transports: objects are prepared, copied by the engine, and committed, see
-`EngineDrivenLink`.
-
-The copy is the transport's. A grant of the server that comes too late for its caller is given back.
-"""
+"""The calls of the transports, engine-driven and server-driven, on a client's connection."""
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
-from kvframework.api.futures import Future
+from kvframework.api.futures import Future, Promise, StreamHook
 from kvframework.api.hasher import Buffer
 from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import (
     EngineDrivenLink,
     LoadOutcome,
     LoadPlan,
+    Registration,
+    ServerDrivenLink,
     StoreOutcome,
     StorePlan,
     Transfer,
     error_code,
 )
-from kvframework.client.calls import ServerCalls
-from kvframework.client.connecting.arena_mapping import MappedArena
-from kvframework.client.grants import content_name, granted_ranges
-from kvframework.client.replies import as_response, granted, mapped, only, settled
+from kvframework.client.arena_mapping import MappedArena
+from kvframework.client.calls import ServerCalls, as_response, granted, mapped, only, settled
+from kvframework.client.hashing import content_name, granted_ranges
 from kvframework.client.transfers import check_complete, check_held, check_ranges
 from kvframework.errors import DeadlineExceeded, KVFrameworkError, ProtocolError, ServerGone
+from kvframework.logs.limit import LogLimit
 from kvframework.messaging.client.pending import Answer
 from kvframework.wire import messages as m
-from kvframework.wire.indices import pack_indices, unpack_indices
+from kvframework.wire.transfer_blocks import pack_block_ids, pack_indices, unpack_indices
+
+# The calls of engine-driven transports: objects are prepared, copied by the engine, and committed, see
+# `EngineDrivenLink`.
+#
+# The copy is the transport's. A grant of the server that comes too late for its caller is given back.
 
 # The least time, in seconds, that a grant has left for its copy: with less the pins are asked for anew.
 SPARE_S = 5.0
@@ -247,3 +252,101 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
             return answer.buffers
 
         return mapped(sent, received)
+
+
+# The calls of server-driven transports: STORE and RETRIEVE carry block ids, and the server moves the bytes, see
+# `ServerDrivenLink`.
+#
+# A future of a transfer resolves only once the server no longer touches the engine's blocks.
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+
+R = TypeVar("R")
+
+
+class ServerDrivenCalls(ServerCalls, ServerDrivenLink):
+    """The requests of the server-driven path."""
+
+    def store(
+        self, transfer: Transfer, *, event: bytes = b"", stream_hook: StreamHook | None = None
+    ) -> Future[StoreOutcome]:
+        return self._server_driven(
+            "STORE", transfer, 0, event, stream_hook, outcome_of=partial(_stored, transfer), failed=transfer.failed
+        )
+
+    def load(
+        self, transfer: Transfer, skip_tokens: int, *, event: bytes = b"", stream_hook: StreamHook | None = None
+    ) -> Future[LoadOutcome]:
+        return self._server_driven(
+            "RETRIEVE",
+            transfer,
+            skip_tokens,
+            event,
+            stream_hook,
+            outcome_of=lambda reply: LoadOutcome(reply.ok, reply.reason),
+            failed=LoadOutcome.failed,
+        )
+
+    def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
+        payload = m.GatherBlock(registration.instance_id, pack_block_ids([[block] for block in blocks]), event)
+        # Urgent, since a reconnect asks this too.
+        return list(self.request("GATHER_BLOCK", payload, m.GatheredBlock, urgent=True).groups)
+
+    def _server_driven(
+        self,
+        name: str,
+        transfer: Transfer,
+        skip_tokens: int,
+        event: bytes,
+        stream_hook: StreamHook | None,
+        *,
+        outcome_of: Callable[[m.TransferReply], R],
+        failed: Callable[[BaseException], R],
+    ) -> Future[R]:
+        packed = pack_block_ids(transfer.block_ids)
+        instance_id = transfer.registration.instance_id
+        payload = m.TransferRequest(transfer.key, instance_id, packed, event, skip_tokens, transfer.content)
+        deadlines = self.deadlines
+        silence_s = deadlines.store_s if name == "STORE" else deadlines.load_s
+        sent = self._connection.request(name, payload, timeout=deadlines.of(name), silence_s=silence_s)
+        future: Promise[R] = Promise(sent.cancel, stream_hook=stream_hook)
+
+        def answered(reply: Future[Answer]) -> None:
+            error = reply.exception()
+            if error is None:
+                try:
+                    result = outcome_of(as_response(reply.result(0).payload, m.TransferReply))
+                except KVFrameworkError as failure:
+                    result = failed(failure)
+                future.set_result(result)
+                return
+            log.warning("%s of request %s failed: %s", name, transfer.request_id, error)
+            result = failed(error)
+            if isinstance(error, DeadlineExceeded):
+                self._when_untouched(sent, lambda: future.set_result(result))
+                # Last, since it may raise an error of the device's driver.
+                future.expire_holds()
+            else:
+                future.set_result(result)
+
+        sent.add_done_callback(answered)
+        return future
+
+    def _when_untouched(self, sent: Future[Answer], then: Callable[[], object]) -> None:
+        """After a deadline the server may still touch the blocks: cancel the request, and call `then` once the server
+        no longer touches them, or has ended. Runs in the connection's I/O thread."""
+
+        def answered(cancel: Future[Answer]) -> None:
+            if isinstance(cancel.exception(), DeadlineExceeded):
+                self._when_untouched(sent, then)
+            else:
+                then()
+
+        self._connection.cancel(sent).add_done_callback(answered)
+
+
+def _stored(transfer: Transfer, reply: m.TransferReply) -> StoreOutcome:
+    if reply.ok or not reply.outcome.ok:
+        return reply.outcome
+    return StoreOutcome(dropped=transfer.objects)
