@@ -1,8 +1,8 @@
 """The helper process of a tier: makes the tier, and serves one call at a time on each connection that the server sends.
 
-Values are in memory that it shares with the server (`tier_process_memory.py`).
+Values are in memory that it shares with the server, see `ValueMemory`.
 
-Started by `tier_process_supervisor.py`. The end of the thread that started it ends it, and so does the end of the
+Started by `helper_tier.py`. The end of the thread that started it ends it, and so does the end of the
 control socket: then the tier is closed first.
 """
 
@@ -139,7 +139,7 @@ def _begins(sizes: Sequence[int]) -> list[int]:
 
 # The calls between a tier and its helper process, as bytes on a Unix socket: a length, and a message.
 #
-# Values are in the memory that both share (`tier_process_memory.py`), in the order of the call's keys. Deadlines are
+# Values are in the memory that both share, in the order of the call's keys. Deadlines are
 # absolute, on `time.monotonic()`; None is none. All functions raise `TimeoutError`, another `OSError`, or `EOFError`.
 
 _LENGTH = struct.Struct("<I")
