@@ -1,5 +1,4 @@
-"""A child process with a socket to its parent: its start, and its end. In the thread that starts it, which has to live
-as long as the child."""
+"""Child processes: their start with a socket to the parent, their end, and the delay before the next start."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ _PROGRAM = (
 
 def start_child(module: str, *fds: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a process that runs `main` of `module`, and return it with this end of its socket. The arguments of `main`
-    are the number of the other end, then those of `fds`, which are borrowed. Raises the errors of `subprocess.Popen`.
+    are the number of the other end, then those of `fds`, which are borrowed. The thread that calls has
+    to live as long as the child. Raises the errors of `subprocess.Popen`.
     """
     ours, theirs = socket.socketpair()
     with theirs:
@@ -67,8 +67,6 @@ def how_ended(status: int) -> str:
         return f"by signal {-status}"
 
 
-# The end of a child process with the thread that started it.
-
 _PR_SET_PDEATHSIG = 1
 
 
@@ -81,8 +79,6 @@ def end_with_parent(parent: int | None = None) -> None:
     if os.getppid() != parent:
         os._exit(0)
 
-
-# The delay before a process that ended is started again. Pure: the caller gives the time.
 
 FIRST_S, LONGEST_S = 0.1, 10.0
 # After a life of this length, a process's end starts a new backoff.

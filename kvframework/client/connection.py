@@ -1,7 +1,7 @@
 """`KVClient`, one engine process's connection to the server: handshake, arena mapping, reconnects.
 
 The connection's own threads do the I/O. Requests come from engine threads: those of any kind are in `calls.py`, those
-of transports in `engine_driven.py` and `server_driven.py`.
+of transports in `transfers.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import EngineLink
 from kvframework.client.arena_mapping import MappedArena
 from kvframework.client.calls import Withdrawals
-from kvframework.client.transfer_calls import EngineDrivenCalls, ServerDrivenCalls
+from kvframework.client.transfers import EngineDrivenCalls, ServerDrivenCalls
 from kvframework.config import default_endpoint, parse_endpoint
 from kvframework.errors import KVFrameworkError, ServerGone, VersionMismatch
 from kvframework.messaging.client.connection import Connection

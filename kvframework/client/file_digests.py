@@ -23,8 +23,6 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-# Progress of a long read in the log: at its beginning, every ten seconds, and with its rate at the end.
-
 _EVERY_S = 10.0
 # A smaller read ends before a user wonders.
 _WORTH_TELLING = 256 << 20

@@ -1,4 +1,5 @@
-"""The digests of one request: every token is hashed once, however often the request is looked up and stored."""
+"""The digests of one request, and what its lookup has prepared for loads: every token is hashed once, however often the
+request is looked up and stored."""
 
 from __future__ import annotations
 

@@ -42,7 +42,6 @@ from kvframework.wire.registration import non_gpu_layout
 if TYPE_CHECKING:
     from kvframework.client.connection import KVClient
 
-# The choice of an instance's transport. In the engine's thread, at its first registration.
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,6 @@ from kvframework.api.options import Options
 from kvframework.api.trace import sampled_parent
 from kvframework.errors import ConfigFieldError
 
-# The options of an engine's integration: the keys `kvframework.*` of what an engine passes on to its plugin, beside
-# keys of others. Pure.
-
 PREFIX = "kvframework."
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
@@ -130,9 +127,6 @@ def _watched(name: str, method: Callable[..., Any], watchers: weakref.WeakSet[An
 
     watched.watchers = watchers  # type: ignore[attr-defined]
     return watched
-
-
-# The trace that the calling thread is in, for engines that are traced by OpenTelemetry in their own process.
 
 
 def current_trace() -> str:

@@ -89,9 +89,6 @@ def _kv_part(config: object) -> object:
     return [_kv_part(each) for each in config] if isinstance(config, (list, tuple)) else config
 
 
-# The files that determine a model's weights, and a name for all their bytes. Engine side; reads files, downloads
-# nothing.
-
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Training leaves these files beside the weights; engines do not read them.
 _NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})

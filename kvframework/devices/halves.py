@@ -27,7 +27,7 @@ from kvframework.api.transport import (
     TransportProvider,
 )
 from kvframework.by_name import NamedCall
-from kvframework.devices import pinning
+from kvframework.devices import messages
 from kvframework.devices.handles import Views, export_memory, read_handles
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierInstance, CopierSupervisor
@@ -297,7 +297,7 @@ class DeviceServerTransport(ServerTransport):
                 copier.stop()
 
     def _start(self, device: str) -> CopierSupervisor:
-        start = Start(self._create, device, chosen_log(), pinning.SLICE_BYTES)
+        start = Start(self._create, device, chosen_log(), messages.SLICE_BYTES)
         return CopierSupervisor(start, self._arena_fd, stall_s=self._stall_s)
 
 

@@ -114,8 +114,6 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-# Facts shared by both ends of a liveness socket: its one answer, and how to identify the user at the other end.
-
 # Sent with the arena's descriptor, or without one.
 WITH_ARENA = b"\x01"
 WITHOUT_ARENA = b"\x00"

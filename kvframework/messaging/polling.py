@@ -54,9 +54,6 @@ class Deadlines(Generic[K]):
         return keys
 
 
-# An eventfd by which any thread wakes a thread that polls.
-
-
 class Wakeup:
     """`signal()` makes `fd` readable until `drain()`. Its lock is reentrant, so a signal handler may use it.
 

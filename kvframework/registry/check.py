@@ -1,4 +1,5 @@
-"""The check of a configuration against the plugins: every table names a working plugin and fits its options."""
+"""The check of a configuration against the plugins: every table names a working plugin and fits its options; and the
+guarded call of a provider's `create`."""
 
 from __future__ import annotations
 

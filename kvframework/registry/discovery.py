@@ -22,8 +22,6 @@ from kvframework.api.tier import TierProvider
 from kvframework.api.transport import TransportProvider
 from kvframework.errors import PluginBroken, PluginWrongApi
 
-# The table of plugin kinds: the hook of each kind, and the descriptors that the hook may return.
-
 
 class Kind(NamedTuple):
     """One kind of plugin."""
@@ -43,8 +41,6 @@ KINDS: dict[str, Kind] = {
     "requests": Kind("kvf_request_handlers", (RequestsProvider,)),
 }
 
-
-# The names that a plugin of each kind may have. Pure.
 
 MAX_NAME = 32
 

@@ -1,5 +1,5 @@
-"""The guarded steps from an entry point to provider descriptors. A plugin's mistake becomes a `PluginError`, whose hint
-is for the plugin's author.
+"""The guarded steps from an entry point to provider descriptors, and to descriptions of their options. A plugin's
+mistake becomes a `PluginError`, whose hint is for the plugin's author.
 
 Runs once per plugin, at startup, in the thread that makes the registry. Only named plugins are imported.
 """
@@ -26,7 +26,6 @@ from kvframework.registry.discovery import KINDS, EntryPointInfo, check_requires
 if TYPE_CHECKING:
     import pluggy
 
-# Descriptions of a plugin's options without an instance: names, types, defaults and documentation. Pure.
 
 _BASIC: dict[type[inspect.Type], str] = {
     inspect.AnyType: "anything",

@@ -14,8 +14,6 @@ from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFERS
 from kvframework.wire.messages import PROTOCOL_VERSION, Hello
 
-# The core's request table: every request of the protocol, its payload, its response, its deadline.
-
 _SPECS = (
     RequestSpec("HELLO", m.Hello, m.HelloReply),
     RequestSpec("GOODBYE", m.Goodbye, m.Empty),
@@ -56,8 +54,6 @@ ROOM_REQUESTS = frozenset({"PREPARE_STORE", "STORE", "STORE_CPU_CHUNKS", "CLEAR"
 
 REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}
 
-
-# Version negotiation: the offer of a client of this release, and a pure function on HELLO's version range.
 
 MIN_VERSION = 1
 # Fields that change what a request does: a client sends one only to a server that says that it reads it.

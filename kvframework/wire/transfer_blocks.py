@@ -1,4 +1,5 @@
-"""The rule that determines the touched blocks of a transfer, and the check of their ids, for both sides. Pure.
+"""The rule that determines the touched blocks of a transfer, the check of their ids, and their form on the wire,
+for both sides. Pure.
 
 An engine gives block ids for all tokens of a range in every layer group. Of a window only the last blocks hold useful
 KV, of a state the last one of a chunk; engines have long freed the others.

@@ -27,7 +27,7 @@ from kvframework.client import (
     register_canonical,
 )
 from kvframework.client.hashing import content_name
-from kvframework.client.transfer_calls import PIECES_S, SPARE_S
+from kvframework.client.transfers import PIECES_S, SPARE_S
 from kvframework.errors import BadBlockIds, BadLayout, BadRange, DeadlineExceeded
 from kvframework.service.transfer_paths.grants import MAX_OF_ASKER
 from kvframework.storage.l1.leases import MAX_PINS_PER_OWNER
@@ -215,7 +215,7 @@ def test_a_grant_that_ends_soon_is_passed_over(engine: Engine, in_pieces: bool, 
 
 
 def test_a_load_that_outlasts_its_grant_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.client.transfer_calls.SPARE_S", 0.0)
+    monkeypatch.setattr("kvframework.client.transfers.SPARE_S", 0.0)
     with ServerProcess("server.ticket_s=0.3") as server, server.engine_client() as client:
         engine = Engine(server, [client], monkeypatch)
         plan = engine.load(*engine.look_up().take_grants())

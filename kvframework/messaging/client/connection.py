@@ -28,8 +28,7 @@ from kvframework.errors import (
     ServerGone,
     UnknownRequest,
 )
-from kvframework.messaging.client.bulk import BulkSocket
-from kvframework.messaging.client.dial import BULK, CONTROL, dial, make_context
+from kvframework.messaging.client.dial import BULK, CONTROL, BulkSocket, dial, make_context
 from kvframework.messaging.client.link import Link
 from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, WhyDown
 from kvframework.messaging.client.pending import Answer, RequestFuture

@@ -36,7 +36,7 @@ from kvframework.messaging import frames_io
 from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, Silence
 from kvframework.messaging.client.pending import Answer, LateAnswers, Outgoing, Pending
 from kvframework.messaging.client.reported import FreedTickets, Losses, ShortPrompts
-from kvframework.messaging.client.shared_dealer import SharedDealer, milliseconds
+from kvframework.messaging.frames_io import SharedDealer, milliseconds
 from kvframework.messaging.polling import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Cancel, Goodbye, Ping, Pong

@@ -1,6 +1,8 @@
-"""The client half of the liveness socket: it brings the arena's descriptor, and its end means the server's death.
+"""Whether a client's server lives: the liveness socket, the schedule of PINGs, the server's silence, and the reason why
+a connection is down.
 
-Runs in the engine process; connected by the supervisor thread, watched by the connection's I/O thread.
+Runs in the engine process. The supervisor thread connects the socket and writes the reason; the connection's I/O thread
+watches the socket. It brings the arena's descriptor, and its end means the server's death.
 """
 
 from __future__ import annotations
@@ -18,8 +20,6 @@ from kvframework.config import trusted_server_uid
 from kvframework.errors import EndpointError, KVFrameworkError, OutOfResources, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA, close_after_fork, peer_uid
-
-# The schedule of PINGs and the silence of a connection. Pure: the time is passed in.
 
 _SLOWEST_S = 2.0
 
@@ -208,8 +208,6 @@ def _receive_arena(sock: socket.socket, path: str) -> int | None:
         "the liveness socket delivered no descriptor", where=path, hint="is the limit of open files reached?"
     )
 
-
-# The reason why a connection is down, for its user and the log. Written by the supervisor thread.
 
 TELL_AGAIN_S = 60.0
 

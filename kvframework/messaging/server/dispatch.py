@@ -1,4 +1,5 @@
-"""Dispatch of one message: its session, HELLO, or the calls in flight. Serving thread only.
+"""Dispatch of one message: its session, HELLO, or the calls in flight; the records of refused clients. Serving thread
+only.
 
 Every message is answered, with a typed error frame if need be, unless even its request id cannot be read.
 """
@@ -26,8 +27,7 @@ from kvframework.errors import (
     ShuttingDown,
 )
 from kvframework.messaging.server.handlers import InFlight, RequestDurations
-from kvframework.messaging.server.liveness import LivenessServer
-from kvframework.messaging.server.sessions import ClientSession, SessionTable, printable
+from kvframework.messaging.server.sessions import ClientSession, LivenessServer, SessionTable, printable
 from kvframework.messaging.server.sockets import ReplySender
 from kvframework.wire.frames import MAX_TYPE_BYTES, NO_ANSWER, REQUEST_ID_BYTES, Envelope, decode, split
 from kvframework.wire.messages import Empty, Goodbye, Hello, HelloReply

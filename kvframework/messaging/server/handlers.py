@@ -33,8 +33,6 @@ from kvframework.wire.frames import MAX_BUFFER_BYTES, Envelope, decode
 from kvframework.wire.messages import Cancel, CancelReply
 from kvframework.wire.protocol import REQUESTS
 
-# `Call`: one request from its arrival until all work on it has ended. Serving thread only.
-
 CallKey = tuple[int, int]
 
 

@@ -23,8 +23,7 @@ from kvframework.messaging.polling import Wakeup
 from kvframework.messaging.server.admission import Gate, ZapHandler
 from kvframework.messaging.server.dispatch import Dispatcher, Refusals, Served
 from kvframework.messaging.server.handlers import InFlight, RequestDurations
-from kvframework.messaging.server.liveness import LivenessServer
-from kvframework.messaging.server.sessions import ClientSession, SessionTable
+from kvframework.messaging.server.sessions import ClientSession, LivenessServer, SessionTable
 from kvframework.messaging.server.sockets import EndpointFiles, Listeners, ReplySender
 from kvframework.wire.protocol import REQUESTS
 

@@ -1,4 +1,5 @@
-"""The sockets of a server: one ROUTER per endpoint, and identities that distinguish all peers.
+"""The sockets of a server: one ROUTER per endpoint, and identities that distinguish all peers;
+the files of an `ipc://` endpoint.
 
 An identity is one byte for the endpoint, then ZMQ's routing id. Serving thread only, after `open`.
 """

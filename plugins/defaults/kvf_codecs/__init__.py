@@ -29,9 +29,6 @@ class NoneCodec(Codec):
         copy_bytes(out, packed)
 
 
-# The options of the `zstd` codec, as they stand in `[codecs.zstd]`.
-
-
 class ZstdOptions(Options, frozen=True):
     level: Annotated[
         int,

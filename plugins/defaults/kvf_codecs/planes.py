@@ -98,8 +98,6 @@ def read_table(packed: memoryview, header: Header) -> Sequence[int]:
     return lengths
 
 
-# What to do with an object's planes, learned from a sample: which bytes an element has, and which planes shrink.
-
 # The sample is this part of an object, but not less than `LEAST` nor more than `MOST` bytes of it.
 _PART = 32
 _LEAST = 16 << 10

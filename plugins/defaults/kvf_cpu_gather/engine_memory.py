@@ -1,4 +1,5 @@
-"""The engine's memory as blocks, remembered while the tensors keep their addresses.
+"""The engine's memory as blocks, remembered while the tensors keep their addresses; and the moves of a
+transfer's objects.
 
 Engine side. Making views of the tensors takes longer in Python than a small copy, and has the same result at every
 submit of an engine with stable memory. Only addresses are remembered: between calls no tensor is held.
@@ -228,9 +229,6 @@ def _placed(view: torch.Tensor) -> PlacedView:
     size = view.element_size()
     block, slot, head, element = view.stride()
     return PlacedView(view.data_ptr(), (block * size, slot * size, head * size, element * size))
-
-
-# The moves of one transfer's objects between the engine's blocks and memory. Engine side, no server calls.
 
 
 class Moves:

@@ -1,5 +1,5 @@
 """A transfer as steps between answers of the server: in the engine's thread as long as these arrive at once, else in a
-thread of its own. Engine side.
+thread of its own; and the steps of the path over shared memory. Engine side.
 
 A transfer is a generator that yields each future it waits for, and continues with its result. It touches the engine's
 memory between two yields only: while it waits, it can be cancelled at once, by `Cancelled` at its yield. A load in
@@ -242,11 +242,6 @@ class Courses:
     def _forget(self, course: Course[Any]) -> None:
         with self._lock:
             self._under_way.discard(course)
-
-
-# The path over shared memory: prepare, one copy straight into or out of the server's arena, commit.
-#
-# Engine side.
 
 
 def store_in_arena(

@@ -22,8 +22,6 @@ from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError
 if TYPE_CHECKING:
     import torch
 
-# Host memory in which gathered objects wait until the server has answered for them. Engine side, one thread.
-
 
 class Staging:
     """Pieces of memory of one size, allocated on demand and kept for the next store, `count` at most.
@@ -55,8 +53,6 @@ class Staging:
     def close(self) -> None:
         self._free.clear()
 
-
-# The batches of a transfer, and the limit of those under way at once. Pure.
 
 BATCH_BYTES = 8 << 20
 BATCH_OBJECTS = 1024

@@ -150,8 +150,6 @@ def _folded(digest: bytes, extra: bytes) -> bytes:
     return digest + len(extra).to_bytes(_PREFIX_BYTES, "little") + extra
 
 
-# SGLang's own page hash as a key hasher: with it, other engines name chunks as SGLang names its pages. Pure.
-
 _EXTRA = b"kvframework/sglang-pages/extra/1\0"
 
 

@@ -17,7 +17,6 @@ from kvframework.errors import BadLayout
 if TYPE_CHECKING:
     import torch
 
-# The rules by which an engine declares its layer groups: options of the layouts. Pure.
 
 MOST = 1 << 24
 
