@@ -13,10 +13,9 @@ import time
 
 import msgspec
 
-from kvframework.child_process import how_ended
+from kvframework.child_process import HEALTHY_S, Backoff, how_ended
 from kvframework.config import ObserveConfig
 from kvframework.logs.form import LogForm, chosen_log
-from kvframework.restart_backoff import HEALTHY_S, Backoff
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from kvframework.config import (
 )
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginUnavailable
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.endpoint_files import EndpointFiles
+from kvframework.messaging.server.sockets import EndpointFiles
 from kvframework.registry import PluginRegistry, check_table, codec_tables, named_tables, resolve_table
 from kvframework.wire import messages as m
 

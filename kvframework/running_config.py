@@ -19,7 +19,7 @@ from kvframework.preflight import refusals
 from kvframework.registry import PluginRegistry, complete_config, named_tables, resolve_table
 from kvframework.service.own_user import check_own_user
 from kvframework.wire import messages as m
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 log = logging.getLogger(__name__)
 

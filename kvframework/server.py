@@ -36,8 +36,7 @@ from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.dispatch import Served, check_handlers
 from kvframework.messaging.server.loop import MessageServer
 from kvframework.observe_supervisor import ObserveSupervisor
-from kvframework.registry.check import codec_tables, resolve_table
-from kvframework.registry.creation import Creator
+from kvframework.registry.check import Creator, codec_tables, resolve_table
 from kvframework.registry.registry import PluginRegistry
 from kvframework.running_config import RunningConfig
 from kvframework.service.diagnosis import Diagnosis
@@ -55,7 +54,7 @@ from kvframework.storage.l2.write_policy import WRITE_POLICIES
 from kvframework.storage.lending import LendingNode
 from kvframework.storage.manager import NOTHING_PINNED, StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 log = logging.getLogger(__name__)
 

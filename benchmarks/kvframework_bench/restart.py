@@ -20,7 +20,7 @@ from kvframework.client import KVClient
 from kvframework.keeper.control import ask
 from kvframework.wire import messages as m
 from kvframework.wire.frames import decode, join, split
-from kvframework.wire.handshake import offer
+from kvframework.wire.protocol import offer
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.document import MemcachedFigures, RestartFigures
 from kvframework_bench.errors import BenchFailed

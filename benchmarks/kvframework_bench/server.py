@@ -21,7 +21,7 @@ from kvf_demo.child import uninterrupted
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
-from kvframework.wire.handshake import offer
+from kvframework.wire.protocol import offer
 from kvframework_bench.process import BenchChild, running
 
 _START_S = 30.0

@@ -108,7 +108,7 @@ def compute_namespace(
 
     BLAKE2b-16 over the JSON array of: model, revision, quantisation, packing (instruction-set specific order inside a
     block, "" for none), hasher fingerprint, world size, the desc (chunk size, shapes, dtypes, forms, windows), and of
-    objects that are shards of the whole model how it is `split`, see `kvframework.client.registration.shards`.
+    objects that are shards of the whole model how it is `split`, see `kvframework.client.shards`.
     """
     fields = [model, revision, quantization, packing, hasher_fingerprint, world_size, msgspec.to_builtins(desc)]
     if split:

@@ -41,7 +41,7 @@ def clear(
     from kvframework.client import KVClient
     from kvframework.errors import VersionMismatch
     from kvframework.wire import messages as m
-    from kvframework.wire.handshake import CLEAR_MODEL
+    from kvframework.wire.protocol import CLEAR_MODEL
 
     quiet_connection()
     with KVClient(server_endpoint(endpoint, config), name="clear") as client:

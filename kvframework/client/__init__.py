@@ -3,19 +3,31 @@ parts."""
 
 from kvframework.api.transfer import LoadGrant
 from kvframework.client.connection import KVClient
-from kvframework.client.digest_memory import FileState
-from kvframework.client.engine_options import EngineOptions, Seconds, engine_options
-from kvframework.client.file_digests import FileDigest, digest_files
+from kvframework.client.file_digests import FileDigest, FileState, Progress, digest_files
 from kvframework.client.hashing import RequestHashes
-from kvframework.client.model_files import WEIGHT_SUFFIXES, changed_since, fingerprint, model_files, process_started
-from kvframework.client.model_identity import EngineKind, ModelFacts, model_identity
-from kvframework.client.naming import KvIdentity, named_identity
-from kvframework.client.read_progress import Progress
-from kvframework.client.registration.canonical import CanonicalInstance, register_canonical
-from kvframework.client.registration.shards import ModelPart
+from kvframework.client.instance import CanonicalInstance, register_canonical
+from kvframework.client.integration import (
+    EngineOptions,
+    Seconds,
+    WatchedCall,
+    current_trace,
+    engine_options,
+    watch_calls,
+)
+from kvframework.client.model_identity import (
+    WEIGHT_SUFFIXES,
+    EngineKind,
+    KvIdentity,
+    ModelFacts,
+    changed_since,
+    fingerprint,
+    model_files,
+    model_identity,
+    named_identity,
+    process_started,
+)
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
-from kvframework.client.tracing import current_trace
-from kvframework.client.watched_calls import WatchedCall, watch_calls
+from kvframework.client.shards import ModelPart
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys
 from kvframework.pricing.prefill import EngineSpeed, PrefillMeter

@@ -1,44 +1,71 @@
 """`KVClient`, one engine process's connection to the server: handshake, arena mapping, reconnects.
 
 The connection's own threads do the I/O. Requests come from engine threads: those of any kind are in `calls.py`, those
-of transports in `engine_driven.py` and `server_driven.py`.
+of transports in `transfers.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvframework.api.futures import Future
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import EngineLink
+from kvframework.client.arena_mapping import MappedArena
 from kvframework.client.calls import Withdrawals
-from kvframework.client.connecting.arena_mapping import MappedArena
-from kvframework.client.connecting.curve import keys_for
-from kvframework.client.engine_driven import EngineDrivenCalls
-from kvframework.client.server_driven import ServerDrivenCalls
-from kvframework.config import default_endpoint
+from kvframework.client.transfers import EngineDrivenCalls, ServerDrivenCalls
+from kvframework.config import default_endpoint, parse_endpoint
 from kvframework.errors import KVFrameworkError, ServerGone, VersionMismatch
 from kvframework.messaging.client.connection import Connection
-from kvframework.messaging.curve import CurveKeys
+from kvframework.messaging.curve import CurveKeyError, CurveKeys, LoadedKeys
 from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
-from kvframework.wire.client_deadlines import deadlines_for
-from kvframework.wire.handshake import (
+from kvframework.wire.protocol import (
     LOOKUP_GRANT,
     LOOKUP_PRICE,
     LOOKUP_WAIT,
     ONE_WAY,
+    REQUESTS,
     SALTED_TOKEN_IDS,
     TOKEN_IDS,
+    deadlines_for,
     offer,
 )
-from kvframework.wire.table import REQUESTS
+
+# The choice of a client's CURVE keys: those given, else those that the environment names; none for a local server.
+
+log = logging.getLogger(__name__)
+
+SECRET_VARIABLE = "KVFRAMEWORK_CURVE_SECRET"  # noqa: S105 - a name
+SERVER_VARIABLE = "KVFRAMEWORK_CURVE_SERVER"
+
+
+def keys_for(endpoint: str, given: CurveKeys | None, environ: Mapping[str, str] = os.environ) -> LoadedKeys | None:
+    """Return the keys for a connection to `endpoint`. Blocking. Raises `EndpointError` and `CurveKeyError`."""
+    if parse_endpoint(endpoint, where="endpoint").kind == "ipc":
+        return None
+    if given is not None:
+        return given.load()
+    server, secret = environ.get(SERVER_VARIABLE, ""), environ.get(SECRET_VARIABLE, "")
+    if not server and not secret:
+        log.warning("no CURVE keys for %s: all that is sent there can be read on its way", endpoint)
+        return None
+    if not server or not secret:
+        raise CurveKeyError(
+            f"{SECRET_VARIABLE if server else SERVER_VARIABLE} is not set",
+            where=endpoint,
+            hint=f"set {SERVER_VARIABLE} to the server's public key file and {SECRET_VARIABLE} to your secret one",
+        )
+    return CurveKeys(Path(server), Path(secret)).load()
+
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
 _START_HINT = (

@@ -1,19 +1,188 @@
-"""The digests of one request: every token is hashed once, however often the request is looked up and stored."""
+"""The digests of one request, and what its lookup has prepared for loads: every token is hashed once, however often the
+request is looked up and stored."""
 
 from __future__ import annotations
 
 import array
+import ctypes
+import functools
+import hashlib
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 from kvframework.api.content import ChunkContent, Extra, Image
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
+from kvframework.api.keys import CacheKey
 from kvframework.api.retain import Retain
 from kvframework.api.trace import sampled_parent
-from kvframework.api.transfer import LoadGrant
-from kvframework.client.grants import Grants
-from kvframework.client.token_ids import packed_behind
-from kvframework.errors import BadRange, RequestError
+from kvframework.api.transfer import ArenaRange, LoadGrant, Transfer
+from kvframework.errors import BadRange, ProtocolError, RequestError
+from kvframework.wire import messages as m
+from kvframework.wire.transfer_blocks import unpack_indices, unpack_offsets
+
+# Token ids as packed 32-bit integers: by the token kernel (`native/token_ids.c`), an optional part of the build, and by
+# `array.fromlist`, which takes five times as long. Both give the same integers and errors. For any thread.
+
+log = logging.getLogger(__name__)
+
+_LIBRARY = Path(__file__).with_name("native") / "libkvf_token_ids.so"
+_ABI = 1
+# Below this, the call costs more than it saves.
+_FEW = 512
+
+# (a list, room for as many integers) -> how many of its first items were packed: the rest it cannot judge.
+_Pack = Callable[[list[int], "array.array[int]"], int]
+
+
+def packed_behind(rest: array.array[int], token_ids: Sequence[int]) -> array.array[int]:
+    """Return `rest`, an array of u32, with the ids behind it, as a new array. Raises `OverflowError` for an id that is
+    no u32, `TypeError` for what is no integer."""
+    if type(token_ids) is list and len(token_ids) >= _FEW and (pack := _kernel()) is not None:
+        room = array.array("I", [0]) * len(token_ids)
+        if pack(token_ids, room) == len(room) == len(token_ids):
+            return rest + room if rest else room
+    tokens = rest[:]
+    # Lists are packed three times as fast as other sequences.
+    tokens.fromlist(token_ids if isinstance(token_ids, list) else list(token_ids))
+    return tokens
+
+
+class _Form(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_void_p),
+        ("ignored", ctypes.c_uint64),
+        ("one_digit", ctypes.c_uint64),
+        ("zero", ctypes.c_uint64),
+    )
+
+
+@functools.cache
+def _kernel() -> _Pack | None:
+    """Return the kernel, None where it was not built, or the form of this interpreter's integers is not known."""
+    if not _known_interpreter():
+        return None
+    try:
+        # With the GIL: the list must not change meanwhile.
+        library = ctypes.PyDLL(str(_LIBRARY))
+    except OSError as error:
+        log.debug("no token kernel: %s", error)
+        return None
+    found = int(library.kvf_token_ids_abi())
+    if found != _ABI:
+        log.warning("%s is of version %d, not %d: build it again; Python packs instead", _LIBRARY, found, _ABI)
+        return None
+    pack = _pack_by(library)
+    if not _is_right(pack):
+        log.warning("%s does not read this interpreter's integers; Python packs instead", _LIBRARY)
+        return None
+    return pack
+
+
+def _known_interpreter() -> bool:
+    """Return whether its integers have their count of digits at byte 16 and digits of 30 bits from byte 24 on, and its
+    lists the address of their items there."""
+    return (
+        sys.implementation.name == "cpython"
+        and (3, 10) <= sys.version_info < (3, 15)
+        and sys.maxsize > 1 << 32
+        and sys.byteorder == "little"
+        and (sys.int_info.bits_per_digit, sys.int_info.sizeof_digit) == (30, 4)
+        # Debug builds and those without a GIL have larger objects.
+        and object.__basicsize__ == 16
+    )
+
+
+def _pack_by(library: ctypes.PyDLL) -> _Pack:
+    call = library.kvf_token_ids_pack
+    call.argtypes = (ctypes.py_object, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p)
+    call.restype = ctypes.c_uint64
+    # Since Python 3.14 the small ones that it keeps have a bit more.
+    zero, small, large = (_tag(number) for number in (0, 5, 1000))
+    ignored = small ^ large
+    form = _Form(id(int), ignored, large & ~ignored, zero & ~ignored)
+
+    address = ctypes.addressof(form)
+
+    def pack(token_ids: list[int], room: array.array[int], _held: _Form = form) -> int:
+        return int(call(token_ids, len(room), room.buffer_info()[0], address))
+
+    return pack
+
+
+def _tag(number: int) -> int:
+    return ctypes.c_uint64.from_address(id(number) + object.__basicsize__).value
+
+
+def _is_right(pack: _Pack) -> bool:
+    """Return whether the kernel reads what it should, and refuses the rest."""
+    good = [0, 1, 5, 256, 257, 1000, 128_000, (1 << 30) - 1]
+    room = array.array("I", [7]) * len(good)
+    if pack(good, room) != len(good) or room.tolist() != good:
+        return False
+    others: list[object] = [-1, -5, -1000, 1 << 30, 1 << 32, -(1 << 40), 1 << 90, True, False, 1.0, "1", None]
+    return not any(pack([other], room) for other in others)  # type: ignore[list-item]
+
+
+# What a lookup has prepared for the loads of its hit, from the scheduler's side of an engine to that of its workers.
+#
+# A grant has one end: a load takes it, in this process or another, or it is given back when the lookup is freed.
+
+
+class Grants:
+    """The grants of a lookup that are not taken yet. Thread-safe."""
+
+    def __init__(self, grants: Iterable[LoadGrant] = ()) -> None:
+        self._of = {each.instance_id: each for each in grants}
+
+    def add(self, grants: Iterable[LoadGrant]) -> None:
+        """Add those of a later answer."""
+        self._of.update((each.instance_id, each) for each in grants)
+
+    def take(self, instance_id: int, start: int, end: int) -> LoadGrant | None:
+        """Return the grant for the load of these tokens by this instance, None if there is none (any more)."""
+        grant = self._of.get(instance_id)
+        if grant is None or (grant.start, grant.end) != (start, end):
+            return None
+        return self._of.pop(instance_id, None)
+
+    def take_all(self) -> tuple[LoadGrant, ...]:
+        """Return the grants of all instances."""
+        taken = (self._of.pop(instance_id, None) for instance_id in list(self._of))
+        return tuple(each for each in taken if each is not None)
+
+
+def content_name(digests: bytes, cache_salt: str) -> bytes:
+    """Return a name of what the prompt is up to the last of the chunks with these digests: 32 bytes, in which a salt is
+    not to be read."""
+    return hashlib.sha256(digests[-DIGEST_BYTES:] + cache_salt.encode()).digest()
+
+
+def grants_of(
+    reply: m.LookupReply, key: CacheKey, chunk_tokens: int, boot_id: bytes, began: float
+) -> Iterable[LoadGrant]:
+    """Return the grants in an answer about the tokens of `key`, to a request that was sent at `began`."""
+    start, end, until = key.start, key.start + reply.hit_tokens, began + reply.lease_s
+    content = content_name(key.digests[: end // chunk_tokens * DIGEST_BYTES], key.cache_salt)
+    return [
+        LoadGrant(each.instance_id, each.lease, start, end, content, each.offsets, each.objects, boot_id, began, until)
+        for each in reply.grants
+    ]
+
+
+def granted_ranges(transfer: Transfer, grant: LoadGrant) -> tuple[ArenaRange, ...]:
+    """Return the ranges of a grant for a transfer of the same tokens. Raises `ProtocolError` and `InvalidPayload`."""
+    offsets = unpack_offsets(grant.offsets, where="offsets")
+    objects = unpack_indices(grant.objects, where="objects") or range(len(offsets))
+    if len(objects) != len(offsets):
+        raise ProtocolError(f"the server grants {len(offsets)} places", available=f"{len(objects)} objects")
+    sizes = [group.nbytes for group in transfer.registration.desc.groups]
+    groups = len(sizes)
+    return tuple(
+        ArenaRange(index // groups, index % groups, offset, sizes[index % groups])
+        for index, offset in zip(objects, offsets, strict=True)
+    )
 
 
 class RequestHashes:

@@ -11,14 +11,163 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvframework.client.model_files import changed_since, fingerprint
-from kvframework.client.naming import KvIdentity, named_identity
-from kvframework.errors import ConfigFieldError
+import msgspec
+
+from kvframework.client.file_digests import digest_files
+from kvframework.errors import ConfigFieldError, RequestError
+
+# The identity of KV by the user's own names, by one rule for all engines: so engines of different kinds find each
+# other's objects. Pure; runs once a model, in the engine process.
+#
+# Each engine can also name its KV by itself, from its own knowledge of its weights; such names never equal these.
+
+# The settings that may differ between two engines, or two loads, of the same model. The dtype is named by itself: an
+# engine may compute in a dtype other than its configuration's.
+_NOT_KV = frozenset(
+    {"architectures", "dtype", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache"}
+)
+
+
+class KvIdentity(NamedTuple):
+    """The identity of KV within the namespace, see `kvframework.api.keys.compute_namespace`. `dtype` is what the model
+    computes in, for the server's status: where it changes KV, `revision` names it, too."""
+
+    model_name: str
+    revision: str
+    quantization: str = ""
+    dtype: str = ""
+
+
+def named_identity(
+    model: str,
+    weights: str,
+    *,
+    config: Mapping[str, object],
+    dtype: str,
+    quantization: str = "",
+    settings: Mapping[str, object] | None = None,
+) -> KvIdentity:
+    """Return the identity of a model's KV for a user who has named the model and its weights.
+
+    The user promises that equal names mean equal weights, adapters and the like included. The engine's own knowledge is
+    added: `config`, the model's configuration in the words of transformers (rope scaling is in it), `dtype`, in which
+    the engine computes, `quantization`, "" for none, and `settings` of the engine that change KV, except those that are
+    off (None, False, "", 0).
+
+    Raises `RequestError` for an empty name.
+    """
+    if not model or not weights:
+        raise RequestError(
+            f"the model is called {model!r} and its weights {weights!r}",
+            available="a name for each",
+            hint="give both, the same ones to every engine that is to share",
+        )
+    more = {name: value for name, value in (settings or {}).items() if value}
+    described = msgspec.json.encode(
+        [_kv_part(config), dtype.removeprefix("torch."), more], enc_hook=str, order="deterministic"
+    )
+    digest = hashlib.blake2b(described, digest_size=16, person=b"kvf-named").hexdigest()
+    return KvIdentity(model, f"named+{digest}+{weights}", quantization, dtype.removeprefix("torch."))
+
+
+def _kv_part(config: object) -> object:
+    """Return a configuration without the settings that do not change KV, at any depth."""
+    if isinstance(config, Mapping):
+        return {
+            str(key): _kv_part(value)
+            for key, value in config.items()
+            if key not in _NOT_KV and not str(key).startswith("_")
+        }
+    return [_kv_part(each) for each in config] if isinstance(config, (list, tuple)) else config
+
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+# Training leaves these files beside the weights; engines do not read them.
+_NOT_WEIGHTS = frozenset({"training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"})
+# Further files of a model's directory that change KV and are not in its configuration: scales, and the preprocessing of
+# images.
+_BESIDE_WEIGHTS = frozenset(
+    {
+        "adapter_config.json",
+        "hf_quant_config.json",
+        "quant_config.json",
+        "quantize_config.json",
+        "params.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "video_preprocessor_config.json",
+    }
+)
+
+
+def model_files(
+    model: str, revision: str | None = None, download_dir: str | None = None, *, code: bool = False
+) -> tuple[Path, ...]:
+    """The files of a model, given by its directory, a weight file, or its name in the local cache of a hub; with `code`
+    the modelling code too. () if they are not on this machine."""
+    path = Path(model)
+    if path.is_file():
+        # A GGUF file, or the first of its shards: `name-00001-of-00003.gguf`.
+        first = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\..*)", path.name)
+        every = re.compile(f"{re.escape(first[1])}\\d{{5}}{re.escape(first[2])}") if first else None
+        return tuple(sorted(each for each in path.parent.iterdir() if every and every.fullmatch(each.name))) or (path,)
+    try:
+        if not path.is_dir():
+            from huggingface_hub import snapshot_download
+
+            path = Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+        found = sorted(each for each in path.iterdir() if each.is_file())
+    except Exception:  # noqa: BLE001 - whatever it is, the files are not here
+        return ()
+    weights = [each for each in found if each.suffix in WEIGHT_SUFFIXES and each.name not in _NOT_WEIGHTS]
+    if not weights:
+        return ()
+    return (*weights, *(each for each in found if each.name in _BESIDE_WEIGHTS or (code and each.suffix == ".py")))
+
+
+def fingerprint(files: Sequence[Path]) -> str:
+    """32 hex digits over the names, sizes and bytes of the files, independent of their folder. Reads those that are not
+    remembered whole, see `digest_files`. Raises `OSError`."""
+    digest = hashlib.blake2b(digest_size=16, person=b"kvf-model-bytes")
+    for path, content in sorted(digest_files(files).items(), key=lambda item: item[0].name):
+        digest.update(f"{path.name}:{content.size}:{content.digest}\n".encode())
+    return digest.hexdigest()
+
+
+def changed_since(files: Sequence[Path], started: float) -> list[Path]:
+    """The files that were written, or that a link came to name, after `started`, seconds since the epoch. Files of a
+    hub's cache are written once, often by this engine's own download, and count as unchanged. Raises `OSError`."""
+    return [path for path in files if not _is_hubs(path) and _changed_at(path) > started]
+
+
+def _is_hubs(path: Path) -> bool:
+    """True for a link to one of the files that a hub's cache names by their content."""
+    return path.is_symlink() and path.resolve().parent.name == "blobs"
+
+
+def _changed_at(path: Path) -> float:
+    links = [each for each in (path, *path.parents) if each.is_symlink()]
+    found = [path.stat(), *(each.lstat() for each in links)]
+    return max(max(each.st_mtime, each.st_ctime) for each in found)
+
+
+def process_started() -> float:
+    """The start of this process in seconds since the epoch; infinite where the kernel does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return math.inf
+    return time.time() - age
+
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,44 @@
-"""The one check of a transfer's arguments in an engine, for all transports. Pure."""
+"""A checked transfer, and the calls of the transports that move it, engine-driven and server-driven. Engine side."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter, index
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, SupportsIndex, TypeVar
 
 from kvframework.api.content import ChunkContent
+from kvframework.api.futures import Future, Promise, StreamHook
+from kvframework.api.hasher import Buffer
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import LayerTensors, check_skip
 from kvframework.api.transfer import LoadGrant
-from kvframework.api.transport import ArenaRange, BlockIds, GroupBlocks, Registration, StoreOutcome, Transfer
-from kvframework.errors import BadBlockIds, BadRange, ProtocolError
-from kvframework.wire.transfer_blocks import checked_blocks
+from kvframework.api.transport import (
+    ArenaRange,
+    BlockIds,
+    EngineDrivenLink,
+    GroupBlocks,
+    LoadOutcome,
+    LoadPlan,
+    Registration,
+    ServerDrivenLink,
+    StoreOutcome,
+    StorePlan,
+    Transfer,
+    error_code,
+)
+from kvframework.client.arena_mapping import MappedArena
+from kvframework.client.calls import ServerCalls, as_response, granted, mapped, only, settled
+from kvframework.client.hashing import content_name, granted_ranges
+from kvframework.errors import BadBlockIds, BadRange, DeadlineExceeded, KVFrameworkError, ProtocolError, ServerGone
+from kvframework.logs.limit import LogLimit
+from kvframework.messaging.client.pending import Answer
+from kvframework.wire import messages as m
+from kvframework.wire.transfer_blocks import checked_blocks, pack_block_ids, pack_indices, unpack_indices
 
 if TYPE_CHECKING:
     import torch
@@ -140,3 +165,324 @@ def _as_int(number: SupportsIndex, name: str) -> int:
         return int(index(number))
     except TypeError:
         raise BadRange(f"{name} is {number!r}", available="integers") from None
+
+
+# The calls of the transports, engine-driven and server-driven, on a client's connection.
+
+# The calls of engine-driven transports: objects are prepared, copied by the engine, and committed, see
+# `EngineDrivenLink`.
+#
+# The copy is the transport's. A grant of the server that comes too late for its caller is given back.
+
+# The least time, in seconds, that a grant has left for its copy: with less the pins are asked for anew.
+SPARE_S = 5.0
+# The same where the engine copies in pieces, and takes its time.
+PIECES_S = 15.0
+_NO_ARENA = memoryview(b"")
+_HELD = LoadOutcome(True)
+_PINS_LOST = LoadOutcome(False, "the pins on the objects lapsed while they were read")
+
+
+class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
+    """The requests of both engine-driven paths: through the mapped arena, and as chunks over the wire."""
+
+    _arena: MappedArena | None
+
+    @property
+    @abstractmethod
+    def one_way(self) -> bool:
+        """Whether the server takes requests that it does not answer, and tickets to free with others. Never blocks."""
+
+    def free_soon(self, *tickets: str) -> None:
+        """Free tickets, and grants by their leases, with the next LOOKUP or PING, ahead of the next store, at a server
+        that takes them so. Never blocks."""
+        self._connection.freed.add(tickets)
+
+    @property
+    def maps_arena(self) -> bool:
+        return self._arena is not None
+
+    def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
+        arena = self._arena
+        if arena is None:
+            # A miss like any other: an engine whose connection ends just now asks for nothing wrong.
+            return Future.failed(ServerGone("the server's arena is not mapped in this process"))
+        left_out = transfer.first_chunks
+        payload = m.Prepare(transfer.key, transfer.registration.instance_id, left_out if any(left_out) else ())
+        sent = self._begin("PREPARE_STORE", payload, on_late=only(m.StorePlan, self._abort_late))
+
+        def plan_of(answer: Answer) -> StorePlan:
+            told = as_response(answer.payload, m.StorePlan)
+            try:
+                self._check_same(arena)
+                check_ranges(transfer, told.ranges, arena.view.nbytes)
+                check_held(transfer, told.ranges, told.outcome)
+            except KVFrameworkError:
+                self._abort_late(told)
+                raise
+            return StorePlan(
+                arena.view,
+                told.ranges,
+                told.outcome,
+                commit=partial(
+                    self._commit_store, m.Commit(told.lease, transfer.content), len(told.ranges), told.outcome
+                ),
+                abort=partial(self._abort_store, told.lease),
+            )
+
+        return granted(sent, plan_of, StorePlan.abort)
+
+    def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
+        arena, grant = self._arena, transfer.grant
+        if grant is not None:
+            if arena is not None and self._is_good(grant, transfer, arena):
+                return self._granted(transfer, grant, arena)
+            self.free_soon(grant.lease)
+        payload = m.Prepare(transfer.key, transfer.registration.instance_id)
+        began = time.monotonic()
+        sent = self._begin("PREPARE_RETRIEVE", payload, on_late=only(m.RetrievePlan, self._unpin_late))
+
+        def plan_of(answer: Answer) -> LoadPlan:
+            told = as_response(answer.payload, m.RetrievePlan)
+            try:
+                self._check_same(arena)
+                return self._load_plan(
+                    transfer,
+                    told,
+                    arena,
+                    lambda: self._loaded(m.Commit(told.lease, transfer.content), arena, began, began + told.lease_s),
+                )
+            except KVFrameworkError:
+                self._unpin_late(told)
+                raise
+
+        return granted(sent, plan_of, LoadPlan.abort)
+
+    def _load_plan(
+        self,
+        transfer: Transfer,
+        told: m.RetrievePlan,
+        arena: MappedArena | None,
+        commit: Callable[[], Future[LoadOutcome]],
+    ) -> LoadPlan:
+        if told.hit:
+            check_ranges(transfer, told.ranges, arena.view.nbytes if arena is not None else None)
+            check_complete(transfer, told.ranges)
+        return LoadPlan(
+            arena.view if arena is not None else _NO_ARENA,
+            told.ranges if told.hit else (),
+            reason=told.reason,
+            commit=commit,
+            abort=partial(self._unpin_late, told),
+            receive=partial(self._receive_chunks, told),
+        )
+
+    def _is_good(self, grant: LoadGrant, transfer: Transfer, arena: MappedArena) -> bool:
+        """Whether a grant is one for this transfer, of this session and registration, and lasts long enough for a
+        copy."""
+        return (
+            grant.boot_id == self._connection.boot_id
+            # Of that very server: before there is another one, this is no more.
+            and self._arena is arena
+            and max(arena.since, transfer.registration.since) < grant.began
+            and time.monotonic() < grant.until - (PIECES_S if transfer.in_pieces else SPARE_S)
+            and grant.content == content_name(transfer.key.digests, transfer.key.cache_salt)
+            and (grant.instance_id, grant.start, grant.end)
+            == (transfer.registration.instance_id, transfer.key.start, transfer.key.end)
+        )
+
+    def _granted(self, transfer: Transfer, grant: LoadGrant, arena: MappedArena) -> Future[LoadPlan]:
+        """Return the plan of a load that a lookup has prepared. No request is sent."""
+        started = time.monotonic()
+
+        def commit() -> Future[LoadOutcome]:
+            took_s = time.monotonic() - started
+            return self._loaded(m.Commit(grant.lease, transfer.content, took_s), arena, grant.began, grant.until)
+
+        told = m.RetrievePlan(True, grant.lease)
+        try:
+            told = m.RetrievePlan(True, grant.lease, tuple(granted_ranges(transfer, grant)))
+            return Future.resolved(self._load_plan(transfer, told, arena, commit))
+        except KVFrameworkError as error:
+            self._unpin_late(told)
+            return Future.failed(error.with_traceback(None))
+
+    def missing_chunks(self, transfer: Transfer) -> Future[list[int]]:
+        payload = m.StoreCpuChunks(transfer.key, transfer.registration.instance_id)
+        sent = self._begin("STORE_CPU_CHUNKS", payload)
+
+        def missing(answer: Answer) -> list[int]:
+            found = unpack_indices(as_response(answer.payload, m.ChunksStored).missing, where="missing")
+            if found and max(found) >= transfer.objects:
+                raise ProtocolError(f"the server lacks object {max(found)}", available=f"{transfer.objects} objects")
+            return found
+
+        return mapped(sent, missing)
+
+    def store_chunks(
+        self, transfer: Transfer, objects: Sequence[int], buffers: Sequence[Buffer]
+    ) -> Future[StoreOutcome]:
+        instance_id = transfer.registration.instance_id
+        payload = m.StoreCpuChunks(transfer.key, instance_id, pack_indices(objects), transfer.content)
+        sent = self._bulk("STORE_CPU_CHUNKS", payload, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
+        return mapped(sent, lambda answer: as_response(answer.payload, m.ChunksStored).outcome)
+
+    def _check_same(self, arena: MappedArena | None) -> None:
+        """Raise `ServerGone` unless the mapped arena is still `arena`: ranges mean nothing in another server's
+        memory."""
+        if self._arena is not arena:
+            raise ServerGone("the server was restarted in between")
+
+    def _commit_store(self, commit: m.Commit, objects: int, others: StoreOutcome) -> Future[StoreOutcome]:
+        def failed(error: BaseException) -> StoreOutcome:
+            # After the COMMIT: nothing stays reserved, whatever its outcome.
+            self._abort_store(commit.lease)
+            if isinstance(error, DeadlineExceeded):
+                return others + StoreOutcome(unknown=objects, error=error.code)
+            return others + StoreOutcome(dropped=objects, error=error_code(error))
+
+        # Urgent: a doubt about the server must not leave the range reserved until this process ends.
+        sent = self._begin("COMMIT_STORE", commit, urgent=True)
+        return settled(sent, lambda answer: others + as_response(answer.payload, m.Committed).outcome, failed)
+
+    def _abort_store(self, lease: str) -> None:
+        if lease:
+            self.send("ABORT", m.LeaseRef(lease))
+
+    def _abort_late(self, told: m.StorePlan) -> None:
+        self._abort_store(told.lease)
+
+    def _loaded(self, commit: m.Commit, arena: MappedArena | None, began: float, until: float) -> Future[LoadOutcome]:
+        """End a load whose pins were asked for at `began`, and last until that time, of the monotonic clock, if nothing
+        ends them sooner."""
+        # That would be the end of this session, an END_SESSION, or this COMMIT. Where it is known that they held, the
+        # answer is of no use.
+        if self.one_way and arena is not None and self._arena is arena:
+            held = time.monotonic() < until and arena.is_served and self._withdrawals.none_since(began)
+            if held and self._connection.post("COMMIT_RETRIEVE", commit):
+                return Future.resolved(_HELD)
+        return self._commit_load(commit)
+
+    def _commit_load(self, commit: m.Commit) -> Future[LoadOutcome]:
+        sent = self._begin("COMMIT_RETRIEVE", commit, urgent=True)
+        return settled(
+            sent,
+            lambda answer: _HELD if as_response(answer.payload, m.RetrieveCommitted).held else _PINS_LOST,
+            LoadOutcome.failed,
+        )
+
+    def _unpin_late(self, told: m.RetrievePlan) -> None:
+        if told.lease:
+            self.send("COMMIT_RETRIEVE", m.Commit(told.lease))
+
+    def _receive_chunks(self, told: m.RetrievePlan, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
+        payload = m.RetrieveCpuChunks(told.lease, pack_indices(positions))
+        lengths = [told.ranges[at].length for at in positions]
+        sent = self._bulk("RETRIEVE_CPU_CHUNKS", payload, (), sum(lengths))
+
+        def received(answer: Answer) -> Sequence[memoryview]:
+            if not as_response(answer.payload, m.ChunksSent).held:
+                return ()
+            if [buffer.nbytes for buffer in answer.buffers] != lengths:
+                raise ProtocolError("the server sent buffers of other sizes than were asked for")
+            return answer.buffers
+
+        return mapped(sent, received)
+
+
+# The calls of server-driven transports: STORE and RETRIEVE carry block ids, and the server moves the bytes, see
+# `ServerDrivenLink`.
+#
+# A future of a transfer resolves only once the server no longer touches the engine's blocks.
+
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+
+R = TypeVar("R")
+
+
+class ServerDrivenCalls(ServerCalls, ServerDrivenLink):
+    """The requests of the server-driven path."""
+
+    def store(
+        self, transfer: Transfer, *, event: bytes = b"", stream_hook: StreamHook | None = None
+    ) -> Future[StoreOutcome]:
+        return self._server_driven(
+            "STORE", transfer, 0, event, stream_hook, outcome_of=partial(_stored, transfer), failed=transfer.failed
+        )
+
+    def load(
+        self, transfer: Transfer, skip_tokens: int, *, event: bytes = b"", stream_hook: StreamHook | None = None
+    ) -> Future[LoadOutcome]:
+        return self._server_driven(
+            "RETRIEVE",
+            transfer,
+            skip_tokens,
+            event,
+            stream_hook,
+            outcome_of=lambda reply: LoadOutcome(reply.ok, reply.reason),
+            failed=LoadOutcome.failed,
+        )
+
+    def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
+        payload = m.GatherBlock(registration.instance_id, pack_block_ids([[block] for block in blocks]), event)
+        # Urgent, since a reconnect asks this too.
+        return list(self.request("GATHER_BLOCK", payload, m.GatheredBlock, urgent=True).groups)
+
+    def _server_driven(
+        self,
+        name: str,
+        transfer: Transfer,
+        skip_tokens: int,
+        event: bytes,
+        stream_hook: StreamHook | None,
+        *,
+        outcome_of: Callable[[m.TransferReply], R],
+        failed: Callable[[BaseException], R],
+    ) -> Future[R]:
+        packed = pack_block_ids(transfer.block_ids)
+        instance_id = transfer.registration.instance_id
+        payload = m.TransferRequest(transfer.key, instance_id, packed, event, skip_tokens, transfer.content)
+        deadlines = self.deadlines
+        silence_s = deadlines.store_s if name == "STORE" else deadlines.load_s
+        sent = self._connection.request(name, payload, timeout=deadlines.of(name), silence_s=silence_s)
+        future: Promise[R] = Promise(sent.cancel, stream_hook=stream_hook)
+
+        def answered(reply: Future[Answer]) -> None:
+            error = reply.exception()
+            if error is None:
+                try:
+                    result = outcome_of(as_response(reply.result(0).payload, m.TransferReply))
+                except KVFrameworkError as failure:
+                    result = failed(failure)
+                future.set_result(result)
+                return
+            log.warning("%s of request %s failed: %s", name, transfer.request_id, error)
+            result = failed(error)
+            if isinstance(error, DeadlineExceeded):
+                self._when_untouched(sent, lambda: future.set_result(result))
+                # Last, since it may raise an error of the device's driver.
+                future.expire_holds()
+            else:
+                future.set_result(result)
+
+        sent.add_done_callback(answered)
+        return future
+
+    def _when_untouched(self, sent: Future[Answer], then: Callable[[], object]) -> None:
+        """After a deadline the server may still touch the blocks: cancel the request, and call `then` once the server
+        no longer touches them, or has ended. Runs in the connection's I/O thread."""
+
+        def answered(cancel: Future[Answer]) -> None:
+            if isinstance(cancel.exception(), DeadlineExceeded):
+                self._when_untouched(sent, then)
+            else:
+                then()
+
+        self._connection.cancel(sent).add_done_callback(answered)
+
+
+def _stored(transfer: Transfer, reply: m.TransferReply) -> StoreOutcome:
+    if reply.ok or not reply.outcome.ok:
+        return reply.outcome
+    return StoreOutcome(dropped=transfer.objects)

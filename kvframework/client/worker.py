@@ -1,6 +1,6 @@
 """The worker side of an engine integration: one instance's registration, its stores and its retrieves in flight.
 
-Called from the engine's thread, which waits for the server `engine_s` at most (see `wire/client_deadlines.py`), except
+Called from the engine's thread, which waits for the server `engine_s` at most (see `wire/protocol.py`), except
 in `register_kv_caches` and `close`; a transfer whose answers take longer continues without it. A transport may copy in
 the calling thread, as `cpu_gather` does in shared memory; that takes as long as the bytes do.
 """
@@ -20,9 +20,9 @@ from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import BlockIds, LoadOutcome, LostKind, Registration, StoreOutcome, Transfer, error_code
 from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
-from kvframework.client.registration.instance import Instance, InstanceIdentity
-from kvframework.client.registration.shards import ModelPart
+from kvframework.client.instance import Instance, InstanceIdentity
 from kvframework.client.scheduler import SchedulerAdapter
+from kvframework.client.shards import ModelPart
 from kvframework.client.transfers import checked_skip, checked_tokens, checked_transfer
 from kvframework.errors import (
     BadBlockIds,

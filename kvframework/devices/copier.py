@@ -1,26 +1,34 @@
-"""The copier's loop: one device, one driver, one thread that copies and listens to the server.
+"""The copier, a process of its own: one device, one driver, one thread that copies and listens to the server.
 
 It returns at the end of the server, and raises once its device is lost: a poisoned context is never used again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import logging
+import mmap
 import os
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvframework.api.driver import CopierDriver, CopyBatch, DeviceOptions
+from kvframework.api.driver import Arena, CopierDriver, CopyBatch, DeviceOptions
+from kvframework.child_process import end_with_parent
 from kvframework.devices.copy_plans import CopyPlanner
 from kvframework.devices.handles import read_handles
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import (
+    FRAME_HEAD,
+    SLICE_BYTES,
     Beat,
     Cancel,
     Close,
@@ -31,19 +39,76 @@ from kvframework.devices.messages import (
     Frames,
     FromCopier,
     Lacks,
+    Lost,
     Open,
     Opened,
     Ready,
+    Start,
     ToCopier,
     blocks_of,
     framed,
     ranges_of,
     to_copier,
 )
-from kvframework.devices.pinning import Pinning
 from kvframework.errors import DeviceError, DeviceLost, KVFrameworkError
+from kvframework.logs.form import LogForm, configure_logging, end_logging
+
+# The registration of the arena with the device: slice by slice, several at once, during the first copies.
+#
+# In the copier process, in threads of its own.
 
 log = logging.getLogger(__name__)
+
+THREADS = 4
+
+
+class Pinning:
+    """Registers all `size` bytes of the arena, from `start` on in the background."""
+
+    def __init__(self, driver: CopierDriver[Any, Any], size: int, slice_bytes: int = 0) -> None:
+        self._driver = driver
+        self._slice = slice_bytes or SLICE_BYTES
+        self._starts = list(range(0, size, self._slice))
+        self._size = size
+        self._done = [False] * len(self._starts)
+        self._usable = 0
+        self._lock = threading.Lock()
+        self._error: DeviceError | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="kvf-pin", daemon=True).start()
+
+    def usable(self) -> int:
+        """The number of bytes that are registered, from the arena's beginning."""
+        return self._usable
+
+    def check(self) -> None:
+        """Raise the error at which pinning failed, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        with ThreadPoolExecutor(THREADS) as threads:
+            for _ in threads.map(self._pin, range(len(self._starts))):
+                pass
+
+    def _pin(self, index: int) -> None:
+        start = self._starts[index]
+        try:
+            self._driver.pin(start, min(self._slice, self._size - start))
+        except DeviceError as error:
+            self._error = error
+            return
+        except Exception as error:
+            # Otherwise copies would wait for it for ever.
+            log.exception("pinning the arena failed")
+            self._error = DeviceError(f"the arena could not be pinned: {type(error).__name__}: {error}")
+            return
+        with self._lock:
+            self._done[index] = True
+            first_missing = self._done.index(False) if False in self._done else len(self._done)
+            self._usable = max(self._usable, min(first_missing * self._slice, self._size))
+
 
 BEAT_S = 0.5
 # With the smallest fragments, a launch of the allowed bytes would take a driver seconds.
@@ -265,3 +330,68 @@ def _moved_up(fd: int) -> int:
         return fd  # the limit of descriptors is lower
     os.close(fd)
     return high
+
+
+# The copier process: its start, and its end with the server in every case.
+#
+# Started by `kvframework.devices.supervisor`. The parent-death signal, the end of the socket, and the loss of its
+# device end it.
+
+# The form for a server that sends none, such as one in a test.
+_LOG = LogForm("warning", "human")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the copier. `arguments` are the numbers of the socket's and of the arena's descriptor. Returns the exit
+    status."""
+    end_with_parent()
+    # The lowest free number: `select` takes none above 1023.
+    sock = socket.socket(fileno=os.dup(int(arguments[0])))
+    os.close(int(arguments[0]))
+    arena_fd = int(arguments[1])
+    try:
+        start = _first(sock)
+    except EOFError:
+        return 0
+    configure_logging(*start.log or _LOG)
+    try:
+        return _work(sock, arena_fd, start)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0
+    except KVFrameworkError as error:
+        lost = Lost(Failure.of(error))
+    except Exception as error:
+        log.exception("the copier of %s failed", start.device)
+        lost = Lost(Failure(DeviceLost.code, f"{type(error).__name__}: {error}"))
+    with contextlib.suppress(OSError):
+        sock.sendall(framed(lost))
+    # Not by the interpreter's exit: a lost device may hang in a library's exit handler.
+    end_logging()
+    os._exit(1)
+
+
+def _first(sock: socket.socket) -> Start:
+    """Read the first message, and not a byte more. Raises `EOFError`."""
+    frames, wanted = Frames(), FRAME_HEAD
+    while True:
+        data = sock.recv(wanted, socket.MSG_WAITALL)
+        if not data:
+            raise EOFError
+        for payload in frames.feed(data):
+            start = to_copier(payload)
+            assert isinstance(start, Start)
+            return start
+        wanted = frames.missing
+
+
+def _work(sock: socket.socket, arena_fd: int, start: Start) -> int:
+    create, options = start.create.resolve()
+    segment = mmap.mmap(arena_fd, 0)
+    os.close(arena_fd)
+    view = memoryview(segment)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(segment))
+    driver = create(options, start.device, Arena(view, address))
+    Copier(sock, driver, options, len(view), start.slice_bytes).run()
+    # The mappings end with the process, at once.
+    end_logging()
+    os._exit(0)

@@ -21,6 +21,8 @@ from kvframework.errors import KVFrameworkError
 _LENGTH = struct.Struct("=I")
 FRAME_HEAD = _LENGTH.size
 MAX_FRAME = 1 << 30
+# Drivers may block other calls of the copier while one slice of the arena is pinned.
+SLICE_BYTES = 4 << 30
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):

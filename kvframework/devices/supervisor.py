@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
 from kvframework.api.server_transport import CopyJob
-from kvframework.child_process import reap, start_child, why_ended
+from kvframework.child_process import Backoff, reap, start_child, why_ended
 from kvframework.devices.messages import (
     Beat,
     Cancel,
@@ -41,7 +41,6 @@ from kvframework.devices.messages import (
     from_copier,
 )
 from kvframework.errors import DeviceLost, KVFrameworkError
-from kvframework.restart_backoff import Backoff
 
 _RECEIVE = 1 << 18
 
@@ -60,7 +59,7 @@ class SpawnedCopier:
     @classmethod
     def start(cls, arena_fd: int) -> SpawnedCopier:
         """Start a process; borrows `arena_fd`. Raises the errors of `subprocess.Popen`."""
-        popen, ours = start_child("kvframework.devices.copier_process", arena_fd)
+        popen, ours = start_child("kvframework.devices.copier", arena_fd)
         ours.setblocking(False)
         return cls(popen, ours, time.monotonic())
 

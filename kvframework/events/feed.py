@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.events.known import L1
-from kvframework.wire.handshake import SALTED_TOKEN_IDS, TOKEN_IDS
+from kvframework.wire.protocol import SALTED_TOKEN_IDS, TOKEN_IDS
 
 # Objects that came or went, in entries of a commit or a removal each.
 MOST_OBJECTS = 1 << 17

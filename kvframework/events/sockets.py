@@ -19,10 +19,8 @@ from kvframework.errors import EndpointError
 from kvframework.events.history import Numbered
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.endpoint_files import EndpointFiles, socket_umask
-from kvframework.messaging.server.newcomers.syn_filter import drop_newcomers
-from kvframework.messaging.server.newcomers.zap import ZapHandler
-from kvframework.messaging.server.sockets import bound_tcp
+from kvframework.messaging.server.admission import ZapHandler, drop_newcomers
+from kvframework.messaging.server.sockets import EndpointFiles, bound_tcp, socket_umask
 
 log = logging.getLogger(__name__)
 

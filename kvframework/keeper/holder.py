@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import Any
 
+from kvframework.child_process import Backoff
 from kvframework.keeper.control import Caller, ControlSocket
 from kvframework.keeper.descriptors import KeptDescriptors
 from kvframework.keeper.note_socket import NoteSocket, Received
 from kvframework.keeper.place import CONTROL_SUFFIX, NOTE_SUFFIX, heard_signals, locked
 from kvframework.keeper.server_child import Server, end_of, exit_status, memory_kills, start_server
-from kvframework.restart_backoff import Backoff
 
 _STDERR = 2
 _LOGGER = "kvframework.hold"

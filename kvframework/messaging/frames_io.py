@@ -1,10 +1,15 @@
-"""Input and output of messages at a ZMQ socket: never blocking; small frames are copied, big buffers are not.
+"""Input and output of messages at a ZMQ socket: never blocking; small frames are copied, big buffers are not;
+and the one socket that several threads of a client use.
 
 Used by the thread that owns the socket; `outgoing` may run in any thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +18,7 @@ from zmq.backend import Socket as BareSocket
 
 from kvframework.api.types import Buffer
 from kvframework.errors import InvalidPayload, MessageTooLarge
+from kvframework.messaging.polling import Wakeup
 from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_PAYLOAD_BYTES
 
 ZERO_COPY_BYTES = 64 << 10
@@ -105,3 +111,102 @@ def receive(socket: Socket, head: int) -> list[Buffer] | None:
 def readable(socket: Socket) -> bool:
     """Return whether a message can be received: at half the cost of trying in vain."""
     return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
+
+
+# A DEALER that several threads use: each sends for itself, and one of them at a time waits for incoming messages.
+#
+# A thread that waits for an answer receives it by itself, unless another thread already waits: a wake-up by another
+# thread costs as much as the round trip to the server. ZMQ's sockets are not thread-safe, so a lock guards every use,
+# and threads wait on the socket's descriptor. It is edge-triggered, and a send may consume the notice of a message that
+# has come in: then the waiting thread is interrupted here.
+
+
+class SharedDealer:
+    """A shared DEALER, which owns its socket and closes it. Thread-safe. The leader is the one thread that waits for
+    messages."""
+
+    def __init__(self, dealer: Socket) -> None:
+        self._dealer = dealer
+        self._fd = int(dealer.getsockopt(zmq.FD))
+        self._lock = threading.Lock()
+        self._leading = threading.RLock()  # reentrant, since it knows its owner, see `follow`
+        self._leader: int | None = None
+        self._interrupt = Wakeup()
+        self._closed = False
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Send a message. Never blocks. Raises `zmq.Again` if the queue is full, and another `zmq.ZMQError` once it is
+        closed."""
+        with self._lock:
+            if self._closed:
+                raise zmq.ZMQError(zmq.ENOTSOCK)
+            send(self._dealer, frames)
+            taken = self._leader is not None and readable(self._dealer)
+        if taken:
+            self.interrupt()
+
+    def receive(self, most: int) -> list[list[Buffer]]:
+        """Return the messages that have arrived, at most `most`. Never blocks. A thread that is not the leader
+        interrupts afterwards, because the leader would still wait for the messages taken from it."""
+        messages: list[list[Buffer]] = []
+        with self._lock:
+            while not self._closed and len(messages) < most:
+                frames = receive(self._dealer, HEAD_FRAMES)
+                if frames is None:
+                    break
+                messages.append(frames)
+                if not readable(self._dealer):
+                    break
+        return messages
+
+    def lead(self) -> bool:
+        """Make the caller the leader, unless there is one. Never blocks."""
+        caller = threading.get_ident()
+        if self._leader == caller or not self._leading.acquire(blocking=False):
+            return False
+        self._leader = caller
+        return True
+
+    def follow(self) -> None:
+        """End being the leader. No effect in another thread: a signal may have interrupted `lead` anywhere."""
+        if self._leader == threading.get_ident():
+            self._leader = None
+        with contextlib.suppress(RuntimeError):
+            self._leading.release()
+
+    def wait(self, until: float, poller: zmq.Poller) -> set[int]:
+        """Block the leader until a message has arrived, another descriptor of `poller` is ready, an interrupt, or
+        `until` (of the monotonic clock). `poller` must have passed through `watch`; returns its ready descriptors."""
+        with self._lock:
+            if self._closed:
+                return set()
+            here = readable(self._dealer)
+        ready = {fd for fd, _ in poller.poll(0 if here else milliseconds(until))}
+        if self._interrupt.fd in ready:
+            self._interrupt.drain()
+        return ready
+
+    def watch(self, poller: zmq.Poller) -> zmq.Poller:
+        """Register messages and interrupts with a poller."""
+        poller.register(self._fd, zmq.POLLIN)
+        poller.register(self._interrupt.fd, zmq.POLLIN)
+        return poller
+
+    def interrupt(self) -> None:
+        """Make the leader, if there is one, check again."""
+        self._interrupt.signal()
+
+    def close(self) -> None:
+        """Close the socket; nothing is received afterwards. Interrupts the leader and waits for it: must not be called
+        by it."""
+        with self._lock:
+            self._closed = True
+        self.interrupt()
+        with self._leading:
+            self._dealer.close(0)
+            self._interrupt.close()
+
+
+def milliseconds(until: float) -> int:
+    """Return the milliseconds from now to `until`, rounded up, for a poll; `math.inf` means no limit."""
+    return -1 if until == math.inf else max(0, math.ceil((until - time.monotonic()) * 1000))

@@ -8,8 +8,7 @@ from kvframework.registry.check import (
     named_tables,
     resolve_table,
 )
-from kvframework.registry.discovery import EntryPointInfo, discover
-from kvframework.registry.kinds import KINDS
+from kvframework.registry.discovery import KINDS, EntryPointInfo, discover
 from kvframework.registry.registry import PluginInfo, PluginRegistry
 
 __all__ = [

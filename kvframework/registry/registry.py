@@ -28,9 +28,7 @@ from kvframework.errors import (
 )
 from kvframework.overdue import named_at
 from kvframework.registry import loader
-from kvframework.registry.compatibility import check_major, check_release
-from kvframework.registry.discovery import FIRST_PARTY, EntryPointInfo, discover
-from kvframework.registry.kinds import KINDS
+from kvframework.registry.discovery import FIRST_PARTY, KINDS, EntryPointInfo, check_major, check_release, discover
 from kvframework.registry.loader import AnyProvider
 
 # The distribution of plugins that are registered as objects: who uses one can read its code.
@@ -107,7 +105,7 @@ class PluginRegistry:
         """
         hint = ""
         try:
-            offer = self._the_offer(kind, name)
+            offer = self.offer(kind, name)
             # The reader of this error is whoever named the plugin; its author reads `plugins check`.
             if offer.distribution != IN_PROCESS:
                 hint = f"report it to the author of {offer.distribution}; {_MORE}"
@@ -142,11 +140,6 @@ class PluginRegistry:
             raise
         return options
 
-    def offer(self, kind: str, name: str) -> EntryPointInfo:
-        """The distribution's offer of this plugin. Imports nothing. Raises `PluginNotFound`, `PluginConflict`,
-        `PluginWrongKind` or `PluginWrongApi`."""
-        return self._the_offer(kind, name)
-
     def names(self, kind: str) -> builtins.list[str]:
         """The names offered of a kind, sorted. Imports nothing."""
         return sorted({offer.name for offer in self._usable() if offer.kind == kind})
@@ -165,7 +158,7 @@ class PluginRegistry:
         """
         offers = [o for o in self._usable(other_majors=True) if (o.kind, o.name) == (kind, name)]
         if not offers:
-            self._the_offer(kind, name)
+            self.offer(kind, name)
         infos = [self._info(offer, probe=True) for offer in offers]
         provider = self._outcomes.get(offers[0])
         return infos, None if isinstance(provider, PluginError) else provider
@@ -178,7 +171,9 @@ class PluginRegistry:
         served = {(offer.distribution, offer.title) for offer in ours}
         return [o for o in self._offers if _same_major(o) or (o.distribution, o.title) not in served]
 
-    def _the_offer(self, kind: str, name: str) -> EntryPointInfo:
+    def offer(self, kind: str, name: str) -> EntryPointInfo:
+        """The distribution's offer of this plugin. Imports nothing. Raises `PluginNotFound`, `PluginConflict`,
+        `PluginWrongKind` or `PluginWrongApi`."""
         if kind not in KINDS:
             raise PluginWrongKind(
                 f"there is no kind of plugin called {kind!r}", available=", ".join(KINDS), hint=closest(kind, KINDS)

@@ -16,7 +16,7 @@ from kvframework.redaction import Redaction
 from kvframework.service.accounts.finished import MAX_TEXT, FinishedRequests
 from kvframework.service.own_user import check_own_user
 from kvframework.wire import messages as m
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 
 class Diagnosis:

@@ -11,7 +11,7 @@ from typing import Any
 from kvframework.api.options import ByteSize
 from kvframework.logs.amounts import counted
 from kvframework.logs.limit import one_line
-from kvframework.wire.client_deadlines import HINT
+from kvframework.wire.protocol import HINT
 
 L1_TROUBLE = ("dropped", "lapsed", "over_share", "quarantined")
 L2_TROUBLE = (

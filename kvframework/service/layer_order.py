@@ -16,7 +16,7 @@ import msgspec
 
 from kvframework.api.keys import LAYER_ORDER_BYTES
 from kvframework.api.layout import KVLayout
-from kvframework.wire.layer_names import natural
+from kvframework.wire.registration import natural
 
 # (layer group, place in it)
 Place = tuple[int, int]

@@ -49,8 +49,7 @@ from kvframework.service.transfer_paths.grants import Grants
 from kvframework.service.transfer_paths.server_driven import ServerDrivenTransfers
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
-from kvframework.wire.handshake import FEATURES
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import FEATURES, REQUESTS
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvframework.api.futures import Promise
 from kvframework.api.requests import Message
-from kvframework.messaging.deadlines import Deadlines
+from kvframework.messaging.polling import Deadlines
 from kvframework.storage.lookup.tickets import Answer
 
 # Waits for one ticket: each is looked at whenever the ticket changes.

@@ -32,7 +32,7 @@ from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire import messages as m
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 
 class Lookups:

@@ -28,8 +28,8 @@ from kvframework.service.layer_order import first_difference, layer_order
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire import messages as m
-from kvframework.wire.canonical_registration import non_gpu_layout, non_gpu_namespace
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
+from kvframework.wire.registration import non_gpu_layout, non_gpu_namespace
 
 log = logging.getLogger(__name__)
 

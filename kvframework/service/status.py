@@ -18,7 +18,7 @@ from kvframework.service.contexts import Contexts
 from kvframework.service.health import problems
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 
 class StatusReport:

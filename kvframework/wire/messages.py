@@ -205,7 +205,7 @@ class RegisterNonGpuContextPayload(Message, frozen=True):
     """The registration by eight scalars: one layer group, objects in canonical form `[planes, layers, tokens, hidden]`.
 
     `hidden_dim_size` is the elements of one token, one layer, one plane; `use_mla` means one latent plane instead of K
-    and V. The namespace follows from them, see `kvframework.wire.canonical_registration`.
+    and V. The namespace follows from them, see `kvframework.wire.registration`.
     """
 
     instance_id: InstanceId

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvf_codecs.none import NoneCodec
+from kvf_codecs import NoneCodec
 from kvframework.api import copying
 from kvframework.api.copying import copy_bytes, copy_past_caches, joined
 from kvframework.api.types import Buffer

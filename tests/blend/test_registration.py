@@ -25,7 +25,7 @@ from kvframework.errors import (
 )
 from kvframework.server import Server
 from kvframework.wire import messages as m
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 from tests.blend.blend_client import CHUNK, ROTARY, SETTINGS, BlendWire, packed, pairs
 from tests.server.in_process import serving
 from tests.support.waiting import wait_until

@@ -15,7 +15,7 @@ import zmq
 from kvframework.api.keys import CacheKey
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 from tests.support.wire_client import WireClient
 from tests.tiers.prompts import CHUNK_TOKENS, prompt
 

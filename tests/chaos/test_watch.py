@@ -9,7 +9,7 @@ import pytest
 
 from kvframework.api.futures import Future, Promise
 from kvframework.errors import DeadlineExceeded
-from kvframework.wire.client_deadlines import LOCAL
+from kvframework.wire.protocol import LOCAL
 from tests.chaos import watch
 from tests.chaos.events import Complaint, Event, TimedOut
 from tests.support.waiting import wait_until

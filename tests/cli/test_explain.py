@@ -19,8 +19,8 @@ from kvframework.cli import explain_view
 from kvframework.cli.explain_view import ADVICE, clock, headline, print_explained, sentences, why
 from kvframework.errors import UnknownRequest
 from kvframework.wire import messages as m
-from kvframework.wire.indices import pack_indices
 from kvframework.wire.messages import REASONS, Finished
+from kvframework.wire.transfer_blocks import pack_indices
 from tests.cli.command import run
 from tests.server.in_process import serving
 from tests.support.wire_client import WireClient, key_for

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvframework.client.connecting.arena_mapping import MappedArena
+from kvframework.client.arena_mapping import MappedArena
 
 SIZE = 8 << 20
 ONLY_WHERE_FREE = 0x100000  # MAP_FIXED_NOREPLACE

@@ -10,7 +10,7 @@ from kvframework.api.canary import EngineView
 from kvframework.api.layout import LayerGroup
 from kvframework.api.types import DTYPE_BYTES
 from kvframework.client import KVClient, WorkerAdapter
-from kvframework.client.registration.canary import pattern
+from kvframework.client.canary import pattern
 from kvframework.errors import BadLayout, KVFrameworkError
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until

@@ -16,7 +16,7 @@ from kvframework.api.transport import StoreOutcome
 from kvframework.client import EngineSpeed, KVClient
 from kvframework.errors import ConfigFieldError, DeadlineExceeded
 from kvframework.wire import messages as m
-from kvframework.wire.client_deadlines import LOCAL, SCALE_VARIABLE, TCP, deadlines_for
+from kvframework.wire.protocol import LOCAL, SCALE_VARIABLE, TCP, deadlines_for
 from tests.client.engine import Engine
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until

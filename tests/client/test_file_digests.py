@@ -16,10 +16,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.client import digest_memory, file_digests
-from kvframework.client import read_progress as progress
-from kvframework.client.digest_memory import FILE_NAME, DigestMemory, FileState
-from kvframework.client.file_digests import FileDigest
+from kvframework.client import file_digests
+from kvframework.client.file_digests import FILE_NAME, DigestMemory, FileDigest, FileState, Progress
 from tests.support.waiting import wait_until
 
 
@@ -34,7 +32,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
     real = file_digests._read
 
-    def counted(path: Path, told: progress.Progress) -> tuple[FileState, str, float]:
+    def counted(path: Path, told: Progress) -> tuple[FileState, str, float]:
         names.append(path.name)
         return real(path, told)
 
@@ -45,7 +43,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def rested(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of this test count as old from the moment they are written."""
-    monkeypatch.setattr(digest_memory, "REST_S", -60.0)
+    monkeypatch.setattr(file_digests, "REST_S", -60.0)
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -184,7 +182,7 @@ def test_without_a_directory_files_are_read(tmp_path: Path, caplog: pytest.LogCa
 
 def test_the_users_memory_lies_in_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(digest_memory, "REST_S", -60.0)
+    monkeypatch.setattr(file_digests, "REST_S", -60.0)
     path = write(tmp_path / "a", b"one")
     file_digests.digest_files([path])
     assert list(DigestMemory(tmp_path / "kvframework").load().values()) == [expected(b"one").digest]
@@ -196,11 +194,11 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
     path = write(tmp_path / "a", b"one")
     replacements = [b"two"]
 
-    def replace(_self: progress.Progress, _nbytes: int) -> None:
+    def replace(_self: Progress, _nbytes: int) -> None:
         if replacements:
             write(tmp_path / "new", replacements.pop()).replace(path)
 
-    monkeypatch.setattr(progress.Progress, "add", replace)
+    monkeypatch.setattr(Progress, "add", replace)
     assert digest(path, memory) == expected(b"two")
     replacements += [b"x", b"xx", b"xxx"]
     with pytest.raises(OSError, match="was changed"):
@@ -212,7 +210,7 @@ import logging, sys
 from pathlib import Path
 logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 from kvframework.client import file_digests
-from kvframework.client.digest_memory import DigestMemory
+from kvframework.client.file_digests import DigestMemory
 def refuse(*_):
     raise AssertionError("read what another process was reading")
 if sys.argv[1] == "waits":
@@ -270,7 +268,7 @@ def test_the_lock_is_held_by_one_at_a_time(memory: DigestMemory) -> None:
 def test_a_holder_that_never_ends_is_not_waited_for_forever(
     tmp_path: Path, memory: DigestMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest_memory, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(file_digests, "_PATIENCE_S", 0.05)
     with memory.lock(until=lambda: False):
         assert digest(write(tmp_path / "a", b"one"), memory) == expected(b"one")
 
@@ -291,8 +289,8 @@ def test_long_reads_tell_how_far_they_are(
     path = write(tmp_path / "a", b"x" * 1000)
     digest(path, memory)
     assert not caplog.records
-    monkeypatch.setattr(progress, "_WORTH_TELLING", 0)
-    monkeypatch.setattr(progress, "_EVERY_S", 0.0)
+    monkeypatch.setattr(file_digests, "_WORTH_TELLING", 0)
+    monkeypatch.setattr(file_digests, "_EVERY_S", 0.0)
     digest(path, memory)
     assert [record.getMessage().split()[0] for record in caplog.records] == ["reading"] * 3
     assert "GB/s" in caplog.text

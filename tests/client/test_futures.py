@@ -10,7 +10,7 @@ import pytest
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import ArenaRange, LoadOutcome, LoadPlan, StoreOutcome, StorePlan
-from kvframework.client.replies import granted, mapped, settled
+from kvframework.client.calls import granted, mapped, settled
 from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone
 from kvframework.messaging.client.pending import Answer
 from kvframework.wire import messages as m

@@ -26,13 +26,13 @@ from kvframework.client import (
     WorkerAdapter,
     register_canonical,
 )
-from kvframework.client.engine_driven import PIECES_S, SPARE_S
-from kvframework.client.grants import content_name
+from kvframework.client.hashing import content_name
+from kvframework.client.transfers import PIECES_S, SPARE_S
 from kvframework.errors import BadBlockIds, BadLayout, BadRange, DeadlineExceeded
 from kvframework.service.transfer_paths.grants import MAX_OF_ASKER
 from kvframework.storage.l1.leases import MAX_PINS_PER_OWNER
 from kvframework.wire import messages as m
-from kvframework.wire.indices import unpack_offsets
+from kvframework.wire.transfer_blocks import unpack_offsets
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -215,7 +215,7 @@ def test_a_grant_that_ends_soon_is_passed_over(engine: Engine, in_pieces: bool, 
 
 
 def test_a_load_that_outlasts_its_grant_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.client.engine_driven.SPARE_S", 0.0)
+    monkeypatch.setattr("kvframework.client.transfers.SPARE_S", 0.0)
     with ServerProcess("server.ticket_s=0.3") as server, server.engine_client() as client:
         engine = Engine(server, [client], monkeypatch)
         plan = engine.load(*engine.look_up().take_grants())

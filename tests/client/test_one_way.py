@@ -13,7 +13,7 @@ from kvframework.api.transport import LoadPlan, Transfer
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, register_canonical
 from kvframework.wire import messages as m
 from kvframework.wire.frames import NO_ANSWER, join
-from kvframework.wire.table import ONE_WAY_REQUESTS, REQUESTS
+from kvframework.wire.protocol import ONE_WAY_REQUESTS, REQUESTS
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for

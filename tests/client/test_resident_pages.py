@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.client.connecting import resident_pages
-from kvframework.client.connecting.arena_mapping import MappedArena
+from kvframework.client import arena_mapping
+from kvframework.client.arena_mapping import MappedArena
 
 MIB = 1 << 20
 SIZE = 9 * MIB + mmap.PAGESIZE
@@ -23,7 +23,7 @@ SIZE = 9 * MIB + mmap.PAGESIZE
 
 @pytest.fixture(autouse=True)
 def one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident_pages, "_PAUSES_S", [0.0])
+    monkeypatch.setattr(arena_mapping, "_PAUSES_S", [0.0])
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_only_what_the_file_has_is_mapped_and_nothing_is_allocated(file: int) ->
 def test_what_becomes_resident_later_is_mapped_later(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = iter([lambda: None, lambda: os.pwrite(file, bytes(SIZE), 0), lambda: None])
     arena = MappedArena(os.dup(file), None)
-    monkeypatch.setattr(resident_pages, "_PAUSES_S", (next(passes)() for _ in range(3)))
-    monkeypatch.setattr(resident_pages.time, "sleep", lambda _: None)
+    monkeypatch.setattr(arena_mapping, "_PAUSES_S", (next(passes)() for _ in range(3)))
+    monkeypatch.setattr(arena_mapping.time, "sleep", lambda _: None)
     arena.map_ahead()
     ended()
     assert mapped_bytes(file) == SIZE == arena.view.nbytes
@@ -88,7 +88,7 @@ def test_it_is_begun_once(file: int) -> None:
     os.pwrite(file, bytes(SIZE), 0)
     arena, begun = MappedArena(os.dup(file), None), []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvframework.client.connecting.arena_mapping.map_ahead", begun.append)
+        patched.setattr("kvframework.client.arena_mapping.map_ahead", begun.append)
         arena.map_ahead()
         arena.map_ahead()
     assert len(begun) == 1
@@ -104,7 +104,7 @@ def test_its_thread_waits_for_a_core_no_longer_than_those_that_wait_for_it(
     def populate(*_: int) -> None:
         priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-    monkeypatch.setattr(resident_pages, "_populate", populate)
+    monkeypatch.setattr(arena_mapping, "_populate", populate)
     os.pwrite(file, bytes(SIZE), 0)
     arena = MappedArena(os.dup(file), None)
     arena.map_ahead()
@@ -120,7 +120,7 @@ def test_the_end_of_the_arena_ends_it(file: int, monkeypatch: pytest.MonkeyPatch
         rests.set()
         go.wait()
 
-    monkeypatch.setattr(resident_pages.time, "sleep", rest)
+    monkeypatch.setattr(arena_mapping.time, "sleep", rest)
     os.pwrite(file, bytes(SIZE), 0)
     arena = MappedArena(os.dup(file), None)
     arena.map_ahead()
@@ -140,7 +140,7 @@ def test_a_step_under_way_does_not_delay_the_end_of_the_session(file: int, monke
         steps.set()
         go.wait()
 
-    monkeypatch.setattr(resident_pages, "_populate", no_turn)
+    monkeypatch.setattr(arena_mapping, "_populate", no_turn)
     os.pwrite(file, bytes(SIZE), 0)
     server, client = socket.socketpair()
     with server:
@@ -161,7 +161,7 @@ def test_a_step_under_way_does_not_delay_the_end_of_the_session(file: int, monke
 
 def test_without_room_for_page_tables_nothing_is_mapped(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     os.pwrite(file, bytes(SIZE), 0)
-    monkeypatch.setattr(resident_pages, "available_memory", lambda: resident_pages._ROOM - 1)
+    monkeypatch.setattr(arena_mapping, "available_memory", lambda: arena_mapping._ROOM - 1)
     arena = MappedArena(os.dup(file), None)
     arena.map_ahead()
     ended()
@@ -172,11 +172,11 @@ def test_without_room_for_page_tables_nothing_is_mapped(file: int, monkeypatch: 
 @pytest.mark.parametrize("call", ["_madvise", "_mincore"])
 def test_a_kernel_that_refuses_leaves_it_to_the_copies(file: int, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def refuse(*_: object) -> int:
-        resident_pages.ctypes.set_errno(errno.EINVAL)
+        arena_mapping.ctypes.set_errno(errno.EINVAL)
         return -1
 
     os.pwrite(file, bytes(SIZE), 0)
-    monkeypatch.setattr(resident_pages, call, refuse)
+    monkeypatch.setattr(arena_mapping, call, refuse)
     arena = MappedArena(os.dup(file), None)
     arena.map_ahead()
     ended()

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.client import token_ids
-from kvframework.client.token_ids import packed_behind
+from kvframework.client import hashing
+from kvframework.client.hashing import packed_behind
 
-KERNEL = token_ids._kernel()
+KERNEL = hashing._kernel()
 kernel = pytest.mark.skipif(KERNEL is None, reason="the token kernel was not built, or not for this interpreter")
 
-MANY = 2 * token_ids._FEW
+MANY = 2 * hashing._FEW
 # Long enough for the kernel, around what is special: small integers that Python keeps, and the first of two digits.
 IDS = st.sampled_from([0, 1, 256, 257, 128_000, (1 << 30) - 1, 1 << 30, (1 << 32) - 1]) | st.integers(0, (1 << 32) - 1)
 
@@ -84,10 +84,10 @@ def test_the_kernel_packs_plain_integers_up_to_the_first_that_is_none() -> None:
 
 
 def test_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_ids, "_kernel", lambda: None)
+    monkeypatch.setattr(hashing, "_kernel", lambda: None)
     assert packed_behind(array.array("I", [1]), list(range(MANY))).tolist() == [1, *range(MANY)]
 
 
 def test_an_interpreter_that_is_not_known_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_ids, "_known_interpreter", lambda: False)
-    assert token_ids._kernel.__wrapped__() is None
+    monkeypatch.setattr(hashing, "_known_interpreter", lambda: False)
+    assert hashing._kernel.__wrapped__() is None

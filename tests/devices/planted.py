@@ -28,8 +28,7 @@ from kvframework.api.transport import (
     TransportProvider,
     hookimpl,
 )
-from kvframework.devices.engine_half import DeviceTransfer
-from kvframework.devices.server_half import DeviceServerTransport
+from kvframework.devices.halves import DeviceServerTransport, DeviceTransfer
 from kvframework.errors import DeviceError, DeviceLost
 
 # in the copier

@@ -15,7 +15,7 @@ from tests.support.full_pipe import full_pipe
 def test_a_copier_that_fails_says_so_although_its_log_is_not_read() -> None:
     ours, theirs = socket.socketpair()
     arena = os.memfd_create("arena")
-    program = "import sys; from kvframework.devices.copier_process import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from kvframework.devices.copier import main; sys.exit(main(sys.argv[1:]))"
     with ours, full_pipe() as (_, writer):
         process = subprocess.Popen(
             [sys.executable, "-c", program, str(theirs.fileno()), str(arena)],

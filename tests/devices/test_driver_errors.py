@@ -201,7 +201,7 @@ def test_the_copier_logs_as_the_server_does(
         entries = [json.loads(line) for line in server.log.splitlines()]
     (told,) = [entry for entry in entries if "exception" in entry]
     assert told["exception"].endswith("ValueError: no such luck")
-    assert (told["level"], told["logger"]) == ("error", "kvframework.devices.copier_process")
+    assert (told["level"], told["logger"]) == ("error", "kvframework.devices.copier")
 
 
 # options

@@ -17,12 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvframework.api.driver import CopyBatch
 from kvframework.by_name import NamedCall
+from kvframework.child_process import FIRST_S, HEALTHY_S, LONGEST_S, Backoff
+from kvframework.devices.copier import Pinning
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import Beat, Done, Failure, Frames, Start, framed, from_copier
-from kvframework.devices.pinning import Pinning
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import DeviceError, DeviceLost
-from kvframework.restart_backoff import FIRST_S, HEALTHY_S, LONGEST_S, Backoff
 from tests.devices.test_planning import DESC, LAYOUT
 from tests.support.waiting import wait_until
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvframework.devices import pinning
-from kvframework.devices.pinning import THREADS, Pinning
+from kvframework.devices import copier
+from kvframework.devices.copier import THREADS, Pinning
 from kvframework.errors import DeviceError
 
 SLICE = 4
@@ -44,7 +44,7 @@ class Pins:
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinning, "SLICE_BYTES", GivesWay(SLICE))
+    monkeypatch.setattr(copier, "SLICE_BYTES", GivesWay(SLICE))
 
 
 @pytest.fixture

@@ -23,8 +23,7 @@ from kvframework.client import KVClient
 from kvframework.devices.supervisor import START_S
 from kvframework.errors import DeadlineExceeded
 from kvframework.wire import messages as m
-from kvframework.wire.client_deadlines import LOCAL
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import LOCAL, REQUESTS
 from tests.devices.rigs import simdev
 from tests.devices.slow_copier import OPENS_NOTHING, STARTS_LATER
 from tests.support.processes import send

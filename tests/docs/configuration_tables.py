@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from kvframework.config import schema, when
-from kvframework.registry.options import describe_options
+from kvframework.registry.loader import describe_options
 from tests.docs.option_tables import rows
 
 BLOCK = re.compile(r"(<!-- keys: (\w+) -->\n).*?(<!-- end of keys -->)", re.DOTALL)

@@ -21,7 +21,7 @@ from kvframework.api.options import ByteSize, Options
 from kvframework.config import toml_value
 from kvframework.registry import PluginRegistry
 from kvframework.registry.discovery import EntryPointInfo
-from kvframework.registry.options import OptionInfo, describe_options
+from kvframework.registry.loader import OptionInfo, describe_options
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- options: (\S+)(?: (\w+))? -->\n).*?(<!-- end of options -->)", re.DOTALL)

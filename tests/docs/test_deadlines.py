@@ -9,16 +9,16 @@ from pathlib import Path
 from kvf_vllm.options import VllmOptions
 from kvframework.service.client_losses import RECENT_S
 from kvframework.service.health import LOST_MANY
-from kvframework.wire.client_deadlines import (
+from kvframework.wire.protocol import (
     KINDS,
     LOCAL,
     LONGEST_SCALE,
+    REQUESTS,
     SCALE_VARIABLE,
     SCALED,
     SHORTEST_SCALE,
     TCP,
 )
-from kvframework.wire.table import REQUESTS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deadlines.md").read_text()
 ROWS = re.findall(r"^\| `(\w+_s)` \| ([^|]+) \| [^|]+ \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)

@@ -15,7 +15,7 @@ from kvframework.config import Config, load_config
 from kvframework.doctor.numa import nodes
 from kvframework.errors import ConfigFieldError, KVFrameworkError
 from kvframework.registry import PluginRegistry, check_config
-from kvframework.registry.options import describe_options
+from kvframework.registry.loader import describe_options
 from tests.cli.command import run
 from tests.docs.shown import blocks
 from tests.docs.test_operations import PATTERNS

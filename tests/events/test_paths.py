@@ -14,7 +14,7 @@ from kvframework.api.content import ChunkContent
 from kvframework.client import KVClient, RequestHashes
 from kvframework.errors import BadRange
 from kvframework.wire import messages as m
-from kvframework.wire.handshake import SALTED_TOKEN_IDS, TOKEN_IDS
+from kvframework.wire.protocol import SALTED_TOKEN_IDS, TOKEN_IDS
 from tests.events.node import CHUNK, Engine, Router, beginnings, packed, prompt, router, settings
 from tests.events.test_announced import TellingServer
 from tests.server.gated_transport import GatedPlugin

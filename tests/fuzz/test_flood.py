@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvframework.api.types import Message
 from kvframework.wire import messages as m
 from kvframework.wire.frames import decode, join, split
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 from tests.fuzz.mutation import mutated, mutated_frames
 from tests.golden.samples import every_field, required_fields
 from tests.support.processes import descriptors

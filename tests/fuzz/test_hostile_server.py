@@ -22,14 +22,13 @@ from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import Registration, StoreOutcome
 from kvframework.api.types import Message
 from kvframework.client import KVClient, SchedulerAdapter
-from kvframework.client.grants import granted_ranges
+from kvframework.client.hashing import granted_ranges
 from kvframework.client.transfers import bare_transfer, check_complete, check_ranges
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
-from kvframework.wire.client_deadlines import ClientDeadlines
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, join, split
-from kvframework.wire.indices import pack_offsets
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS, ClientDeadlines
+from kvframework.wire.transfer_blocks import pack_offsets
 from tests.fuzz.bounds import check_words
 from tests.fuzz.effort import EXAMPLES, fuzzed
 from tests.fuzz.mutation import mutated, mutated_bytes, mutated_frames

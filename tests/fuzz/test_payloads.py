@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvframework.api.types import Message
 from kvframework.errors import InvalidPayload, KVFrameworkError, ProtocolError
-from kvframework.messaging.server.refusals import Introduction
+from kvframework.messaging.server.dispatch import Introduction
 from kvframework.wire import messages as m
 from kvframework.wire.frames import (
     MAX_ERROR_TEXT,
@@ -24,10 +24,9 @@ from kvframework.wire.frames import (
     join,
     split,
 )
-from kvframework.wire.handshake import negotiate
-from kvframework.wire.indices import pack_indices, unpack_indices
 from kvframework.wire.messages import RetrievePlan, StorePlan
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS, negotiate
+from kvframework.wire.transfer_blocks import pack_indices, unpack_indices
 from tests.fuzz.bounds import bounded, check_words
 from tests.fuzz.effort import fuzzed
 from tests.fuzz.mutation import array_of, as_tree, mutated_frames

@@ -10,11 +10,11 @@ import kvframework
 from kvframework import errors
 from kvframework.api.requests import Message, RequestSpec
 from kvframework.errors import KVFrameworkError
-from kvframework.messaging.liveness_answer import WITH_ARENA, WITHOUT_ARENA
+from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA
 from kvframework.messaging.server.sessions import TOKEN_BYTES
 from kvframework.wire import messages as m
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, join
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 from tests.golden.contents import envelopes, names, namespace_records
 from tests.golden.samples import every_field, explicit, required_fields
 

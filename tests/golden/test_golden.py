@@ -18,7 +18,7 @@ from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.storage.envelope import FORMAT_VERSION, Damaged, unseal
 from kvframework.storage.namespaces import decode_record
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, decode, error_from, split
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 from tests.golden import recording
 from tests.golden.contents import raw
 from tests.golden.samples import every_field, explicit, required_fields

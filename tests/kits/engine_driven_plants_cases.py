@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from kvf_cpu_gather import context
-from kvf_cpu_gather.engine_memory import RegisteredMemory
-from kvf_cpu_gather.moves import Moves
+from kvf_cpu_gather.engine_memory import Moves, RegisteredMemory
 from kvf_cpu_gather.transfer_steps import Courses, planned
-from kvf_cpu_gather.wire_path import WirePath
-from kvf_cpu_gather.wire_staging import Staging
+from kvf_cpu_gather.wire_path import Staging, WirePath
 from kvf_dev.testing import TransportConformance
 from kvf_dev.testing.transport import RigSpec
 from kvframework.errors import BadBlockIds

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvf_dev.testing.transport.cases import GroupCase
+from kvf_layouts.declaring import PagedRule
 from kvf_layouts.paged import PagedLayout
-from kvf_layouts.rules import PagedRule
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import check_skip
 from kvframework.api.transport import Registration, Transfer

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvf_layouts.memory import Place, check_apart, overlap
+from kvf_layouts.tensors import Place, check_apart, overlap
 from kvframework.errors import BadLayout
 
 pytestmark = pytest.mark.torch

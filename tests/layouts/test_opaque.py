@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvf_layouts.declaring import OpaqueRule
 from kvf_layouts.opaque import OpaqueLayout
 from kvf_layouts.paged import PagedLayout
-from kvf_layouts.rules import OpaqueRule
 from kvframework.api.keys import CacheKey, compute_namespace
 from kvframework.api.layout import check_skip
 from kvframework.api.transfer import Registration

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from kvf_layouts import PagedOptions
+from kvf_layouts.declaring import PagedRule
 from kvf_layouts.paged import PagedLayout
-from kvf_layouts.rules import PagedRule
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc, validate_layout
 from kvframework.errors import BadLayout
 from kvframework.wire.transfer_blocks import touched_blocks

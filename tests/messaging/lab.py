@@ -19,10 +19,9 @@ from kvframework.messaging.client.connection import Connection
 from kvframework.messaging.server.dispatch import Served
 from kvframework.messaging.server.loop import MessageServer
 from kvframework.messaging.server.sessions import ClientSession
-from kvframework.wire.client_deadlines import LOCAL
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, decode, join, split
 from kvframework.wire.messages import Hello, HelloReply, Pong
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import LOCAL, REQUESTS
 
 HASHER = "sha256:test"
 

@@ -20,10 +20,10 @@ import pytest
 from kvframework.config import ipc_path
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.messaging.client.liveness import LivenessLink
-from kvframework.messaging.liveness_answer import WITH_ARENA, WITHOUT_ARENA
-from kvframework.messaging.server import liveness
-from kvframework.messaging.server.endpoint_files import EndpointFiles
-from kvframework.messaging.server.liveness import LivenessServer
+from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA
+from kvframework.messaging.server import sessions as server_side
+from kvframework.messaging.server.sessions import LivenessServer
+from kvframework.messaging.server.sockets import EndpointFiles
 from tests.messaging.lab import Lab, RawClient, Text, Work, ask, connected, make_server
 from tests.support.waiting import wait_until
 
@@ -40,7 +40,7 @@ def test_garbage_is_dropped_at_once(lab: Lab, data: bytes) -> None:
     with dialled(lab) as sock:
         sock.setblocking(False)
         sock.send(data)
-        sock.settimeout(liveness.HALF_OPEN_S / 2)
+        sock.settimeout(server_side.HALF_OPEN_S / 2)
         try:
             assert sock.recv(1) == b""
         except ConnectionResetError:
@@ -54,7 +54,7 @@ def test_the_slow_are_dropped_after_a_while(lab: Lab) -> None:
         slow.sendall(raw.welcome.session[:15])
         began = time.monotonic()
         assert silent.recv(1) == slow.recv(1) == b""
-        assert time.monotonic() - began < liveness.HALF_OPEN_S + 1
+        assert time.monotonic() - began < server_side.HALF_OPEN_S + 1
         assert not lab.server.sessions[0].local
     assert lab.server.counters["liveness_refused"] == 2
 
@@ -74,7 +74,7 @@ def test_a_token_may_come_in_pieces_but_not_too_long(lab: Lab) -> None:
 
 
 def test_a_crowd_of_half_open_connections_keeps_nobody_out(lab: Lab) -> None:
-    crowd = [dialled(lab) for _ in range(liveness.MAX_HALF_OPEN)]
+    crowd = [dialled(lab) for _ in range(server_side.MAX_HALF_OPEN)]
     try:
         with connected(lab.endpoint) as connection:
             assert lab.server.sessions[0].local
@@ -155,7 +155,7 @@ def test_a_session_without_a_liveness_socket_ends_when_it_is_silent(endpoint: st
 
 
 def test_another_user_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "peer_uid", lambda _: os.geteuid() + 1)
+    monkeypatch.setattr(server_side, "peer_uid", lambda _: os.geteuid() + 1)
     with dialled(lab) as sock:
         assert sock.recv(1) == b""
 
@@ -240,13 +240,13 @@ def test_one_session_holds_a_few_liveness_sockets_only(lab: Lab) -> None:
     with RawClient(lab.endpoint) as raw:
         assert raw.welcome is not None
         socks = []
-        for _ in range(liveness.MAX_PER_SESSION + 1):
+        for _ in range(server_side.MAX_PER_SESSION + 1):
             sock = dialled(lab)
             sock.sendall(raw.welcome.session)
             socks.append(sock)
         answers = [sock.recv(1) for sock in socks]
-        assert answers == [WITH_ARENA] * liveness.MAX_PER_SESSION + [b""] or answers == [
+        assert answers == [WITH_ARENA] * server_side.MAX_PER_SESSION + [b""] or answers == [
             WITHOUT_ARENA
-        ] * liveness.MAX_PER_SESSION + [b""]
+        ] * server_side.MAX_PER_SESSION + [b""]
         for sock in socks:
             sock.close()

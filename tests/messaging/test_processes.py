@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvframework.errors import DeadlineExceeded, EndpointError, ServerGone
-from kvframework.messaging.server import liveness
+from kvframework.messaging.server import sessions
 from kvframework.wire.messages import HelloReply
 from tests.messaging.lab import Lab, ask, connected
 from tests.support.processes import descriptors, send
@@ -94,11 +94,11 @@ def test_a_fork_of_a_dead_client_keeps_nothing_alive(lab: Lab, start: Start) -> 
         os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("option", [liveness._SO_PEERPIDFD, 9999], ids=["by its socket", "by its id"])
+@pytest.mark.parametrize("option", [sessions._SO_PEERPIDFD, 9999], ids=["by its socket", "by its id"])
 def test_a_child_forked_from_c_keeps_no_dead_engines_session(
     lab: Lab, start: Start, monkeypatch: pytest.MonkeyPatch, option: int
 ) -> None:
-    monkeypatch.setattr(liveness, "_SO_PEERPIDFD", option)
+    monkeypatch.setattr(sessions, "_SO_PEERPIDFD", option)
     before = len(descriptors(os.getpid()))
     client = start("client_program", "fork from C")
     child = int(said(client).split()[0])
@@ -118,8 +118,8 @@ def test_a_child_forked_from_c_keeps_no_dead_engines_session(
 def test_where_no_process_is_seen_the_end_of_the_socket_counts(
     lab: Lab, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(liveness, "peer_process", lambda _: None)
-    with caplog.at_level("INFO", logger=liveness.__name__):
+    monkeypatch.setattr(sessions, "peer_process", lambda _: None)
+    with caplog.at_level("INFO", logger=sessions.__name__):
         clients = [start("client_program", "defer") for _ in range(2)]
         for client in clients:
             said(client)

@@ -13,20 +13,20 @@ import pytest
 import zmq
 
 from kvframework.errors import OutOfResources
-from kvframework.messaging import resources
+from kvframework.messaging import descriptors as counts
 from kvframework.messaging.client import dial
 from tests.messaging.lab import Lab
 from tests.support.processes import descriptors
 
 
 def test_open_descriptors_are_counted_with_and_without_the_kernels_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = resources.descriptors_in_use()
+    counted = counts.descriptors_in_use()
     monkeypatch.setattr(os, "stat", lambda _: os.stat_result((0,) * 10))  # as before Linux 6.2
-    assert resources.descriptors_in_use() == counted
+    assert counts.descriptors_in_use() == counted
     with contextlib.ExitStack() as stack:
         for _ in range(7):
             stack.callback(os.close, os.dup(0))
-        assert resources.descriptors_in_use() == counted + 7
+        assert counts.descriptors_in_use() == counted + 7
 
 
 def test_none_left_even_to_count_them_is_none_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,16 +34,16 @@ def test_none_left_even_to_count_them_is_none_left(monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "stat", none_left)
-    assert resources.descriptors_in_use() == resources.descriptor_limit()
+    assert counts.descriptors_in_use() == counts.descriptor_limit()
     with pytest.raises(OutOfResources, match="fewer than 1 of"):
-        resources.need(descriptors=1)
+        counts.need(descriptors=1)
 
 
 def test_what_is_needed_is_there_or_it_is_said() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    resources.need(descriptors=1, threads=2)
+    counts.need(descriptors=1, threads=2)
     with pytest.raises(OutOfResources, match=f"of this process's {limit} descriptors are free"):
-        resources.need(descriptors=limit)
+        counts.need(descriptors=limit)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_what_is_needed_is_there_or_it_is_said() -> None:
     ],
 )
 def test_errors_that_say_that_something_has_run_out(error: Exception, is_one: bool) -> None:
-    assert (resources.as_out_of_resources(error) is not None) == is_one
+    assert (counts.as_out_of_resources(error) is not None) == is_one
 
 
 def test_a_connection_takes_far_less_than_is_asked_for(lab: Lab) -> None:

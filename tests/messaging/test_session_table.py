@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kvframework.errors import HelloRequired, ProtocolError, ServerFull
-from kvframework.messaging.client.heartbeat import Heartbeat
-from kvframework.messaging.deadlines import Deadlines
+from kvframework.messaging.client.liveness import Heartbeat
+from kvframework.messaging.polling import Deadlines
 from kvframework.messaging.server.sessions import MAX_IDENTITIES, PRESSED_S, ClientSession, SessionTable
 from kvframework.wire.messages import Hello
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframework.api.requests import ClientInfo
-from kvframework.messaging.client.short_prompts import ShortPrompts as Untold
+from kvframework.messaging.client.reported import ShortPrompts as Untold
 from kvframework.messaging.server.sessions import SessionTable
 from kvframework.service.accounts.finished import FinishedRequests
 from kvframework.service.accounts.lookup_counts import LookupCounts

@@ -16,7 +16,7 @@ from kvf_observe.http.exposition import PREFIX
 from kvf_observe.metrics import METRICS, OWN
 from kvf_observe.poller import Observed
 from kvframework.wire.messages import REASONS
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 from tests.observe.documents import NOW, answered, document, unanswered
 
 PROMISED = """

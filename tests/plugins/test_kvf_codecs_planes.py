@@ -21,8 +21,11 @@ from kvframework.registry import PluginRegistry
 
 zstandard = pytest.importorskip("zstandard", reason="zstandard is not installed")
 
-from kvf_codecs.plane_form import HEADER_BYTES, PIECE  # noqa: E402
-from kvf_codecs.planes import PlanesCodec  # noqa: E402
+from kvf_codecs.planes import (  # noqa: E402
+    HEADER_BYTES,
+    PIECE,
+    PlanesCodec,
+)
 
 MIB = 1 << 20
 _HAS_NUMPY = plane_kernel.find_spec("numpy") is not None

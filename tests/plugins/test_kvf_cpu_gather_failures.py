@@ -7,7 +7,7 @@ import logging
 import msgspec
 import pytest
 
-from kvf_cpu_gather.warning_limit import ThrottledLog
+from kvf_cpu_gather.context import ThrottledLog
 from kvframework.api.futures import Future
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.transport import ArenaRange, LoadPlan, Registration

@@ -231,7 +231,7 @@ def test_a_store_cancelled_before_its_commit_was_answered_is_unknown():
 @pytest.mark.parametrize("answered", [0, 1])
 def test_a_store_cancelled_over_the_wire_counts_what_was_answered(monkeypatch, answered):
     """Two batches are sent; one of them, the first or the second, has its answer."""
-    monkeypatch.setattr("kvf_cpu_gather.wire_batches.BATCH_OBJECTS", 1)
+    monkeypatch.setattr("kvf_cpu_gather.wire_path.BATCH_OBJECTS", 1)
     link, sent = WireLink(Engine().desc), []
     monkeypatch.setattr(link, "store_chunks", lambda *_: sent.append(Promise()) or sent[-1])
     engine = Engine(path="wire", link=link)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvf_hashers import SglangPages, Sha256, sha256
-from kvf_hashers.sha256_kernel import chain_by_hashlib, load_chain
+from kvf_hashers.sha256 import chain_by_hashlib, load_chain
 from kvframework.api.hasher import KeyHasher
 
 CHAIN = load_chain()

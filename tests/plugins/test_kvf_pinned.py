@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from kvf_dev.testing import MemoryConformance
-from kvf_pinned import kvf_memories, touch
+from kvf_pinned import kvf_memories, memory
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.options import PinnedOptions
 from kvframework.api.available_memory import available_memory
@@ -97,7 +97,7 @@ def test_what_is_resident_is_not_to_be_unmapped_at_the_end_of_the_process(
 ) -> None:
     """A next server of this arena waits for that, a tenth of a second a GiB."""
     if not populates:
-        monkeypatch.setattr(touch, "_MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
     arena = MemfdArena(40 * MIB + 12_345, outlives=True)
     kept = MemfdArena(arena.capacity, kept=os.dup(arena.fd))
     try:
@@ -131,7 +131,7 @@ def test_no_client_can_change_the_size_or_the_seals(arena: MemfdArena) -> None:
 
 
 def test_a_kernel_without_populate_gets_the_same_memory(monkeypatch: pytest.MonkeyPatch, arena: MemfdArena) -> None:
-    monkeypatch.setattr(touch, "_MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
     ready: list[int] = []
     arena.start(ready.append)
     wait_until(lambda: ready and ready[-1] == arena.capacity)
@@ -141,14 +141,14 @@ def test_a_kernel_without_populate_gets_the_same_memory(monkeypatch: pytest.Monk
 def test_memory_that_runs_out_on_the_way_is_told_and_what_is_ready_stays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, arena: MemfdArena
 ) -> None:
-    whole = touch.Toucher.touch
+    whole = memory.Toucher.touch
 
-    def scarce(self: touch.Toucher, start: int, end: int) -> None:
+    def scarce(self: memory.Toucher, start: int, end: int) -> None:
         if start:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         whole(self, start, end)
 
-    monkeypatch.setattr(touch.Toucher, "touch", scarce)
+    monkeypatch.setattr(memory.Toucher, "touch", scarce)
     ready: list[int] = []
     with caplog.at_level(logging.ERROR):
         arena.start(ready.append)

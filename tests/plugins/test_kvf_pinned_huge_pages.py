@@ -211,10 +211,10 @@ def test_what_the_kernel_does_not_tell_is_the_usual_size(tmp_path: Path) -> None
 PROGRAM = """
 import mmap, os, re, subprocess, sys
 from pathlib import Path
-from kvf_pinned.touch import Toucher
+from kvf_pinned.memory import Toucher
 from kvframework.api.shared_mapping import map_shared
-from kvframework.client.connecting.arena_mapping import MappedArena
-from kvframework.client.connecting.resident_pages import _map_step
+from kvframework.client.arena_mapping import MappedArena
+from kvframework.client.arena_mapping import _map_step
 
 done = subprocess.run(["mount", "-t", "tmpfs", "-o", "huge=advise,size=64m", "none", sys.argv[1]])
 if done.returncode:

@@ -17,12 +17,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvf_pinned import kvf_memories, placement
+from kvf_pinned import kvf_memories, nodes
 from kvf_pinned.advice import diagnose
 from kvf_pinned.memory import MemfdArena
-from kvf_pinned.nodes import ANYWHERE, Choice, accelerator_nodes, choose, memory_nodes
+from kvf_pinned.nodes import ANYWHERE, Choice, accelerator_nodes, choose, memory_nodes, place
 from kvf_pinned.options import Numa, PinnedOptions
-from kvf_pinned.placement import place
 from kvframework.api.findings import Finding
 from kvframework.api.memory import MemoryContext
 from kvframework.api.options import ByteSize
@@ -180,7 +179,7 @@ def test_a_container_that_may_not_is_told_what_it_lacks(
         ctypes.set_errno(errno.EPERM)
         return -1
 
-    monkeypatch.setattr(placement, "_syscall", refused)
+    monkeypatch.setattr(nodes, "_syscall", refused)
     with made([0, 1]) as arena:
         works(arena)
     (line,) = warnings(caplog)
@@ -190,7 +189,7 @@ def test_a_container_that_may_not_is_told_what_it_lacks(
 def test_a_processor_whose_call_is_not_known_is_not_guessed_at(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(placement, "_syscall", None)
+    monkeypatch.setattr(nodes, "_syscall", None)
     monkeypatch.setattr("platform.machine", lambda: "z80")
     with made([0]) as arena:
         works(arena)
@@ -201,7 +200,7 @@ def test_a_processor_whose_call_is_not_known_is_not_guessed_at(
 def test_without_a_choice_nothing_is_asked_or_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(placement, "_syscall", None)
+    monkeypatch.setattr(nodes, "_syscall", None)
     with caplog.at_level(logging.DEBUG), made("off") as arena:
         works(arena)
     assert not [each for each in caplog.records if "has pages" not in each.getMessage()]

@@ -21,13 +21,12 @@ from kvf_dev.testing import MemoryConformance
 from kvf_pinned import huge_pages, kvf_memories
 from kvf_pinned.huge_pages import Pages, read_pool
 from kvf_pinned.memory import MemfdArena
-from kvf_pinned.nodes import Choice
+from kvf_pinned.nodes import Choice, place
 from kvf_pinned.options import HugePages, PinnedOptions
-from kvf_pinned.placement import place
 from kvframework.api.memory import Memory, MemoryContext
 from kvframework.api.options import ByteSize
 from kvframework.api.shared_mapping import huge_page_bytes
-from kvframework.client.connecting.arena_mapping import MappedArena
+from kvframework.client.arena_mapping import MappedArena
 from kvframework.errors import ArenaError
 from kvframework.keeper.descriptors import free_memory
 from tests.restart.prompts import hits, store

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 
 from kvf_dev.testing import EvictionConformance
 from kvf_eviction import Lru, TwoQueues
-from kvf_eviction.against_lru import AgainstLru
-from kvf_eviction.ghost_marks import WAYS, GhostMarks
-from kvf_eviction.reuse import BINS, Reuse, age_bin
+from kvf_eviction.two_queues import BINS, WAYS, AgainstLru, GhostMarks, Reuse, age_bin
 from kvframework.api.eviction import EvictionPolicy, RequestFacts
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator

@@ -16,7 +16,7 @@ from kvf_dev.testing.transport.engine import KitEngine
 from kvf_dev.testing.transport.node import PATIENCE_S, client_of, held_by, serving, status_of, wait_until
 from kvframework.api import hookspecs
 from kvframework.client import KVClient
-from kvframework.client.engine_driven import EngineDrivenCalls
+from kvframework.client.transfers import EngineDrivenCalls
 from kvframework.errors import ServerGone, TransportMismatch
 from tests.registry.fake_distributions import install
 from tests.registry.test_hook_examples import example

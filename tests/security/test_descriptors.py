@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from kvframework.client import KVClient
 from kvframework.errors import ServerFull
-from kvframework.messaging.server.newcomers import gate as gates
-from kvframework.messaging.server.newcomers.gate import Doors, Gate
-from kvframework.messaging.server.newcomers.syn_filter import MAX_NETWORKS, drop_newcomers, network_of, shown
+from kvframework.messaging.server import admission
+from kvframework.messaging.server.admission import MAX_NETWORKS, Doors, Gate, drop_newcomers, network_of, shown
 from kvframework.wire import messages as m
 from tests.events.node import Router
 from tests.events.node import settings as telling
@@ -106,7 +105,7 @@ def test_strangers_from_everywhere_leave_room_for_those_of_this_machine(server: 
             assert sorted(served_while(server, strangers, inside))[-2] < 2.0
             wait_until(lambda: doors(server)["tcp"] is False, what="the shut door")
             seen = server.process.status()  # a new client of this machine
-            assert seen["messaging"]["descriptors"]["in_use"] < gates.LOCAL_SHARE * LIMIT
+            assert seen["messaging"]["descriptors"]["in_use"] < admission.LOCAL_SHARE * LIMIT
             assert any("new TCP connections are not accepted" in each["fact"] for each in seen["problems"])
             assert seen["messaging"]["counters"]["tcp_shut"] > before
             assert all(client.usable for client in inside)
@@ -243,8 +242,8 @@ def test_the_doors_of_tcp_shut_where_the_local_socket_was_removed(monkeypatch: p
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         gate = Gate([listener.dup()], show, dict.fromkeys(("tcp_shut", "local_shut", "peers_shut_out"), 0))
-        monkeypatch.setattr(gates, "descriptors_in_use", lambda: 900)
-        monkeypatch.setattr(gates, "descriptor_limit", lambda: 1000)
+        monkeypatch.setattr(admission, "descriptors_in_use", lambda: 900)
+        monkeypatch.setattr(admission, "descriptor_limit", lambda: 1000)
         try:
             for _ in range(2):
                 with contextlib.suppress(FileNotFoundError):
@@ -280,19 +279,19 @@ def test_doors_shut_at_their_share_and_open_a_little_below(looks: list[tuple[int
     for in_use, peers in looks:
         before, now = now, now.after(in_use, limit, peers)
         for is_open, share in (
-            (now.readers, gates.READERS_SHARE),
-            (now.tcp, gates.TCP_SHARE),
-            (now.sessions, gates.SESSIONS_SHARE),
-            (now.local, gates.LOCAL_SHARE),
+            (now.readers, admission.READERS_SHARE),
+            (now.tcp, admission.TCP_SHARE),
+            (now.sessions, admission.SESSIONS_SHARE),
+            (now.local, admission.LOCAL_SHARE),
         ):
             assert not (is_open and in_use >= share * limit)
-            assert is_open or in_use >= gates.REOPEN_SHARE * share * limit
-        assert now.tcp or not before.tcp or in_use >= gates.TCP_SHARE * limit
-        assert gates.SOONEST_S <= now.look_again_in(in_use, limit) <= gates.LATEST_S
+            assert is_open or in_use >= admission.REOPEN_SHARE * share * limit
+        assert now.tcp or not before.tcp or in_use >= admission.TCP_SHARE * limit
+        assert admission.SOONEST_S <= now.look_again_in(in_use, limit) <= admission.LATEST_S
         if peers is None:
             assert now.shut_out == before.shut_out
         else:
-            assert all(count >= gates.REOPEN_SHARE * gates.ADDRESS_SHARE * limit for _, count in now.shut_out)
+            assert all(count >= admission.REOPEN_SHARE * admission.ADDRESS_SHARE * limit for _, count in now.shut_out)
 
 
 def test_the_greediest_are_held_off_where_there_are_too_many() -> None:

@@ -13,8 +13,8 @@ import pytest
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.by_name import NamedCall
 from kvframework.client import KVClient
+from kvframework.devices.halves import CLOSE_S, DeviceServerTransport
 from kvframework.devices.messages import Start
-from kvframework.devices.server_half import CLOSE_S, DeviceServerTransport
 from kvframework.devices.supervisor import CopierSupervisor, SpawnedCopier
 from kvframework.errors import DeviceLost
 from tests.support.waiting import wait_until

@@ -9,8 +9,8 @@ import pytest
 from kvframework import errors
 from kvframework.wire import messages as m
 from kvframework.wire.frames import split
-from kvframework.wire.indices import pack_indices
 from kvframework.wire.messages import RetrievePlan
+from kvframework.wire.transfer_blocks import pack_indices
 from tests.server.in_process import serving
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until

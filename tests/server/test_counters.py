@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvframework.wire import messages as m
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 from tests.server.in_process import serving
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for

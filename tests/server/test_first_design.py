@@ -23,7 +23,7 @@ from kvframework.server import Server
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join, split
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 from tests.server.gated_transport import GatedPlugin
 from tests.server.in_process import serving
 from tests.support.waiting import wait_until

@@ -17,7 +17,7 @@ from kvframework.server import Server
 from kvframework.service.lookup_waits import MOST_OF_TICKET, LookupWaits, Wait
 from kvframework.storage.l2 import loading
 from kvframework.wire import messages as m
-from kvframework.wire.handshake import LOOKUP_WAIT
+from kvframework.wire.protocol import LOOKUP_WAIT
 from tests.server.in_process import serving
 from tests.storage.tier import MemoryTier
 from tests.support.waiting import wait_until

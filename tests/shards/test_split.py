@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
-from kvframework.client.registration.shards import ModelPart, Shards, shards_of
+from kvframework.client.shards import ModelPart, Shards, shards_of
 from kvframework.errors import BadLayout
 
 CHUNK = 32

@@ -12,7 +12,7 @@ import zmq
 
 from kvframework.config.endpoint import LIVENESS_SUFFIX, ipc_path
 from kvframework.wire.frames import ERROR_TYPE, decode, join, split
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 # Makes another reply of the server's.
 Lie = Callable[[Any], Any]

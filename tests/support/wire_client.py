@@ -19,7 +19,7 @@ from kvframework.errors import KVFrameworkError
 from kvframework.messaging.curve import CurveKeys
 from kvframework.wire import messages as m
 from kvframework.wire.frames import ErrorPayload, decode, error_from, join, split
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 
 class WireClient:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvf_cpu_gather.kernel import load_kernel
+from kvf_layouts.declaring import PagedRule
 from kvf_layouts.paged import PagedLayout
-from kvf_layouts.rules import PagedRule
 from kvf_vllm.canonical import AXES, CanonicalBlocks, LayerForm
 from kvf_vllm.layouts import GroupFacts
 from kvframework.api.keys import CacheKey

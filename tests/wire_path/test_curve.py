@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvframework.client import CurveKeys, KVClient
-from kvframework.client.connecting.curve import SECRET_VARIABLE, SERVER_VARIABLE, keys_for
+from kvframework.client.connection import SECRET_VARIABLE, SERVER_VARIABLE, keys_for
 from kvframework.config import load_config
 from kvframework.errors import ServerGone
 from kvframework.messaging.curve import AdmittedClients, CurveKeyError, read_public, read_secret, write_pair

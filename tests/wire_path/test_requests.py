@@ -14,7 +14,7 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.transport import StoreOutcome
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFER_BYTES, split
-from kvframework.wire.indices import pack_indices, unpack_indices
+from kvframework.wire.transfer_blocks import pack_indices, unpack_indices
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 from tests.wire_path.remote import RemoteServer, clear, held, remote_server

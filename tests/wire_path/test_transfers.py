@@ -97,8 +97,8 @@ def test_a_miss_is_false_and_leaves_no_pin(server: RemoteServer, client: KVClien
 
 
 def test_many_batches_and_everything_skipped(client: KVClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvf_cpu_gather.wire_batches.BATCH_BYTES", 70_000)
-    monkeypatch.setattr("kvf_cpu_gather.wire_batches.WINDOW_BYTES", 200_000)
+    monkeypatch.setattr("kvf_cpu_gather.wire_path.BATCH_BYTES", 70_000)
+    monkeypatch.setattr("kvf_cpu_gather.wire_path.WINDOW_BYTES", 200_000)
     engine = Engine(client, blocks=512)
     tokens, blocks = list(range(16 * CHUNK)), list(range(256))
     target = list(range(511, 255, -1))
@@ -112,7 +112,7 @@ def test_many_batches_and_everything_skipped(client: KVClient, monkeypatch: pyte
 
 
 def test_a_full_l1_keeps_the_beginning_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvf_cpu_gather.wire_batches.BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr("kvf_cpu_gather.wire_path.BATCH_BYTES", 1 << 20)
     with remote_server(capacity="4MiB") as small, small.connect() as client:
         engine = Engine(client, blocks=160, wide=256)  # 1 MiB an object
         old = engine.request([9] * 512, "old")

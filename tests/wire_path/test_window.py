@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvf_cpu_gather.wire_batches import BATCH_BYTES, WINDOW_BATCHES, WINDOW_BYTES, Window, batches
-from kvf_cpu_gather.wire_staging import Staging
+from kvf_cpu_gather.wire_path import BATCH_BYTES, WINDOW_BATCHES, WINDOW_BYTES, Staging, Window, batches
 from kvframework.api.transport import ArenaRange
 
 SIZES = st.integers(1, 3) | st.integers(1, BATCH_BYTES) | st.integers(BATCH_BYTES - 99, BATCH_BYTES * 20)

@@ -10,7 +10,7 @@ import msgspec
 from kvframework.errors import KVFrameworkError, UnknownRequest
 from kvframework.messaging.server import handlers as inflight
 from kvframework.messaging.server import sockets
-from kvframework.wire import frames, handshake, messages
+from kvframework.wire import frames, messages, protocol
 
 VARIABLE = "KVF_TEST_RELEASE"
 
@@ -31,7 +31,7 @@ class Release(msgspec.Struct, forbid_unknown_fields=True):
 
 def become() -> None:
     release = msgspec.json.decode(os.environ.get(VARIABLE, "{}"), type=Release)
-    handshake.MIN_VERSION, handshake.PROTOCOL_VERSION = release.versions
+    protocol.MIN_VERSION, protocol.PROTOCOL_VERSION = release.versions
     frames._encoder = _Encoder(release)  # type: ignore[assignment]
     if release.lacks:
         _forget(release.lacks)

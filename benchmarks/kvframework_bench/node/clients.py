@@ -23,8 +23,7 @@ from kvframework.api.keys import DIGEST_BYTES, CacheKey
 from kvframework.api.types import Message
 from kvframework.wire import messages as m
 from kvframework.wire.frames import NO_ANSWER, join, split
-from kvframework.wire.handshake import offer
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS, offer
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.zmq_reference import ECHO
 

@@ -21,7 +21,7 @@ from kvframework.api.keys import NAMESPACE_BYTES, CacheKey
 from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
-from kvframework.wire.handshake import LOOKUP_GRANT, ONE_WAY
+from kvframework.wire.protocol import LOOKUP_GRANT, ONE_WAY
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.node.clients import CHUNK_TOKENS, MODEL, Client, Echoed, Scheduler, Worker, digests

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvf_demo.child import uninterrupted
+from kvframework.child_process import end_with_parent
 from kvframework.client import KVClient
-from kvframework.parent_death import end_with_parent
 from kvframework.wire import messages as m
 from kvframework_bench.pausable import PausableChild
 from kvframework_bench.process import LineChannel, running

@@ -1,7 +1,7 @@
 /* The token kernel: the ids of a Python list as packed 32-bit integers. Built as a plain shared library without
  * Python, called through ctypes with the GIL held.
  *
- * It reads CPython's own objects: `token_ids.py` says of which interpreters it knows their form, and tries it first.
+ * It reads CPython's own objects: `hashing.py` says of which interpreters it knows their form, and tries it first.
  */
 #include <stdint.h>
 

@@ -28,21 +28,16 @@ from kvframework.errors import (
     ServerGone,
     UnknownRequest,
 )
-from kvframework.messaging.client.bulk import BulkSocket
-from kvframework.messaging.client.dial import BULK, CONTROL, dial, make_context
-from kvframework.messaging.client.freed_tickets import FreedTickets
-from kvframework.messaging.client.heartbeat import Heartbeat
+from kvframework.messaging.client.dial import BULK, CONTROL, BulkSocket, dial, make_context
 from kvframework.messaging.client.link import Link
-from kvframework.messaging.client.liveness import LivenessLink
-from kvframework.messaging.client.losses import Losses
+from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, WhyDown
 from kvframework.messaging.client.pending import Answer, RequestFuture
-from kvframework.messaging.client.short_prompts import ShortPrompts
-from kvframework.messaging.client.why_down import WhyDown
+from kvframework.messaging.client.reported import FreedTickets, Losses, ShortPrompts
 from kvframework.messaging.curve import LoadedKeys
+from kvframework.messaging.descriptors import FOR_A_CONNECTION, as_out_of_resources, need
 from kvframework.messaging.frames_io import Socket
-from kvframework.messaging.resources import FOR_A_CONNECTION, as_out_of_resources, need
-from kvframework.wire.client_deadlines import LOCAL, ClientDeadlines
 from kvframework.wire.messages import CancelReply, Hello, HelloReply
+from kvframework.wire.protocol import LOCAL, ClientDeadlines
 
 logger = logging.getLogger(__name__)
 

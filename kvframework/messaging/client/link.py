@@ -33,18 +33,14 @@ from kvframework.errors import (
 )
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging import frames_io
-from kvframework.messaging.client.freed_tickets import FreedTickets
-from kvframework.messaging.client.heartbeat import Heartbeat
-from kvframework.messaging.client.liveness import LivenessLink
-from kvframework.messaging.client.losses import Losses
+from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, Silence
 from kvframework.messaging.client.pending import Answer, LateAnswers, Outgoing, Pending
-from kvframework.messaging.client.shared_dealer import SharedDealer, milliseconds
-from kvframework.messaging.client.short_prompts import ShortPrompts
-from kvframework.messaging.client.silence import Silence
-from kvframework.messaging.idle_wakeup import Wakeup
+from kvframework.messaging.client.reported import FreedTickets, Losses, ShortPrompts
+from kvframework.messaging.frames_io import SharedDealer, milliseconds
+from kvframework.messaging.polling import Wakeup
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Cancel, Goodbye, Ping, Pong
-from kvframework.wire.table import REQUESTS, ROOM_REQUESTS
+from kvframework.wire.protocol import REQUESTS, ROOM_REQUESTS
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())

@@ -1,20 +1,136 @@
-"""The client half of the liveness socket: it brings the arena's descriptor, and its end means the server's death.
+"""Whether a client's server lives: the liveness socket, the schedule of PINGs, the server's silence, and the reason why
+a connection is down.
 
-Runs in the engine process; connected by the supervisor thread, watched by the connection's I/O thread.
+Runs in the engine process. The supervisor thread connects the socket and writes the reason; the connection's I/O thread
+watches the socket. It brings the arena's descriptor, and its end means the server's death.
 """
 
 from __future__ import annotations
 
 import array
+import logging
 import os
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 
 from kvframework.config import trusted_server_uid
-from kvframework.errors import EndpointError, ProtocolError, ServerGone
-from kvframework.messaging.fork import close_after_fork
-from kvframework.messaging.liveness_answer import WITH_ARENA, WITHOUT_ARENA, peer_uid
+from kvframework.errors import EndpointError, KVFrameworkError, OutOfResources, ProtocolError, ServerGone
+from kvframework.logs.limit import LogLimit
+from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA, close_after_fork, peer_uid
+
+_SLOWEST_S = 2.0
+
+
+class Heartbeat:
+    """One PING is outstanding at a time; an unanswered one is repeated at growing intervals, so that none pile up."""
+
+    def __init__(self, interval: float, timeout: float, now: float) -> None:
+        self._interval = interval
+        self._timeout = timeout
+        self._next = now + interval
+        self._repeat = timeout
+        self._waiting_since: float | None = None
+
+    def next_at(self) -> float:
+        """Return the time at which `due` or `overdue` may next become true."""
+        return self._next
+
+    def due(self, now: float) -> bool:
+        """Whether a PING is due."""
+        return now >= self._next
+
+    def overdue(self, now: float) -> bool:
+        """Whether a PING has been unanswered for the timeout."""
+        return self._waiting_since is not None and now >= self._waiting_since + self._timeout
+
+    def silence(self, now: float) -> float:
+        """Return the seconds for which the oldest PING has been unanswered."""
+        return now - self._waiting_since if self._waiting_since is not None else 0.0
+
+    def sent(self, now: float) -> None:
+        """Record that a PING was sent, or could not be sent."""
+        if self._waiting_since is None:
+            self._waiting_since = now
+            self._next = now + self._timeout
+        else:
+            self._repeat = min(self._repeat * 2, max(_SLOWEST_S, self._timeout))
+            self._next = now + self._repeat
+
+    def answered(self) -> None:
+        """Record that some PING was answered."""
+        if self._waiting_since is not None:
+            self._next = self._waiting_since + self._interval
+            self._waiting_since = None
+            self._repeat = self._timeout
+
+    def ask_now(self) -> None:
+        """Make a PING due now, after another request was not answered, unless a PING is outstanding."""
+        if self._waiting_since is None:
+            self._next = 0.0
+
+
+# The silence of a server: whether it has left a request unanswered, since when, and the log lines about it.
+# Thread-safe, no I/O.
+
+logger = logging.getLogger(__name__)
+logger.addFilter(LogLimit())
+
+SILENCE_S = 1.0  # silence shorter than this is not logged
+
+
+class Silence:
+    """`changed` is called when `suspect` has changed, in the thread that changes it. Silence is not death: a link ends
+    for other reasons."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.suspect = False
+        self._changed = changed
+        self._clock = time.monotonic
+        # Guards `suspect`. Reentrant: a signal's handler may ask.
+        self._lock = threading.RLock()
+        self._suspect_since = 0.0
+        self._unanswered_since = 0.0
+        self._logged = False
+        # When a message of the server arrived: the link sets it, at every message.
+        self.heard_at = 0.0
+
+    def seconds(self) -> float:
+        """Return the seconds for which the server has answered nothing despite a request; 0 if it is not suspect."""
+        if not self.suspect:
+            return 0.0
+        return max(self._clock() - max(self._unanswered_since, self.heard_at), 0.0)
+
+    def begin(self, since: float | None = None) -> None:
+        """Mark the server as suspect. `since` is the time of the first unanswered request; None: now."""
+        with self._lock:
+            if self.suspect:
+                return
+            self._unanswered_since = self._clock() if since is None else since
+            self.suspect = True
+        self._suspect_since = self._clock()
+        self._changed()
+
+    def end(self) -> None:
+        """Record that the server's loop has answered a PING."""
+        with self._lock:
+            if not self.suspect:
+                return
+            self.suspect = False
+        if self._logged:
+            self._logged = False
+            logger.info("the server answers again after %.1f s", self._clock() - self._suspect_since)
+        else:
+            logger.debug("one answer was late, the server answers")
+        self._changed()
+
+    def log(self, now: float) -> None:
+        """Log a silence once it has lasted: a single late answer needs no action of an operator."""
+        if self.suspect and not self._logged and now - self._suspect_since >= SILENCE_S:
+            self._logged = True
+            logger.warning("the server does not answer: every lookup is a miss until it does")
 
 
 class LivenessLink:
@@ -91,3 +207,41 @@ def _receive_arena(sock: socket.socket, path: str) -> int | None:
     raise ProtocolError(
         "the liveness socket delivered no descriptor", where=path, hint="is the limit of open files reached?"
     )
+
+
+TELL_AGAIN_S = 60.0
+
+
+class WhyDown:
+    """`error` is that of the last attempt, None after a successful one; `unanswered` is the error of the present
+    attempt if its HELLO gets no answer."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.error: Exception | None = None
+        self.unanswered: ServerGone | None = None
+        self._endpoint = endpoint
+        self._tell_again_at = 0.0
+
+    @property
+    def most_telling(self) -> Exception | None:
+        """The most specific reason: a refusal before silence, silence before a server that was not found."""
+        if self.error is not None and not isinstance(self.error, ServerGone):
+            return self.error
+        return self.unanswered or self.error
+
+    def note(self, error: Exception, *, quiet: bool) -> None:
+        """Record the error of an attempt. Unless `quiet`, log it: loudly, unless there is just no server; again after a
+        while, since a cache without hits is easily overlooked."""
+        now = time.monotonic()
+        if not quiet and (str(error) != str(self.error) or now >= self._tell_again_at):
+            self._tell_again_at = now + TELL_AGAIN_S
+            if isinstance(error, ServerGone):
+                logger.info("no server at %s: %s", self._endpoint, error.fact)
+            elif isinstance(error, OutOfResources):
+                logger.warning("no connection to %s for now: %s", self._endpoint, error)
+            elif isinstance(error, KVFrameworkError):
+                logger.error("the server at %s cannot be used: %s", self._endpoint, error)
+            else:
+                logger.error("connecting to %s failed", self._endpoint, exc_info=error)
+        self.error = error
+        self.unanswered = None

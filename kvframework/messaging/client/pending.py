@@ -13,9 +13,9 @@ from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import Buffer, Message, RequestSpec
 from kvframework.errors import DeadlineExceeded, InvalidPayload, KVFrameworkError, ProtocolError
 from kvframework.messaging import frames_io
-from kvframework.messaging.deadlines import Deadlines
-from kvframework.wire.client_deadlines import HINT
+from kvframework.messaging.polling import Deadlines
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join
+from kvframework.wire.protocol import HINT
 
 logger = logging.getLogger(__name__)
 

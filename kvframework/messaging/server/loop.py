@@ -19,18 +19,13 @@ import zmq
 from kvframework.errors import EndpointError, ShuttingDown
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.frames_io import Socket, readable
-from kvframework.messaging.idle_wakeup import Wakeup
-from kvframework.messaging.server.dispatch import Dispatcher, Served
-from kvframework.messaging.server.endpoint_files import EndpointFiles
-from kvframework.messaging.server.handlers import InFlight
-from kvframework.messaging.server.liveness import LivenessServer
-from kvframework.messaging.server.newcomers.gate import Gate
-from kvframework.messaging.server.newcomers.zap import ZapHandler
-from kvframework.messaging.server.refusals import Refusals
-from kvframework.messaging.server.request_durations import RequestDurations
-from kvframework.messaging.server.sessions import ClientSession, SessionTable
-from kvframework.messaging.server.sockets import Listeners, ReplySender
-from kvframework.wire.table import REQUESTS
+from kvframework.messaging.polling import Wakeup
+from kvframework.messaging.server.admission import Gate, ZapHandler
+from kvframework.messaging.server.dispatch import Dispatcher, Refusals, Served
+from kvframework.messaging.server.handlers import InFlight, RequestDurations
+from kvframework.messaging.server.sessions import ClientSession, LivenessServer, SessionTable
+from kvframework.messaging.server.sockets import EndpointFiles, Listeners, ReplySender
+from kvframework.wire.protocol import REQUESTS
 
 logger = logging.getLogger(__name__)
 

@@ -1,18 +1,23 @@
-"""Client sessions: the connected clients, their routing ids, and the time each was last heard.
-
-Pure: no sockets, the clock is given. Used by the server's serving thread only.
-"""
+"""Client sessions: the connected clients, their routing ids, the time each was last heard, and the liveness socket
+whose end ends them. Serving thread only."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import os
 import secrets
+import select
 import socket
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from kvframework.api.requests import ClientInfo
 from kvframework.errors import HelloRequired, ProtocolError, ServerFull
+from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA, close_after_fork, descriptor_limit, peer_uid
+from kvframework.messaging.server.sockets import socket_umask
 from kvframework.wire.messages import Hello
 
 TOKEN_BYTES = 16
@@ -144,3 +149,262 @@ class SessionTable:
 def printable(name: str) -> str:
     """Return a client's own description in a form that is safe in logs and on terminals."""
     return "".join(letter if letter.isprintable() else "?" for letter in name)
+
+
+# The server half of the liveness socket: it passes the arena's descriptor, and its end means the client's death.
+#
+# A client connects, sends its 16-byte session token and gets one byte, with the arena's descriptor if there is one.
+# After that neither side sends anything. Driven by the serving loop through one pollable descriptor (`fileno`); nothing
+# here blocks.
+#
+# A child forked from C, without Python's hooks, keeps a copy of its parent's socket open. So the connected process is
+# also watched by a pidfd: it ends with the last thread of the process, and no forked child has the arena mapped
+# (client/arena_mapping.py), so nothing writes there afterwards.
+
+logger = logging.getLogger(__name__)
+
+MAX_HALF_OPEN = 256
+HALF_OPEN_SHARE = 1 / 16  # of the limit of descriptors
+MAX_PER_SESSION = 4
+HALF_OPEN_S = 1.0
+# For all clients of a node that connect at once, as after a restart: the kernel refuses those it cannot queue.
+BACKLOG = 1024
+_SO_PEERPIDFD = 77  # since Linux 6.5; Python does not name it
+_EVENTS_PER_ROUND = 64
+_ACCEPTS_PER_ROUND = 16
+
+
+def peer_process(sock: socket.socket) -> int | None:
+    """Return a pidfd, owned by the caller, of the process that has connected a Unix socket; it is readable once all its
+    threads have ended. None if it cannot be had: before Linux 6.5, where only the process id is known, for a process of
+    another pid namespace. Raises `ProcessLookupError` if the process has ended.
+
+    By its id a process may be mistaken for another, but only after it has ended itself: then the end of the other
+    counts.
+    """
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid: int = struct.unpack("3i", credentials)[0]
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None
+    except ProcessLookupError:
+        raise
+    except OSError:
+        return None
+
+
+@dataclass
+class _Live:
+    """A client's connection, and its process if that can be watched."""
+
+    sock: socket.socket
+    session: ClientSession
+    process: int | None
+
+
+@dataclass
+class _HalfOpen:
+    """A connection that has not sent its whole token yet."""
+
+    sock: socket.socket
+    deadline: float
+    received: bytearray = field(default_factory=bytearray)
+
+
+class LivenessServer:
+    """Listens at `path`, to processes of this user and of `admit_uids`. `find` returns the session of a token; sessions
+    become `local` when their socket is admitted."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        arena_for: Callable[[int], int] | None,
+        find: Callable[[bytes], ClientSession | None],
+        clock: Callable[[], float],
+        counters: dict[str, int],
+        admit_uids: Collection[int] = (),
+    ) -> None:
+        self._admitted = {os.geteuid(), *admit_uids}
+        self._arena_for = arena_for
+        self._find = find
+        self._clock = clock
+        self._counters = counters
+        self._half_open: dict[int, _HalfOpen] = {}
+        self._live: dict[int, _Live] = {}
+        self._processes: dict[int, int] = {}  # the pidfd of each in `_live`
+        self._unwatched = False
+        self._listening = False
+        self._epoll = select.epoll()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        close_after_fork(self)
+        try:
+            self._listener.setblocking(False)
+            with socket_umask(shared=bool(admit_uids)):
+                self._listener.bind(path)
+            self._listener.listen(BACKLOG)
+        except OSError:
+            self.close()
+            raise
+        self._listen()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable whenever `serve()` has work."""
+        return self._epoll.fileno()
+
+    def serve(self) -> list[ClientSession]:
+        """Handle ready events, a bounded number. Returns the sessions whose last liveness socket has ended."""
+        dead = []
+        calling = False
+        ready = [fd for fd, _ in self._epoll.poll(0, _EVENTS_PER_ROUND)]
+        # Ends before tokens: a new connection may get the number of a socket that ends, which this round may still
+        # name.
+        for fd in ready:
+            if (live := self._processes.get(fd, fd)) in self._live:
+                session = self._end(live)
+                if not any(other.session is session for other in self._live.values()):
+                    session.local = False
+                    dead.append(session)
+        for fd in ready:
+            if fd == self._listener.fileno():
+                calling = True
+            elif fd in self._half_open:
+                self._hear(self._half_open[fd])
+        # After the connections that have sent something: silent ones may have to make room.
+        for _ in range(_ACCEPTS_PER_ROUND if calling else 0):
+            if not self._accept():
+                break
+        return dead
+
+    def expire(self, now: float) -> None:
+        """Drop connections that did not send their token in time, and listen again after descriptors ran out."""
+        for entry in [entry for entry in self._half_open.values() if now >= entry.deadline]:
+            self._refuse(entry)
+        if not self._listening:
+            self._listen()
+
+    def drop(self, session: ClientSession) -> None:
+        """Close the sockets of a session that has ended; its client sees that at once."""
+        for fd in [fd for fd, live in self._live.items() if live.session is session]:
+            self._end(fd)
+
+    def close(self) -> None:
+        """Close every socket, which the clients take for the server's death. The caller removes the socket file."""
+        for live in self._live.values():
+            live.sock.close()
+            if live.process is not None:
+                os.close(live.process)
+        for entry in self._half_open.values():
+            entry.sock.close()
+        self._live.clear()
+        self._processes.clear()
+        self._half_open.clear()
+        self._listener.close()
+        self._epoll.close()
+
+    def close_in_child(self) -> None:
+        self.close()
+
+    def _listen(self) -> None:
+        self._epoll.register(self._listener.fileno(), select.EPOLLIN)
+        self._listening = True
+
+    def _accept(self) -> bool:
+        """Accept a connection; False if there is none."""
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+                # The listener would stay readable and keep the loop busy: pause until the next tick.
+                logger.warning("cannot accept a liveness connection: %s", error)
+                self._epoll.unregister(self._listener.fileno())
+                self._listening = False
+            return False
+        if peer_uid(sock) not in self._admitted:
+            logger.warning("refused a liveness connection of another user, uid %d", peer_uid(sock))
+            self._counters["liveness_refused"] += 1
+            sock.close()
+            return True
+        while len(self._half_open) >= min(MAX_HALF_OPEN, descriptor_limit() * HALF_OPEN_SHARE):
+            self._refuse(next(iter(self._half_open.values())))
+        sock.setblocking(False)
+        self._half_open[sock.fileno()] = _HalfOpen(sock, self._clock() + HALF_OPEN_S)
+        self._epoll.register(sock.fileno(), select.EPOLLIN)
+        return True
+
+    def _hear(self, entry: _HalfOpen) -> None:
+        try:
+            data = entry.sock.recv(TOKEN_BYTES + 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        entry.received += data
+        if data and len(entry.received) < TOKEN_BYTES:
+            return
+        session = self._find(bytes(entry.received))
+        if session is None or sum(other.session is session for other in self._live.values()) >= MAX_PER_SESSION:
+            self._refuse(entry)
+            return
+        try:
+            process = self._process_of(entry.sock)
+        except ProcessLookupError:
+            self._refuse(entry)
+            return
+        fd, was_local = entry.sock.fileno(), session.local
+        session.local = True  # before the client gets its answer
+        session.liveness = entry.sock
+        if not self._admit(entry.sock, session):
+            session.local = was_local
+            session.liveness = None
+            if process is not None:
+                os.close(process)
+            self._refuse(entry)
+            return
+        del self._half_open[fd]
+        self._live[fd] = _Live(entry.sock, session, process)
+        if process is not None:
+            self._processes[process] = fd
+            self._epoll.register(process, select.EPOLLIN)
+
+    def _process_of(self, sock: socket.socket) -> int | None:
+        process = peer_process(sock)
+        if process is None and not self._unwatched:
+            self._unwatched = True
+            logger.info("a client's process cannot be watched: only the end of its socket ends its session")
+        return process
+
+    def _end(self, fd: int) -> ClientSession:
+        live = self._live.pop(fd)
+        if live.process is not None:
+            del self._processes[live.process]
+            os.close(live.process)  # the only copy, so it leaves the epoll, too
+        self._hang_up(live.sock)
+        return live.session
+
+    def _admit(self, sock: socket.socket, session: ClientSession) -> bool:
+        try:
+            if self._arena_for is None:
+                return sock.send(WITHOUT_ARENA) == 1
+            arena = self._arena_for(session.session_id)
+            try:
+                return socket.send_fds(sock, [WITH_ARENA], [arena]) == 1
+            finally:
+                os.close(arena)
+        except OSError as error:
+            logger.warning("cannot answer on a liveness socket: %s", error)
+            return False
+
+    def _refuse(self, entry: _HalfOpen) -> None:
+        self._counters["liveness_refused"] += 1
+        self._half_open.pop(entry.sock.fileno(), None)
+        self._hang_up(entry.sock)
+
+    def _hang_up(self, sock: socket.socket) -> None:
+        # A copier may hold a copy (`ClientSession.liveness_fd`): epoll would still watch the closed socket, and take
+        # its events for those of the connection that gets its number next.
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(sock)
+        sock.close()

@@ -20,7 +20,7 @@ from kvframework.errors import RequestError
 from kvframework.service.accounts.misses import Why
 from kvframework.storage.l2.loading import TierCall
 from kvframework.wire import messages as m
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 MOST = m.MAX_RECENT
 # Of a text that a client chose.

@@ -18,7 +18,7 @@ from kvframework.errors import RequestError
 from kvframework.service.keys import KeyGrid
 from kvframework.service.own_user import check_own_user
 from kvframework.wire import messages as m
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 log = logging.getLogger(__name__)
 

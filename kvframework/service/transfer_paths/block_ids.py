@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from kvframework.api.layout import KVLayout
 from kvframework.api.transport import GroupBlocks
 from kvframework.errors import BadBlockIds
-from kvframework.wire.indices import INDEX_BYTES, unpack_indices
-from kvframework.wire.transfer_blocks import check_bound, checked_blocks
+from kvframework.wire.transfer_blocks import INDEX_BYTES, check_bound, checked_blocks, unpack_indices
 
 
 def blocks_of_transfer(

@@ -33,8 +33,8 @@ from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS
-from kvframework.wire.indices import INDEX_BYTES, pack_indices, unpack_indices
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
+from kvframework.wire.transfer_blocks import INDEX_BYTES, pack_indices, unpack_indices
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from kvframework.storage.l1.leases import PinLease, StoredObject
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 
 class EngineDrivenTransfers:

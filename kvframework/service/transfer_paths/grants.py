@@ -25,7 +25,7 @@ from kvframework.service.transfer_paths.contents import Contents
 from kvframework.storage.l1.leases import NO_PROMPT, PromptPart, StoredObject
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
-from kvframework.wire.indices import pack_indices, pack_offsets
+from kvframework.wire.transfer_blocks import pack_indices, pack_offsets
 
 # Grants that have not ended, of all sessions and for the LOOKUPs of one: it needs leases and pins for tickets, too.
 MAX_OPEN, MAX_OF_ASKER = 4096, 512

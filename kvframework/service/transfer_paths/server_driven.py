@@ -37,7 +37,7 @@ from kvframework.service.transfer_paths.engine_driven import (
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
-from kvframework.wire.table import REQUESTS
+from kvframework.wire.protocol import REQUESTS
 
 log = logging.getLogger(__name__)
 

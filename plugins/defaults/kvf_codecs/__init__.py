@@ -5,13 +5,39 @@ Importing this module does not import zstandard, so that a list of plugins stays
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
-from kvf_codecs.options import ZstdOptions
+from msgspec import Meta
+
 from kvframework.api.codec import Codec, CodecProvider, hookimpl
+from kvframework.api.copying import copy_bytes
 from kvframework.api.installing import install_command
 from kvframework.api.options import Options
+
+
+class NoneCodec(Codec):
+    name = "none"
+
+    def encode(self, data: memoryview) -> Sequence[memoryview]:
+        return [data]
+
+    def decode_into(self, packed: memoryview, out: memoryview) -> None:
+        if packed.nbytes != out.nbytes:
+            raise ValueError(f"{packed.nbytes} bytes, expected {out.nbytes}")
+        copy_bytes(out, packed)
+
+
+class ZstdOptions(Options, frozen=True):
+    level: Annotated[
+        int,
+        Meta(
+            ge=-7,
+            le=22,
+            description="higher packs tighter and slower, negative is fastest; 0 is Zstandard's own default, 3",
+        ),
+    ] = 1
 
 
 def _probe() -> str | None:
@@ -21,8 +47,6 @@ def _probe() -> str | None:
 
 
 def _none(_options: Options) -> Codec:
-    from kvf_codecs.none import NoneCodec
-
     return NoneCodec()
 
 

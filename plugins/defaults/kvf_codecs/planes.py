@@ -5,28 +5,150 @@ Sign and exponent of floating-point numbers shrink to a third, once they lie apa
 
 from __future__ import annotations
 
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import xxhash
 import zstandard
 
-from kvf_codecs.plane_choice import choose
-from kvf_codecs.plane_form import (
-    HEADER_BYTES,
-    PIECE,
-    Header,
-    Piece,
-    pieces,
-    read_header,
-    read_table,
-    table_bytes,
-    table_of,
-)
 from kvf_codecs.plane_kernel import PlaneKernel, load_kernel
 from kvframework.api.codec import Codec
 from kvframework.api.copying import copy_bytes, fresh_memory
 from kvframework.api.types import DTYPE_BYTES, Buffer
+
+# The packed form of the `planes` codec. Pure.
+#
+# An object is cut into pieces of `PIECE` elements; the last one is what is left. Byte i of each element of a piece is
+# its plane i, which is held as a Zstandard frame, or as it is where that is not smaller.
+#
+# Little-endian: version u8, bytes of an element u8 (0: the object's own bytes follow, as they are), 6 zero bytes, bytes
+# of the object u64, XXH3-64 of the object u64; then the length u32 of each plane as held, piece by piece; then these
+# planes; then the bytes behind the last whole element. A plane held as it is has a byte for each element.
+
+VERSION = 1
+# Of one element in bytes.
+WIDTHS = (1, 2, 4, 8)
+# Planes of so many bytes stay in the processor's caches from one step to the next.
+PIECE = 1 << 18
+
+_HEADER = struct.Struct("<BB6xQQ")
+HEADER_BYTES = _HEADER.size
+
+
+class Piece(NamedTuple):
+    """`at`: its place in the object, in bytes."""
+
+    at: int
+    elements: int
+
+
+class Header(NamedTuple):
+    """`width` 0: not in planes."""
+
+    width: int
+    nbytes: int
+    checksum: int
+
+    def packed(self) -> bytes:
+        return _HEADER.pack(VERSION, self.width, self.nbytes, self.checksum)
+
+
+def pieces(nbytes: int, width: int) -> Iterator[Piece]:
+    """Yield the pieces of an object, without the bytes behind its last whole element."""
+    elements = nbytes // width
+    for first in range(0, elements, PIECE):
+        yield Piece(first * width, min(PIECE, elements - first))
+
+
+def table_of(lengths: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(lengths)}I", *lengths)
+
+
+def table_bytes(nbytes: int, width: int) -> int:
+    return -(-(nbytes // width) // PIECE) * width * 4
+
+
+def read_header(packed: memoryview, nbytes: int) -> Header:
+    """Return the header of the packed form of an object that has `nbytes`. Raises `ValueError`."""
+    if packed.nbytes < HEADER_BYTES:
+        raise ValueError(f"{packed.nbytes} packed bytes, expected a header of {HEADER_BYTES}")
+    version, width, stated, checksum = _HEADER.unpack_from(packed)
+    header = Header(width, stated, checksum)
+    if version != VERSION:
+        raise ValueError(f"form version {version}, expected {VERSION}")
+    if stated != nbytes:
+        raise ValueError(f"an object of {stated} bytes, expected {nbytes}")
+    if width not in (0, *WIDTHS) or packed[2:8] != bytes(6):
+        raise ValueError(f"elements of {width} bytes, expected {', '.join(map(str, WIDTHS))}")
+    return header
+
+
+def read_table(packed: memoryview, header: Header) -> Sequence[int]:
+    """Return the length of each plane as held. Raises `ValueError` unless together they are what follows."""
+    size = table_bytes(header.nbytes, header.width)
+    start = HEADER_BYTES + size
+    if packed.nbytes < start:
+        raise ValueError(f"{packed.nbytes} packed bytes, expected a table up to byte {start}")
+    lengths = struct.unpack_from(f"<{size // 4}I", packed, HEADER_BYTES)
+    whole = start + sum(lengths) + header.nbytes % header.width
+    if packed.nbytes != whole:
+        raise ValueError(f"{packed.nbytes} packed bytes, expected {whole}")
+    return lengths
+
+
+# The sample is this part of an object, but not less than `LEAST` nor more than `MOST` bytes of it.
+_PART = 32
+_LEAST = 16 << 10
+_MOST = 128 << 10
+_RUNS = 16
+# A plane that shrinks by less than this part is not worth the time.
+_WORTH = 32
+
+
+class Choice(NamedTuple):
+    """`shrinks[i]`: whether plane i is worth packing."""
+
+    width: int
+    shrinks: Sequence[bool]
+
+
+def choose(
+    data: memoryview, widths: Sequence[int], kernel: PlaneKernel, packed_bytes: Callable[[memoryview], int]
+) -> Choice:
+    """Return the best of `widths`, which ascend, for an object's bytes, by `packed_bytes`, the packed length of a
+    plane. A wider one must be better by more than chance."""
+    sample = sample_of(data)
+    least, best = _tried(sample, widths[0], kernel, packed_bytes)
+    for width in widths[1:]:
+        held, choice = _tried(sample, width, kernel, packed_bytes)
+        if held < least - least // _WORTH:
+            least, best = held, choice
+    return best
+
+
+def sample_of(data: memoryview) -> memoryview:
+    """Return runs of bytes from all over the object, whole elements of any width; all of a small object."""
+    wanted = min(max(_LEAST, data.nbytes // _PART), _MOST)
+    if data.nbytes <= wanted:
+        return data
+    run = wanted // _RUNS // 8 * 8
+    step = (data.nbytes - run) // (_RUNS - 1) // 8 * 8
+    return memoryview(b"".join(data[at : at + run] for at in range(0, _RUNS * step, step)))
+
+
+def _tried(
+    sample: memoryview, width: int, kernel: PlaneKernel, packed_bytes: Callable[[memoryview], int]
+) -> tuple[int, Choice]:
+    count = sample.nbytes // width
+    planes = [memoryview(bytearray(count)) for _ in range(width)]
+    kernel.split(sample[: count * width], planes)
+    sizes = [packed_bytes(plane) for plane in planes]
+    shrinks = [size < count - count // _WORTH for size in sizes]
+    held = sum(size if shrink else count for size, shrink in zip(sizes, shrinks, strict=True))
+    return held, Choice(width, shrinks)
+
 
 # The bytes that an element may have, by its dtype.
 _WIDTHS = {dtype: (width,) for dtype, width in DTYPE_BYTES.items()}
@@ -59,7 +181,7 @@ class _Contexts(threading.local):
 
 
 class PlanesCodec(Codec):
-    """One form for all kernels (`plane_form.py`). Without a dtype a sample tells the width of an element.
+    """One form for all kernels. Without a dtype a sample tells the width of an element.
 
     Allocates the packed bytes in `encode`, and nothing that grows with the object in `decode_into`.
     """

@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Annotated, Literal
 
-from kvf_cpu_gather.options import CpuGatherOptions
+from msgspec import Meta
+
 from kvframework.api.installing import install_command
+from kvframework.api.options import Options
 from kvframework.api.transport import EngineLink, TransferContext, TransportProvider, hookimpl
 from kvframework.errors import PluginUnavailable
+
+# The options of `cpu_gather`. They are the engine's; a server needs none.
+
+Path = Literal["auto", "arena", "wire"]
+Kernel = Literal["auto", "native", "torch"]
+
+
+class CpuGatherOptions(Options, frozen=True):
+    """The options; each field has its description."""
+
+    path: Annotated[
+        Path,
+        Meta(
+            description='how bytes move: "arena", over shared memory or not at all; "wire", always over the wire; '
+            '"auto", over the arena where it is mapped'
+        ),
+    ] = "auto"
+    kernel: Annotated[
+        Kernel,
+        Meta(
+            description='what copies in host memory: "native", the compiled kernel or nothing; "torch", torch; '
+            '"auto", the kernel where it was built. Memory of other devices goes through torch'
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int, Meta(ge=0, le=64, description="threads of the kernel for one large copy, at most; 0: one per core")
+    ] = 0
 
 
 def _create(options: CpuGatherOptions, link: EngineLink) -> TransferContext:

@@ -8,19 +8,17 @@ the future's outcome, and one line in the log.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from kvf_cpu_gather.arena_path import load_from_arena, store_in_arena
-from kvf_cpu_gather.engine_memory import RegisteredMemory
+from kvf_cpu_gather.engine_memory import Moves, RegisteredMemory, gather_blocks
 from kvf_cpu_gather.kernel import CopyKernel
-from kvf_cpu_gather.moves import Moves, gather_blocks
-from kvf_cpu_gather.options import Path
-from kvf_cpu_gather.transfer_steps import Courses, Ended, Steps
-from kvf_cpu_gather.warning_limit import ThrottledLog
+from kvf_cpu_gather.transfer_steps import Courses, Ended, Steps, load_from_arena, store_in_arena
 from kvf_cpu_gather.wire_path import WirePath
 from kvframework.api.futures import Future
 from kvframework.api.layout import CANONICAL, OPAQUE, LayerTensors, Layout
@@ -35,6 +33,34 @@ from kvframework.api.transport import (
 )
 from kvframework.errors import BadLayout, Cancelled, KVFrameworkError, NotRegistered
 
+# The rate limit of warnings: a server that is down must not fill the engine's log. Engine side.
+
+
+class ThrottledLog:
+    """Writes a warning per reason at most once in `interval_s` seconds, with the number left out since. Thread-safe."""
+
+    def __init__(
+        self, logger: logging.Logger, *, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger = logger
+        self._interval_s = interval_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last: dict[str, tuple[float, int]] = {}
+
+    def warning(self, reason: str, message: str, *, error: BaseException | None = None) -> None:
+        """Log `message`, with the traceback of `error`; warnings of an equal `reason` share one limit."""
+        now = self._clock()
+        with self._lock:
+            written, left_out = self._last.get(reason, (float("-inf"), 0))
+            if now - written < self._interval_s:
+                self._last[reason] = (written, left_out + 1)
+                return
+            self._last[reason] = (now, 0)
+        suffix = f" ({left_out} more since the last such line)" if left_out else ""
+        self._logger.warning("%s%s", message, suffix, exc_info=error)
+
+
 O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
 
 _log = logging.getLogger(__name__)
@@ -45,7 +71,7 @@ class CpuGather(TransferContext):
     they hold the tensors. Otherwise only the registration, the tensors' addresses, and over the wire some staging
     memory are kept between calls. `path` "auto": the arena where it is mapped, else the wire."""
 
-    def __init__(self, link: EngineDrivenLink, path: Path = "auto", kernel: CopyKernel | None = None) -> None:
+    def __init__(self, link: EngineDrivenLink, path: str = "auto", kernel: CopyKernel | None = None) -> None:
         self._link = link
         self._kernel = kernel
         self._path = path

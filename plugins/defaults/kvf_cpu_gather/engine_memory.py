@@ -1,4 +1,5 @@
-"""The engine's memory as blocks, remembered while the tensors keep their addresses.
+"""The engine's memory as blocks, remembered while the tensors keep their addresses; and the moves of a
+transfer's objects.
 
 Engine side. Making views of the tensors takes longer in Python than a small copy, and has the same result at every
 submit of an engine with stable memory. Only addresses are remembered: between calls no tensor is held.
@@ -7,20 +8,93 @@ submit of an engine with stable memory. Only addresses are remembered: between c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from kvf_cpu_gather.kernel import CopyKernel
-from kvf_cpu_gather.remembered_views import RememberedViews, signature
 from kvf_cpu_gather.torch_copies import Copies, Piece, TorchCopies, mark_device, on_host, wait_for_devices
-from kvframework.api.layout import LayerGroup, LayerTensors, Layout, MemoryLayoutDesc
-from kvframework.api.transport import ArenaRange, GroupBlocks, Registration
+from kvframework.api.layout import GroupDesc, LayerGroup, LayerTensors, Layout, MemoryLayoutDesc
+from kvframework.api.transport import ArenaRange, GroupBlocks, Registration, Transfer
+from kvframework.api.types import Buffer
 from kvframework.devices.copy_plans import CopyPlanner, PlacedView
+from kvframework.errors import BadBlockIds
 
 if TYPE_CHECKING:
     from kvf_cpu_gather.torch_copies import GroupViews
+
+# The places of a layout's views in an engine's tensors, remembered without holding a tensor.
+#
+# A layout makes views by rules and checks; making the same views of the same tensors again is one call of torch each.
+
+
+class _Place(NamedTuple):
+    """A view of one of the tensors, which is named by its order; `offset` is in elements from the tensor's first."""
+
+    tensor: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class RememberedViews:
+    """The places of views, valid for tensors with an equal `signature`."""
+
+    def __init__(self, places: Sequence[Sequence[Sequence[_Place]]]) -> None:
+        self._places = places
+
+    @classmethod
+    def of(cls, views: Sequence[GroupViews], kv_caches: Mapping[str, LayerTensors]) -> RememberedViews | None:
+        """Return the places of `views`; None if a view has another dtype than its memory, or is of none of the
+        tensors."""
+        tensors = {
+            (tensor.untyped_storage().data_ptr(), tensor.dtype): index
+            for index, tensor in enumerate(tensors_of(kv_caches))
+        }
+        starts = [tensor.storage_offset() for tensor in tensors_of(kv_caches)]
+
+        def place(view: torch.Tensor) -> _Place:
+            index = tensors[view.untyped_storage().data_ptr(), view.dtype]
+            return _Place(index, view.shape, view.stride(), int(view.storage_offset()) - int(starts[index]))
+
+        try:
+            return cls([[[place(view) for view in plane] for plane in planes] for planes in views])
+        except KeyError:
+            return None
+
+    def again(self, kv_caches: Mapping[str, LayerTensors]) -> list[GroupViews]:
+        """Return the views of these tensors. Torch checks that their storage reaches as far."""
+        tensors = list(tensors_of(kv_caches))
+        starts = [tensor.storage_offset() for tensor in tensors]
+        return [
+            [
+                [
+                    tensors[place.tensor].as_strided(place.shape, place.stride, starts[place.tensor] + place.offset)
+                    for place in plane
+                ]
+                for plane in planes
+            ]
+            for planes in self._places
+        ]
+
+
+def signature(kv_caches: Mapping[str, LayerTensors]) -> list[object]:
+    """Return everything that a layout's views depend on; equal for two calls only if all tensors lie in the same way at
+    the same places, and their storage still reaches as far: torch checks that where it makes views."""
+    found: list[object] = []
+    for name, tensors in kv_caches.items():
+        found.append(name)
+        for tensor in (tensors,) if isinstance(tensors, torch.Tensor) else tensors:
+            found += (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            found.append(tensor.untyped_storage().nbytes())
+    return found
+
+
+def tensors_of(kv_caches: Mapping[str, LayerTensors]) -> Iterator[torch.Tensor]:
+    """Yield all tensors, layer by layer."""
+    for tensors in kv_caches.values():
+        yield from (tensors,) if isinstance(tensors, torch.Tensor) else tensors
 
 
 class KernelCopies(Copies):
@@ -155,3 +229,61 @@ def _placed(view: torch.Tensor) -> PlacedView:
     size = view.element_size()
     block, slot, head, element = view.stride()
     return PlacedView(view.data_ptr(), (block * size, slot * size, head * size, element * size))
+
+
+class Moves:
+    """The moves of one transfer. Borrows the engine's tensors. Raises `BadBlockIds` for blocks that these tensors do
+    not have, which a registration without a number of blocks cannot check."""
+
+    def __init__(self, transfer: Transfer, memory: EngineMemory) -> None:
+        for index, (blocks, count) in enumerate(zip(transfer.blocks, memory.block_counts, strict=True)):
+            if blocks.highest >= count:
+                raise BadBlockIds(
+                    f"block id {blocks.highest}", where=f"layer group {index}", available=f"0 to {count - 1}"
+                )
+        self.memory = memory
+        self._tokens = transfer.tokens
+        self._chunk_tokens = transfer.registration.desc.chunk_tokens
+        self._copies = memory.copies(transfer.blocks)
+
+    def gather(self, memory: Buffer, places: Sequence[ArenaRange]) -> None:
+        """Fill the ranges of `memory` from the engine's blocks."""
+        self._copies.gather(_seen(memory), places)
+
+    def scatter(self, memory: Buffer, places: Sequence[ArenaRange], skip_tokens: int) -> None:
+        """Write the ranges of `memory` into the engine's blocks, limited to a group's window and without the first
+        `skip_tokens` tokens. A state is written whole, unless all tokens are skipped."""
+        if skip_tokens < self._tokens:
+            self._copies.scatter(_seen(memory), places, skip_tokens)
+
+    def scatter_each(self, parts: Iterable[tuple[Buffer, ArenaRange]], skip_tokens: int) -> None:
+        """Do `scatter` for objects that arrived one by one, each whole in a buffer of its own."""
+        if skip_tokens < self._tokens:
+            self._copies.scatter_each([Piece(place, _seen(memory)) for memory, place in parts], skip_tokens)
+
+    def reaches(self, place: ArenaRange, skip_tokens: int) -> bool:
+        """Return False if a load that skips the first `skip_tokens` tokens would write nothing of `place`."""
+        return (place.chunk + 1) * self._chunk_tokens > skip_tokens
+
+
+def _seen(memory: Buffer) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def gather_blocks(
+    registration: Registration, views: Sequence[GroupViews], blocks: Sequence[int], kernel: CopyKernel | None
+) -> list[bytes]:
+    """Return one block of each layer group as the bytes of its canonical form `[planes, layers, slots per block,
+    hidden]`, by the copies that stores make."""
+    gathered = []
+    for group, view, desc, block in zip(
+        registration.layout.groups, views, registration.desc.groups, blocks, strict=True
+    ):
+        planes, layers, _, hidden = desc.shape
+        one = GroupDesc((planes, layers, group.slots, hidden), desc.dtype)
+        memory = torch.empty(one.nbytes, dtype=torch.uint8)
+        seen = memory_of(kernel, [group], MemoryLayoutDesc(group.block_size, (one,)), [view])
+        copies = seen.copies([GroupBlocks([block], 1, 0, block)])
+        copies.gather(memory, [ArenaRange(0, 0, 0, one.nbytes)])
+        gathered.append(bytes(memory.tolist()))
+    return gathered

@@ -1,5 +1,5 @@
 """A transfer as steps between answers of the server: in the engine's thread as long as these arrive at once, else in a
-thread of its own. Engine side.
+thread of its own; and the steps of the path over shared memory. Engine side.
 
 A transfer is a generator that yields each future it waits for, and continues with its result. It touches the engine's
 memory between two yields only: while it waits, it can be cancelled at once, by `Cancelled` at its yield. A load in
@@ -13,12 +13,25 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Generator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from itertools import accumulate, takewhile
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from kvf_cpu_gather.engine_memory import Moves
 from kvframework.api.futures import Future, Promise
-from kvframework.api.transport import LoadPlan, StorePlan
+from kvframework.api.transport import (
+    ArenaRange,
+    EngineDrivenLink,
+    LoadOutcome,
+    LoadPlan,
+    StoreOutcome,
+    StorePlan,
+    Transfer,
+)
 from kvframework.errors import Cancelled
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -229,3 +242,48 @@ class Courses:
     def _forget(self, course: Course[Any]) -> None:
         with self._lock:
             self._under_way.discard(course)
+
+
+def store_in_arena(
+    link: EngineDrivenLink, transfer: Transfer, moves: Moves, event: torch.Event | None
+) -> Steps[StoreOutcome]:
+    """Store through the arena. Raises `KVFrameworkError`; nothing is published then."""
+    with (yield from planned(link.prepare_store(transfer))) as plan:
+        if plan.ranges:
+            if event is not None:
+                event.synchronize()
+            moves.gather(plan.arena, plan.ranges)
+            yield from unless_cancelled()
+        try:
+            committed: StoreOutcome = yield plan.commit()
+        except Cancelled as error:
+            return plan.outcome + StoreOutcome(unknown=len(plan.ranges), error=error.code)
+        return committed
+
+
+def load_from_arena(
+    link: EngineDrivenLink, transfer: Transfer, moves: Moves, event: torch.Event | None, skip_tokens: int
+) -> Steps[LoadOutcome]:
+    """Load through the arena. Raises `KVFrameworkError`; the blocks have any content then."""
+    with (yield from planned(link.prepare_load(transfer))) as plan:
+        if plan.hit:
+            if event is not None:
+                event.synchronize()
+            left = plan.ranges
+            while left:
+                turn = Turn()
+                room = (yield turn) if transfer.in_pieces else None
+                piece = left[: _that_fit(left, room)]
+                moves.scatter(plan.arena, piece, skip_tokens)
+                moves.memory.wait()
+                left, turn.moved = left[len(piece) :], sum(place.length for place in piece)
+        committed: LoadOutcome = yield plan.commit()
+        return committed
+
+
+def _that_fit(places: Sequence[ArenaRange], room: int | None) -> int:
+    """Return how many of the first places fit into so many bytes, at least one; None: all."""
+    if room is None:
+        return len(places)
+    ends = accumulate(place.length for place in places)
+    return max(sum(1 for _ in takewhile(lambda end: end <= room, ends)), 1)

@@ -6,19 +6,115 @@ under way, so that one is gathered while others are sent, and one is received wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import contextlib
+import mmap
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from kvf_cpu_gather.moves import Moves
+from kvf_cpu_gather.engine_memory import Moves
 from kvf_cpu_gather.transfer_steps import Steps, planned, unless_cancelled
-from kvf_cpu_gather.wire_batches import Batch, Window, batches
-from kvf_cpu_gather.wire_staging import Staging
 from kvframework.api.futures import Future
 from kvframework.api.transport import ArenaRange, EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
 from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError
 
 if TYPE_CHECKING:
     import torch
+
+
+class Staging:
+    """Pieces of memory of one size, allocated on demand and kept for the next store, `count` at most.
+
+    A piece that was taken and is not given back is simply forgotten: a remaining reader keeps it alive.
+    """
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._free: list[memoryview] = []
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return a writable piece of at least `nbytes`, with any content."""
+        if nbytes > self._size:
+            self._size = nbytes
+            self._free.clear()
+        if self._free:
+            return self._free.pop()
+        memory = mmap.mmap(-1, self._size)
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(memory)
+
+    def give_back(self, piece: memoryview) -> None:
+        """Take back a piece that has no reader any more."""
+        if piece.nbytes == self._size:
+            self._free.append(piece)
+
+    def close(self) -> None:
+        self._free.clear()
+
+
+BATCH_BYTES = 8 << 20
+BATCH_OBJECTS = 1024
+WINDOW_BYTES = 64 << 20
+WINDOW_BATCHES = 4
+_ALIGNMENT = 64
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Whole objects that travel together; `offsets` has the place of each in `nbytes` of staging memory."""
+
+    places: Sequence[ArenaRange]
+    offsets: Sequence[int]
+    nbytes: int
+
+
+def batches(places: Sequence[ArenaRange]) -> Iterator[Batch]:
+    """Cut in order: as many objects as are small enough together, at least one."""
+    taken: list[ArenaRange] = []
+    offsets: list[int] = []
+    end = 0
+    for place in places:
+        size = -(-place.length // _ALIGNMENT) * _ALIGNMENT
+        if taken and (end + size > BATCH_BYTES or len(taken) == BATCH_OBJECTS):
+            yield Batch(taken, offsets, end)
+            taken, offsets, end = [], [], 0
+        taken.append(place)
+        offsets.append(end)
+        end += size
+    if taken:
+        yield Batch(taken, offsets, end)
+
+
+class Window(Generic[T]):
+    """The batches under way, oldest first: bounded in number and bytes, but two are always allowed, so that they
+    overlap."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[T, int]] = deque()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[T]:
+        return (item for item, _ in self._items)
+
+    def has_room(self, nbytes: int) -> bool:
+        count = len(self._items)
+        return count < 2 or (count < WINDOW_BATCHES and self._bytes + nbytes <= WINDOW_BYTES)
+
+    def add(self, item: T, nbytes: int) -> None:
+        self._items.append((item, nbytes))
+        self._bytes += nbytes
+
+    def take_oldest(self) -> T:
+        item, nbytes = self._items.popleft()
+        self._bytes -= nbytes
+        return item
 
 
 class _Sent(NamedTuple):

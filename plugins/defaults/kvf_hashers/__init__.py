@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvf_hashers.sglang_pages import SglangPages
-from kvf_hashers.sha256 import Sha256
+from kvf_hashers.sha256 import SglangPages, Sha256
 from kvframework.api.hasher import HasherProvider, hookimpl
 from kvframework.api.options import NoOptions
 

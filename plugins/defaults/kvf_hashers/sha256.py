@@ -1,13 +1,87 @@
-"""The SHA-256 key hasher. Pure; runs in engines and in the server, in any thread."""
+"""The key hashers of chained SHA-256: the framework's own, and that of SGLang's pages. Pure; in engines and in the
+server, in any thread."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from kvf_hashers.sha256_kernel import load_chain
+from kvframework.api.copying import address_of
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
 from kvframework.errors import RequestError
+
+# The Python side of the hash kernel (`native/sha256.c`), an optional part of the build; without it, `hashlib`.
+#
+# Blocking, without the GIL; a hash is a pure function, so any thread may call.
+
+log = logging.getLogger(__name__)
+
+_LIBRARY = Path(__file__).with_name("native") / "libkvf_sha256.so"
+_ABI = 1
+
+# (tokens, bytes of a chunk, parent, gap) -> the digests of all whole chunks, each SHA-256(the digest before it, as many
+# zero bytes as the gap, the chunk). `parent`, before the first, is empty or a digest; the gap is of 16 bytes at most.
+Chain = Callable[[memoryview, int, bytes, int], bytes]
+
+
+def chain_by_hashlib(tokens: memoryview, step: int, parent: bytes, gap: int) -> bytes:
+    """A `Chain` of the standard library's calls, three a chunk."""
+    sha256, between, digest, digests = hashlib.sha256, bytes(gap), parent, []
+    for begin in range(0, tokens.nbytes - step + 1, step):
+        state = sha256(digest + between)
+        state.update(tokens[begin : begin + step])
+        digest = state.digest()
+        digests.append(digest)
+    return b"".join(digests)
+
+
+@functools.cache
+def load_chain() -> Chain:
+    """Return the kernel's `Chain`; that of `hashlib` where the kernel was not built, or not for this processor."""
+    library = _library()
+    return chain_by_hashlib if library is None else _by_kernel(library)
+
+
+def _by_kernel(library: ctypes.CDLL) -> Chain:
+    call = library.kvf_sha256_chain
+    pointer, size = ctypes.c_void_p, ctypes.c_uint64
+    call.argtypes = (pointer, size, size, ctypes.c_char_p, ctypes.c_uint32, ctypes.c_uint32, pointer)
+    call.restype = ctypes.c_int
+
+    def chain(tokens: memoryview, step: int, parent: bytes, gap: int) -> bytes:
+        chunks = tokens.nbytes // step
+        digests = ctypes.create_string_buffer(chunks * DIGEST_BYTES)
+        if not chunks:
+            return b""
+        if tokens.readonly:
+            with address_of(tokens) as (address, _):
+                status = call(address, chunks, step, parent, len(parent), gap, digests)
+        else:
+            # A tenth of the time of `address_of`, which counts for a short request.
+            held = ctypes.c_char.from_buffer(tokens)
+            status = call(ctypes.addressof(held), chunks, step, parent, len(parent), gap, digests)
+        if status != 0:
+            raise ValueError(f"a chain behind {len(parent)} and {gap} bytes")
+        return digests.raw
+
+    return chain
+
+
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(_LIBRARY))
+    except OSError as error:
+        log.debug("no hash kernel: %s", error)
+        return None
+    found = int(library.kvf_sha256_abi())
+    if found != _ABI:
+        log.warning("%s is of version %d, not %d: build it again; hashlib hashes instead", _LIBRARY, found, _ABI)
+        return None
+    return library if library.kvf_sha256_works() else None
 
 
 def chained(
@@ -74,3 +148,36 @@ class Sha256(KeyHasher):
 
 def _folded(digest: bytes, extra: bytes) -> bytes:
     return digest + len(extra).to_bytes(_PREFIX_BYTES, "little") + extra
+
+
+_EXTRA = b"kvframework/sglang-pages/extra/1\0"
+
+
+class SglangPages(KeyHasher):
+    """digest = SHA-256(parent, tokens of the chunk); the first chunk has no parent, as in SGLang's
+    `get_storage_hash_str` for requests without an extra key and a salt.
+
+    An extra, which SGLang's pages do not have, changes the parent to SHA-256 of a prefix, the parent and the extra; an
+    empty one is the same as none.
+    """
+
+    name = "sglang"
+    fingerprint = "sglang/1"
+
+    def chunk_digests(
+        self,
+        tokens: Buffer,
+        chunk_tokens: int,
+        *,
+        parent: bytes = b"",
+        extras: Mapping[int, bytes] | None = None,
+    ) -> bytes:
+        """See `KeyHasher`. Raises `RequestError` for a parent that is no digest, a negative index and a chunk without
+        tokens."""
+        if len(parent) not in (0, DIGEST_BYTES):
+            raise RequestError(f"the parent has {len(parent)} bytes", available=f"0 or {DIGEST_BYTES}")
+        return chained(tokens, chunk_tokens, parent, 0, extras, _page_folded)
+
+
+def _page_folded(digest: bytes, extra: bytes) -> bytes:
+    return hashlib.sha256(_EXTRA + len(digest).to_bytes(1, "little") + digest + extra).digest()

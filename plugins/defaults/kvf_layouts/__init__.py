@@ -6,10 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from kvf_layouts.declaring import MOST, OpaqueRule, PagedRule
 from kvf_layouts.dynamic_cache import DynamicCacheLayout
 from kvf_layouts.opaque import OpaqueLayout
 from kvf_layouts.paged import PagedLayout
-from kvf_layouts.rules import MOST, OpaqueRule, PagedRule
 from kvframework.api.layout import LayoutProvider, hookimpl
 from kvframework.api.options import Options
 

@@ -6,10 +6,17 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvf_layouts.axes import block_view
-from kvf_layouts.declaring import declare
-from kvf_layouts.grouping import SeenLayer, TensorGroup, group_layers, plane_tensors, same_size, views_of
-from kvf_layouts.rules import GroupRule
+from kvf_layouts.declaring import (
+    GroupRule,
+    SeenLayer,
+    TensorGroup,
+    declare,
+    group_layers,
+    plane_tensors,
+    same_size,
+    views_of,
+)
+from kvf_layouts.tensors import block_view
 from kvframework.api.layout import KVLayout, LayerTensors, Layout
 from kvframework.errors import BadLayout
 

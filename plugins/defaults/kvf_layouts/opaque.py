@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvf_layouts.declaring import declare
-from kvf_layouts.grouping import SeenLayer, group_layers, plane_tensors, views_of
-from kvf_layouts.memory import check_apart
-from kvf_layouts.rules import OpaqueRule, rules_of_layers
+from kvf_layouts.declaring import OpaqueRule, SeenLayer, declare, group_layers, plane_tensors, rules_of_layers, views_of
+from kvf_layouts.tensors import check_apart
 from kvframework.api.layout import KVLayout, LayerTensors, Layout
 from kvframework.errors import BadLayout
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvf_layouts.axes import block_view, check_axes, check_sizes, unbind, undeclared
-from kvf_layouts.declaring import declare
-from kvf_layouts.grouping import SeenLayer, group_layers, plane_tensors, same_size, views_of
-from kvf_layouts.memory import check_apart
-from kvf_layouts.rules import PagedRule, rules_of_layers
+from kvf_layouts.declaring import (
+    PagedRule,
+    SeenLayer,
+    declare,
+    group_layers,
+    plane_tensors,
+    rules_of_layers,
+    same_size,
+    views_of,
+)
+from kvf_layouts.tensors import block_view, check_apart, check_axes, check_sizes, unbind, undeclared
 from kvframework.api.layout import KVLayout, LayerTensors, Layout
 from kvframework.errors import BadLayout
 

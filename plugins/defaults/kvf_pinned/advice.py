@@ -6,9 +6,8 @@ import mmap
 from pathlib import Path
 
 from kvf_pinned.huge_pages import TURN_ON, Pages, Pool, choose_pages, read_pool
-from kvf_pinned.nodes import choose
+from kvf_pinned.nodes import choose, hint, place
 from kvf_pinned.options import Numa, PinnedOptions
-from kvf_pinned.placement import hint, place
 from kvframework.api.available_memory import available_memory
 from kvframework.api.findings import Finding
 from kvframework.api.options import ByteSize

@@ -17,7 +17,7 @@ from kvframework.api.memory import Memory
 from kvframework.api.server_transport import ServerTransport
 from kvframework.api.tier import Tier
 from kvframework.api.transport import TransferContext
-from kvframework.registry.creation import declared_attributes
+from kvframework.registry.check import declared_attributes
 from kvframework.registry.loader import AnyProvider
 
 

@@ -16,8 +16,7 @@ from kvframework.config import convert, toml_value
 from kvframework.config.schema import L1Keys, L2Keys
 from kvframework.errors import ConfigFieldError, PluginError
 from kvframework.registry import loader
-from kvframework.registry.loader import AnyProvider
-from kvframework.registry.options import describe_options
+from kvframework.registry.loader import AnyProvider, describe_options
 
 
 def declared_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:

@@ -11,8 +11,7 @@ from kvf_dev.inspection.problems import Problem, problem
 from kvf_dev.inspection.targets import Target
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP
 from kvframework.registry import KINDS
-from kvframework.registry.compatibility import release_wanted
-from kvframework.registry.names import name_fault
+from kvframework.registry.discovery import name_fault, release_wanted
 
 _OURS = "kvframework"
 

@@ -29,7 +29,7 @@ from kvframework.api.plugin import ENTRY_POINT_GROUP, PROJECT
 from kvframework.config import closest
 from kvframework.errors import PluginError, PluginWrongApi, PluginWrongKind
 from kvframework.registry import KINDS, loader
-from kvframework.registry.compatibility import check_requires
+from kvframework.registry.discovery import check_requires
 from kvframework.registry.loader import AnyProvider
 
 

@@ -9,7 +9,7 @@ from importlib import metadata
 
 from kvf_dev.scaffold.errors import NameRefused
 from kvframework.registry import KINDS, discover
-from kvframework.registry.names import name_fault
+from kvframework.registry.discovery import name_fault
 
 # Kind and option of each variant of the plain plugin, and the folders of its templates: a later one's file stands in
 # the place of an earlier one's.

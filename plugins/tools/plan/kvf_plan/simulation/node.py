@@ -18,8 +18,7 @@ from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.memory import Memory
 from kvframework.api.requests import ClientInfo, Message
 from kvframework.errors import SimulationError
-from kvframework.registry.check import resolve_table
-from kvframework.registry.creation import Creator
+from kvframework.registry.check import Creator, resolve_table
 from kvframework.registry.registry import PluginRegistry
 from kvframework.service.lifecycle import CacheService
 from kvframework.service.registration import AttachedTransport
@@ -30,7 +29,7 @@ from kvframework.storage.l2.write_policy import WRITE_POLICIES
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.wire import messages as m
-from kvframework.wire.canonical_registration import non_gpu_namespace
+from kvframework.wire.registration import non_gpu_namespace
 
 
 class VirtualMemory(Memory):

@@ -21,7 +21,7 @@ from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout, LayoutProvider
 from kvframework.client import KVClient
-from kvframework.client.engine_driven import EngineDrivenCalls
+from kvframework.client.transfers import EngineDrivenCalls
 from kvframework.errors import BadBlockIds, BadLayout, DeadlineExceeded, TransportMismatch
 
 NHD = PAGED["nhd"]

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from kvf_dev.testing.transport.engine import KitEngine
-from kvframework.devices import engine_half
-from kvframework.devices.engine_half import DeviceTransfer
+from kvframework.devices import halves
+from kvframework.devices.halves import DeviceTransfer
 from kvframework.devices.handles import ExportedAllocation
 from kvframework.errors import KVFrameworkError
 
@@ -29,7 +29,7 @@ def must_be_refused(
     __tracebackhide__ = True
     engine.close()
     with monkeypatch.context() as patch:
-        patch.setattr(engine_half, "export_memory", export)
+        patch.setattr(halves, "export_memory", export)
         try:
             engine.worker.register_kv_caches(engine.caches, block_size=engine.groups[0].block_size)
         except KVFrameworkError:

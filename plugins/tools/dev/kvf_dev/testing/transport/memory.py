@@ -13,7 +13,7 @@ from kvf_dev.testing.transport.kit import MakeEngine, TransportKit
 from kvf_dev.testing.transport.outcomes import must_succeed, must_work
 from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.client import KVClient
-from kvframework.devices import engine_half
+from kvframework.devices import halves
 from kvframework.devices.handles import export_memory
 
 NHD = PAGED["nhd"]
@@ -105,7 +105,7 @@ class Memory(TransportKit):
             return devices[0], tuple(relabelled(each, device=devices[0]) for each in handles)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine_half, "export_memory", watched)
+            patch.setattr(halves, "export_memory", watched)
             engine = make_engine(NHD)
         needs_handles(engine)
         why = "memory of another device was opened: `open` refuses what is of another device"

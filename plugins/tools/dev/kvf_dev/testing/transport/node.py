@@ -22,7 +22,7 @@ from kvf_dev.testing.transport.engine import registry_for
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
 from kvframework.client import KVClient
 from kvframework.config import load_config
-from kvframework.devices import pinning
+from kvframework.devices import messages
 from kvframework.server import Server
 
 PATIENCE_S = 20.0
@@ -52,11 +52,11 @@ def settings_for(rig: TransportRig, endpoint: str) -> list[str]:
 @contextmanager
 def small_slices() -> Iterator[None]:
     """Have copiers that start meanwhile pin the arena in several slices, as those of real arenas do."""
-    before, pinning.SLICE_BYTES = pinning.SLICE_BYTES, 1 << 20
+    before, messages.SLICE_BYTES = messages.SLICE_BYTES, 1 << 20
     try:
         yield
     finally:
-        pinning.SLICE_BYTES = before
+        messages.SLICE_BYTES = before
 
 
 @contextmanager

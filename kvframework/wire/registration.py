@@ -1,13 +1,17 @@
-"""The meaning of the eight-field registration: its layout, its desc and its namespace.
-
-Engine and server both compute the namespace here, so that neither has to receive it from the other.
-"""
+"""The meaning of a registration, for both sides: the layout, desc and namespace of eight fields, and the order of
+layers' names. Pure."""
 
 from __future__ import annotations
+
+import re
 
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import KVLayout, LayerGroup, MemoryLayoutDesc, canonical_desc
 from kvframework.wire.messages import RegisterNonGpuContextPayload
+
+# The meaning of the eight-field registration: its layout, its desc and its namespace.
+#
+# Engine and server both compute the namespace here, so that neither has to receive it from the other.
 
 
 def non_gpu_layout(payload: RegisterNonGpuContextPayload) -> KVLayout:
@@ -36,3 +40,13 @@ def non_gpu_namespace(payload: RegisterNonGpuContextPayload, hasher_fingerprint:
         hasher_fingerprint=hasher_fingerprint,
         world_size=payload.world_size,
     )
+
+
+# The natural order of the names of layers, in which numbers in a text compare as numbers. Pure.
+
+
+def natural(name: str) -> tuple[list[tuple[str, int, str]], str]:
+    """Alternate texts and numbers, numbers without leading zeros; then the name itself, since "1" and "01" differ."""
+    parts = re.split(r"([0-9]+)", name)
+    numbers = [number.lstrip("0") for number in (*parts[1::2], "")]
+    return [(text, len(number), number) for text, number in zip(parts[::2], numbers, strict=True)], name

@@ -8,34 +8,114 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
 from kvframework.api.canary import EngineView
-from kvframework.api.keys import compute_namespace
+from kvframework.api.keys import CacheKey, compute_namespace
 from kvframework.api.layout import LayerTensors, Layout, LayoutProvider, MemoryLayoutDesc
-from kvframework.api.transport import Registration, TransferContext
+from kvframework.api.transport import AnyTransportProvider, Registration, Transfer, TransferContext
+from kvframework.client.canary import check_by_reading, check_by_writing
 from kvframework.client.connection import KVClient
-from kvframework.client.registration.canary import check_by_reading, check_by_writing
-from kvframework.client.registration.shards import ModelPart, ShardedLayout, Shards, shards_of
-from kvframework.client.registration.transport_choice import AUTO, choose_transport
+from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
+from kvframework.client.transfers import bare_transfer
+from kvframework.devices.halves import engine_half
 from kvframework.errors import (
     AlreadyRegistered,
     BadLayout,
     DeviceError,
     KVFrameworkError,
+    PluginError,
     PluginWrongKind,
     ServerGone,
     TransportMismatch,
     VersionMismatch,
 )
+from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.limit import LogLimit
 from kvframework.wire import messages as m
+from kvframework.wire.registration import non_gpu_layout
+
+if TYPE_CHECKING:
+    from kvframework.client.connection import KVClient
+
 
 log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+def choose_transport(
+    client: KVClient,
+    wanted: str,
+    options: Mapping[str, object],
+    *,
+    register: Callable[[str, TransferContext], None],
+    where: str,
+) -> None:
+    """Register with the first transport that both sides have, in the server's order, and that accepts the engine's
+    memory; or with the one `wanted` by name.
+
+    `register` raises `DeviceError`, `BadLayout` or `TransportMismatch` where a transport cannot move the engine's
+    memory, or the server cannot open it. For a transport chosen by name the error is raised; "auto" logs it and tries
+    the next. Rejected transports are closed. Raises `TransportMismatch` if none is left, or the `BadLayout` of the only
+    one.
+    """
+    refused: list[str] = []
+    last: BadLayout | None = None
+    for name, transfer in _shared(client, wanted, options, where, refused):
+        try:
+            register(name, transfer)
+        except (DeviceError, BadLayout, TransportMismatch) as error:
+            transfer.close()
+            if wanted != AUTO:
+                raise
+            log.warning("transport %s cannot be used for this engine's memory and is left out: %s", name, error)
+            refused.append(_reason(name, error))
+            last = error if isinstance(error, BadLayout) else None
+        except BaseException:
+            transfer.close()
+            raise
+        else:
+            return
+    if last is not None and len(refused) == 1:
+        raise last
+    raise TransportMismatch("no transport works on both sides", where=where, available="; ".join(refused))
+
+
+def _shared(
+    client: KVClient, wanted: str, options: Mapping[str, object], where: str, refused: list[str]
+) -> Iterator[tuple[str, TransferContext]]:
+    """Yield the transports one by one on demand; `refused` collects why others are left out."""
+    offered = client.hello.transports
+    for name in offered if wanted == AUTO else (wanted,):
+        if name not in offered:
+            refused.append(f"{name}: the server has {', '.join(offered)}")
+            continue
+        try:
+            provider = client.plugins.resolve("transport", name, where=where)
+        except PluginError as error:
+            refused.append(_reason(name, error))
+            continue
+        if not isinstance(provider, AnyTransportProvider):
+            refused.append(f"{name}: no transport here")
+            continue
+        chosen = client.plugins.options(provider, options, where=where)
+        try:
+            transfer = engine_half(provider, chosen, client)
+        except DeviceError as error:
+            refused.append(_reason(name, error))
+            continue
+        yield name, transfer
+
+
+def _reason(name: str, error: KVFrameworkError) -> str:
+    return f"{name}: {error.fact}" + (f" ({error.hint})" if error.hint else "")
+
+
 log.addFilter(LogLimit())
 
 _RECOVER_FIRST_S, _RECOVER_LONGEST_S = 0.1, 5.0
@@ -339,4 +419,68 @@ def namespace_of(
         revision=identity.revision + stage,
         quantization=identity.quantization,
         packing=identity.packing,
+    )
+
+
+# The registration of an engine that holds canonical objects itself, by eight numbers and names: no tensors, no torch.
+#
+# Its stores and loads use `KVClient.prepare_store` and its siblings, into and out of the mapped arena.
+
+
+@dataclass(frozen=True)
+class CanonicalInstance:
+    """A registered instance as the server knows it: the namespace of its objects, and their shape, dtype and chunk."""
+
+    registration: Registration
+
+    @property
+    def namespace(self) -> bytes:
+        return self.registration.namespace
+
+    def transfer(self, key: CacheKey) -> Transfer:
+        """Return the transfer of the key's tokens, for `KVClient.prepare_store` and `prepare_load`: it has no blocks,
+        the caller writes and reads whole objects itself. Raises `BadRange`."""
+        return bare_transfer(self.registration, key)
+
+
+def register_canonical(
+    client: KVClient,
+    *,
+    instance_id: int,
+    model_name: str,
+    block_size: int,
+    num_layers: int,
+    hidden_dim_size: int,
+    dtype: str,
+    use_mla: bool = False,
+    world_size: int = 1,
+) -> CanonicalInstance:
+    """Register one layer group whose objects are `[planes, layers, tokens, hidden]`, all ranks of `world_size` alike.
+
+    `hidden_dim_size` is the elements of one token, one layer, one plane; `use_mla` means one latent plane instead of K
+    and V; `dtype` is a name such as "bfloat16". The registration ends with the client, and is not renewed after a
+    reconnect. Blocking. Raises `BadLayout`, `BadDtype`, `AlreadyRegistered`, `TransportMismatch` if the server has no
+    engine-driven transport, and the errors of `KVClient.request`.
+    """
+    warn_of_missing_kernels()
+    payload = m.RegisterNonGpuContextPayload(
+        instance_id=instance_id,
+        model_name=model_name,
+        world_size=world_size,
+        block_size=block_size,
+        num_layers=num_layers,
+        hidden_dim_size=hidden_dim_size,
+        dtype_str=dtype,
+        use_mla=use_mla,
+    )
+    registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload, m.Registered)
+    return CanonicalInstance(
+        Registration(
+            instance_id,
+            0,
+            registered.namespace,
+            non_gpu_layout(payload),
+            registered.desc,
+            since=time.monotonic(),
+        )
     )

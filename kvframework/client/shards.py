@@ -27,8 +27,8 @@ from kvframework.api.layout import (
     MemoryLayoutDesc,
 )
 from kvframework.errors import BadLayout
-from kvframework.wire.layer_names import natural
 from kvframework.wire.messages import MAX_HANDLES
+from kvframework.wire.registration import natural
 
 if TYPE_CHECKING:
     import torch

@@ -1,32 +1,156 @@
-"""The gate of a server: it refuses newcomers while descriptors run low, so that connected clients, and libzmq, never
-lack one.
-
-libzmq ends the process if its `ipc://` listener gets no descriptor, and accepts as fast as connections come. So the
-gate's thread counts the descriptors in use, at shorter intervals the fewer are left, and shuts one door after the
-other: for single TCP peers, for readers of events, for all of TCP (all in the kernel, see syn_filter.py), for new
-sessions, for local connections. Unbinding the sockets would also end their accepted connections.
-"""
+"""Which clients a server admits: those with listed CURVE keys, and new ones only while descriptors are left."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import os
 import socket
+import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import zmq
 
 from kvframework.config.descriptors import SESSIONS_SHARE
 from kvframework.errors import ServerFull
-from kvframework.messaging.resources import descriptor_limit, descriptors_in_use
-from kvframework.messaging.server.newcomers import syn_filter
-from kvframework.messaging.server.newcomers.syn_filter import network_of, shown
+from kvframework.messaging.curve import AdmittedClients
+from kvframework.messaging.descriptors import descriptor_limit, descriptors_in_use
+
+# The ZAP handler, which libzmq asks at every CURVE handshake whether to admit the client.
+#
+# Served by the server's loop; a handshake waits for the answer, and delays no other client. Not `zmq.auth`: its
+# authenticators need a thread or an asyncio loop, and read the directory of clients once.
 
 logger = logging.getLogger(__name__)
+
+_ADDRESS = "inproc://zeromq.zap.01"
+_VERSION = b"1.0"
+_PER_ROUND = 64
+
+
+class ZapHandler:
+    """Admits the clients whose keys are listed. Must be made before the socket that it guards, and closed after it."""
+
+    def __init__(self, context: zmq.Context[Any], admitted: AdmittedClients, counters: dict[str, int]) -> None:
+        self._admitted = admitted
+        self._counters = counters
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ADDRESS)
+
+    def serve(self) -> None:
+        """Answer the waiting requests, a bounded number. Never blocks."""
+        for _ in range(_PER_ROUND):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.socket.send_multipart(self._decide(frames))
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+    def _decide(self, frames: list[bytes]) -> list[bytes]:
+        request_id = frames[1] if len(frames) > 1 else b""
+        name = None
+        if len(frames) == 7 and frames[0] == _VERSION and frames[5] == b"CURVE":
+            name = self._admitted.name_of(frames[6])
+        if name is None:
+            self._counters["curve_refused"] += 1
+            where = frames[3].decode("ascii", "replace") if len(frames) > 3 else "?"
+            logger.warning("a client at %s was refused: its public key is not among those admitted", where)
+            return [_VERSION, request_id, b"400", b"not admitted", b"", b""]
+        return [_VERSION, request_id, b"200", b"", name.encode()[:255], b""]
+
+
+# A filter at a listening TCP socket: the kernel drops the SYNs of newcomers before they cost a descriptor.
+#
+# Classic BPF by SO_ATTACH_FILTER, which needs no privilege. The sender repeats a dropped SYN after a second, so a
+# newcomer is delayed and not refused. Accepted connections are not affected: the filter matches only packets with
+# SYN and without ACK. See `man 7 socket` and the kernel's Documentation/networking/filter.rst.
+
+MAX_NETWORKS = 64
+
+_ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python does not name
+_LOAD_BYTE, _LOAD_WORD, _AND, _SHIFT_RIGHT, _JUMP, _JUMP_EQUAL, _RETURN = 0x30, 0x20, 0x54, 0x74, 0x05, 0x15, 0x06
+_NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF; other offsets are from the TCP header
+_FLAGS, _SYN, _SYN_OR_ACK = 13, 0x02, 0x12
+_SOURCE_V4, _SOURCE_V6 = _NETWORK_HEADER + 12, _NETWORK_HEADER + 8
+_MAPPED = bytes(10) + b"\xff\xff"
+_DROP = (_RETURN, 0, 0, 0)
+_PASS = (_RETURN, 0, 0, 0xFFFFFFFF)
+
+_Instruction = tuple[int, int, int, int]
+
+
+def network_of(host: str) -> bytes:
+    """Return the bytes that identify one peer: the 4 bytes of an IPv4 address, also of one in an IPv6 socket's form, or
+    the first 8 of an IPv6 address, its /64."""
+    if ":" not in host:
+        return socket.inet_pton(socket.AF_INET, host)
+    address = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+    return address[12:] if address.startswith(_MAPPED) else address[:8]
+
+
+def shown(network: bytes) -> str:
+    if len(network) == 4:
+        return socket.inet_ntop(socket.AF_INET, network)
+    return socket.inet_ntop(socket.AF_INET6, network + bytes(8)) + "/64"
+
+
+def drop_newcomers(listener: socket.socket, *, everybody: bool, networks: Collection[bytes] = ()) -> None:
+    """Set whose SYNs `listener` drops from now on, `MAX_NETWORKS` at most; without any, remove the filter. Raises
+    `OSError`."""
+    if not everybody and not networks:
+        listener.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
+        return
+    program = [*_newcomers(), *([_DROP] if everybody else _of(list(networks)[:MAX_NETWORKS]))]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
+    listener.setsockopt(socket.SOL_SOCKET, _ATTACH, struct.pack("@HP", len(program), ctypes.addressof(code)))
+
+
+def _newcomers() -> Iterator[_Instruction]:
+    yield _LOAD_BYTE, 0, 0, _FLAGS
+    yield _AND, 0, 0, _SYN_OR_ACK
+    yield _JUMP_EQUAL, 1, 0, _SYN
+    yield _PASS
+
+
+def _of(networks: Collection[bytes]) -> Iterator[_Instruction]:
+    v4 = [int.from_bytes(each, "big") for each in networks if len(each) == 4]
+    v6 = [int.from_bytes(each, "big") for each in networks if len(each) == 8]
+    yield _LOAD_BYTE, 0, 0, _NETWORK_HEADER
+    yield _SHIFT_RIGHT, 0, 0, 4
+    yield _JUMP_EQUAL, 1, 0, 4
+    yield _JUMP, 0, 0, 2 * len(v4) + 2
+    yield _LOAD_WORD, 0, 0, _SOURCE_V4
+    for address in v4:
+        yield _JUMP_EQUAL, 0, 1, address
+        yield _DROP
+    yield _PASS
+    for prefix in v6:
+        yield _LOAD_WORD, 0, 0, _SOURCE_V6
+        yield _JUMP_EQUAL, 0, 3, prefix >> 32
+        yield _LOAD_WORD, 0, 0, _SOURCE_V6 + 4
+        yield _JUMP_EQUAL, 0, 1, prefix & 0xFFFFFFFF
+        yield _DROP
+    yield _PASS
+
+
+# The gate of a server: it refuses newcomers while descriptors run low, so that connected clients, and libzmq, never
+# lack one.
+#
+# libzmq ends the process if its `ipc://` listener gets no descriptor, and accepts as fast as connections come. So the
+# gate's thread counts the descriptors in use, at shorter intervals the fewer are left, and shuts one door after the
+# other: for single TCP peers, for readers of events, for all of TCP (all in the kernel, see `drop_newcomers`), for new
+# sessions, for local connections. Unbinding the sockets would also end their accepted connections.
 
 # Shares of the limit from which on a door is shut. The rest is not wasted: tiers and copiers use it, and so do
 # connections accepted before the next look.
@@ -64,7 +188,7 @@ class Doors:
     def _shut_out(self, peers: Mapping[bytes, int], most: float) -> tuple[tuple[bytes, int], ...]:
         before = {network for network, _ in self.shut_out}
         greedy = [each for each in peers.items() if not _stays_open(each[0] not in before, each[1], most)]
-        return tuple(sorted(greedy, key=lambda each: -each[1])[: syn_filter.MAX_NETWORKS])
+        return tuple(sorted(greedy, key=lambda each: -each[1])[:MAX_NETWORKS])
 
     def look_again_in(self, in_use: int, limit: int) -> float:
         """Return the seconds within which even the fastest flood cannot take all that is left below the next door."""
@@ -183,7 +307,7 @@ class Gate:
     def _filter(self, *, everybody: bool, networks: Collection[bytes]) -> None:
         try:
             for listener in self._tcp:
-                syn_filter.drop_newcomers(listener, everybody=everybody, networks=networks)
+                drop_newcomers(listener, everybody=everybody, networks=networks)
         except OSError as error:
             logger.error("the kernel cannot defer TCP connections for this process: %s", error.strerror)
 

@@ -1,16 +1,22 @@
-"""The descriptors and threads that this process may still take from the kernel. For server and client.
-
-libzmq ends the process when it gets none, so they are counted beforehand.
-"""
+"""The descriptors and threads of this process: how many it may still take, which end in a forked child, and who
+holds the other end of a liveness socket. For server and client."""
 
 from __future__ import annotations
 
 import errno
 import os
 import resource
+import socket
+import struct
 import threading
+import weakref
+from typing import Protocol
 
 from kvframework.errors import OutOfResources
+
+# The descriptors and threads that this process may still take from the kernel. For server and client.
+#
+# libzmq ends the process when it gets none, so they are counted beforehand.
 
 # Twice the descriptors of another connection: other threads of the engine may take some of those counted.
 FOR_A_CONNECTION = 16
@@ -76,3 +82,45 @@ def _need_threads(count: int) -> None:
         end.set()
         for thread in started:
             thread.join()
+
+
+# Descriptors in a forked child: it closes its inherited copies, so that only the parent's life counts.
+#
+# A liveness socket shows that this process lives; a copy in a child would still show that after the parent's death.
+
+
+class ClosedInChild(Protocol):
+    def close_in_child(self) -> None:
+        """Close descriptors and nothing else: no lock, no unlinking, no shutdown, nothing that the parent shares."""
+
+
+_resources: weakref.WeakSet[ClosedInChild] = weakref.WeakSet()
+
+
+def close_after_fork(resource: ClosedInChild) -> None:
+    """Make every child forked from now on call `resource.close_in_child()`, as long as the resource lives."""
+    _resources.add(resource)
+
+
+def _after_fork_in_child() -> None:
+    for each in list(_resources):
+        try:
+            each.close_in_child()
+        except OSError:
+            continue  # it was closed already; the others must still be closed
+    _resources.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+# Sent with the arena's descriptor, or without one.
+WITH_ARENA = b"\x01"
+WITHOUT_ARENA = b"\x00"
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Return the user id of the process at the other end of a Unix socket."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", credentials)[1]
+    return uid

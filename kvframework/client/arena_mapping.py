@@ -1,0 +1,223 @@
+"""An engine process's mapping of the server's arena, and the thread that maps its resident pages ahead of copies."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import select
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Protocol
+
+from kvframework.api.available_memory import available_memory
+from kvframework.api.copying import address_of
+from kvframework.api.shared_mapping import SharedMapping, map_shared
+from kvframework.messaging.descriptors import close_after_fork
+
+# The arena's resident pages, mapped in this process before a copy needs them.
+#
+# The first write to a page costs a fault, which takes longer than the copy of the page. The pages are the server's:
+# only those that it has made resident are mapped, so nothing but page tables is charged to this process, 2 MiB for each
+# GiB of small pages. A thread does it in small steps, and rests after each for as long as it took: longer on a busy
+# machine.
+#
+# Its priority is the usual one. Whatever a thread of a lower one holds when it loses its core, the interpreter or the
+# lock of the address space, the engine waits for: beside four busy processes on two cores that was up to a second.
+
+log = logging.getLogger(__name__)
+
+_MADV_POPULATE_READ = 22  # Linux 5.14. A shared page that was read may be written without another fault.
+# While a step runs, the process can neither map nor unmap memory: some 0.5 ms.
+_STEP = 2 << 20
+# How often the room for page tables is asked for, and how much must be left: without it the kernel might end somebody.
+_ROOM_EVERY, _ROOM = 256 << 20, 256 << 20
+# The server makes its memory resident at a GB a second or so: the pauses reach for a TiB.
+_PAUSES_S = [0.5 * 2**i for i in range(11)]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise, _mincore = _libc.madvise, _libc.mincore
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+
+class Mapped(Protocol):
+    mapping: SharedMapping
+
+
+def map_ahead(arena: Mapped) -> None:
+    """Begin to map the resident pages of `arena` in the background, to which only a weak reference is kept: its end is
+    the end of the work, and no step of this thread, which a busy machine may leave without a turn for long, delays it.
+    Never blocks; any failure leaves the rest to the copies."""
+    thread = threading.Thread(target=_map_all, args=(weakref.ref(arena),), name="kvf-map-ahead", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:  # no thread is left
+        log.debug("the arena is not mapped ahead: %s", error)
+
+
+def _map_all(reference: weakref.ref[Mapped]) -> None:
+    try:
+        begins, examined = _begins(reference), 0
+        for pause in _PAUSES_S:
+            later: list[int] = []
+            for begin in begins:
+                if examined % _ROOM_EVERY == 0 and available_memory() < _ROOM:
+                    log.debug("no more of the arena is mapped ahead: too little memory is left")
+                    return
+                examined += _STEP
+                started = time.monotonic()
+                if not _map_step(reference, begin):
+                    later.append(begin)
+                time.sleep(time.monotonic() - started)
+            if not later:
+                return
+            begins = later
+            time.sleep(pause)
+    except _Gone:
+        return
+    except OSError as error:
+        log.debug("no more of the arena is mapped ahead: %s", error)
+
+
+def _begins(reference: weakref.ref[Mapped]) -> list[int]:
+    return list(range(0, _mapping(reference).nbytes, _STEP))
+
+
+def _map_step(reference: weakref.ref[Mapped], begin: int) -> bool:
+    """Map the resident pages of one step; return whether they were all. Only meanwhile the mapping is referred to."""
+    with (
+        _mapping(reference).view() as all_of_it,
+        all_of_it[begin : begin + _STEP] as step,
+        address_of(step, True) as (address, nbytes),
+    ):
+        present = _resident(address, nbytes)
+        for first, last in _runs(present):
+            _populate(address + first * mmap.PAGESIZE, min((last - first) * mmap.PAGESIZE, nbytes))
+        return all(present)
+
+
+def _mapping(reference: weakref.ref[Mapped]) -> SharedMapping:
+    arena = reference()
+    if arena is None:
+        raise _Gone
+    return arena.mapping
+
+
+def _resident(address: int, nbytes: int) -> list[bool]:
+    """Return for each page whether the file has it in memory. Raises `OSError`."""
+    pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    if _mincore(address, nbytes, pages) != 0:
+        raise _error()
+    return [bool(page & 1) for page in pages]
+
+
+def _runs(present: list[bool]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of pages that are there."""
+    first = None
+    for page, there in enumerate([*present, False]):
+        if there and first is None:
+            first = page
+        elif not there and first is not None:
+            yield first, page
+            first = None
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Raises `OSError`, also where the kernel does not know the advice."""
+    if _madvise(address, nbytes, _MADV_POPULATE_READ) != 0:
+        raise _error()
+
+
+def _error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
+
+
+class _Gone(Exception):
+    """The arena is mapped no more."""
+
+
+class MappedArena:
+    """The mapping of a memfd that came over the liveness socket. Owns both descriptors.
+
+    There is no call to unmap it: each copy holds a reference to `view` (a tensor made from it does), and the mapping
+    ends with the last one. Until then `alive_fd` (a copy of the liveness socket) stays open, so the server cannot take
+    this process for dead and give a range to another client while it is still written here. What only maps pages ahead
+    holds `mapping`, and the session may end under it.
+
+    Forked children do not inherit the memory, and close the arena's descriptors, so that the end of this process is the
+    end of all its writes, and of its locks on what it may write.
+    """
+
+    def __init__(self, arena_fd: int, alive_fd: int | None) -> None:
+        # Of the monotonic clock: the session is older than that.
+        self.since = time.monotonic()
+        try:
+            status = os.fstat(arena_fd)
+            mapping = map_shared(arena_fd, status.st_size)
+            reserved = os.fstatvfs(arena_fd).f_bsize > mmap.PAGESIZE
+            mapping.memory.madvise(mmap.MADV_DONTFORK)
+        except BaseException:
+            if alive_fd is not None:
+                os.close(alive_fd)
+            raise
+        finally:
+            os.close(arena_fd)
+        written = (ctypes.c_char * mapping.nbytes).from_buffer(mapping.memory, mapping.begin)
+        self._writers = _Writers(mapping.memory, (status.st_dev, status.st_ino), alive_fd)
+        # At the process's end the kernel closes it, after the last thread that could write has ended.
+        weakref.finalize(written, self._writers.ended).atexit = False
+        self.mapping = mapping
+        self.view = memoryview(written).cast("B")
+        self._ahead = threading.Lock()
+        if reserved:
+            # `mincore` does not tell what is resident of reserved huge pages, and there is next to nothing to gain.
+            self._ahead.acquire()
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the server still has the session for which it was mapped: once that has ended, the server has closed
+        its end of the liveness socket, before anything that the session held."""
+        if self._writers.alive_fd is None:
+            return False
+        poll = select.poll()
+        poll.register(self._writers.alive_fd, select.POLLIN)
+        return not poll.poll(0)
+
+    def map_ahead(self) -> None:
+        """Map the resident pages in the background, once. Never blocks."""
+        if self._ahead.acquire(blocking=False):
+            map_ahead(self)
+
+
+class _Writers:
+    """What lasts as long as anything that can write the memory, the arena's own object or a copy that outlives it."""
+
+    def __init__(self, memory: mmap.mmap, file: tuple[int, int], alive_fd: int | None) -> None:
+        self.alive_fd = alive_fd
+        self._memory = memory
+        self._file = file
+        close_after_fork(self)
+
+    def ended(self) -> None:
+        if self.alive_fd is not None:
+            os.close(self.alive_fd)
+
+    def close_in_child(self) -> None:
+        """Leave the memory mapped in a forked child: its addresses may belong to other mappings by now, so it must
+        never be unmapped there."""
+        alive_fd, self.alive_fd = self.alive_fd, None
+        if alive_fd is not None:
+            os.close(alive_fd)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
+        # Among them the one of the mapping object, which lasts from here on.
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                status = os.fstat(fd)
+                if (status.st_dev, status.st_ino) == self._file:
+                    os.close(fd)

@@ -1,0 +1,218 @@
+"""The protocol as tables: its requests, versions and features, and how long a client waits for each answer. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass
+
+import kvframework
+from kvframework.api.requests import RequestSpec
+from kvframework.errors import ConfigFieldError, VersionMismatch
+from kvframework.wire import messages as m
+from kvframework.wire.frames import MAX_BUFFERS
+from kvframework.wire.messages import PROTOCOL_VERSION, Hello
+
+_SPECS = (
+    RequestSpec("HELLO", m.Hello, m.HelloReply),
+    RequestSpec("GOODBYE", m.Goodbye, m.Empty),
+    RequestSpec("PING", m.Ping, m.Pong),
+    RequestSpec("NOOP", m.Empty, m.Empty),
+    RequestSpec("GET_CHUNK_SIZE", m.GetChunkSize, m.ChunkSize),
+    RequestSpec("REGISTER_KV_CACHE", m.RegisterKvCache, m.Registered, deadline_s=40.0),
+    RequestSpec("REGISTER_KV_CACHE_NON_GPU_CONTEXT", m.RegisterNonGpuContextPayload, m.Registered),
+    RequestSpec("UNREGISTER_KV_CACHE", m.Unregister, m.Empty, deadline_s=30.0),
+    RequestSpec("STORE", m.TransferRequest, m.TransferReply, deadline_s=30.0),
+    RequestSpec("RETRIEVE", m.TransferRequest, m.TransferReply, deadline_s=30.0),
+    RequestSpec("GATHER_BLOCK", m.GatherBlock, m.GatheredBlock),
+    RequestSpec("PREPARE_STORE", m.Prepare, m.StorePlan),
+    RequestSpec("COMMIT_STORE", m.Commit, m.Committed),
+    RequestSpec("ABORT", m.LeaseRef, m.Aborted),
+    RequestSpec("PREPARE_RETRIEVE", m.Prepare, m.RetrievePlan),
+    RequestSpec("COMMIT_RETRIEVE", m.Commit, m.RetrieveCommitted),
+    RequestSpec("STORE_CPU_CHUNKS", m.StoreCpuChunks, m.ChunksStored, deadline_s=30.0, buffers=MAX_BUFFERS),
+    RequestSpec("RETRIEVE_CPU_CHUNKS", m.RetrieveCpuChunks, m.ChunksSent),
+    RequestSpec("LOOKUP", m.Lookup, m.LookupReply),
+    RequestSpec("QUERY_PREFETCH_STATUS", m.PrefetchQuery, m.LookupReply),
+    RequestSpec("FREE_LOOKUP_LOCKS", m.TicketRef, m.Freed),
+    RequestSpec("END_SESSION", m.EndSession, m.SessionEnded),
+    RequestSpec("CANCEL", m.Cancel, m.CancelReply, deadline_s=30.0),
+    RequestSpec("CLEAR", m.Clear, m.Cleared, deadline_s=60.0),
+    RequestSpec("REPORT_STATUS", m.Empty, m.StatusReply),
+    RequestSpec("APPLY_CONFIG", m.ApplyConfig, m.ConfigApplied, deadline_s=60.0),
+    RequestSpec("HAND_OVER", m.HandOver, m.Empty, deadline_s=10.0),
+    RequestSpec("DUMP", m.Empty, m.DumpReply, deadline_s=10.0),
+    RequestSpec("RECENT", m.Recent, m.RecentReply),
+    RequestSpec("TRACE", m.Trace, m.TraceReply),
+)
+
+# Those that may be sent without a wish for an answer: they only give back.
+ONE_WAY_REQUESTS = frozenset({"ABORT", "COMMIT_RETRIEVE", "FREE_LOOKUP_LOCKS", "END_SESSION"})
+# Those that need the room of what their client has given back.
+ROOM_REQUESTS = frozenset({"PREPARE_STORE", "STORE", "STORE_CPU_CHUNKS", "CLEAR"})
+
+REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}
+
+
+MIN_VERSION = 1
+# Fields that change what a request does: a client sends one only to a server that says that it reads it.
+CLEAR_MODEL = "clear.model"
+# `wait_s` of LOOKUP and QUERY_PREFETCH_STATUS: an older server answers at once.
+LOOKUP_WAIT = "lookup.wait"
+# `speed` of LOOKUP: an older server cuts no hit.
+LOOKUP_PRICE = "lookup.price"
+# Requests with the id `NO_ANSWER`, and `free` of LOOKUP and PING: an older server answers the ones and passes over the
+# others.
+ONE_WAY = "one_way"
+# `grant` of LOOKUP: an older server grants nothing.
+LOOKUP_GRANT = "lookup.grant"
+FEATURES = (CLEAR_MODEL, LOOKUP_WAIT, LOOKUP_PRICE, ONE_WAY, LOOKUP_GRANT)
+# Named by a server that tells routers: it wants the content of what is stored and loaded, see `ChunkContent`; of
+# prompts with a salt only by the second name.
+TOKEN_IDS = "token_ids"  # noqa: S105
+SALTED_TOKEN_IDS = "token_ids.salted"  # noqa: S105
+
+
+def offer(client: str, pid: int) -> Hello:
+    """HELLO of a client of this release."""
+    return Hello(
+        client=client,
+        pid=pid,
+        min_version=MIN_VERSION,
+        max_version=PROTOCOL_VERSION,
+        client_version=kvframework.__version__,
+    )
+
+
+def negotiate(hello: Hello, hasher_fingerprint: str) -> int:
+    """The highest protocol version that both sides speak. Raises `VersionMismatch`, with both ranges, if there is none
+    or the hashers differ."""
+    version = min(PROTOCOL_VERSION, hello.max_version)
+    if version < max(MIN_VERSION, hello.min_version):
+        raise VersionMismatch(
+            f"the client speaks protocol versions {hello.min_version} to {hello.max_version}",
+            available=f"{MIN_VERSION} to {PROTOCOL_VERSION}",
+            hint="install the same kvframework release beside the engine and the server",
+        )
+    if hello.hasher and hello.hasher != hasher_fingerprint:
+        raise VersionMismatch(
+            f"the client hashes with {hello.hasher}",
+            available=hasher_fingerprint,
+            hint="configure the same hasher on both sides",
+        )
+    return version
+
+
+# The table of a client's deadlines: how long each kind of call waits for its answer, for local and TCP servers. Pure.
+#
+# docs/deadlines.md shows it. Each deadline fits the value of its call: a LOOKUP holds up a scheduler, for no longer
+# than a miss of its prompt would; a store is work that is done already; the time for bytes grows with their number.
+
+SCALE_VARIABLE = "KVFRAMEWORK_DEADLINE_SCALE"
+SHORTEST_SCALE, LONGEST_SCALE = 0.1, 100.0
+HINT = f"on a busy node, raise deadline_scale: KVClient(deadline_scale=...), the engine's option or ${SCALE_VARIABLE}"
+
+
+@dataclass(frozen=True)
+class ClientDeadlines:
+    """The deadlines, in seconds, `bulk_bytes_per_s` in bytes per second, and `lookup_tokens_per_s`, the prefill of an
+    engine that has not said how fast it is.
+
+    `engine_s` is how long an engine's thread waits for an answer to anything but a lookup: after it the call goes on
+    without that thread, until its own deadline. A PING that is unanswered for `silent_s` puts the server in doubt;
+    after `gone_s` it counts as down, but only where no liveness socket reports its end (over TCP).
+    """
+
+    engine_s: float = 0.05
+    lookup_s: float = 0.1
+    lookup_most_s: float = 1.0
+    lookup_tokens_per_s: float = 20e3
+    load_s: float = 1.0
+    store_s: float = 2.0
+    release_s: float = 5.0
+    setup_s: float = 5.0
+    bulk_s: float = 5.0
+    bulk_bytes_per_s: float = 20e6
+    transfer_s: float = 30.0
+    export_s: float = 45.0
+    hello_s: float = 1.0
+    ping_every_s: float = 0.2
+    silent_s: float = 0.8
+    gone_s: float = 10.0
+
+    def of(self, request: str) -> float:
+        """The deadline of a request by its name, in seconds; `setup_s` for a plugin's."""
+        return float(getattr(self, KINDS.get(request, "setup_s")))
+
+    def of_lookup(self, prefill_s: float) -> float:
+        """The deadline of a LOOKUP whose hit saves so many seconds of prefill: a miss costs these, and a shorter wait
+        is cheaper."""
+        return min(self.lookup_s + prefill_s, max(self.lookup_most_s, self.lookup_s))
+
+    def of_bulk(self, nbytes: int) -> float:
+        """The deadline of a request that moves `nbytes` over the wire, in seconds."""
+        return self.bulk_s + nbytes / self.bulk_bytes_per_s
+
+    def scaled(self, scale: float) -> ClientDeadlines:
+        """A copy with the deadlines for waits on a server's loop multiplied by `scale`. Deadlines that must outlast one
+        of the server's own stay unchanged, and so does the pace of PINGs."""
+        return dataclasses.replace(self, **{name: getattr(self, name) * scale for name in SCALED})
+
+
+LOCAL = ClientDeadlines()
+TCP = ClientDeadlines(lookup_s=0.3, load_s=3.0, store_s=5.0, setup_s=10.0, hello_s=3.0, ping_every_s=0.5, silent_s=1.5)
+# The kinds of requests; all others are setup. STORE_CPU_CHUNKS is the query for missing objects here, bytes take
+# `of_bulk`.
+KINDS = {
+    "LOOKUP": "lookup_s",
+    "QUERY_PREFETCH_STATUS": "lookup_s",
+    "FREE_LOOKUP_LOCKS": "release_s",
+    "END_SESSION": "release_s",
+    "ABORT": "release_s",
+    "PREPARE_RETRIEVE": "load_s",
+    "COMMIT_RETRIEVE": "load_s",
+    "PREPARE_STORE": "store_s",
+    "COMMIT_STORE": "store_s",
+    "STORE_CPU_CHUNKS": "store_s",
+    "STORE": "transfer_s",
+    "RETRIEVE": "transfer_s",
+}
+SCALED = (
+    "engine_s",
+    "lookup_s",
+    "lookup_most_s",
+    "load_s",
+    "store_s",
+    "release_s",
+    "setup_s",
+    "bulk_s",
+    "hello_s",
+    "silent_s",
+    "gone_s",
+)
+
+
+def deadlines_for(endpoint: str, scale: float | None = None) -> ClientDeadlines:
+    """The deadlines for `endpoint`. `scale` None: $KVFRAMEWORK_DEADLINE_SCALE, else 1. Raises `ConfigFieldError`."""
+    table = TCP if endpoint.startswith("tcp://") else LOCAL
+    if scale is not None:
+        return table.scaled(_checked(scale, scale, "deadline_scale"))
+    text = os.environ.get(SCALE_VARIABLE) or "1"
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    return table.scaled(_checked(value, text, f"${SCALE_VARIABLE}"))
+
+
+def _checked(scale: float, given: object, where: str) -> float:
+    """`scale`, if it is in range. Callers are not all type-checked."""
+    if isinstance(scale, (int, float)) and SHORTEST_SCALE <= scale <= LONGEST_SCALE:
+        return scale
+    raise ConfigFieldError(
+        f"{given!r} is no scale of deadlines",
+        where=where,
+        available=f"{SHORTEST_SCALE:g} to {LONGEST_SCALE:g}",
+        hint="1 is the default, 2 makes deadlines twice as long",
+    )
