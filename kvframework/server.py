@@ -47,11 +47,10 @@ from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l1.journal.form import Identity
 from kvframework.storage.l1.journal.kept import Keeper, Kept, free_kept, open_kept, this_machine
 from kvframework.storage.l1.tenants import Tenant
-from kvframework.storage.l2.codecs import CodecTable
-from kvframework.storage.l2.full_tier_victims import Watermarks
-from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.full_tier import Watermarks
+from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
 from kvframework.storage.l2.tiers import AttachedTier
-from kvframework.storage.l2.write_policy import WRITE_POLICIES
+from kvframework.storage.l2.writer import WRITE_POLICIES
 from kvframework.storage.lending import LendingNode
 from kvframework.storage.manager import NOTHING_PINNED, StorageManager
 from kvframework.storage.namespaces import NamespaceRecords

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kvframework.errors import EndpointError, KVFrameworkError
-from kvframework.storage.l1.journal.arena_locks import own_description
+from kvframework.storage.l1.journal.journal import own_description
 
 if TYPE_CHECKING:
     from kvframework.client import KVClient

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvframework.api.futures import Promise
 from kvframework.api.requests import Message
 from kvframework.messaging.deadlines import Deadlines
-from kvframework.storage.lookup.tickets import Answer
+from kvframework.storage.tickets import Answer
 
 # Waits for one ticket: each is looked at whenever the ticket changes.
 MOST_OF_TICKET = 16

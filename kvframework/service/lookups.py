@@ -28,9 +28,9 @@ from kvframework.service.pricing import Pricing
 from kvframework.service.prompt_parts import found_part, prompt_part
 from kvframework.service.tenant_names import TenantNames
 from kvframework.service.transfer_paths.grants import Grants
-from kvframework.storage.lookup.tickets import Answer, LookupTickets, Wanted
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
+from kvframework.storage.tickets import Answer, LookupTickets, Wanted
 from kvframework.wire import messages as m
 from kvframework.wire.table import REQUESTS
 

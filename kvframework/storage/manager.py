@@ -28,32 +28,22 @@ from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys, closest
 from kvframework.errors import RequestError, TierError
 from kvframework.events.feed import NO_EVENTS, Events
-from kvframework.storage.l1.accounts import NO_CLIENT, Account, AccountKey
 from kvframework.storage.l1.allocator import RangeAllocator
-from kvframework.storage.l1.departures import MOST_DROPPED, Departures
-from kvframework.storage.l1.ghosts import Cause, Ghost
-from kvframework.storage.l1.journal.arena_locks import description_for, lock_for_server, may_write, writer_of
+from kvframework.storage.l1.departures import MOST_DROPPED, Cause, Departures, Ghost
+from kvframework.storage.l1.entries import NO_CLIENT, Account, AccountKey, StoredObject
 from kvframework.storage.l1.journal.form import FIRST_GENERATION, Identity
-from kvframework.storage.l1.journal.journal import Journal
-from kvframework.storage.l1.journal.kept import NO_KEEPER, Kept
-from kvframework.storage.l1.leases import (
-    INTERNAL_OWNER,
-    NO_DEADLINE,
-    NO_PROMPT,
-    PinLease,
-    PromptPart,
-    StoredObject,
-)
+from kvframework.storage.l1.journal.journal import Journal, description_for, lock_for_server, may_write, writer_of
+from kvframework.storage.l1.journal.kept import NO_KEEPER, Kept, Verification
+from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, NO_PROMPT, PinLease, PromptPart
 from kvframework.storage.l1.objects import ObjectTable, Reservation
 from kvframework.storage.l1.tenants import Tenant
-from kvframework.storage.l2.full_tier_victims import Shares
+from kvframework.storage.l2.full_tier import Shares
 from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.l2.prefetch import Prefetcher
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.threads import Controller, StorageThreads
+from kvframework.storage.l2.steps import Controller, StorageThreads
 from kvframework.storage.l2.tiers import AttachedTier, Tiers
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, is_record_key
-from kvframework.storage.verification import Verification
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +177,7 @@ class StorageManager:
 
     def arena_for(self, session: int) -> int:
         """Return a descriptor of the arena for a client's session, owned by the caller. A later server knows by it
-        whether the client may still write, see `kvframework.storage.l1.journal.arena_locks`. Raises `OSError`."""
+        whether the client may still write, see `kvframework.storage.l1.journal.journal`. Raises `OSError`."""
         generation = FIRST_GENERATION if self._journal is None else self._journal.generation
         try:
             return description_for(self._memory.fd, writer_of(generation, session))
@@ -498,7 +488,7 @@ class StorageManager:
 
     def tiers_lacked(self, key: PackedKey) -> bool:
         """Return whether every tier answered a moment ago that it lacks the object, see
-        `kvframework.storage.l2.absences`. Never calls a tier."""
+        `kvframework.storage.l2.tier_calls`. Never calls a tier."""
         return all(store.lacked([key])[0] for store in self._tiers.stores)
 
     def submit_prefetch_task(

@@ -13,7 +13,7 @@ from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.service.accounts.finished import MOST, FinishedRequests, Subject
 from kvframework.service.accounts.lookup_counts import MAX_MODELS, OTHER_MODELS, LookupCounts
 from kvframework.service.accounts.misses import START_EXPLAINS_S, Facts, Row, Why, decide, elsewhere
-from kvframework.storage.l1.ghosts import CAUSES, Ghost
+from kvframework.storage.l1.departures import CAUSES, Ghost
 from kvframework.storage.l2.loading import TierCall
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire.messages import REASONS

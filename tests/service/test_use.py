@@ -8,7 +8,7 @@ from collections import Counter
 from kvframework.service.accounts import hot_prefixes
 from kvframework.service.accounts.hot_prefixes import HotPrefixes
 from kvframework.service.accounts.use import MAX_ROWS, OTHER, _rows
-from kvframework.storage.l1.accounts import Account
+from kvframework.storage.l1.entries import Account
 
 
 def prefix_of(number: int) -> bytes:

@@ -16,10 +16,10 @@ from kvframework.service.transfer_paths.contents import Contents
 from kvframework.service.transfer_paths.grants import Grants
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
-from kvframework.storage.l2.full_tier_victims import Watermarks
+from kvframework.storage.l2.full_tier import Watermarks
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.tiers import AttachedTier
-from kvframework.storage.l2.write_policy import WRITE_POLICIES
+from kvframework.storage.l2.writer import WRITE_POLICIES
 from kvframework.storage.namespaces import NamespaceRecords
 from tests.simulation.dice import Dice
 from tests.simulation.jobs import PassedOverJob

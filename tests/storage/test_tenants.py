@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvframework.api.keys import PackedKey
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
-from kvframework.storage.l1.ghosts import Cause
-from kvframework.storage.l1.leases import NO_DEADLINE, StoredObject
+from kvframework.storage.l1.departures import Cause
+from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.leases import NO_DEADLINE
 from kvframework.storage.l1.objects import ObjectTable, Reservation
 from kvframework.storage.l1.tenants import MAX_SALTS, Tenant, Tenants
 from tests.storage.memory import OrderedLru, content, packed_key

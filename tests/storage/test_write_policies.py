@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvframework.api.tier import Outcome, PackedKey
-from kvframework.storage.l2.write_policy import MAX_GHOSTS, WriteBack, WriteThroughSelective
+from kvframework.storage.l2.writer import MAX_GHOSTS, WriteBack, WriteThroughSelective
 from tests.storage.memory import packed_key
 from tests.storage.node import SIZE, Node
 from tests.storage.test_prefetch import filled
@@ -114,7 +114,7 @@ def test_write_back_what_goes_beyond_the_watermark_is_written_before_the_next_ti
 def test_write_back_a_tier_that_is_down_keeps_nobody_from_storing(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, sending: bool
 ) -> None:
-    monkeypatch.setattr("kvframework.storage.l2.write_queue.MAX_ATTEMPTS", 1 << 30)  # nothing is given up
+    monkeypatch.setattr("kvframework.storage.l2.writer.MAX_ATTEMPTS", 1 << 30)  # nothing is given up
     node = make_node(units=20, write_policy="write_back", high_watermark=0.5, low_watermark=0.25, timeout_s=60.0)
     node.tier.down = True
     if sending:

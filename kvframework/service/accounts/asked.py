@@ -10,7 +10,7 @@ from kvframework.api.requests import CacheKey, ClientInfo
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.service.accounts.recording import Recorded
 from kvframework.service.keys import KeyGrid
-from kvframework.storage.l1.leases import StoredObject
+from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.manager import FindRow
 

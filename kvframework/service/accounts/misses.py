@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
-from kvframework.storage.l1.ghosts import CAUSES, EVICTIONS, Ghost
+from kvframework.storage.l1.departures import CAUSES, EVICTIONS, Ghost
 from kvframework.storage.namespaces import NamespaceRecord
 
 # Content of an earlier server is missed for this long after a start; later most prompts are new.

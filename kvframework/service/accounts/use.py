@@ -14,7 +14,7 @@ from kvframework.service.accounts.finished import MAX_TEXT
 from kvframework.service.accounts.hot_prefixes import HotPrefixes
 from kvframework.service.keys import KeyGrid
 from kvframework.service.tenant_names import TenantNames
-from kvframework.storage.l1.accounts import NO_NAMESPACE, Account
+from kvframework.storage.l1.entries import NO_NAMESPACE, Account
 from kvframework.storage.manager import StorageManager
 
 # Rows with a name of their own, of each kind.

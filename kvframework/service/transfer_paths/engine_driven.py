@@ -18,7 +18,8 @@ from kvframework.service.keys import KeyGrid
 from kvframework.service.prompt_parts import found_part, prompt_part
 from kvframework.service.transfer_paths.contents import Contents
 from kvframework.service.transfer_paths.grants import Grants
-from kvframework.storage.l1.leases import PinLease, StoredObject
+from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l1.objects import Reservation
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m

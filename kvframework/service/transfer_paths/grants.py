@@ -22,7 +22,8 @@ from kvframework.service.accounts.finished import Subject, subject_of
 from kvframework.service.contexts import Contexts, RegisteredContext
 from kvframework.service.keys import KeyGrid
 from kvframework.service.transfer_paths.contents import Contents
-from kvframework.storage.l1.leases import NO_PROMPT, PromptPart, StoredObject
+from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.leases import NO_PROMPT, PromptPart
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.indices import pack_indices, pack_offsets

@@ -24,29 +24,23 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Use
-from kvframework.storage.l1.accounts import NO_CLIENT, Accounts
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
-from kvframework.storage.l1.departed import Departed
-from kvframework.storage.l1.ghosts import LAST_EVICTION, Cause
-from kvframework.storage.l1.hints import Part, parts_of
+from kvframework.storage.l1.departures import LAST_EVICTION, Cause
+from kvframework.storage.l1.entries import NO_CLIENT, Accounts, ObjectRows, StoredObject
+from kvframework.storage.l1.journal.form import Found, FoundObject, FoundReservation
 from kvframework.storage.l1.journal.journal import Journal
-from kvframework.storage.l1.journal.reading import Found, FoundObject, FoundReservation
 from kvframework.storage.l1.leases import (
     INTERNAL_OWNER,
     NO_DEADLINE,
     NO_PROMPT,
     LeaseBook,
     PinLease,
+    PinShares,
     PromptPart,
-    StoredObject,
     WriteLease,
 )
-from kvframework.storage.l1.pin_shares import PinShares
-from kvframework.storage.l1.rows import ObjectRows
-from kvframework.storage.l1.tenants import SALT, Tenant, Tenants
-from kvframework.storage.l1.uses import Uses
-from kvframework.storage.l1.victim_range import choose_window
-from kvframework.storage.l1.victim_walk import VictimWalk, VictimWalks
+from kvframework.storage.l1.tenants import SALT, Departed, Part, Tenant, Tenants, Uses, parts_of
+from kvframework.storage.l1.victims import VictimWalk, VictimWalks, choose_window
 
 # How long after a pin lease lapsed its owner may still end it and learn that it did not hold.
 REMEMBER_LAPSED_S = 600.0

@@ -14,18 +14,72 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
 
-from kvframework.api.eviction import EvictionPolicy, RequestFacts, Why
+from kvframework.api.eviction import EvictionPolicy, Hint, RequestFacts, Why
 from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey
+from kvframework.api.retain import Retain
 from kvframework.storage.l1.allocator import rounded
-from kvframework.storage.l1.leases import StoredObject
-from kvframework.storage.l1.rows import ObjectRows
+from kvframework.storage.l1.departures import LAST_EVICTION, Cause
+from kvframework.storage.l1.entries import ObjectRows, StoredObject
+
+# What `Retain`s say of the objects of one request, as parts that a policy gets in one call each. Pure.
+
+
+class Part(NamedTuple):
+    """Neighbours of which the same is said; the fields are those of `RequestFacts`."""
+
+    objects: slice
+    hint: Hint = ""
+    keep_s: float = 0.0
+    priority: int = 0
+
+
+def parts_of(
+    chunks: Sequence[int], chunk_tokens: int, retains: Sequence[Retain], is_first: Sequence[bool]
+) -> list[Part]:
+    """Return the parts of a request's objects, the last part first, as the policies get them. `chunks` are their places
+    in the prompt; `is_first`: whether the request is the first one to store an object."""
+    of = {chunk: _fitting(retains, chunk * chunk_tokens, (chunk + 1) * chunk_tokens) for chunk in set(chunks)}
+    said = [_allowed(of[chunk], is_first=first) for chunk, first in zip(chunks, is_first, strict=True)]
+    return [_said(span, retain) for retain, span in _runs(said)][::-1]
+
+
+def _fitting(retains: Sequence[Retain], first: int, end: int) -> Retain | None:
+    """Return the first one that is said of all tokens of a chunk; of one at no known place (before 0) only what is said
+    of the request."""
+    for retain in retains:
+        if retain.start is None or (retain.start <= first and first >= 0 and (retain.end is None or end <= retain.end)):
+            return retain
+    return None
+
+
+def _allowed(retain: Retain | None, *, is_first: bool) -> Retain | None:
+    """Return what is said of an object, None for a request that is done, but not the first one to store it."""
+    if retain is None or retain.start is not None or retain.what == "keep" or is_first:
+        return retain
+    return None
+
+
+def _said(objects: slice, retain: Retain | None) -> Part:
+    if retain is None:
+        return Part(objects)
+    return Part(objects, "keep", retain.duration, retain.priority) if retain.what == "keep" else Part(objects, "done")
+
+
+def _runs(values: Sequence[Retain | None]) -> Iterator[tuple[Retain | None, slice]]:
+    first = 0
+    for value, run in groupby(values):
+        end = first + sum(1 for _ in run)
+        yield value, slice(first, end)
+        first = end
+
 
 # Salts in keys that are remembered as a tenant's: one for each salt and order of layers.
 MAX_SALTS = 1 << 16
@@ -166,3 +220,74 @@ def _affordable(objects: Iterator[StoredObject], most: int, *, all_leave: bool) 
             return
         yield stored
         most -= length * all_leave
+
+
+# What left L1 and the eviction policies do not know yet. Pure.
+#
+# A policy must not be called while its victims are walked, so the objects of one STORE leave first, and the policies
+# learn of all of them afterwards, at once.
+
+
+class Departed:
+    """Objects by reason, in the order in which they left. Empty between two calls of the table."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._evicted: list[StoredObject] = []
+        self._others: list[tuple[StoredObject, Why]] = []
+
+    def add(self, stored: StoredObject, cause: Cause) -> None:
+        if cause <= LAST_EVICTION:
+            self._evicted.append(stored)
+        else:
+            self._others.append((stored, "cleared" if cause is Cause.CLEARED else "removed"))
+
+    def tell(self) -> None:
+        """Tell the policies."""
+        if self._evicted:
+            evicted, self._evicted = self._evicted, []
+            self._tenants.removed(evicted, "evicted")
+        if self._others:
+            others, self._others = self._others, []
+            why: Why
+            for why in ("cleared", "removed"):
+                self._tenants.removed([stored for stored, reason in others if reason == why], why)
+
+
+# Reports of uses to the eviction policy: few uses at once, many in batches. Pure.
+
+# Uses that are reported to the policy in one call: a millisecond or two; and the number of batches that may wait.
+TELL_AT_ONCE = 1 << 13
+MOST_UNTOLD = 16
+
+
+class Uses:
+    """Waiting uses. Those of objects that have left meanwhile are skipped."""
+
+    def __init__(self, tenants: Tenants, objects: ObjectRows) -> None:
+        self._tenants = tenants
+        self._objects = objects
+        # Batches of uses too large to report at once, oldest first, each in the order of the policy's calls.
+        self._untold: deque[tuple[list[StoredObject], RequestFacts]] = deque()
+
+    def add(self, objects: list[StoredObject], facts: RequestFacts) -> None:
+        """Report uses of objects, given in the order of a prompt; the policy receives the end of the prompt first."""
+        if len(objects) <= TELL_AT_ONCE:
+            self._tenants.accessed(objects[::-1], facts)
+            return
+        if len(self._untold) == MOST_UNTOLD:
+            self._tell(*self._untold.popleft())
+        self._untold.append((objects[::-1], facts))
+
+    def tell_some(self) -> None:
+        """Report some of the waiting uses to the policy, `TELL_AT_ONCE` at most."""
+        if self._untold:
+            batch, facts = self._untold.popleft()
+            if len(batch) > TELL_AT_ONCE:
+                self._untold.appendleft((batch[TELL_AT_ONCE:], facts))
+            self._tell(batch[:TELL_AT_ONCE], facts)
+
+    def _tell(self, used: Sequence[StoredObject], facts: RequestFacts) -> None:
+        here = [stored for stored in used if self._objects.get(stored.key) is stored]
+        for first in range(0, len(here), TELL_AT_ONCE):
+            self._tenants.accessed(here[first : first + TELL_AT_ONCE], facts)

@@ -22,9 +22,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l2.l1_interface import L1
 from kvframework.storage.l2.loading import Apart, AskNext, Loader, LoadSteps, LoadTask, WaitForWriters
-from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.sealed_tier import L1, L2Store
 from kvframework.storage.l2.steps import Steps
 from kvframework.storage.namespaces import NamespaceRecord
 

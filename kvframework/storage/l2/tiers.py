@@ -16,12 +16,10 @@ from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
 from kvframework.events.feed import NO_EVENTS, Events
-from kvframework.storage.l2.full_tier_victims import Watermarks
-from kvframework.storage.l2.l1_interface import L1
-from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.full_tier import Watermarks
+from kvframework.storage.l2.sealed_tier import L1, L2Store
 from kvframework.storage.l2.steps import run
-from kvframework.storage.l2.write_policy import WriteNothing, WritePolicy, WriteThrough
-from kvframework.storage.l2.writer import TierWriter
+from kvframework.storage.l2.writer import TierWriter, WriteNothing, WritePolicy, WriteThrough
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecords, decode_record, record_key
 
 log = logging.getLogger(__name__)
