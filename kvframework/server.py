@@ -40,9 +40,8 @@ from kvframework.registry.check import codec_tables, resolve_table
 from kvframework.registry.creation import Creator
 from kvframework.registry.registry import PluginRegistry
 from kvframework.running_config import RunningConfig
-from kvframework.service.diagnosis import Diagnosis
-from kvframework.service.hand_over import HandOver
 from kvframework.service.lifecycle import CacheService
+from kvframework.service.operator_requests import Diagnosis, HandOver
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l1.journal.form import Identity
 from kvframework.storage.l1.journal.kept import Keeper, Kept, free_kept, open_kept, this_machine

@@ -1,6 +1,6 @@
 """`kvframework serve --takeover`: L1 of the server that runs at the endpoint, handed over by it, and its end.
 
-`kvframework.service.hand_over` is the other side.
+`kvframework.service.operator_requests` is the other side.
 """
 
 from __future__ import annotations

@@ -12,13 +12,11 @@ from pathlib import Path
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.keys import PackedKey
 from kvframework.config import EventsConfig
-from kvframework.events.encoding import Encoder
-from kvframework.events.feed import Feed
-from kvframework.events.history import History
+from kvframework.events.feed import Feed, Shape, Teller
+from kvframework.events.history import Encoder, History
 from kvframework.events.ledger import Ledger
 from kvframework.events.publisher import Publisher, pause
 from kvframework.events.sockets import EventSockets
-from kvframework.events.teller import Shape, Teller
 from kvframework.messaging.curve import ServerKeys
 
 _NAME_BYTES = 8

@@ -32,7 +32,7 @@ _NATURAL: Mapping[int, bytes] = {}
 
 class RankOrder(Message, frozen=True):
     """The order in which one rank's objects hold their layers, where it differs from the order of names, see
-    `kvframework.service.layer_order`. 16 bytes."""
+    `kvframework.service.registration`. 16 bytes."""
 
     rank: int
     order: bytes

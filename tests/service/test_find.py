@@ -15,12 +15,11 @@ from kvf_hashers.sha256 import Sha256
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import CacheKey, ClientInfo, PackedKey
 from kvframework.events.feed import NO_EVENTS
-from kvframework.service.accounts.finished import FinishedRequests
+from kvframework.service.engine_driven import Grants, objects_of, pin_whole
+from kvframework.service.finished import FinishedRequests
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups
-from kvframework.service.transfer_paths.contents import Contents
-from kvframework.service.transfer_paths.engine_driven import pin_whole
-from kvframework.service.transfer_paths.grants import Grants, objects_of
+from kvframework.service.transfer_records import Contents
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.manager import StorageManager

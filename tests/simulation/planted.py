@@ -8,8 +8,7 @@ from typing import Any
 from unittest import mock
 
 from kvframework.api.tier import Outcome, PackedKey
-from kvframework.service.lookup_waits import LookupWaits
-from kvframework.service.lookups import Lookups
+from kvframework.service.lookups import Lookups, LookupWaits
 from kvframework.storage import envelope
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.entries import ObjectRows, StoredObject

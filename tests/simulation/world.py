@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from kvframework.api.futures import Future
 from kvframework.api.requests import ClientInfo, Message
 from kvframework.events.feed import NO_EVENTS
-from kvframework.service.accounts.finished import FinishedRequests
+from kvframework.service.engine_driven import Grants
+from kvframework.service.finished import FinishedRequests
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
-from kvframework.service.transfer_paths.contents import Contents
-from kvframework.service.transfer_paths.grants import Grants
+from kvframework.service.transfer_records import Contents
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.l2.full_tier import Watermarks

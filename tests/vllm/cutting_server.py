@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvframework.cli.main import main
 from kvframework.pricing.prefill import EngineSpeed
-from kvframework.service.accounts.asked import Asked, Priced
+from kvframework.service.asked import Asked, Priced
 from kvframework.service.pricing import Pricing
 from kvframework.storage.l2.sealed_tier import L2Store
 
