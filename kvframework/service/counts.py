@@ -156,8 +156,7 @@ class Use:
         }
 
     def _model_of(self, namespace: bytes) -> str:
-        record = self._storage.records.get(namespace)
-        return "" if record is None else record.model_name[:MAX_TEXT]
+        return self._storage.records.model_of(namespace)[:MAX_TEXT]
 
 
 def _rows(accounts: Iterable[tuple[str, Account]], first: Sequence[str] = ()) -> dict[str, dict[str, int]]:

@@ -18,10 +18,9 @@ from kvframework.errors import LeaseUnknown, RequestError, TransportMismatch
 from kvframework.service.contexts import Contexts, InstanceKeys, RegisteredContext
 from kvframework.service.finished import Subject, subject_of
 from kvframework.service.keys import KeyGrid, found_part, prompt_part
-from kvframework.service.transfer_records import Contents, TransferAccounts, added_tokens, store_outcome
+from kvframework.service.records import Contents, TransferAccounts, added_tokens, store_outcome
 from kvframework.storage.l1.entries import StoredObject
-from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart
-from kvframework.storage.l1.objects import Reservation
+from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart, Reservation
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.indices import pack_indices, pack_offsets

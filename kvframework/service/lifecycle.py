@@ -39,9 +39,9 @@ from kvframework.service.health import EVERY_S, CounterReport
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.lookups import Lookups
 from kvframework.service.operator_requests import StatusReport
+from kvframework.service.records import Contents, TransferAccounts
 from kvframework.service.registration import AttachedTransport, Registrations
 from kvframework.service.server_driven import ServerDrivenTransfers
-from kvframework.service.transfer_records import Contents, TransferAccounts
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.handshake import FEATURES

@@ -18,13 +18,13 @@ from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo, Handler, Message, PrefetchTask
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.messaging.deadlines import Deadlines
-from kvframework.service.asked import Asked, MissFacts
 from kvframework.service.counts import LookupCounts, ShortPrompts, Use
 from kvframework.service.engine_driven import Grants
 from kvframework.service.finished import NOT_MISSED, FinishedRequests, TenantNames, subject_of
 from kvframework.service.keys import KeyResolver, check_key, found_part, prompt_part
 from kvframework.service.pricing import Pricing
 from kvframework.service.recording import Recording
+from kvframework.service.records import Asked, MissFacts
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.storage.tickets import Answer, LookupTickets, Wanted
@@ -333,7 +333,7 @@ class Lookups:
 
         def load(on_done: Callable[[], None], on_change: Callable[[], None]) -> PrefetchTask | None:
             # Without windows the first object that lacks ends every longer hit.
-            if asked.missing and not grid.has_windows and self._storage.tiers_lacked(asked.missing[1]):
+            if asked.missing and not grid.has_windows and self._storage.tiers.lacked(asked.missing[1]):
                 return None
             asked.task = self._storage.submit_prefetch_task(
                 grid.flat,

@@ -12,8 +12,8 @@ from statistics import median
 
 from kvframework.pricing.cut import Offer, Queue, TierPart, Traffic, cut
 from kvframework.pricing.prefill import EngineSpeed
-from kvframework.service.asked import Asked, Priced
 from kvframework.service.keys import KeyGrid
+from kvframework.service.records import Asked, Priced
 from kvframework.storage.l2.loading import BATCH_BYTES, BATCH_OBJECTS
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.manager import StorageManager

@@ -24,7 +24,7 @@ from kvframework.service.contexts import InstanceKeys, RegisteredContext
 from kvframework.service.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges
 from kvframework.service.finished import Subject
 from kvframework.service.keys import KeyGrid, prompt_part
-from kvframework.service.transfer_records import Contents, TransferAccounts, added_tokens, store_outcome
+from kvframework.service.records import Contents, TransferAccounts, added_tokens, store_outcome
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m

@@ -304,7 +304,7 @@ class LookupTickets:
                         self._ask(ticket, wanted(record))
                 self._on_change(ticket.id)
 
-            absent = self._storage.tiers_lacked(record_key(namespace))
+            absent = self._storage.tiers.lacked(record_key(namespace))
             if not absent and self._may_load(ticket) and self._storage.submit_record_task(namespace, known):
                 self._table.load_begun(ticket, None)
             return self._answer(ticket)

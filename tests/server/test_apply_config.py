@@ -166,7 +166,7 @@ def lease_s(node: Node) -> tuple[float, float]:
 
 
 def of_the_tier(node: Node) -> Any:
-    return node.server.service.storage._tiers.writers[0]
+    return node.server.service.storage.tiers.writers[0]
 
 
 # The value at the object that works by it.

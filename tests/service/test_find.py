@@ -19,7 +19,7 @@ from kvframework.service.engine_driven import Grants, objects_of, pin_whole
 from kvframework.service.finished import FinishedRequests
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups
-from kvframework.service.transfer_records import Contents
+from kvframework.service.records import Contents
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.manager import StorageManager

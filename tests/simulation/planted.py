@@ -12,9 +12,9 @@ from kvframework.service.lookups import Lookups, LookupWaits
 from kvframework.storage import envelope
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.entries import ObjectRows, StoredObject
+from kvframework.storage.l1.eviction import Tenants
 from kvframework.storage.l1.leases import LeaseBook, PinLease, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
-from kvframework.storage.l1.tenants import Tenants
 from kvframework.storage.l2.loading import Loader, LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher, TierLoads
 from kvframework.storage.l2.sealed_tier import L2Store

@@ -11,8 +11,7 @@ from kvframework.api.eviction import Use
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
 from kvframework.storage.l1.entries import StoredObject
-from kvframework.storage.l1.leases import NO_DEADLINE, NO_PROMPT, PinLease, PromptPart
-from kvframework.storage.l1.objects import Reservation
+from kvframework.storage.l1.leases import NO_DEADLINE, NO_PROMPT, PinLease, PromptPart, Reservation
 from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.l2.tier_calls import Breaker
 from kvframework.storage.manager import StorageManager

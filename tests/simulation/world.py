@@ -13,7 +13,7 @@ from kvframework.service.engine_driven import Grants
 from kvframework.service.finished import FinishedRequests
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
-from kvframework.service.transfer_records import Contents
+from kvframework.service.records import Contents
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.l2.full_tier import Watermarks
@@ -125,7 +125,7 @@ class World:
             Grants({}, self.manager, Contents(NO_EVENTS), str),
             ticket_s=TICKET_S,
         )  # type: ignore[arg-type]
-        self.writers = self.manager._tiers.writers
+        self.writers = self.manager.tiers.writers
         self.ledgers = [Ledger(writer, tier) for writer, tier in zip(self.writers, self.tiers, strict=True)]
         # Answers that are held back, and until when.
         self.held: list[tuple[Future[Message], float]] = []

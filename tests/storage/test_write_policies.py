@@ -160,7 +160,7 @@ def test_what_is_used_is_touched_in_the_tiers_that_forget(make_node: Callable[..
     node.write(K[:4])
     written(node)
     node.read(K[:2])
-    node.manager._tiers.writers[0]._idle_work_at = 0.0  # it is done every few seconds
+    node.manager.tiers.writers[0]._idle_work_at = 0.0  # it is done every few seconds
     node.write(K[9:10])
     wait_until(lambda: set(K[:2]) <= set(node.tiers[0].asked("touch")), what="the touch")
     assert not set(K[2:4]) & set(node.tiers[0].asked("touch"))
@@ -212,7 +212,7 @@ def test_many_touches_keep_nothing_from_being_written(
     node.write(K[:8])
     written(node)
     node.read(K[:8])
-    node.manager._tiers.writers[0]._idle_work_at = 0.0
+    node.manager.tiers.writers[0]._idle_work_at = 0.0
     node.write(K[9:10])
     wait_until(lambda: tier.asked("touch waits"), what="the first touch")
     node.write(K[10:11])

@@ -79,7 +79,7 @@ def test_while_the_circuit_is_open_nothing_spins(node: Node) -> None:
     node.wait_stalled()
     before = node.store_counters.get("refused", 0)
     node.write(K[:1])
-    assert not node.manager._tiers.writers[0].drain(0.2), "it waits for its turn"
+    assert not node.manager.tiers.writers[0].drain(0.2), "it waits for its turn"
     assert node.store_counters.get("refused", 0) - before <= 2
     node.tier.resume()
     other.join()

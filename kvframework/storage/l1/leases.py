@@ -73,6 +73,22 @@ class WriteLease:
 
 
 @dataclass(slots=True)
+class Reservation:
+    """Result of `reserve`. `placed` holds (index of the item, offset); the counts cover the other items. `stopped_at`
+    is the index of the first item that was not placed, None if all were; `over_share` says that the share of its owner
+    or tenant stopped it."""
+
+    lease: WriteLease | None
+    placed: list[tuple[int, int]] = field(default_factory=list)
+    present: int = 0
+    in_flight: int = 0
+    dropped: int = 0
+    stopped_at: int | None = None
+    over_share: bool = False
+    refused: bool = False
+
+
+@dataclass(slots=True)
 class PinLease:
     """Objects protected from eviction: under a LOOKUP's ticket, or while a RETRIEVE reads them. `asked_by` is the
     session whose numbers of leases and pins it counts in, `payer` the one whose share of L1. A `hit` is what no one
@@ -255,6 +271,16 @@ NEEDED_S = 30.0
 SEVERAL = -1
 
 
+class Pinned(NamedTuple):
+    """The bytes that a session keeps from eviction, and how many of its leases its share has ended or refused."""
+
+    nbytes: int
+    cut: int
+
+
+NOTHING_PINNED = Pinned(0, 0)
+
+
 class PinShares:
     """See the module. `most` is the bound of each session, in bytes; `cuts` counts, by session, the leases that it
     ended early or refused, `all_cuts` those of all sessions since the start."""
@@ -276,6 +302,10 @@ class PinShares:
         """Change the bound."""
         self.most = most
         self.over = {payer for payer, nbytes in self.held.items() if nbytes > most}
+
+    def by_session(self) -> dict[int, Pinned]:
+        sessions = self.held.keys() | self.cuts.keys()
+        return {each: Pinned(self.held.get(each, 0), self.cuts[each]) for each in sessions}
 
     def payer(self, session: int) -> int:
         """Return the session for which a lease of this one counts."""

@@ -88,6 +88,18 @@ class Tiers:
         """Whether `used` has an effect."""
         return bool(self._watching_uses)
 
+    def lacked(self, key: PackedKey) -> bool:
+        """Return whether every tier answered a moment ago that it lacks the object, see `Absences`. Calls no tier."""
+        return all(store.lacked([key])[0] for store in self.stores)
+
+    def trouble(self, since: float) -> str:
+        """Return which tier has failed to answer a read since then, and how; "" for none."""
+        for store in self.stores:
+            at, what = store.read_trouble
+            if at >= since:
+                return f"{store.name}: {what}"
+        return ""
+
     def committed(self, keys: Sequence[PackedKey]) -> None:
         for writer in self.writers:
             writer.committed(keys)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, compress, repeat
 from operator import eq, itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from kvframework.api.keys import PACKED_KEY_BYTES, PackedKey
+from kvframework.api.keys import NAMESPACE_BYTES, PACKED_KEY_BYTES, SALT_BYTES, PackedKey
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.namespaces import MAX_NAMESPACES, RECORD_BYTES
 
@@ -134,6 +134,7 @@ _AT_ONCE = 1024
 # What the checksum of a slot is of, and the key within it.
 _BODY = struct.Struct(f"<8x{SLOT.size}s{SLOT_TAIL.size}x")
 _KEY = slice(16, 16 + PACKED_KEY_BYTES)
+_ROW_BYTES = NAMESPACE_BYTES + SALT_BYTES
 _IS_COMMITTED = bytes(kind == COMMITTED for kind in range(256))
 
 
@@ -185,6 +186,17 @@ class FoundSlots(NamedTuple):
     serial: int
     gaps: list[tuple[int, int]]
     end: int
+
+    def runs(self) -> Iterator[Sequence[FoundObject]]:
+        """Yield neighbours of one namespace, salt and tenant together: mostly those of one request."""
+        first, of = 0, (b"", -1)
+        for index, (_, _, _, key, _, _, tenant, _) in enumerate(self.objects):
+            if of != (owner := (key[:_ROW_BYTES], tenant)):
+                if index:
+                    yield self.objects[first:index]
+                first, of = index, owner
+        if self.objects:
+            yield self.objects[first:]
 
 
 class Found(NamedTuple):

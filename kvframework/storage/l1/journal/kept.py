@@ -251,6 +251,9 @@ class Verification:
             self._thread.join(max(timeout_s, 0.0))
         return not self._thread.is_alive()
 
+    def status(self) -> dict[str, int]:
+        return {"verified": self.verified, "damaged": self.damaged}
+
     def _run(self) -> None:
         for first in range(0, len(self._known), AT_ONCE):
             began = time.monotonic()
