@@ -137,10 +137,8 @@ class StorageManager:
         # tick, for the eviction policy.
         self.compute_s: float | None = None
         self._prices: tuple[float | None, float | None] = None, None
-        journal, was_done = kept.journal, self._departures.was_done
-        self._table = ObjectTable(
-            RangeAllocator(), policy, self._left, tenants, journal, lambda: self._prices, was_done
-        )
+        journal, done = kept.journal, self._departures.was_done
+        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, journal, lambda: self._prices, done)
         self._journal = kept.journal
         self._serves_at = clock() + SERVED_S
         self._shared = False
@@ -651,7 +649,7 @@ class StorageManager:
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
         """Pin each of `keys` that is in L1, without counting as an access for eviction."""
-        leases = [self._table.hold(key) for part in self._in_turns(keys) for key in part]
+        leases = [self._pin_internal(key) for part in self._in_turns(keys) for key in part]
         return [lease for lease in leases if lease is not None]
 
     @_locked
@@ -696,7 +694,7 @@ class StorageManager:
             return None
         objects = self._commit(lease_id, INTERNAL_OWNER)
         self.counters["loaded"] += len(objects)
-        return self._table.hold(objects[0].key)
+        return self._pin_internal(objects[0].key)
 
     @_locked
     def any_writing(self, keys: Sequence[PackedKey]) -> bool:
@@ -779,6 +777,9 @@ class StorageManager:
         # A load that begins to wait now checks by itself.
         if any(queue.waiting for queue in self._prefetcher.queues):
             self._prefetcher.writers_ended(self._table.any_writing)
+
+    def _pin_internal(self, key: PackedKey) -> PinLease | None:
+        return self._table.hold(key)
 
     def _in_turns(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
         """Yield parts of `items`, each to be handled while this holds the lock; other threads get it in between."""

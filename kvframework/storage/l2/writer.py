@@ -1,9 +1,9 @@
 """The writer of one L2 tier: reports of L1 enter its queue, and batches leave it for the tier.
 
-The write policy decides which objects are written, and when; the queue is in `write_queue.py`. Objects are pinned only
-while they are being sent; waiting ones may be evicted and are then counted as lost. A full queue drops new objects with
-a count, so a slow or dead tier never delays a STORE. Driven by one or several storage threads (`threads.py`), each with
-its own batch. Lock order: the storage lock, then `changed`.
+The write policy decides which objects are written, and when. Objects are pinned only while they are being sent; waiting
+ones may be evicted and are then counted as lost. A full queue drops new objects with a count, so a slow or dead tier
+never delays a STORE. Driven by one or several storage threads (`steps.py`), each with its own batch. Lock order: the
+storage lock, then `changed`.
 """
 
 from __future__ import annotations
