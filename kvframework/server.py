@@ -29,7 +29,7 @@ from kvframework.config import Config, L2Config, PluginTable, bytes_of_tenants, 
 from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
 from kvframework.events.feed import NO_EVENTS
-from kvframework.events.router_events import RouterEvents
+from kvframework.events.publisher import RouterEvents
 from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.form import change_logging
 from kvframework.messaging.curve import ServerKeys

@@ -1,13 +1,6 @@
-"""The table of tickets: the pins of each LOOKUP, its deadline, and whether a load for it is in flight.
+"""The pins and loads of a LOOKUP, under its ticket. Thread-safe: the storage lock guards the table.
 
-A pure state machine beside the leases: no I/O, no clock of its own (`now` is passed in, in seconds of any monotonic
-clock), no lock (its caller serialises). A ticket's pins are one pin lease of the object table: a call that takes them
-from a ticket returns the lease's id, and the caller unpins. Invariants, tested against a model:
-
-* A ticket belongs to one client session. Request ids may collide; tickets do not.
-* During a load the ticket ends only with its owner; its lifetime starts again at the end of the load.
-* A ticket that has ended never pins again, although its load may still be in flight and counts until it has ended.
-* A client session that has ended gets no ticket from a plugin's handler, which may run in another thread.
+Calls come from the serving thread and from plugins' threads and never wait for L2; a load ends in a storage thread.
 """
 
 from __future__ import annotations
@@ -167,11 +160,6 @@ class TicketTable:
     def loads(self, owner: int) -> int:
         """Return the number of the owner's loads in flight, including those of tickets that have ended."""
         return self._loading[owner]
-
-
-# The pins and loads of a LOOKUP, under its ticket. Thread-safe: the storage lock guards the table.
-#
-# Calls come from the serving thread and from plugins' threads and never wait for L2; a load ends in a storage thread.
 
 
 class Wanted(NamedTuple):

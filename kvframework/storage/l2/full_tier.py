@@ -1,4 +1,4 @@
-"""The choice of victims in a full L2 tier: least recently used first. Pure."""
+"""The room in one L2 tier: what leaves a full one, and what of it writers have taken."""
 
 from __future__ import annotations
 
