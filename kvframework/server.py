@@ -29,7 +29,7 @@ from kvframework.config import Config, L2Config, PluginTable, bytes_of_tenants, 
 from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
 from kvframework.events.feed import NO_EVENTS
-from kvframework.events.router_events import RouterEvents
+from kvframework.events.publisher import RouterEvents
 from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.form import change_logging
 from kvframework.messaging.curve import ServerKeys
@@ -39,20 +39,19 @@ from kvframework.observe_supervisor import ObserveSupervisor
 from kvframework.registry.check import Creator, codec_tables, resolve_table
 from kvframework.registry.registry import PluginRegistry
 from kvframework.running_config import RunningConfig
-from kvframework.service.diagnosis import Diagnosis
-from kvframework.service.hand_over import HandOver
 from kvframework.service.lifecycle import CacheService
+from kvframework.service.operator_requests import Diagnosis, HandOver
 from kvframework.service.registration import AttachedTransport
+from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.journal.form import Identity
 from kvframework.storage.l1.journal.kept import Keeper, Kept, free_kept, open_kept, this_machine
-from kvframework.storage.l1.tenants import Tenant
-from kvframework.storage.l2.codecs import CodecTable
-from kvframework.storage.l2.full_tier_victims import Watermarks
-from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l1.leases import NOTHING_PINNED
+from kvframework.storage.l2.full_tier import Watermarks
+from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
 from kvframework.storage.l2.tiers import AttachedTier
-from kvframework.storage.l2.write_policy import WRITE_POLICIES
+from kvframework.storage.l2.writer import WRITE_POLICIES
 from kvframework.storage.lending import LendingNode
-from kvframework.storage.manager import NOTHING_PINNED, StorageManager
+from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.wire.protocol import REQUESTS
 

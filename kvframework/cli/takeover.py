@@ -1,6 +1,6 @@
 """`kvframework serve --takeover`: L1 of the server that runs at the endpoint, handed over by it, and its end.
 
-`kvframework.service.hand_over` is the other side.
+`kvframework.service.operator_requests` is the other side.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kvframework.errors import EndpointError, KVFrameworkError
-from kvframework.storage.l1.journal.arena_locks import own_description
+from kvframework.storage.l1.journal.journal import own_description
 
 if TYPE_CHECKING:
     from kvframework.client import KVClient

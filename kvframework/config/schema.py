@@ -56,7 +56,7 @@ class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`[server]`. `endpoint` "" means `default_endpoint()`; `tcp` is a second one, for other hosts and users.
     `store_share` is the share of L1 that one client may have reserved at once for uncommitted stores, while other
     clients have instances here; `pin_share` the share that it may keep from eviction while others need room, see
-    `kvframework.storage.l1.pin_shares`. `session_timeout_s` is the longest silence of a client without a liveness
+    `kvframework.storage.l1.leases`. `session_timeout_s` is the longest silence of a client without a liveness
     socket.
     `tp_lcm` and `pp_lcm` are least common multiples of the sizes of the fleet's engines, 1: objects are named by rank.
     `insecure` serves tcp:// in plain text, without authentication. `admit_uids` are the users beside the server's own

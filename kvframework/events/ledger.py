@@ -24,8 +24,7 @@ import msgspec
 import xxhash
 
 from kvframework.errors import ConfigError
-from kvframework.events.blocks import Chunk, ExtraKeys
-from kvframework.events.known import Line, Medium, News, Removed
+from kvframework.events.known import Chunk, ExtraKeys, Line, Medium, News, Removed
 
 # Numbers that are reserved at a time.
 RESERVE = 1024

@@ -8,20 +8,142 @@ that very message. Nothing here can fail a request: errors are logged and are pr
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from kvframework.events.answers import Answers
-from kvframework.events.history import History, Numbered
+from kvframework.api.hasher import KeyHasher
+from kvframework.api.keys import PackedKey
+from kvframework.config import EventsConfig
+from kvframework.events.feed import Feed, Shape, Teller
+from kvframework.events.history import Encoder, History, Numbered
 from kvframework.events.known import Medium, News, Removed, Stored
 from kvframework.events.ledger import RESERVE, Found, Ledger
 from kvframework.events.sockets import EventSockets
-from kvframework.events.teller import Teller
+from kvframework.messaging.curve import ServerKeys
 
 log = logging.getLogger(__name__)
+
+# The answers to readers that lack messages, each sent as fast as its reader takes it. Pure.
+#
+# A reader that takes nothing costs what its queue holds, and one of `MOST_ANSWERS` places until it has left: the rest
+# of its answer is given up. The end of the answer, without which some readers wait for ever, is sent once there is
+# room. However many ask, answers take a share of a core, since the serving thread has the same interpreter.
+
+END = Numbered(b"", (1 << 64) - 1, b"")
+
+# Answers under way, and questions that wait for one of these places.
+MOST_ANSWERS = 32
+MOST_WAITING = 1024
+# Without a message taken, after which an answer is given up.
+STALLED_S = 10.0
+# Of messages in one turn; a message counts for some more than its own.
+_TURN_BYTES = 1 << 18
+_MESSAGE_BYTES = 1 << 10
+# Of a core.
+_SHARE = 0.25
+_SOON_S, _LATER_S = 0.001, 0.02
+
+
+class _Answer:
+    """`message` is sent next, then those that are left; `moved_at` is when the last one was taken."""
+
+    def __init__(self, messages: Iterator[Numbered], now: float) -> None:
+        self.left = messages
+        self.message = next(messages, END)
+        self.moved_at = now
+
+    def end(self) -> None:
+        self.left, self.message = iter(()), END
+
+
+class Answers:
+    """See the module. `send` sends a message to a client: False if there is no room for it yet, None if the client has
+    left. `messages` returns those from a number on, and changes no more with the state. `spent` is the clock of the
+    processor time of this thread."""
+
+    def __init__(
+        self,
+        send: Callable[[bytes, Numbered], bool | None],
+        messages: Callable[[int], Iterable[Numbered]],
+        spent: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self.given_up = 0
+        self._spent = spent
+        self._share = _SHARE
+        self._rest_until = -math.inf
+        self._send = send
+        self._messages = messages
+        self._waiting: dict[bytes, int] = {}
+        self._open: dict[bytes, _Answer] = {}
+
+    def ask(self, client: bytes, number: int) -> None:
+        """A client lacks the messages from a number on. Of its questions the last one is answered."""
+        if len(self._waiting) >= MOST_WAITING and client not in self._waiting:
+            self.given_up += 1
+            return
+        self._waiting[client] = number
+
+    def end(self) -> bool:
+        """Send nothing any more but the ends, and those at once, also to who asks from now on. True if any are due."""
+        self._share, self._rest_until = math.inf, -math.inf
+        self._messages = lambda _number: ()
+        for client in self._waiting:
+            self._open.setdefault(client, _Answer(iter(()), 0.0))
+        self._waiting.clear()
+        for answer in self._open.values():
+            answer.end()
+        return bool(self._open)
+
+    def turn(self, now: float) -> float:
+        """Begin an answer and send what readers take, for a few milliseconds at most; return the seconds until the next
+        turn, infinity if all is sent. Does nothing before that turn."""
+        if not self._open and not self._waiting:
+            return math.inf
+        if now < self._rest_until:
+            return self._rest_until - now
+        began = self._spent()
+        self._begin(now)
+        nbytes = _TURN_BYTES
+        for client in list(self._open):
+            if nbytes > 0:
+                nbytes -= self._go_on(client, now, nbytes)
+        pause = _SOON_S if self._waiting or nbytes < _TURN_BYTES else _LATER_S
+        lasts = (self._spent() - began) / self._share
+        self._rest_until = now + lasts
+        return max(pause, lasts) if self._open or self._waiting else math.inf
+
+    def _begin(self, now: float) -> None:
+        """Begin one answer: the messages of some take long to find."""
+        for client in self._waiting:
+            if client in self._open or len(self._open) < MOST_ANSWERS:
+                self._open[client] = _Answer(iter(self._messages(self._waiting.pop(client))), now)
+                return
+
+    def _go_on(self, client: bytes, now: float, most: int) -> int:
+        """Send about so many bytes of an answer, and return how many; after that it is the turn of all others."""
+        answer, nbytes = self._open.pop(client), 0
+        while nbytes < most:
+            sent = self._send(client, answer.message)
+            if sent is None or (sent and answer.message is END):
+                return nbytes + _MESSAGE_BYTES
+            if not sent:
+                if answer.message is not END and now - answer.moved_at > STALLED_S:
+                    self.given_up += 1
+                    answer.end()
+                break
+            answer.moved_at = now
+            nbytes += _MESSAGE_BYTES + len(answer.message.payload)
+            answer.message = next(answer.left, END)
+        self._open[client] = answer
+        return nbytes
+
 
 # News are collected for so long, and for longer with each number that a late reader has to be given.
 BATCH_S = 0.05
@@ -29,9 +151,8 @@ _BATCH_S_A_NUMBER = 1e-7
 # After the last news comes an empty message, and the next ones after twice the time each, up to the longest.
 BEAT_S = 1.0
 _LONGEST_BEAT_S = 60.0
-# After so many bytes of messages the serving thread gets its turn; a message counts for some more than its own.
+# After so many bytes of messages the serving thread gets its turn.
 _PAUSE_BYTES = 1 << 18
-_MESSAGE_BYTES = 1 << 10
 _PAUSE_S = 0.0005
 # After a ledger that could not be written.
 _WRITE_AGAIN_S = 10.0
@@ -248,3 +369,114 @@ def _changed(found: Found, news: list[News], now: dict[tuple[str, Medium], set[i
                 changed.append(Removed(each.model, each.medium, list(hashes & before)))
         changed.append(each)
     return changed
+
+
+# The whole of events in a server with `[events]`: made before the storage, which feeds it, and started with the sockets
+# of the server.
+
+_NAME_BYTES = 8
+
+
+class RouterEvents:
+    """See the module. `name` is the endpoint of the server, one ledger for each."""
+
+    def __init__(
+        self,
+        config: EventsConfig,
+        name: str,
+        hasher: KeyHasher,
+        *,
+        keys: ServerKeys | None = None,
+        admit_uids: Collection[int] = (),
+    ) -> None:
+        self.feed = Feed(salts=config.salted == "tell")
+        self._config = config
+        self._name = name
+        self._hasher = hasher
+        self._keys = None if config.insecure else keys
+        self._admit_uids = admit_uids
+        self._teller: Teller | None = None
+        self._sockets: EventSockets | None = None
+        self._publisher: Publisher | None = None
+
+    def start(
+        self,
+        shape_of: Callable[[bytes, str], Shape | None],
+        present: Callable[[Sequence[PackedKey]], Sequence[bool]],
+        *,
+        keeps: bool,
+    ) -> None:
+        """Bind, and begin to tell; see `Teller` for the functions. `keeps`: what L1 holds outlives the server. Raises
+        `EndpointError` and `EventLedgerError`; blocks for seconds if an earlier server has not ended."""
+        config = self._config
+        ledger = Ledger(_state_folder(config) / f"events-{_short(self._name)}", keeps=keeps)
+        found = ledger.open()
+        try:
+            self._sockets = EventSockets(config, keys=self._keys, admit_uids=self._admit_uids)
+        except BaseException:
+            ledger.close()
+            raise
+        encoder = Encoder(config.format, config.block_size)
+        engines = config.engines or (socket.gethostname(),)
+        self._teller = Teller(
+            self.feed,
+            self._hasher,
+            block_size=config.block_size,
+            salts=config.salted == "tell",
+            shape_of=shape_of,
+            present=present,
+            pause=pause,
+        )
+        self._publisher = Publisher(
+            self._teller, ledger, found, lambda first: History(encoder, engines, first, pause), self._sockets
+        )
+        self._publisher.start()
+
+    def stop(self, *, handed_over: bool = False) -> None:
+        """Announce what is waiting, and close; a next server has L1 if it is `handed_over`. Blocks for a moment, for
+        seconds at most. Idempotent."""
+        if self._publisher is not None:
+            self._publisher.stop(handed_over=handed_over)
+
+    def admit(self, readers: bool) -> None:
+        """Let further readers in, or keep them out; who is connected stays. From any thread. Raises `OSError`."""
+        if self._sockets is not None:
+            self._sockets.admit(readers)
+
+    def status(self) -> dict[str, object]:
+        """Return the part of the status document. From any thread."""
+        publisher, teller, sockets = self._publisher, self._teller, self._sockets
+        if publisher is None or teller is None or sockets is None:
+            return {}
+        return {
+            "endpoint": self._config.endpoint,
+            "replay": self._config.replay,
+            "blocks": teller.known.blocks,
+            "next_number": publisher.next_number,
+            "waiting": self.feed.waiting,
+            "ledger_bytes": publisher.ledger_bytes,
+            "problem": publisher.problem or publisher.hangs,
+            "counters": {
+                **publisher.counters,
+                "unread_replays": publisher.unread_replays,
+                **sockets.counters,
+                "dropped": self.feed.dropped,
+                "mismatched": teller.mismatched,
+                "withheld": teller.withheld,
+            },
+        }
+
+
+def _state_folder(config: EventsConfig, environ: Mapping[str, str] = os.environ) -> Path:
+    if config.state:
+        return Path(config.state)
+    # systemd names several folders with colons in between.
+    of_unit = environ.get("STATE_DIRECTORY", "").partition(":")[0]
+    if of_unit:
+        return Path(of_unit)
+    home = environ.get("XDG_STATE_HOME", "")
+    return Path(home if os.path.isabs(home) else Path.home() / ".local" / "state") / "kvframework"
+
+
+def _short(name: str) -> str:
+    return hashlib.blake2b(name.encode(), digest_size=_NAME_BYTES).hexdigest()

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from kvframework.api.layout import KVLayout, Layout, MemoryLayoutDesc, canonical_desc
 from kvframework.api.requests import CacheKey, ClientInfo, InstanceContext
 from kvframework.api.server_transport import ServerContext
-from kvframework.errors import NamespaceMismatch, NotRegistered
+from kvframework.errors import NamespaceMismatch, NotRegistered, TransportMismatch
+from kvframework.service.keys import KeyGrid, KeyResolver, check_key
 
 # Of a model's name in the status document, which has to fit a message whatever clients register.
 MAX_SHOWN = 128
@@ -153,3 +154,38 @@ def own_context(contexts: Contexts, instance_id: int, client: ClientInfo) -> Reg
             hint="send REGISTER_KV_CACHE first, again after a restart of the server",
         )
     return context
+
+
+# The objects that a request names, after a check of its key against the instance. Stateless.
+
+
+class InstanceKeys:
+    """Resolves the key of a STORE or RETRIEVE, on any path, to the objects of its instance: of one rank, or
+    of the shards that it holds."""
+
+    def __init__(self, contexts: Contexts, resolver: KeyResolver, *, chunk_size: int) -> None:
+        self._contexts = contexts
+        self._resolver = resolver
+        self._chunk_size = chunk_size
+
+    def own(self, client: ClientInfo, instance_id: int) -> RegisteredContext:
+        """Return the context of an instance that this client registered. Raises `NotRegistered`."""
+        return own_context(self._contexts, instance_id, client)
+
+    def grid(self, context: RegisteredContext, key: CacheKey) -> KeyGrid:
+        """Return the objects that the key names. Raises `NamespaceMismatch` unless it names what was registered, and
+        the errors of `resolve`."""
+        check_key(key)
+        context.check(key)
+        return self._resolver.resolve(key, context.rank_desc(self._chunk_size), context.held)
+
+    def engine_driven(self, client: ClientInfo, instance_id: int, key: CacheKey) -> KeyGrid:
+        """Resolve like `grid`, for an instance whose engine moves the bytes. Raises `TransportMismatch` if the server
+        does."""
+        context = self.own(client, instance_id)
+        if context.memory is not None:
+            raise TransportMismatch(
+                f"instance {context.instance_id} uses {context.transport}, which the server drives",
+                available="STORE and RETRIEVE",
+            )
+        return self.grid(context, key)

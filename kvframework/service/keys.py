@@ -12,6 +12,7 @@ from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
 from kvframework.api.keys import NAMESPACE_BYTES, CacheKey, PackedKey, key_prefix, salt_digest
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
+from kvframework.storage.l1.leases import NO_PROMPT, PromptPart
 
 
 def window_chunks(window: int, chunk_tokens: int) -> int:
@@ -372,3 +373,18 @@ def check_key(key: CacheKey) -> None:
         raise BadRange(
             f"start {key.start}, end {key.end}", where="key", available="0 <= start < end", hint="ask for tokens"
         )
+
+
+# Where in its prompt a request's objects are, for the eviction policy. Pure.
+
+
+def prompt_part(key: CacheKey, grid: KeyGrid, wanted: Sequence[int]) -> PromptPart:
+    """Return where in the prompt the objects with these indices are."""
+    rows, tokens = len(grid.prefixes), grid.desc.chunk_tokens
+    first = key.start // tokens
+    return PromptPart([first + index // rows for index in wanted], tokens, key.retain)
+
+
+def found_part(key: CacheKey, grid: KeyGrid, hit: int) -> PromptPart:
+    """Return it for the objects that a hit of so many chunks uses, if the request says anything of their future."""
+    return prompt_part(key, grid, grid.needed(hit)) if key.retain else NO_PROMPT

@@ -28,25 +28,20 @@ from kvframework.api.server_transport import ServerContext, ServerTransport
 from kvframework.bounded_close import call_within
 from kvframework.config import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
-from kvframework.events.feed import NO_EVENTS, Events
-from kvframework.events.teller import Shape
+from kvframework.events.feed import NO_EVENTS, Events, Shape
 from kvframework.logs.amounts import counted
-from kvframework.service.accounts.finished import FinishedRequests
-from kvframework.service.accounts.transfers import TransferAccounts
-from kvframework.service.checked_keys import InstanceKeys
-from kvframework.service.client_losses import ClientLosses
-from kvframework.service.contexts import Contexts, RegisteredContext, own_context
+from kvframework.service.chunks_over_wire import ChunkTransfers
+from kvframework.service.contexts import Contexts, InstanceKeys, RegisteredContext, own_context
+from kvframework.service.counts import ClientLosses
+from kvframework.service.engine_driven import EngineDrivenTransfers, Grants
+from kvframework.service.finished import FinishedRequests, TenantNames
 from kvframework.service.health import EVERY_S, CounterReport
 from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.lookups import Lookups
+from kvframework.service.operator_requests import StatusReport
+from kvframework.service.records import Contents, TransferAccounts
 from kvframework.service.registration import AttachedTransport, Registrations
-from kvframework.service.status import StatusReport
-from kvframework.service.tenant_names import TenantNames
-from kvframework.service.transfer_paths.chunks_over_wire import ChunkTransfers
-from kvframework.service.transfer_paths.contents import Contents
-from kvframework.service.transfer_paths.engine_driven import EngineDrivenTransfers
-from kvframework.service.transfer_paths.grants import Grants
-from kvframework.service.transfer_paths.server_driven import ServerDrivenTransfers
+from kvframework.service.server_driven import ServerDrivenTransfers
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import FEATURES, REQUESTS

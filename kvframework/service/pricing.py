@@ -10,12 +10,10 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from kvframework.pricing.cut import TierPart, cut
+from kvframework.pricing.cut import Offer, Queue, TierPart, Traffic, cut
 from kvframework.pricing.prefill import EngineSpeed
-from kvframework.pricing.tier_speed import Offer
-from kvframework.pricing.traffic import Queue, Traffic
-from kvframework.service.accounts.asked import Asked, Priced
 from kvframework.service.keys import KeyGrid
+from kvframework.service.records import Asked, Priced
 from kvframework.storage.l2.loading import BATCH_BYTES, BATCH_OBJECTS
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.manager import StorageManager

@@ -25,35 +25,32 @@ from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
 from kvframework.api.requests import Select
 from kvframework.bounded_close import call_within
-from kvframework.config import L2Keys, closest
-from kvframework.errors import RequestError, TierError
+from kvframework.config import L2Keys
+from kvframework.errors import TierError
 from kvframework.events.feed import NO_EVENTS, Events
-from kvframework.storage.l1.accounts import NO_CLIENT, Account, AccountKey
 from kvframework.storage.l1.allocator import RangeAllocator
-from kvframework.storage.l1.departures import MOST_DROPPED, Departures
-from kvframework.storage.l1.ghosts import Cause, Ghost
-from kvframework.storage.l1.journal.arena_locks import description_for, lock_for_server, may_write, writer_of
+from kvframework.storage.l1.departures import MOST_DROPPED, Cause, Departures, Ghost
+from kvframework.storage.l1.entries import NO_CLIENT, Account, AccountKey, StoredObject
+from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.journal.form import FIRST_GENERATION, Identity
-from kvframework.storage.l1.journal.journal import Journal
-from kvframework.storage.l1.journal.kept import NO_KEEPER, Kept
+from kvframework.storage.l1.journal.journal import Journal, description_for, lock_for_server, may_write, writer_of
+from kvframework.storage.l1.journal.kept import NO_KEEPER, Kept, Verification
 from kvframework.storage.l1.leases import (
     INTERNAL_OWNER,
     NO_DEADLINE,
     NO_PROMPT,
     PinLease,
+    Pinned,
     PromptPart,
-    StoredObject,
+    Reservation,
 )
-from kvframework.storage.l1.objects import ObjectTable, Reservation
-from kvframework.storage.l1.tenants import Tenant
-from kvframework.storage.l2.full_tier_victims import Shares
+from kvframework.storage.l1.objects import ObjectTable
+from kvframework.storage.l2.full_tier import Shares
 from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.l2.prefetch import Prefetcher
-from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.threads import Controller, StorageThreads
+from kvframework.storage.l2.steps import Controller, StorageThreads
 from kvframework.storage.l2.tiers import AttachedTier, Tiers
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, is_record_key
-from kvframework.storage.verification import Verification
 
 log = logging.getLogger(__name__)
 
@@ -100,16 +97,6 @@ class ClearedObjects(NamedTuple):
     unlisted: tuple[str, ...]
 
 
-class Pinned(NamedTuple):
-    """The bytes that a session keeps from eviction, and how many of its leases its share has ended or refused."""
-
-    nbytes: int
-    cut: int
-
-
-NOTHING_PINNED = Pinned(0, 0)
-
-
 class StorageManager:
     """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
     `policy` orders the objects of no named tenant. `ghosts` is the number of keys that left L1 that are remembered.
@@ -144,16 +131,14 @@ class StorageManager:
         self._high, self._low = high_watermark, low_watermark
         # The last tick did not reach the low watermark.
         self._lowering = False
-        self._tiers = Tiers(self, tiers, self.records, clock, events)
-        self._departures = Departures(self.capacity, ghosts, self._model_of, clock)
+        self.tiers = Tiers(self, tiers, self.records, clock, events)
+        self._departures = Departures(self.capacity, ghosts, self.records.model_of, clock)
         # The seconds in which engines compute a token, as far as they say, and a byte is loaded: both as of the last
         # tick, for the eviction policy.
         self.compute_s: float | None = None
         self._prices: tuple[float | None, float | None] = None, None
-        journal, was_done = kept.journal, self._departures.was_done
-        self._table = ObjectTable(
-            RangeAllocator(), policy, self._left, tenants, journal, lambda: self._prices, was_done
-        )
+        journal, done = kept.journal, self._departures.was_done
+        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, journal, lambda: self._prices, done)
         self._journal = kept.journal
         self._serves_at = clock() + SERVED_S
         self._shared = False
@@ -164,8 +149,9 @@ class StorageManager:
         # For this room only, while it holds the lock: the objects are the table's.
         self.row = self._table.row
         self.looked_up = self._departures.looked_up
-        self._prefetcher = Prefetcher(self, self._tiers.stores, [tier.loads for tier in tiers], clock)
-        writing = [(writer, tier.writes) for writer, tier in zip(self._tiers.writers, tiers, strict=True)]
+        self.loaded = self.tiers.loaded
+        self._prefetcher = Prefetcher(self, self.tiers.stores, [tier.loads for tier in tiers], clock)
+        writing = [(writer, tier.writes) for writer, tier in zip(self.tiers.writers, tiers, strict=True)]
         loading = [(queue, queue.threads) for queue in self._prefetcher.queues]
         self.controllers: list[tuple[Controller, int]] = [*writing, *loading]
         self._threads = StorageThreads(self.controllers) if threads else None
@@ -187,7 +173,7 @@ class StorageManager:
 
     def arena_for(self, session: int) -> int:
         """Return a descriptor of the arena for a client's session, owned by the caller. A later server knows by it
-        whether the client may still write, see `kvframework.storage.l1.journal.arena_locks`. Raises `OSError`."""
+        whether the client may still write, see `kvframework.storage.l1.journal.journal`. Raises `OSError`."""
         generation = FIRST_GENERATION if self._journal is None else self._journal.generation
         try:
             return description_for(self._memory.fd, writer_of(generation, session))
@@ -226,7 +212,7 @@ class StorageManager:
 
     @property
     def has_tiers(self) -> bool:
-        return bool(self._tiers.stores)
+        return bool(self.tiers.stores)
 
     @_locked
     def count(self, **amounts: int) -> None:
@@ -250,15 +236,13 @@ class StorageManager:
     @_locked
     def pinned_bytes(self) -> dict[int, Pinned]:
         """Return what each session keeps from eviction."""
-        shares = self._table.shares
-        sessions = shares.held.keys() | shares.cuts.keys()
-        return {each: Pinned(shares.held.get(each, 0), shares.cuts[each]) for each in sessions}
+        return self._table.shares.by_session()
 
     @_locked
     def configure(self, *, high_watermark: float, low_watermark: float, tiers: Sequence[L2Keys]) -> None:
         """Change the watermarks, and the settings of each tier that its objects allow to change."""
         self._high, self._low = high_watermark, low_watermark
-        self._tiers.configure(tiers)
+        self.tiers.configure(tiers)
 
     # writing
 
@@ -279,7 +263,7 @@ class StorageManager:
         """Reserve ranges, see `ObjectTable.reserve`; `lease_s` None means no deadline (the server itself writes).
         `share` of the capacity bounds the owner's reserved bytes; `client` is the session whose account has them."""
         deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-        present = [key for key, _ in items if key in self._table] if self._tiers.watches_uses else ()
+        present = [key for key, _ in items if key in self._table] if self.tiers.watches_uses else ()
         used = self._table.used_bytes
         most = None if share >= 1.0 else int(share * self.capacity)
         result = self._table.reserve(
@@ -295,7 +279,7 @@ class StorageManager:
         )
         if used <= self._high * self.capacity < self._table.used_bytes:
             # Reported at once, so that later victims can be written before their eviction.
-            self._tiers.leaving(self._candidates())
+            self.tiers.leaving(self._table.candidates(int(self._low * self.capacity)))
         self.counters["dropped"] += result.dropped
         if result.stopped_at is not None:
             cause = Cause.DROPPED_SHARE if result.over_share else Cause.DROPPED_FULL
@@ -305,7 +289,7 @@ class StorageManager:
             dropped = [key for key, _ in items[first : first + MOST_DROPPED] if key not in self._table]
             self._departures.lost(dropped, cause)
         if present:
-            self._tiers.used(present)
+            self.tiers.used(present)
         return result
 
     def reserve_some(
@@ -353,7 +337,7 @@ class StorageManager:
         """Publish a lease and queue its objects for L2; return the number published, 0 if the lease had expired."""
         objects = self._commit(lease_id, owner)
         self.counters["stored"] += len(objects)
-        self._tiers.committed([stored.key for stored in objects])
+        self.tiers.committed([stored.key for stored in objects])
         return len(objects)
 
     @_locked
@@ -373,8 +357,8 @@ class StorageManager:
     def use_present(self, keys: Sequence[PackedKey]) -> list[bool]:
         """Return which of `keys` L1 has; counts as a use of each."""
         here = self._table.use(keys)
-        if self._tiers.watches_uses:
-            self._tiers.used([key for key, present in zip(keys, here, strict=True) if present])
+        if self.tiers.watches_uses:
+            self.tiers.used([key for key, present in zip(keys, here, strict=True) if present])
         return here
 
     def account(self, client: int, namespace: bytes, tenant: int) -> Account:
@@ -391,11 +375,6 @@ class StorageManager:
         return self._table.accounts.items()
 
     @_locked
-    def ghost_of(self, key: PackedKey) -> Ghost | None:
-        """Return why L1 lacks the object, as far as that is remembered."""
-        return self._departures.ghost(key)
-
-    @_locked
     def in_rows(self, look: Callable[[FindRow], T]) -> T:
         """Return what `look` finds in the rows of L1."""
         return look(self.row)
@@ -406,14 +385,6 @@ class StorageManager:
         with self.lock:
             ghost = self._departures.ghost(key)
             return ghost, [] if ghost else self._table.prefixes_with(key[-DIGEST_BYTES:], most)
-
-    def tier_trouble(self, since: float) -> str:
-        """Return which tier has failed to answer a read since then, and how; "" for none."""
-        for store in self._tiers.stores:
-            at, what = store.read_trouble
-            if at >= since:
-                return f"{store.name}: {what}"
-        return ""
 
     @_locked
     def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
@@ -451,8 +422,8 @@ class StorageManager:
                 asked_by=asked_by,
                 hit=hit,
             )
-            if use and self._tiers.watches_uses:
-                self._tiers.used([stored.key for stored in objects])
+            if use and self.tiers.watches_uses:
+                self.tiers.used([stored.key for stored in objects])
         return lease
 
     @_locked
@@ -492,14 +463,9 @@ class StorageManager:
     def unpin(self, lease_id: str, *, owner: int, use: Use | None = None, prompt: PromptPart = NO_PROMPT) -> PinLease:
         """End a pin lease, see `ObjectTable.unpin`. Raises `LeaseUnknown`."""
         lease = self._table.unpin(lease_id, owner=owner, now=self.clock(), use=use, prompt=prompt)
-        if use and self._tiers.watches_uses:
-            self._tiers.used([stored.key for stored in lease.objects])
+        if use and self.tiers.watches_uses:
+            self.tiers.used([stored.key for stored in lease.objects])
         return lease
-
-    def tiers_lacked(self, key: PackedKey) -> bool:
-        """Return whether every tier answered a moment ago that it lacks the object, see
-        `kvframework.storage.l2.absences`. Never calls a tier."""
-        return all(store.lacked([key])[0] for store in self._tiers.stores)
 
     def submit_prefetch_task(
         self,
@@ -572,22 +538,16 @@ class StorageManager:
         """
         if model and l2:
             try:
-                self._tiers.learn(self.records)
+                self.tiers.learn(self.records)
             except TierError as error:
                 hint = (
                     "nothing is cleared, since a namespace of the model may be there alone: clear again when it works"
                 )
                 raise TierError(error.fact, where=error.where, hint=hint) from None
-        models = self.records.models()
-        if model and model not in models:
-            raise RequestError(
-                f"the model {model!r} is not known here",
-                available=", ".join(sorted(models)) or "no model",
-                hint=closest(model, models),
-            )
+        of_model = self.records.of_model(model) if model else ()
 
         def wanted(key: PackedKey) -> bool:
-            return (not model or key[:16] in models[model]) and not is_record_key(key)
+            return (not model or key[:16] in of_model) and not is_record_key(key)
 
         with self.lock:
             objects = self._table.objects()
@@ -598,8 +558,8 @@ class StorageManager:
             gone, used = self._table.drop_unused(part)
             dropped.update((stored.key, stored.length) for stored in gone)
             in_use += used
-        values, value_bytes = self._tiers.clear(dropped, wanted) if l2 else (0, 0)
-        unlisted = tuple(store.name for store in self._tiers.stores if l2 and not store.lists)
+        values, value_bytes = self.tiers.clear(dropped, wanted) if l2 else (0, 0)
+        unlisted = tuple(store.name for store in self.tiers.stores if l2 and not store.lists)
         return ClearedObjects(len(dropped), in_use, sum(dropped.values()), values, value_bytes, unlisted)
 
     @_locked
@@ -608,15 +568,15 @@ class StorageManager:
         must write before. Called about every 100 ms; each call is bounded, and the next ones continue."""
         self._table.expire(self.clock())
         self._table.tell_uses()
-        known = [prices[0] for prices in (store.speed.prices() for store in self._tiers.stores) if prices is not None]
+        known = [prices[0] for prices in (store.speed.prices() for store in self.tiers.stores) if prices is not None]
         self._prices = self.compute_s, min(known, default=None)
         if self._journal is not None:
             self._tend(self._journal)
         self._writers_ended()
         above = self._high < 1.0 and self._table.used_bytes > self._high * self.capacity
         if above or self._lowering:
-            victims = self._candidates()
-            kept = self._tiers.leaving(victims)
+            victims = self._table.candidates(int(self._low * self.capacity))
+            kept = self.tiers.leaving(victims)
             going = [key for key in victims if key not in kept]
             self._table.evict(going[:EVICT_AT_ONCE])
             self._lowering = len(going) > EVICT_AT_ONCE
@@ -629,17 +589,17 @@ class StorageManager:
         A thread that is stuck in a tier, or an unfinished copy of a transport, keeps the arena mapped, since it may
         still write there. If the process ends right afterwards, the kernel frees memory that ends with it.
         """
-        self._tiers.drain(drain_s)
+        self.tiers.drain(drain_s)
         if self._journal is not None:
             with self.lock:
                 self._journal.write_uses()
-        self._tiers.stop()
+        self.tiers.stop()
         self._prefetcher.stop()
-        longest = max((store.timeout_s for store in self._tiers.stores), default=0.0)
+        longest = max((store.timeout_s for store in self.tiers.stores), default=0.0)
         end_s = CLOSE_GRACE_S + longest if end_s is None else end_s
         deadline = time.monotonic() + end_s
         # A closing tier ends its calls in flight after that.
-        self._tiers.close(end_s / 2)
+        self.tiers.close(end_s / 2)
         ended = self._verification.stop(deadline - time.monotonic())
         if self._threads is not None and not (self._threads.join(deadline - time.monotonic()) and ended):
             log.error("a tier blocks a storage thread past its deadline; the arena stays mapped")
@@ -661,32 +621,17 @@ class StorageManager:
         """Whether nothing is left to do in the background: no write to L2 waits, no load is under way, and L1 is not
         above its high watermark."""
         above = self._high < 1.0 and self._table.used_bytes > self._high * self.capacity
-        writing = any(writer.pending for writer in self._tiers.writers)
+        writing = any(writer.pending for writer in self.tiers.writers)
         return not (above or self._lowering or writing or self._prefetcher.in_flight)
 
     @_locked
     def status(self) -> dict[str, object]:
         table = self._table
-        allocator = table.allocator
         return {
             "l1": {
                 "capacity_bytes": self.capacity,
-                "ready_bytes": allocator.limit,
-                "used_bytes": table.used_bytes,
-                "free_bytes": allocator.free_bytes,
-                "largest_free_bytes": allocator.largest_free,
-                "fragmentation": round(allocator.fragmentation, 4),
-                "quarantined_bytes": table.quarantined_bytes,
-                "objects": len(table),
-                "pins": table.pins,
-                "write_leases": table.write_leases,
-                "pin_leases": table.pin_leases,
-                "evictions": table.evictions,
-                "recovered": {
-                    **self._recovered,
-                    "verified": self._verification.verified,
-                    "damaged": self._verification.damaged,
-                },
+                **table.status(),
+                "recovered": {**self._recovered, **self._verification.status()},
                 "journal_bytes": self._journal.nbytes if self._journal is not None else 0,
                 **self._departures.status(),
                 "counters": {
@@ -696,7 +641,7 @@ class StorageManager:
                     "over_share": table.shares.all_cuts,
                 },
             },
-            "l2": self._tiers.status(),
+            "l2": self.tiers.status(),
             "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
         }
 
@@ -750,10 +695,6 @@ class StorageManager:
         objects = self._commit(lease_id, INTERNAL_OWNER)
         self.counters["loaded"] += len(objects)
         return self._pin_internal(objects[0].key)
-
-    def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None:
-        """Report to the tiers the objects that one of them returned."""
-        self._tiers.loaded(keys, source)
 
     @_locked
     def any_writing(self, keys: Sequence[PackedKey]) -> bool:
@@ -828,12 +769,8 @@ class StorageManager:
 
     def _left(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
         self._departures.left(stored, cause, by)
-        self._tiers.removed(stored.key)
+        self.tiers.removed(stored.key)
         self._events.went(stored.key)
-
-    def _model_of(self, namespace: bytes) -> str:
-        record = self.records.get(namespace)
-        return "" if record is None else record.model_name
 
     def _writers_ended(self) -> None:
         """Report ended writers to the loads that wait for one; the caller holds the lock."""
@@ -856,10 +793,6 @@ class StorageManager:
                 time.sleep(TURN_S)
             with self.lock:
                 yield items[first : first + AT_ONCE]
-
-    def _candidates(self) -> list[PackedKey]:
-        """Return the victims of an eviction down to the low watermark."""
-        return self._table.candidates(int(self._low * self.capacity))
 
     @_locked
     def _on_ready(self, limit: int) -> None:

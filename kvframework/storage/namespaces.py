@@ -17,6 +17,7 @@ from msgspec import Meta
 from kvframework.api.keys import LAYER_ORDER_BYTES, ObjectKey, PackedKey
 from kvframework.api.layout import CANONICAL, MAX_GROUPS, MAX_OBJECT_BYTES, MemoryLayoutDesc
 from kvframework.api.types import Message
+from kvframework.config import closest
 from kvframework.errors import BadDtype, NamespaceMismatch, RequestError
 from kvframework.storage.envelope import UNTOLD_LAYOUT, layout_fingerprint
 
@@ -32,7 +33,7 @@ _NATURAL: Mapping[int, bytes] = {}
 
 class RankOrder(Message, frozen=True):
     """The order in which one rank's objects hold their layers, where it differs from the order of names, see
-    `kvframework.service.layer_order`. 16 bytes."""
+    `kvframework.service.registration`. 16 bytes."""
 
     rank: int
     order: bytes
@@ -88,6 +89,11 @@ class NamespaceRecords:
     def get(self, namespace: bytes) -> NamespaceRecord | None:
         with self._lock:
             return self._records.get(namespace)
+
+    def model_of(self, namespace: bytes) -> str:
+        """Return the name of its model, "" if it is not known."""
+        record = self.get(namespace)
+        return "" if record is None else record.model_name
 
     def orders(self, namespace: bytes) -> Mapping[int, bytes]:
         """Return, by rank, the order of its layers, where it differs from the order of their names."""
@@ -148,6 +154,17 @@ class NamespaceRecords:
             for namespace, record in self._records.items():
                 found.setdefault(record.model_name, set()).add(namespace)
         return found
+
+    def of_model(self, model: str) -> set[bytes]:
+        """Return the known namespaces of a model. Raises `RequestError` if there are none."""
+        models = self.models()
+        if model not in models:
+            raise RequestError(
+                f"the model {model!r} is not known here",
+                available=", ".join(sorted(models)) or "no model",
+                hint=closest(model, models),
+            )
+        return models[model]
 
     def retain(self, namespace: bytes) -> None:
         """Keep the record of a registered instance's namespace until `release`."""

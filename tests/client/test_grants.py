@@ -29,7 +29,7 @@ from kvframework.client import (
 from kvframework.client.hashing import content_name
 from kvframework.client.transfers import PIECES_S, SPARE_S
 from kvframework.errors import BadBlockIds, BadLayout, BadRange, DeadlineExceeded
-from kvframework.service.transfer_paths.grants import MAX_OF_ASKER
+from kvframework.service.engine_driven import MAX_OF_ASKER
 from kvframework.storage.l1.leases import MAX_PINS_PER_OWNER
 from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import unpack_offsets

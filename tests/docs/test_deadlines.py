@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from kvf_vllm.options import VllmOptions
-from kvframework.service.client_losses import RECENT_S
+from kvframework.service.counts import RECENT_S
 from kvframework.service.health import LOST_MANY
 from kvframework.wire.protocol import (
     KINDS,

@@ -9,7 +9,7 @@ from kvf_plan.trace import conversations, lines
 from kvf_plan.trace.form import MAX_ID, UNKNOWN, Header, Request
 from kvf_plan.trace.reading import BAILIAN_CHUNK_TOKENS, MOONCAKE_CHUNK_TOKENS, open_trace
 from kvf_plan.trace.writing import TraceFile
-from kvframework.service.accounts import recording
+from kvframework.service import recording
 from tests.docs.shown import blocks
 from tests.support.doc_tables import rows
 

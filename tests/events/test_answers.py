@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from kvframework.events import answers as module
-from kvframework.events.answers import END, STALLED_S, Answers
+from kvframework.events import publisher as module
 from kvframework.events.history import Numbered
+from kvframework.events.publisher import END, STALLED_S, Answers
 
 LIVE = 500
 ROOM = 8

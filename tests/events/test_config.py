@@ -6,7 +6,7 @@ import pytest
 
 from kvframework.config import load_config
 from kvframework.errors import ConfigError, ConfigFieldError, EndpointError
-from kvframework.events.router_events import _state_folder
+from kvframework.events.publisher import _state_folder
 
 IPC = "events.endpoint=ipc:///run/x/announced.sock"
 TCP = "events.endpoint=tcp://127.0.0.1:5557"

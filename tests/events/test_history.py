@@ -10,8 +10,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from kvframework.events import history as module
-from kvframework.events.encoding import Encoder
-from kvframework.events.history import History, Numbered
+from kvframework.events.history import Encoder, History, Numbered
 from kvframework.events.known import L1, Known, Medium, Removed
 from tests.events.reader import Reader
 from tests.events.test_known import BLOCK, CHUNKS, NAMESPACE, PREFIXES

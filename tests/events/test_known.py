@@ -11,9 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from kvframework.api.content import ChunkContent
 from kvframework.events import known as module
-from kvframework.events.blocks import Chunk, chunks_of
-from kvframework.events.encoding import Encoder
-from kvframework.events.known import L1, Known, Medium, Removed, Stored
+from kvframework.events.history import Encoder
+from kvframework.events.known import L1, Chunk, Known, Medium, Removed, Stored, chunks_of
 from tests.events.reader import Reader
 
 CHUNK, BLOCK = 8, 2

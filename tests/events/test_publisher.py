@@ -16,12 +16,10 @@ import pytest
 from kvframework.api.content import ChunkContent
 from kvframework.events import ledger as ledgers
 from kvframework.events import publisher as publishers
-from kvframework.events.answers import END
-from kvframework.events.encoding import Encoder
-from kvframework.events.history import History, Numbered
+from kvframework.events.history import Encoder, History, Numbered
 from kvframework.events.known import Medium
 from kvframework.events.ledger import Ledger
-from kvframework.events.publisher import Publisher
+from kvframework.events.publisher import END, Publisher
 from tests.events.node import BLOCK, packed
 from tests.events.test_ledger import read
 from tests.events.test_teller import TOKENS, Node

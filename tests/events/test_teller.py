@@ -13,10 +13,9 @@ from kvf_hashers.sha256 import Sha256
 from kvframework.api.content import ChunkContent, Extra, Image
 from kvframework.api.keys import CacheKey
 from kvframework.events import feed as feeds
-from kvframework.events.encoding import Encoder
-from kvframework.events.feed import Feed
+from kvframework.events.feed import Feed, Shape, Teller
+from kvframework.events.history import Encoder
 from kvframework.events.known import L1, News, Stored
-from kvframework.events.teller import Shape, Teller
 from tests.events.node import BLOCK, CHUNK, packed
 from tests.events.reader import Reader
 

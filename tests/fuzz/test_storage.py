@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.storage.envelope import HEADER_BYTES, Damaged, layout_fingerprint, seal, unseal
-from kvframework.storage.l2.codecs import CodecTable
-from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
 from kvframework.storage.l2.steps import run
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record
 from tests.fuzz.bounds import bounded, check_words

@@ -9,7 +9,7 @@ import msgspec
 from kvf_hashers import Sha256
 from kvframework.api.keys import ObjectKey, compute_namespace, salt_digest
 from kvframework.api.layout import GroupDesc, KVLayout, LayerGroup, MemoryLayoutDesc
-from kvframework.service.layer_order import layer_order
+from kvframework.service.registration import layer_order
 from kvframework.storage.envelope import FORMAT_VERSION, layout_fingerprint, seal
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, RankOrder, record_key
 from kvframework.wire import non_gpu_namespace

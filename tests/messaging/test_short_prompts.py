@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from kvframework.api.requests import ClientInfo
 from kvframework.messaging.client.reported import ShortPrompts as Untold
 from kvframework.messaging.server.sessions import SessionTable
-from kvframework.service.accounts.finished import FinishedRequests
-from kvframework.service.accounts.lookup_counts import LookupCounts
-from kvframework.service.accounts.short_prompts import ShortPrompts
+from kvframework.service.counts import LookupCounts, ShortPrompts
+from kvframework.service.finished import FinishedRequests
 from kvframework.wire.messages import MAX_SHORT, REASONS, Hello, Ping, ShortPrompt
 
 

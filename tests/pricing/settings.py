@@ -12,8 +12,8 @@ from unittest.mock import patch
 from kvf_plan.simulation import Engines, Settings, SlowTime, TierSpeed, simulate
 from kvf_plan.trace.reading import open_trace
 from kvframework.config import load_config
-from kvframework.service.accounts.asked import Asked, Priced
 from kvframework.service.pricing import Pricing
+from kvframework.service.records import Asked, Priced
 from kvframework.storage.l2.sealed_tier import L2Store
 
 CHUNK = 512

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.pricing.cut import MOST_CUTS, TierPart, Turns, cut
+from kvframework.pricing.cut import MOST_CUTS, Queue, TierPart, Turns, cut
 from kvframework.pricing.prefill import EngineSpeed
-from kvframework.pricing.traffic import Queue
 
 CHUNK = 256
 chunk_counts = st.integers(0, 40)

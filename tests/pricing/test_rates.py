@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.pricing.prefill import context_area, prefill_s
-from kvframework.pricing.rates import LEAST, MOST, SEEDS, LearnedPrice
+from kvframework.pricing.prefill import LEAST, MOST, SEEDS, LearnedPrice, context_area, prefill_s
 
 prices = st.floats(1e-9, 1e-3)
 amounts = st.floats(1.0, 1e9)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.pricing.tier_speed import PROBE_S, TierSpeed
+from kvframework.pricing.cut import PROBE_S, TierSpeed
 
 BYTES = 1 << 24
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.pricing.traffic import HORIZON_S, Queue, Traffic
+from kvframework.pricing.cut import HORIZON_S, Queue, Traffic
 
 
 @given(st.floats(0.1, 50.0))

@@ -27,8 +27,8 @@ from kvframework.storage.l1.journal.form import (
     SLOTS_AT,
     STARTS_AT,
     pack_blob,
+    read_identity,
 )
-from kvframework.storage.l1.journal.reading import read_identity
 from tests.restart.planted_server import FILE_TEXT, NAMES, PLANT, STRANGERS
 from tests.restart.prompts import CAPACITY, OBJECTS, hits, overwrite_all, store
 from tests.support.held_server import HeldServer

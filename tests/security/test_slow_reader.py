@@ -66,7 +66,7 @@ def test_what_a_stalled_client_is_sent_is_kept_for_it(server: RemoteServer) -> N
 
 
 def test_what_one_client_leaves_unread_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.service.transfer_paths.chunks_over_wire.MAX_UNSENT_BYTES", 60 << 20)
+    monkeypatch.setattr("kvframework.service.chunks_over_wire.MAX_UNSENT_BYTES", 60 << 20)
     port = free_port()
     with (
         serving(f"server.tcp=tcp://127.0.0.1:{port}", "server.insecure=true", capacity="32MiB") as running,

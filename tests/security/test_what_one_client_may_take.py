@@ -12,8 +12,8 @@ import pytest
 from kvframework import errors
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc, chunk_tokens_for
 from kvframework.messaging.server.sessions import SessionTable
-from kvframework.storage.lookup.ticket_table import MAX_LOADS
 from kvframework.storage.namespaces import MAX_NAMESPACES, NamespaceRecord, NamespaceRecords
+from kvframework.storage.tickets import MAX_LOADS
 from kvframework.wire import messages as m
 from kvframework.wire.frames import MAX_ERROR_TEXT
 from tests.server.in_process import serving

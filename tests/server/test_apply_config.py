@@ -17,7 +17,7 @@ from kvframework.config import read_layers, tenant_digest
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginNotFound, RequestError
 from kvframework.messaging.curve import write_pair
 from kvframework.server import Server
-from kvframework.service import own_user
+from kvframework.service import operator_requests
 from kvframework.wire import messages as m
 from tests.docs.configuration_tables import BLOCK, TABLES
 from tests.server.in_process import serving
@@ -166,7 +166,7 @@ def lease_s(node: Node) -> tuple[float, float]:
 
 
 def of_the_tier(node: Node) -> Any:
-    return node.server.service.storage._tiers.writers[0]
+    return node.server.service.storage.tiers.writers[0]
 
 
 # The value at the object that works by it.
@@ -248,7 +248,10 @@ def test_only_the_server_s_own_user_may(node: Node, request_: tuple[str, Any]) -
         unknown.say_hello(liveness=False)
         with pytest.raises(RequestError, match="own user"):
             unknown.call(*request_)
-    with mock.patch.object(own_user, "_uid", return_value=12345), pytest.raises(RequestError, match="own user"):
+    with (
+        mock.patch.object(operator_requests, "_uid", return_value=12345),
+        pytest.raises(RequestError, match="own user"),
+    ):
         node.client.call(*request_)
 
 

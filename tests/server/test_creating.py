@@ -11,7 +11,7 @@ from kvframework import errors
 from kvframework.config import load_config
 from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server
-from kvframework.storage.l2.codecs import CodecTable
+from kvframework.storage.l2.sealed_tier import CodecTable
 from tests.cli.command import run_process
 from tests.registry.fake_distributions import install
 

@@ -19,7 +19,7 @@ from kvframework.cli import takeover
 from kvframework.client import KVClient
 from kvframework.errors import EndpointError, KVFrameworkError, RequestError
 from kvframework.server import Server
-from kvframework.service.hand_over import HandOver
+from kvframework.service.operator_requests import HandOver
 from kvframework.storage.l1.journal.form import PREFIX, SCHEMA
 from kvframework.wire import messages as m
 from tests.security.another_user import NOBODY, as_another_user, needs_root

@@ -14,7 +14,7 @@ from kvframework.api.tier import TierProvider, hookimpl
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.client.scheduler import POLL_S
 from kvframework.server import Server
-from kvframework.service.lookup_waits import MOST_OF_TICKET, LookupWaits, Wait
+from kvframework.service.lookups import MOST_OF_TICKET, LookupWaits, Wait
 from kvframework.storage.l2 import loading
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import LOOKUP_WAIT

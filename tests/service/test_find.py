@@ -15,14 +15,13 @@ from kvf_hashers.sha256 import Sha256
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import CacheKey, ClientInfo, PackedKey
 from kvframework.events.feed import NO_EVENTS
-from kvframework.service.accounts.finished import FinishedRequests
+from kvframework.service.engine_driven import Grants, objects_of, pin_whole
+from kvframework.service.finished import FinishedRequests
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups
-from kvframework.service.transfer_paths.contents import Contents
-from kvframework.service.transfer_paths.engine_driven import pin_whole
-from kvframework.service.transfer_paths.grants import Grants, objects_of
+from kvframework.service.records import Contents
 from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.leases import StoredObject
+from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire import messages as m
@@ -163,7 +162,7 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
 
 
 def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.storage.lookup.tickets.UNPIN_AT_ONCE", RANKS + 1)
+    monkeypatch.setattr("kvframework.storage.tickets.UNPIN_AT_ONCE", RANKS + 1)
     now = [0.0]
     storage = StorageManager(PlainMemory(64 * ALIGNMENT), Lru(), threads=False, clock=lambda: now[0])
     lookups = Lookups(

@@ -10,8 +10,7 @@ from kvf_hashers.sha256 import Sha256
 from kvframework.api.keys import CacheKey, ObjectKey, salt_digest
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.errors import BadRange, MessageTooLarge, NamespaceMismatch
-from kvframework.service.keys import KeyResolver, check_key
-from kvframework.service.prompt_parts import prompt_part
+from kvframework.service.keys import KeyResolver, check_key, prompt_part
 from kvframework.storage.l1.leases import PromptPart
 
 DESC = MemoryLayoutDesc(4, (GroupDesc((2, 1, 4, 8), "float32"), GroupDesc((1, 3, 4, 8), "uint8")))

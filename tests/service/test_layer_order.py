@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframework.api.layout import KVLayout, LayerGroup
-from kvframework.service.layer_order import first_difference, layer_order
+from kvframework.service.registration import first_difference, layer_order
 
 
 def group_of(names: list[str]) -> LayerGroup:

@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 
 from kvframework.api.keys import ObjectKey, salt_digest
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
-from kvframework.service.accounts.finished import MOST, FinishedRequests, Subject
-from kvframework.service.accounts.lookup_counts import MAX_MODELS, OTHER_MODELS, LookupCounts
-from kvframework.service.accounts.misses import START_EXPLAINS_S, Facts, Row, Why, decide, elsewhere
-from kvframework.storage.l1.ghosts import CAUSES, Ghost
+from kvframework.service.counts import MAX_MODELS, OTHER_MODELS, LookupCounts
+from kvframework.service.finished import (
+    MOST,
+    START_EXPLAINS_S,
+    Facts,
+    FinishedRequests,
+    Row,
+    Subject,
+    Why,
+    decide,
+    elsewhere,
+)
+from kvframework.storage.l1.departures import CAUSES, Ghost
 from kvframework.storage.l2.loading import TierCall
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire.messages import REASONS

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from kvframework.service.accounts import hot_prefixes
-from kvframework.service.accounts.hot_prefixes import HotPrefixes
-from kvframework.service.accounts.use import MAX_ROWS, OTHER, _rows
-from kvframework.storage.l1.accounts import Account
+from kvframework.service import counts
+from kvframework.service.counts import MAX_ROWS, OTHER, HotPrefixes, _rows
+from kvframework.storage.l1.entries import Account
 
 
 def prefix_of(number: int) -> bytes:
@@ -25,7 +24,7 @@ def counted(numbers: list[int]) -> HotPrefixes:
 def count_of(sketch: HotPrefixes, number: int) -> int:
     """As many as it can have been; of one that is forgotten, too."""
     now = sketch._now
-    return now.sums.get(prefix_of(number), now.floor * hot_prefixes._LOOKUP) // hot_prefixes._LOOKUP
+    return now.sums.get(prefix_of(number), now.floor * counts._LOOKUP) // counts._LOOKUP
 
 
 def test_few_prefixes_are_counted_exactly() -> None:
@@ -39,17 +38,17 @@ def test_of_many_prefixes_the_hot_ones_are_found_within_their_error() -> None:
     true = Counter(numbers)
     sketch = counted(numbers)
     now = sketch._now
-    assert 0 < now.floor <= len(numbers) / hot_prefixes.ENTRIES
-    assert len(now.sums) <= hot_prefixes.MOST
-    assert len(now.errors) < hot_prefixes.ENTRIES
+    assert 0 < now.floor <= len(numbers) / counts.ENTRIES
+    assert len(now.sums) <= counts.MOST
+    assert len(now.errors) < counts.ENTRIES
     for number in true:
         prefix = prefix_of(number)
         count = count_of(sketch, number)
         assert count - now.error(prefix) <= true[number] <= count
     shown = sketch.status()
-    assert len(shown) == hot_prefixes.SHOWN
+    assert len(shown) == counts.SHOWN
     assert {row["count"] for row in shown[:10]} == {
-        now.sums[prefix_of(number)] // hot_prefixes._LOOKUP for number in range(10)
+        now.sums[prefix_of(number)] // counts._LOOKUP for number in range(10)
     }
 
 

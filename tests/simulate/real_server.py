@@ -17,7 +17,7 @@ from kvf_plan.simulation.node import MODEL
 from kvframework.api.keys import CacheKey
 from kvframework.config import load_config
 from kvframework.registry.registry import PluginRegistry
-from kvframework.storage.l2.absences import HOLD_S
+from kvframework.storage.l2.tier_calls import HOLD_S
 from kvframework.wire import messages as m
 from tests.simulate.made import SOON, MadeTrace
 from tests.support.server_process import ServerProcess

@@ -120,7 +120,7 @@ def kill(world: World) -> str | None:
 def shut_down(world: World) -> str | None:
     """What was accepted is answered, and nothing holds the arena."""
     manager = world.manager
-    manager._tiers.stop()
+    manager.tiers.stop()
     manager._prefetcher.stop()
     for _ in range(2000):
         for number in range(len(manager.controllers)):

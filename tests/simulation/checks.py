@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvframework.storage.l1.allocator import rounded
 from kvframework.storage.l1.leases import INTERNAL_OWNER
-from kvframework.storage.l2.absences import HOLD_S
+from kvframework.storage.l2.tier_calls import HOLD_S
 from tests.simulation.model import must, total
 from tests.simulation.prompts import CHUNK, CHUNKS, SIZES
 from tests.simulation.world import World

@@ -6,8 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvframework.errors import TierError
-from kvframework.storage.l2.steps import Step, Steps
-from kvframework.storage.l2.threads import Controller
+from kvframework.storage.l2.steps import Controller, Step, Steps
 from tests.simulation.model import Broken
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l2.write_policy import WriteBack
-from kvframework.storage.l2.writer import TierWriter
+from kvframework.storage.l2.writer import TierWriter, WriteBack
 from tests.simulation.model import must
 from tests.simulation.tier import SimTier
 

@@ -8,24 +8,21 @@ from typing import Any
 from unittest import mock
 
 from kvframework.api.tier import Outcome, PackedKey
-from kvframework.service.lookup_waits import LookupWaits
-from kvframework.service.lookups import Lookups
+from kvframework.service.lookups import Lookups, LookupWaits
 from kvframework.storage import envelope
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.l1.leases import LeaseBook, PinLease, StoredObject, WriteLease
+from kvframework.storage.l1.entries import ObjectRows, StoredObject
+from kvframework.storage.l1.eviction import Tenants
+from kvframework.storage.l1.leases import LeaseBook, PinLease, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
-from kvframework.storage.l1.rows import ObjectRows
-from kvframework.storage.l1.tenants import Tenants
-from kvframework.storage.l2.absences import Absences
-from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.loading import Loader, LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher, TierLoads
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import Steps
-from kvframework.storage.l2.write_queue import Batch, WriteQueue
-from kvframework.storage.lookup.ticket_table import Ticket, TicketTable
-from kvframework.storage.lookup.tickets import LookupTickets
+from kvframework.storage.l2.tier_calls import Absences, Breaker
+from kvframework.storage.l2.writer import Batch, WriteQueue
 from kvframework.storage.manager import StorageManager
+from kvframework.storage.tickets import LookupTickets, Ticket, TicketTable
 
 Plant = Callable[[], Any]
 PLANTED: dict[str, Plant] = {}

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from unittest import mock
 
-from kvframework.storage.l2 import loading, prefetch, write_queue, writer
+from kvframework.storage.l2 import loading, prefetch, writer
 from tests.simulation.actions import ACTIONS, WEIGHTS, rest
 from tests.simulation.checks import check, glance
 from tests.simulation.dice import Dice
@@ -158,7 +158,7 @@ def surroundings() -> Iterator[list[str]]:
         stack.callback(log.setLevel, level)
         stack.callback(setattr, log, "propagate", propagate)
         for module, name, value in (
-            (write_queue, "BATCH_OBJECTS", 4),
+            (writer, "BATCH_OBJECTS", 4),
             (writer, "BATCH_BYTES", 20_000),
             (writer, "TOUCH_AT_ONCE", 3),
             (loading, "BATCH_OBJECTS", 3),

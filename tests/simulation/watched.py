@@ -10,10 +10,10 @@ from typing import Any
 from kvframework.api.eviction import Use
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
-from kvframework.storage.l1.leases import NO_DEADLINE, NO_PROMPT, PinLease, PromptPart, StoredObject
-from kvframework.storage.l1.objects import Reservation
-from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.leases import NO_DEADLINE, NO_PROMPT, PinLease, PromptPart, Reservation
 from kvframework.storage.l2.loading import LoadTask, Located
+from kvframework.storage.l2.tier_calls import Breaker
 from kvframework.storage.manager import StorageManager
 from tests.simulation.model import Guard, Model, Writing, must
 from tests.simulation.prompts import CONTENT

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from kvframework.api.futures import Future
 from kvframework.api.requests import ClientInfo, Message
 from kvframework.events.feed import NO_EVENTS
-from kvframework.service.accounts.finished import FinishedRequests
+from kvframework.service.engine_driven import Grants
+from kvframework.service.finished import FinishedRequests
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
-from kvframework.service.transfer_paths.contents import Contents
-from kvframework.service.transfer_paths.grants import Grants
+from kvframework.service.records import Contents
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
-from kvframework.storage.l2.full_tier_victims import Watermarks
+from kvframework.storage.l2.full_tier import Watermarks
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.tiers import AttachedTier
-from kvframework.storage.l2.write_policy import WRITE_POLICIES
+from kvframework.storage.l2.writer import WRITE_POLICIES
 from kvframework.storage.namespaces import NamespaceRecords
 from tests.simulation.dice import Dice
 from tests.simulation.jobs import PassedOverJob
@@ -125,7 +125,7 @@ class World:
             Grants({}, self.manager, Contents(NO_EVENTS), str),
             ticket_s=TICKET_S,
         )  # type: ignore[arg-type]
-        self.writers = self.manager._tiers.writers
+        self.writers = self.manager.tiers.writers
         self.ledgers = [Ledger(writer, tier) for writer, tier in zip(self.writers, self.tiers, strict=True)]
         # Answers that are held back, and until when.
         self.held: list[tuple[Future[Message], float]] = []

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
 from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.tenants import Tenant
-from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.tier_calls import Breaker
 from kvframework.storage.l2.tiers import AttachedTier
-from kvframework.storage.l2.write_policy import WRITE_POLICIES
+from kvframework.storage.l2.writer import WRITE_POLICIES
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from tests.storage.memory import OrderedLru, PlainMemory, content

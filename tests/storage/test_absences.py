@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvframework.storage.l2.absences import Absences, Question
+from kvframework.storage.l2.tier_calls import Absences, Question
 
 HOLD_S = 2.0
 MOST = 6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvframework.storage.l1 import accounts
-from kvframework.storage.l1.accounts import NO_CLIENT, NO_NAMESPACE, Accounts
+from kvframework.storage.l1 import entries
+from kvframework.storage.l1.entries import NO_CLIENT, NO_NAMESPACE, Accounts
 from tests.storage.memory import NAMESPACE, packed_key
 from tests.storage.node import SIZE, Node
 
@@ -40,9 +40,9 @@ def test_a_store_that_ends_after_its_client_counts_for_no_client(make_node: Make
 
 def test_beyond_the_bound_what_is_new_has_no_client_and_no_namespace() -> None:
     book = Accounts()
-    for client in range(1, accounts.MAX_ACCOUNTS + 1):
+    for client in range(1, entries.MAX_ACCOUNTS + 1):
         book.of(client, NAMESPACE, 0)
-    late = book.of(accounts.MAX_ACCOUNTS + 1, NAMESPACE, 0)
+    late = book.of(entries.MAX_ACCOUNTS + 1, NAMESPACE, 0)
     assert late is book.of(NO_CLIENT, NO_NAMESPACE, 0)
     book.end(1)
     assert book.get((1, NAMESPACE, 0)) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.storage.l2.breaker import Breaker
+from kvframework.storage.l2.tier_calls import Breaker
 
 actions = st.lists(
     st.one_of(

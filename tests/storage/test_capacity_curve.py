@@ -13,9 +13,9 @@ import pytest
 from kvf_eviction import Lru
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.leases import StoredObject
-from kvframework.storage.lookup.tickets import LookupTickets, Wanted
+from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.manager import FindRow, StorageManager
+from kvframework.storage.tickets import LookupTickets, Wanted
 from tests.storage.memory import PlainMemory
 
 OWNER = 1

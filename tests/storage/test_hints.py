@@ -13,10 +13,9 @@ from kvframework.api.eviction import PackedKey, RequestFacts
 from kvframework.api.keys import SALT_BYTES, ObjectKey
 from kvframework.api.retain import Retain
 from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.hints import parts_of
+from kvframework.storage.l1.eviction import Tenant, parts_of
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
 from kvframework.storage.l1.objects import ObjectTable
-from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.manager import StorageManager
 from tests.storage.memory import OrderedLru, PlainMemory, packed_key
 from tests.storage.test_policy_calls import Told, store, table_of

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
+from kvframework.storage.l1.eviction import Tenant
+from kvframework.storage.l1.journal import form as reading_module
 from kvframework.storage.l1.journal import journal as journal_module
-from kvframework.storage.l1.journal import reading as reading_module
 from kvframework.storage.l1.journal.form import (
     HEADS_AT,
     IDENTITY_AT,
@@ -25,13 +26,17 @@ from kvframework.storage.l1.journal.form import (
     SLOTS_AT,
     START_BYTES,
     STARTS_AT,
+    Cold,
+    FoundSlots,
     Identity,
+    read,
+    read_identity,
+    read_slots,
+    read_start,
 )
 from kvframework.storage.l1.journal.journal import Journal
-from kvframework.storage.l1.journal.reading import Cold, FoundSlots, read, read_identity, read_slots, read_start
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE
 from kvframework.storage.l1.objects import ObjectTable
-from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.namespaces import RECORD_BYTES
 from tests.storage.memory import OrderedLru, packed_key
 

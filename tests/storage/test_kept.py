@@ -15,8 +15,8 @@ from kvframework.config.tenants import MAX_TENANTS
 from kvframework.errors import ArenaError
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.journal import kept as kept_module
-from kvframework.storage.l1.journal.arena_locks import description_for, lock_for_server, may_write, own_description
 from kvframework.storage.l1.journal.form import SLOTS_AT, Identity
+from kvframework.storage.l1.journal.journal import description_for, lock_for_server, may_write, own_description
 from kvframework.storage.l1.journal.kept import ARENA, JOURNAL, Kept, free_kept, open_kept
 from tests.storage.memory import packed_key
 

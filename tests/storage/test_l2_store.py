@@ -15,9 +15,8 @@ from kvframework.api.codec import Codec
 from kvframework.api.tier import Outcome, PackedKey, TierEntry, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES
-from kvframework.storage.l2.codecs import CodecTable
-from kvframework.storage.l2.full_tier_victims import Shares, Watermarks, victims
-from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.full_tier import Shares, Watermarks, victims
+from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
 from kvframework.storage.l2.steps import Steps, run
 from tests.storage.memory import packed_key
 from tests.storage.tier import MemoryTier, in_envelope

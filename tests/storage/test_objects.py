@@ -252,7 +252,7 @@ class Told(OrderedLru):
 
 def test_the_policy_is_told_of_many_uses_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the end it knows what it would have been told at once; what has left meanwhile it is not told."""
-    monkeypatch.setattr("kvframework.storage.l1.uses.TELL_AT_ONCE", 4)
+    monkeypatch.setattr("kvframework.storage.l1.eviction.TELL_AT_ONCE", 4)
     policy = Told()
     table = make_table(units=12, policy=policy)
     store(table, K[:12])
@@ -272,8 +272,8 @@ def test_the_policy_is_told_of_many_uses_by_and_by(monkeypatch: pytest.MonkeyPat
 
 
 def test_few_batches_of_uses_wait_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.storage.l1.uses.TELL_AT_ONCE", 2)
-    monkeypatch.setattr("kvframework.storage.l1.uses.MOST_UNTOLD", 3)
+    monkeypatch.setattr("kvframework.storage.l1.eviction.TELL_AT_ONCE", 2)
+    monkeypatch.setattr("kvframework.storage.l1.eviction.MOST_UNTOLD", 3)
     policy = Told()
     table = make_table(policy=policy)
     store(table, K[:4])

@@ -14,9 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvframework.api.keys import PackedKey
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
-from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE, PinLease, WriteLease
+from kvframework.storage.l1.leases import INTERNAL_OWNER, NEEDED_S, NO_DEADLINE, PinLease, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
-from kvframework.storage.l1.pin_shares import NEEDED_S
 from tests.storage.memory import OrderedLru, packed_key
 
 UNITS, MOST = 12, 5

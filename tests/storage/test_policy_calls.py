@@ -12,10 +12,10 @@ import pytest
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
 from kvframework.api.keys import SALT_BYTES
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.l1.ghosts import Cause
+from kvframework.storage.l1.departures import Cause
+from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
 from kvframework.storage.l1.objects import ObjectTable
-from kvframework.storage.l1.tenants import Tenant
 from kvframework.storage.manager import StorageManager
 from tests.storage.memory import OrderedLru, PlainMemory, packed_key
 
@@ -162,7 +162,7 @@ def test_what_the_policy_refused_is_explained() -> None:
     items = [(key, ALIGNMENT) for key in K[:3]]
     result = storage.reserve(items, owner=1, request_id="", lease_s=None)
     assert (result.dropped, result.refused, result.over_share) == (2, True, False)
-    ghosts = [storage.ghost_of(key) for key in K[:3]]
+    ghosts = [storage.absent(key, 0)[0] for key in K[:3]]
     assert [ghost and ghost.cause for ghost in ghosts] == [None, "refused", "refused"]
     storage.close()
 

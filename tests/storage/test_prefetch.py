@@ -181,7 +181,7 @@ def test_what_a_load_builds_upon_is_not_pushed_out_by_it(make_node: Callable[...
     node = make_node(tiers=[filled(K[:8])], units=8)
     node.write(K[:4])
     node.write(K[100:104])
-    wait_until(lambda: node.manager._tiers.status()[0]["write_pending"] == 0, what="the write to L2, which pins")
+    wait_until(lambda: node.manager.tiers.status()[0]["write_pending"] == 0, what="the write to L2, which pins")
     node.assert_idle()
     node.load(K[:8], select=prefix)
     assert node.read(K[:8])

@@ -13,10 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvframework.api.keys import PackedKey
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
-from kvframework.storage.l1.ghosts import Cause
-from kvframework.storage.l1.leases import NO_DEADLINE, StoredObject
-from kvframework.storage.l1.objects import ObjectTable, Reservation
-from kvframework.storage.l1.tenants import MAX_SALTS, Tenant, Tenants
+from kvframework.storage.l1.departures import Cause
+from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.eviction import MAX_SALTS, Tenant, Tenants
+from kvframework.storage.l1.leases import NO_DEADLINE, Reservation
+from kvframework.storage.l1.objects import ObjectTable
 from tests.storage.memory import OrderedLru, content, packed_key
 from tests.storage.node import SIZE, Node
 from tests.storage.tier import MemoryTier, in_envelope

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.errors import LeaseUnknown
-from kvframework.storage.lookup import ticket_table as tickets
-from kvframework.storage.lookup.ticket_table import Ticket, TicketTable
+from kvframework.storage import tickets as tickets
+from kvframework.storage.tickets import Ticket, TicketTable
 
 TICKET_S = 2.0
 MOST_LOADS = 3

@@ -6,8 +6,8 @@ import pytest
 
 from kvframework.storage.envelope import UNTOLD_LAYOUT, object_checksum
 from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.journal.kept import Verification
 from kvframework.storage.manager import StorageManager
-from kvframework.storage.verification import Verification
 from tests.storage.memory import OrderedLru, PlainMemory, content, packed_key
 from tests.support.waiting import wait_until
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvframework.api.keys import PackedKey
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
+from kvframework.storage.l1.entries import ObjectRows
 from kvframework.storage.l1.leases import NO_DEADLINE
 from kvframework.storage.l1.objects import ObjectTable
-from kvframework.storage.l1.rows import ObjectRows
 from tests.storage.memory import OrderedLru, packed_key
 
 LARGE = 2 << 20
@@ -255,7 +255,7 @@ def test_a_choice_costs_no_more_in_a_larger_l1(looks: list[int]) -> None:
 
 def test_a_refusal_costs_no_more_in_a_larger_l1(looks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A pin in every 2 MiB: however many objects there are, only so many are looked at."""
-    monkeypatch.setattr("kvframework.storage.l1.victim_range.MOST_LOOKS", 1000)
+    monkeypatch.setattr("kvframework.storage.l1.eviction.MOST_LOOKS", 1000)
     full = Table(40 * PAGES)
     full.fill()
     for number in range(PAGES - 1, 40 * PAGES, PAGES):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvframework.api.tier import Outcome, PackedKey
-from kvframework.storage.l2.write_policy import MAX_GHOSTS, WriteBack, WriteThroughSelective
+from kvframework.storage.l2.writer import MAX_GHOSTS, WriteBack, WriteThroughSelective
 from tests.storage.memory import packed_key
 from tests.storage.node import SIZE, Node
 from tests.storage.test_prefetch import filled
@@ -114,7 +114,7 @@ def test_write_back_what_goes_beyond_the_watermark_is_written_before_the_next_ti
 def test_write_back_a_tier_that_is_down_keeps_nobody_from_storing(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, sending: bool
 ) -> None:
-    monkeypatch.setattr("kvframework.storage.l2.write_queue.MAX_ATTEMPTS", 1 << 30)  # nothing is given up
+    monkeypatch.setattr("kvframework.storage.l2.writer.MAX_ATTEMPTS", 1 << 30)  # nothing is given up
     node = make_node(units=20, write_policy="write_back", high_watermark=0.5, low_watermark=0.25, timeout_s=60.0)
     node.tier.down = True
     if sending:
@@ -160,7 +160,7 @@ def test_what_is_used_is_touched_in_the_tiers_that_forget(make_node: Callable[..
     node.write(K[:4])
     written(node)
     node.read(K[:2])
-    node.manager._tiers.writers[0]._idle_work_at = 0.0  # it is done every few seconds
+    node.manager.tiers.writers[0]._idle_work_at = 0.0  # it is done every few seconds
     node.write(K[9:10])
     wait_until(lambda: set(K[:2]) <= set(node.tiers[0].asked("touch")), what="the touch")
     assert not set(K[2:4]) & set(node.tiers[0].asked("touch"))
@@ -212,7 +212,7 @@ def test_many_touches_keep_nothing_from_being_written(
     node.write(K[:8])
     written(node)
     node.read(K[:8])
-    node.manager._tiers.writers[0]._idle_work_at = 0.0
+    node.manager.tiers.writers[0]._idle_work_at = 0.0
     node.write(K[9:10])
     wait_until(lambda: tier.asked("touch waits"), what="the first touch")
     node.write(K[10:11])

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l2.write_policy import WriteThrough
-from kvframework.storage.l2.write_queue import BATCH_OBJECTS, Batch, WriteQueue
+from kvframework.storage.l2.writer import BATCH_OBJECTS, Batch, WriteQueue, WriteThrough
 from tests.storage.memory import packed_key
 
 K = [packed_key(number) for number in range(40)]

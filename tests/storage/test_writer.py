@@ -11,11 +11,11 @@ import pytest
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, unseal
-from kvframework.storage.l1.leases import PinLease, StoredObject
+from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
 from kvframework.storage.l2.steps import run
-from kvframework.storage.l2.write_queue import BATCH_OBJECTS, MAX_ATTEMPTS, MAX_REFUSALS
-from kvframework.storage.l2.writer import RECORD_EVERY_S, TierWriter
+from kvframework.storage.l2.writer import BATCH_OBJECTS, MAX_ATTEMPTS, MAX_REFUSALS, RECORD_EVERY_S, TierWriter
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, record_key
 from tests.storage.memory import NAMESPACE, content, packed_key
 from tests.storage.node import DESC, SIZE, Node
@@ -79,7 +79,7 @@ def test_while_the_circuit_is_open_nothing_spins(node: Node) -> None:
     node.wait_stalled()
     before = node.store_counters.get("refused", 0)
     node.write(K[:1])
-    assert not node.manager._tiers.writers[0].drain(0.2), "it waits for its turn"
+    assert not node.manager.tiers.writers[0].drain(0.2), "it waits for its turn"
     assert node.store_counters.get("refused", 0) - before <= 2
     node.tier.resume()
     other.join()

@@ -19,7 +19,7 @@ from kvframework.api.requests import CacheKey
 from kvframework.cli.explain_view import why
 from kvframework.config import read_layers
 from kvframework.errors import AlreadyRegistered, LeaseUnknown
-from kvframework.service.transfer_paths.grants import MAX_OF_ASKER
+from kvframework.service.engine_driven import MAX_OF_ASKER
 from kvframework.wire import messages as m
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from kvframework.logs import queue
-from kvframework.service.accounts import finished, hot_prefixes
+from kvframework.service import counts, finished
 from tests.survival import traced
 
 
@@ -17,8 +17,8 @@ def main() -> None:
         from kvframework.cli.main import main as serve
     else:
         from kvf_dev.testing.transport.server_program import main as serve
-    finished.MOST = queue.RECENT = hot_prefixes.ENTRIES = 16
-    hot_prefixes.MOST = 32
+    finished.MOST = queue.RECENT = counts.ENTRIES = 16
+    counts.MOST = 32
     traced.start()
     serve()
 

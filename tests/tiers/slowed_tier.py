@@ -10,7 +10,7 @@ from kvf_dev.testing.faults import FaultyTier
 from kvf_dev.testing.faults.tier import Parts
 from kvframework.api.options import Options
 from kvframework.api.tier import Outcome, PackedKey, TierProvider, hookimpl
-from kvframework.pricing import tier_speed
+from kvframework.pricing import cut
 from tests.storage.tier import MemoryTier
 
 PROBE_S = 1.0
@@ -39,7 +39,7 @@ class SlowedTier(FaultyTier):
 
 @hookimpl
 def kvf_tiers() -> list[TierProvider[SlowedOptions]]:
-    tier_speed.PROBE_S = PROBE_S
+    cut.PROBE_S = PROBE_S
     return [
         TierProvider(
             name="slowed",

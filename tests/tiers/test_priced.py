@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvframework.pricing.prefill import EngineSpeed
-from kvframework.pricing.rates import SEEDS
+from kvframework.pricing.prefill import SEEDS, EngineSpeed
 from kvframework.wire import messages as m
 from tests.registry.fake_distributions import install
 from tests.support.server_process import ServerProcess

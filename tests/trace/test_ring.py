@@ -10,10 +10,9 @@ import pytest
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import ClientInfo
-from kvframework.service import own_user
-from kvframework.service.accounts import recording
-from kvframework.service.accounts.recording import READER_S, UNDECIDED_S, Recording
+from kvframework.service import operator_requests, recording
 from kvframework.service.keys import KeyGrid
+from kvframework.service.recording import READER_S, UNDECIDED_S, Recording
 from kvframework.wire import messages as m
 
 _DESC = MemoryLayoutDesc(16, (GroupDesc((1,), "uint8"),))
@@ -51,7 +50,7 @@ class _World:
 
 @pytest.fixture(autouse=True)
 def _own_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_user, "_uid", lambda _client: own_user.os.geteuid())
+    monkeypatch.setattr(operator_requests, "_uid", lambda _client: operator_requests.os.geteuid())
 
 
 def test_it_keeps_nothing_until_somebody_records() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from kvframework.cli.main import main
 from kvframework.pricing.prefill import EngineSpeed
-from kvframework.service.accounts.asked import Asked, Priced
 from kvframework.service.pricing import Pricing
+from kvframework.service.records import Asked, Priced
 from kvframework.storage.l2.sealed_tier import L2Store
 
 FILE = Path(sys.argv.pop(1))

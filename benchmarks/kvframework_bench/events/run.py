@@ -20,10 +20,9 @@ import zmq
 
 from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey
-from kvframework.events.blocks import Chunk
-from kvframework.events.encoding import Encoder, Format
 from kvframework.events.feed import Feed
-from kvframework.events.known import Medium, Stored
+from kvframework.events.history import Encoder, Format
+from kvframework.events.known import Chunk, Medium, Stored
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.events.figures import EVENTS, TARGET_US, EventsFigures, TellingCost

@@ -14,39 +14,40 @@ An object's last use has the latest time that a call has passed: that of the las
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import msgspec
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Use
-from kvframework.storage.l1.accounts import NO_CLIENT, Accounts
 from kvframework.storage.l1.allocator import RangeAllocator, rounded
-from kvframework.storage.l1.departed import Departed
-from kvframework.storage.l1.ghosts import LAST_EVICTION, Cause
-from kvframework.storage.l1.hints import Part, parts_of
+from kvframework.storage.l1.departures import LAST_EVICTION, Cause
+from kvframework.storage.l1.entries import NO_CLIENT, Accounts, ObjectRows, StoredObject
+from kvframework.storage.l1.eviction import (
+    SALT,
+    Departed,
+    Part,
+    Tenant,
+    Tenants,
+    Uses,
+    VictimWalk,
+    VictimWalks,
+    choose_window,
+    parts_of,
+)
+from kvframework.storage.l1.journal.form import Found, FoundReservation
 from kvframework.storage.l1.journal.journal import Journal
-from kvframework.storage.l1.journal.reading import Found, FoundObject, FoundReservation
 from kvframework.storage.l1.leases import (
     INTERNAL_OWNER,
     NO_DEADLINE,
     NO_PROMPT,
     LeaseBook,
     PinLease,
+    PinShares,
     PromptPart,
-    StoredObject,
+    Reservation,
     WriteLease,
 )
-from kvframework.storage.l1.pin_shares import PinShares
-from kvframework.storage.l1.rows import ObjectRows
-from kvframework.storage.l1.tenants import SALT, Tenant, Tenants
-from kvframework.storage.l1.uses import Uses
-from kvframework.storage.l1.victim_range import choose_window
-from kvframework.storage.l1.victim_walk import VictimWalk, VictimWalks
 
 # How long after a pin lease lapsed its owner may still end it and learn that it did not hold.
 REMEMBER_LAPSED_S = 600.0
@@ -54,28 +55,11 @@ REMEMBER_LAPSED_S = 600.0
 UNPIN_AT_ONCE = 1 << 16
 
 
-@dataclass(slots=True)
-class Reservation:
-    """Result of `reserve`. `placed` holds (index of the item, offset); the counts cover the other items. `stopped_at`
-    is the index of the first item that was not placed, None if all were; `over_share` says that the share of its owner
-    or tenant stopped it."""
-
-    lease: WriteLease | None
-    placed: list[tuple[int, int]] = field(default_factory=list)
-    present: int = 0
-    in_flight: int = 0
-    dropped: int = 0
-    stopped_at: int | None = None
-    over_share: bool = False
-    refused: bool = False
-
-
 class ObjectTable:
     """The table of objects; see the module. `on_remove` receives each object that leaves, the cause, and the key of the
     object that it makes place for, None for none. `was_done` says of an object that is not here whether it left since
     no one was to ask for it again. `policy` orders the objects of no named tenant; `journal` records what the table
-    holds, for the next server. `prices` are the seconds to compute a token again and to load a
-    byte, for the policy."""
+    holds, for the next server. `prices` are the seconds to compute a token again and to load a byte, for the policy."""
 
     def __init__(
         self,
@@ -143,6 +127,21 @@ class ObjectTable:
 
     def any_writing(self, keys: Iterable[PackedKey]) -> bool:
         return any(key in self._writing for key in keys)
+
+    def status(self) -> dict[str, object]:
+        return {
+            "ready_bytes": self.allocator.limit,
+            "used_bytes": self.used_bytes,
+            "free_bytes": self.allocator.free_bytes,
+            "largest_free_bytes": self.allocator.largest_free,
+            "fragmentation": round(self.allocator.fragmentation, 4),
+            "quarantined_bytes": self.quarantined_bytes,
+            "objects": len(self),
+            "pins": self.pins,
+            "write_leases": self.write_leases,
+            "pin_leases": self.pin_leases,
+            "evictions": self.evictions,
+        }
 
     # writing
 
@@ -463,7 +462,9 @@ class ObjectTable:
         guaranteed to tenants."""
         keys: list[PackedKey] = []
         excess = self.used_bytes - used_bytes
-        for stored in self._leaving() if excess > 0 else ():
+        tenants = self.tenants
+        leaving = tenants.victims(lambda of: tenants.evictable(of, self._objects), tenants.spare(), all_leave=True)
+        for stored in leaving if excess > 0 else ():
             keys.append(stored.key)
             excess -= rounded(stored.length)
             if excess <= 0:
@@ -499,7 +500,7 @@ class ObjectTable:
         number = (0, *tenants)
         self._now = now
         objects: list[StoredObject] = []
-        for run in _runs(found.slots.objects):
+        for run in found.slots.runs():
             key, old = run[0].key, run[0].tenant
             tenant = number[old] if old < len(number) else 0
             if tenant:
@@ -637,11 +638,6 @@ class ObjectTable:
         self._walks.stay()
         return bool(leaving)
 
-    def _leaving(self) -> Iterator[StoredObject]:
-        """Yield the objects that may all leave to get below the watermark, in the order in which they should."""
-        evictable = functools.partial(self.tenants.evictable, objects=self._objects)
-        return self.tenants.victims(evictable, self.tenants.spare(), all_leave=True)
-
     def _drop(self, keys: Iterable[PackedKey], cause: Cause) -> int:
         """Drop those of `keys` that are here and not pinned; return their number."""
         dropped = 0
@@ -722,7 +718,7 @@ class ObjectTable:
         for part in parts_of(chunks, prompt.chunk_tokens, prompt.retain, [False] * len(objects)):
             some = objects[part.objects]
             self._mark(some, part)
-            self._uses.add(some, _with(facts, part))
+            self._uses.add(some, part.added_to(facts))
         if self._journal is not None:
             self._journal.used(objects)
 
@@ -732,7 +728,7 @@ class ObjectTable:
         for part in parts_of(lease.chunks, prompt.chunk_tokens, prompt.retain, is_first):
             some = objects[part.objects]
             self._mark(some, part)
-            self.tenants.inserted(lease.tenant, some, lease.chunks[part.objects], _with(facts, part))
+            self.tenants.inserted(lease.tenant, some, lease.chunks[part.objects], part.added_to(facts))
         if self._journal is not None:
             self._journal.used(objects)
 
@@ -802,19 +798,3 @@ class ObjectTable:
             for lease in self._leases.asked(session):
                 if isinstance(lease, PinLease) and not lease.held:
                     self._drop_pin_lease(lease)
-
-
-def _with(facts: RequestFacts, part: Part) -> RequestFacts:
-    return msgspec.structs.replace(facts, hint=part.hint, keep_s=part.keep_s, priority=part.priority)
-
-
-def _runs(objects: Sequence[FoundObject]) -> Iterator[Sequence[FoundObject]]:
-    """Yield neighbours of one namespace, salt and tenant together: mostly those of one request."""
-    first, of = 0, (b"", -1)
-    for index, (_, _, _, key, _, _, tenant, _) in enumerate(objects):
-        if of != (owner := (key[: SALT.stop], tenant)):
-            if index:
-                yield objects[first:index]
-            first, of = index, owner
-    if objects:
-        yield objects[first:]

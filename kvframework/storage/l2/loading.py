@@ -17,10 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvframework.api.requests import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
-from kvframework.pricing.tier_speed import Load
+from kvframework.pricing.cut import Load
 from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart
-from kvframework.storage.l2.l1_interface import L1
-from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.sealed_tier import L1, L2Store
 from kvframework.storage.l2.steps import Step, Steps, do
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key
 

@@ -12,26 +12,69 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from kvframework.api.codec import NO_CODEC
+from kvframework.api.codec import NO_CODEC, Codec
 from kvframework.api.copying import joined
-from kvframework.api.tier import Outcome, PackedKey, Tier, TierUsage
+from kvframework.api.keys import PackedKey
+from kvframework.api.tier import Outcome, Tier, TierUsage
 from kvframework.errors import TierError
-from kvframework.pricing.tier_speed import TierSpeed
+from kvframework.pricing.cut import TierSpeed
 from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, checksum_in, seal, unseal
-from kvframework.storage.l2.absences import Absences
-from kvframework.storage.l2.breaker import Breaker
-from kvframework.storage.l2.codecs import CodecTable
-from kvframework.storage.l2.full_tier_victims import Shares, Watermarks, victims
-from kvframework.storage.l2.room import Room, Taken
+from kvframework.storage.l1.leases import PinLease, PromptPart
+from kvframework.storage.l2.full_tier import Room, Shares, Taken, Watermarks, victims
 from kvframework.storage.l2.steps import Steps, run
-from kvframework.storage.l2.tier_calls import TierCalls
+from kvframework.storage.l2.tier_calls import Absences, Breaker, TierCalls
 from kvframework.storage.namespaces import is_record_key
 
 log = logging.getLogger(__name__)
+
+# The codecs that this server may use, created on first use. Thread-safe: called from the storage threads.
+
+
+class CodecTable:
+    """Codecs by name. A name stored in L2 only selects among `makers`."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Codec]] | None = None) -> None:
+        self._makers = dict(makers or {})
+        self._codecs: dict[str, Codec | None] = {}
+        self._lock = threading.Lock()
+
+    def get(self, name: str) -> Codec | None:
+        """Return the codec, None if it is not allowed here or fails to start (logged once)."""
+        with self._lock:
+            if name not in self._makers:
+                return None
+            if name not in self._codecs:
+                try:
+                    self._codecs[name] = self._makers[name]()
+                except Exception as error:  # noqa: BLE001  any error of a plugin turns its values into misses
+                    log.error("codec %s cannot be used: %s", name, error)
+                    self._codecs[name] = None
+            return self._codecs[name]
+
+    def pack(self, name: str, data: memoryview, dtype: str = "") -> tuple[str, Sequence[memoryview]]:
+        """Return the codec's name and the packed form of elements of `dtype` ("" for unknown ones); `none` and the
+        unchanged data where packing does not make it smaller."""
+        codec = None if name == NO_CODEC else self.get(name)
+        packed = self._encoded(name, codec, data, dtype) if codec is not None else None
+        if packed is not None and sum(part.nbytes for part in packed) < data.nbytes:
+            return name, packed
+        return NO_CODEC, [data]
+
+    def _encoded(self, name: str, codec: Codec, data: memoryview, dtype: str) -> Sequence[memoryview] | None:
+        """Pack; None if the codec fails: this value is then stored unpacked, and other values are unaffected."""
+        try:
+            parts = codec.encode_elements(data, dtype)
+            # Tiers rely on flat bytes.
+            return [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in parts]
+        except Exception as error:  # noqa: BLE001  any error of a plugin
+            log.error("codec %s failed on %d bytes, which are stored unpacked: %r", name, data.nbytes, error)
+            return None
+
+
 R = TypeVar("R", bound="int | Outcome")
 # Outcomes after which the tier does not have a value.
 _ABSENT = (Outcome.MISSING, Outcome.DELETED, Outcome.DAMAGED)
@@ -469,3 +512,33 @@ class L2Store:
         """Report what the outcomes of any call say of the values; a failure says nothing."""
         sure = [(key, each) for key, each in zip(keys, outcomes, strict=True) if each is not Outcome.FAILED]
         on_seen([key for key, _ in sure], [each not in _ABSENT for _, each in sure])
+
+
+# The operations of L1 that writers and loads use. The storage manager provides them; it stands above this room.
+
+
+class L1(Protocol):
+    """All methods are thread-safe; pins and reservations belong to the server itself and end with the writer or
+    load."""
+
+    def which_present(self, keys: Sequence[PackedKey]) -> list[bool]: ...
+
+    def any_writing(self, keys: Sequence[PackedKey]) -> bool: ...
+
+    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]: ...
+
+    def unpin_internal(self, leases: Sequence[PinLease]) -> None: ...
+
+    def bytes_of(self, lease: PinLease) -> memoryview: ...
+
+    def reserve_load(
+        self, key: PackedKey, nbytes: int, prompt: PromptPart, client: int
+    ) -> tuple[str, memoryview] | None: ...
+
+    def finish_load(self, lease_id: str, good: bool) -> PinLease | None: ...
+
+    def sealed(self, checksums: Mapping[PackedKey, int]) -> None: ...
+
+    def damaged(self, key: PackedKey) -> None: ...
+
+    def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None: ...

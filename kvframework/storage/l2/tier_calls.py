@@ -12,16 +12,152 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from kvframework.api.keys import PackedKey
 from kvframework.errors import KVFrameworkError, TierError
 from kvframework.histogram import Histogram
-from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.steps import Steps
 
 log = logging.getLogger(__name__)
+
+# A circuit breaker of a tier. A pure state machine: the caller passes the time.
+
+
+class Breaker:
+    """Closed: calls pass. After `threshold` failures in a row open: calls are refused for a while that doubles up to
+    `max_backoff_s`, which is short, since no request is the call that decides. Then half open: one call passes and
+    decides.
+
+    The results of calls that began before the circuit opened are ignored. `since` is the time at which the circuit
+    closed, or left the closed state.
+    """
+
+    def __init__(self, threshold: int = 3, backoff_s: float = 0.25, max_backoff_s: float = 2.0) -> None:
+        self._threshold = threshold
+        self._first_backoff_s = backoff_s
+        self._max_backoff_s = max_backoff_s
+        self._failures = 0
+        self._backoff_s = backoff_s
+        self._retry_at = 0.0
+        self._probing = False
+        self._openings = 0
+        self.state = "closed"
+        self.since = 0.0
+
+    def allow(self, now: float) -> int | None:
+        """Return None if no call may be tried now; else a number to pass to `succeeded`, `undecided` or `failed` at the
+        call's end."""
+        if self.state != "closed":
+            if now < self._retry_at or self._probing:
+                return None
+            self.state = "half-open"
+            self._probing = True
+        return self._openings
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds until a call may pass, 0 if now; an estimate while another call is the one that
+        decides."""
+        if self.state == "closed":
+            return 0.0
+        if self._probing:
+            return self._first_backoff_s
+        return max(self._retry_at - now, 0.0)
+
+    def succeeded(self, call: int, now: float) -> None:
+        if call != self._openings:
+            return
+        if self.state != "closed":
+            self.state = "closed"
+            self.since = now
+        self._failures = 0
+        self._probing = False
+        self._backoff_s = self._first_backoff_s
+
+    def undecided(self, call: int) -> None:
+        """Record a call that worked but proves nothing: in the half-open state, the next call decides."""
+        if call == self._openings:
+            self._probing = False
+
+    def failed(self, call: int, now: float) -> None:
+        if call != self._openings:
+            return
+        self._failures += 1
+        if self.state == "half-open":
+            self._backoff_s = min(self._backoff_s * 2, self._max_backoff_s)
+        elif self._failures < self._threshold:
+            return
+        else:
+            self.since = now
+        self.state = "open"
+        self._openings += 1
+        self._probing = False
+        self._retry_at = now + self._backoff_s
+
+
+# What a tier lacked a moment ago: a prompt that is looked up again, or by several requests at once, is not asked for
+# each time. A pure state machine: no I/O, no clock, no lock (its caller serialises).
+#
+# An answer is remembered for `hold_s` at most, since other nodes write to a shared tier; what this server writes is
+# forgotten at once, also by questions that were under way at that time.
+
+# What another node writes is seen this much later at worst; the connector of vLLM holds a miss for as long by itself.
+HOLD_S = 0.5
+MOST = 1 << 14
+
+
+class Question:
+    """One question to the tier that is under way, and what was written meanwhile."""
+
+    def __init__(self) -> None:
+        self.written: set[PackedKey] = set()
+
+
+class Absences:
+    """The keys that the tier lacked, at most `most` of them: the oldest answers are forgotten first."""
+
+    def __init__(self, hold_s: float = HOLD_S, most: int = MOST) -> None:
+        self._hold_s = hold_s
+        self._most = most
+        # The time until which each holds, the soonest first.
+        self._until: dict[PackedKey, float] = {}
+        self._under_way: set[Question] = set()
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def lacked(self, key: PackedKey, now: float) -> bool:
+        """Whether the tier lacked the key a moment ago, and nothing was written here since."""
+        return self._until.get(key, now) > now
+
+    def ask(self) -> Question:
+        """Begin a question; `answered` ends it."""
+        question = Question()
+        self._under_way.add(question)
+        return question
+
+    def answered(self, question: Question, missing: Iterable[PackedKey], now: float) -> None:
+        """End a question, to which the tier answered now that it lacks `missing`; () if it did not answer."""
+        self._under_way.discard(question)
+        while self._until and self._until[oldest := next(iter(self._until))] <= now:
+            del self._until[oldest]
+        for key in missing:
+            if key not in question.written:
+                self._until.pop(key, None)
+                self._until[key] = now + self._hold_s
+        while len(self._until) > self._most:
+            del self._until[next(iter(self._until))]
+
+    def written(self, keys: Sequence[PackedKey]) -> None:
+        """The tier may have these now."""
+        for key in keys:
+            self._until.pop(key, None)
+        for question in self._under_way:
+            question.written.update(keys)
+
+
 R = TypeVar("R")
 
 # Durations of calls: from 1 us to about 4 minutes.

@@ -16,12 +16,10 @@ from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
 from kvframework.events.feed import NO_EVENTS, Events
-from kvframework.storage.l2.full_tier_victims import Watermarks
-from kvframework.storage.l2.l1_interface import L1
-from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.full_tier import Watermarks
+from kvframework.storage.l2.sealed_tier import L1, L2Store
 from kvframework.storage.l2.steps import run
-from kvframework.storage.l2.write_policy import WriteNothing, WritePolicy, WriteThrough
-from kvframework.storage.l2.writer import TierWriter
+from kvframework.storage.l2.writer import TierWriter, WriteNothing, WritePolicy, WriteThrough
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecords, decode_record, record_key
 
 log = logging.getLogger(__name__)
@@ -89,6 +87,18 @@ class Tiers:
     def watches_uses(self) -> bool:
         """Whether `used` has an effect."""
         return bool(self._watching_uses)
+
+    def lacked(self, key: PackedKey) -> bool:
+        """Return whether every tier answered a moment ago that it lacks the object, see `Absences`. Calls no tier."""
+        return all(store.lacked([key])[0] for store in self.stores)
+
+    def trouble(self, since: float) -> str:
+        """Return which tier has failed to answer a read since then, and how; "" for none."""
+        for store in self.stores:
+            at, what = store.read_trouble
+            if at >= since:
+                return f"{store.name}: {what}"
+        return ""
 
     def committed(self, keys: Sequence[PackedKey]) -> None:
         for writer in self.writers:

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from kvf_plan.simulation.channel import Waiting
 from kvf_plan.simulation.events import VirtualTime
-from kvframework.storage.l2.steps import Steps
-from kvframework.storage.l2.threads import Controller
+from kvframework.storage.l2.steps import Controller, Steps
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

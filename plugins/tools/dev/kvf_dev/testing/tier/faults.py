@@ -9,9 +9,9 @@ from kvf_dev.testing.tier.content import exercise, load, must_heal, persist, sav
 from kvf_dev.testing.tier.kit import TierKit
 from kvframework.api.tier import Tier
 from kvframework.storage.envelope import HEADER_BYTES
-from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.steps import run
+from kvframework.storage.l2.tier_calls import Breaker
 
 TURNS = 60
 

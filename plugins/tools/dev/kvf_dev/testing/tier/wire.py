@@ -16,8 +16,8 @@ from kvf_dev.testing.tier.kit import TierKit
 from kvf_dev.testing.tier.watched import due, said
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
-from kvframework.storage.l2.breaker import Breaker
 from kvframework.storage.l2.sealed_tier import L2Store
+from kvframework.storage.l2.tier_calls import Breaker
 
 DEADLINE_S = 0.3
 TURNS = 12

@@ -15,31 +15,60 @@ from functools import partial
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import ObjectKey
-from kvframework.api.layout import GroupDesc, check_skip
+from kvframework.api.layout import GroupDesc, KVLayout, check_skip
 from kvframework.api.requests import ClientInfo, Handler, Message
 from kvframework.api.server_transport import CopyJob
 from kvframework.api.transport import ArenaRange, GroupBlocks, StoreOutcome
-from kvframework.errors import BadRange, NotRegistered, StorageError, TransportMismatch
-from kvframework.service.accounts.finished import Subject
-from kvframework.service.accounts.transfers import TransferAccounts, added_tokens, store_outcome
-from kvframework.service.checked_keys import InstanceKeys
-from kvframework.service.contexts import RegisteredContext
-from kvframework.service.keys import KeyGrid
-from kvframework.service.prompt_parts import prompt_part
-from kvframework.service.transfer_paths.block_ids import blocks_of_transfer, one_block_each
-from kvframework.service.transfer_paths.contents import Contents
-from kvframework.service.transfer_paths.engine_driven import (
-    outcome_of,
-    pin_whole,
-    pinned_ranges,
-    placed_ranges,
-)
+from kvframework.errors import BadBlockIds, BadRange, NotRegistered, StorageError, TransportMismatch
+from kvframework.service.contexts import InstanceKeys, RegisteredContext
+from kvframework.service.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges
+from kvframework.service.finished import Subject
+from kvframework.service.keys import KeyGrid, prompt_part
+from kvframework.service.records import Contents, TransferAccounts, added_tokens, store_outcome
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
+from kvframework.wire.transfer_blocks import INDEX_BYTES, check_bound, checked_blocks, unpack_indices
 
 log = logging.getLogger(__name__)
+
+# The block ids that a server-driven transfer names, unpacked and checked. Pure; runs on the serving thread.
+
+
+def blocks_of_transfer(
+    layout: KVLayout, chunk_tokens: int, packed: Sequence[bytes], chunks: int, *, storing: bool
+) -> tuple[GroupBlocks, ...]:
+    """Return the blocks that a transfer of `chunks` chunks touches, per layer group.
+
+    `packed` holds little-endian u32, one frame of bytes per layer group. Raises `BadBlockIds` for a wrong number of
+    groups or ids, or a touched id out of range.
+    """
+    ids = _unpack(packed, [chunk_tokens // group.block_size * chunks for group in layout.groups])
+    return checked_blocks(layout, chunk_tokens, chunks * chunk_tokens, ids, storing=storing, bounded=True)
+
+
+def one_block_each(layout: KVLayout, packed: Sequence[bytes]) -> list[int]:
+    """Return one block id per layer group. Raises `BadBlockIds`."""
+    ids = _unpack(packed, [1] * len(layout.groups))
+    blocks = [each[0] for each in ids]
+    for index, block in enumerate(blocks):
+        check_bound(layout, index, block)
+    return blocks
+
+
+def _unpack(packed: Sequence[bytes], expected: Sequence[int]) -> list[list[int]]:
+    if len(packed) != len(expected):
+        raise BadBlockIds(f"block ids of {len(packed)} layer groups", available=f"{len(expected)} as registered")
+    result = []
+    for group, (frame, count) in enumerate(zip(packed, expected, strict=True)):
+        if len(frame) != count * INDEX_BYTES:
+            raise BadBlockIds(
+                f"{len(frame)} bytes", where=f"block_ids[{group}]", available=f"{count} packed u32 for the key's tokens"
+            )
+        result.append(unpack_indices(frame, where=f"block_ids[{group}]"))
+    return result
+
 
 _CANARY_SALT = b"kvf/canary/1\0\0\0\0"
 

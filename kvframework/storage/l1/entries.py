@@ -1,4 +1,8 @@
-"""The index of readable objects: by name, and by their place in the arena. Pure.
+"""The objects of L1: on whose account each is, and the index of them by name and by place. Pure.
+
+An account says what one client, in one namespace, for one tenant, has asked for, found, stored and lost. An object
+carries the account of the client that stored it. The account of a client that has ended passes into that of no client
+(0), where objects that were loaded from L2 are, too.
 
 Objects of one namespace, salt, rank and layer group form a row, digest to object. A request asks each row for the same
 digests, whose hashes are computed once, so that a lookup does not have to build keys.
@@ -8,10 +12,103 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 
-from kvframework.api.keys import DIGEST_BYTES, PACKED_KEY_BYTES, PackedKey
-from kvframework.storage.l1.leases import StoredObject
+from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, PackedKey
+
+# Beyond this number, what is new counts for no client and no namespace.
+MAX_ACCOUNTS = 4096
+NO_CLIENT = 0
+NO_NAMESPACE = b""
+
+# Client session, namespace, number of the tenant.
+AccountKey = tuple[int, bytes, int]
+
+
+class Account:
+    """Sums since the start, except `nbytes` and `objects`, which are in L1 now. The sums of lookups are changed by the
+    serving thread, the others under the storage lock. `into` is the account that this one has passed into."""
+
+    __slots__ = ("asked_tokens", "evicted", "hit_tokens", "into", "lookups", "nbytes", "objects", "stored")
+
+    def __init__(self) -> None:
+        self.nbytes = self.objects = self.stored = self.evicted = 0
+        self.lookups = self.asked_tokens = self.hit_tokens = 0
+        self.into: Account | None = None
+
+    def looked_up(self, asked_tokens: int, hit_tokens: int) -> None:
+        self.lookups += 1
+        self.asked_tokens += asked_tokens
+        self.hit_tokens += hit_tokens
+
+    def added(self, objects: int, nbytes: int) -> None:
+        self.objects += objects
+        self.nbytes += nbytes
+        self.stored += objects
+
+
+class Accounts:
+    """All accounts. `of` creates and `end` removes some, under the storage lock; `of` and `items` may be called
+    without it for an account that exists."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[AccountKey, Account] = {}
+        # Return an account that exists, else None.
+        self.get = self._accounts.get
+
+    def items(self) -> list[tuple[AccountKey, Account]]:
+        return list(self._accounts.items())
+
+    def of(self, client: int, namespace: bytes, tenant: int) -> Account:
+        """Return the account, or that of no client and namespace if there are too many."""
+        key = client, namespace[:NAMESPACE_BYTES], tenant
+        account = self._accounts.get(key)
+        if account is None:
+            if len(self._accounts) >= MAX_ACCOUNTS:
+                key = NO_CLIENT, NO_NAMESPACE, tenant
+            account = self._accounts.setdefault(key, Account())
+        return account
+
+    def end(self, client: int) -> None:
+        """Let the accounts of a client that has ended pass into those of no client."""
+        for key, account in self.items():
+            if key[0] == client != NO_CLIENT:
+                del self._accounts[key]
+                into = account.into = self.of(NO_CLIENT, *key[1:])
+                into.nbytes += account.nbytes
+                into.objects += account.objects
+                into.stored += account.stored
+                into.evicted += account.evicted
+                into.lookups += account.lookups
+                into.asked_tokens += account.asked_tokens
+                into.hit_tokens += account.hit_tokens
+
+
+# Of objects and leases outside a table.
+NO_ACCOUNT = Account()
+
+
+@dataclass(slots=True, eq=False)
+class StoredObject:
+    """A readable object. Equality is identity, since the same key may be stored again."""
+
+    key: PackedKey
+    offset: int
+    length: int
+    pins: int = 0
+    # The time of the last use, to a tick of the table; its negative once nobody is said to ask again.
+    used: float = 0.0
+    # Its number in `Tenants`.
+    tenant: int = 0
+    # Of the client that stored it.
+    account: Account = NO_ACCOUNT
+    # In the journal, -1 for none.
+    slot: int = -1
+    # The session whose pins it has, see `PinShares`, and those of its pins that are the server's own.
+    payer: int = 0
+    holds: int = 0
+
 
 PREFIX_BYTES = PACKED_KEY_BYTES - DIGEST_BYTES
 

@@ -1,0 +1,370 @@
+"""The counts of the status document: who uses the cache, the hits of lookups, and what clients report."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, CacheKey
+from kvframework.api.requests import ClientInfo
+from kvframework.logs.limit import visible
+from kvframework.service.finished import MAX_TEXT, FinishedRequests, Subject, TenantNames, Why
+from kvframework.service.keys import KeyGrid
+from kvframework.storage.l1.entries import NO_NAMESPACE, Account
+from kvframework.storage.manager import StorageManager
+from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_LOST, Lost, Ping
+
+# The prefixes that are asked for most, by their first chunk: a space-saving sketch of `ENTRIES` entries. Pure.
+#
+# Between two cuts the sketch counts every prefix that it meets, exactly; a cut keeps those with a larger count than the
+# `ENTRIES` largest have at least: this is the floor, as no prefix that is forgotten can have been asked for more often.
+# A prefix that comes (again) starts there, and the floor is its error. So a count is never too small, and too large by
+# the error at most.
+#
+# A prefix is shown as a keyed hash of its digest, of a secret of this start: it can be compared within a start, and
+# says nothing of the tokens.
+
+ENTRIES = 256
+# Prefixes that are counted between two cuts: they make a cut's cost small for each.
+MOST = 2048
+SHOWN = 16
+_SHOWN_BYTES = 4
+_LOOKUP = 1 << 48
+
+
+class _Counts:
+    """What is counted between two cuts. A sum is one number, since that takes half the time of two: lookups x `_LOOKUP`
+    + the tokens that they found. `errors` are those of the prefixes that the last cut kept; that of all others is
+    `floor`."""
+
+    __slots__ = ("errors", "floor", "sums")
+
+    def __init__(self, floor: int, sums: dict[bytes, int], errors: dict[bytes, int]) -> None:
+        self.floor = floor
+        self.sums = sums
+        self.errors = errors
+
+    def error(self, prefix: bytes) -> int:
+        return self.errors.get(prefix, self.floor)
+
+    def cut(self) -> _Counts:
+        """Return the largest of them."""
+        floor = sorted(self.sums.values())[-ENTRIES - 1] // _LOOKUP
+        least = (floor + 1) * _LOOKUP
+        sums = {prefix: total for prefix, total in self.sums.items() if total >= least}
+        return _Counts(floor, sums, {prefix: self.error(prefix) for prefix in sums})
+
+
+class HotPrefixes:
+    """`looked_up` runs on the serving thread, `status` on any. `model_of` names the model of a namespace."""
+
+    def __init__(self, model_of: Callable[[bytes], str]) -> None:
+        self._model_of = model_of
+        self._secret = secrets.token_bytes(32)
+        # By namespace and digest of the first chunk. Replaced as a whole, so that any thread finds one state.
+        self._now = _Counts(0, {}, {})
+
+    def looked_up(self, prefix: bytes, hit_tokens: int) -> None:
+        """Count a lookup; `prefix` is the namespace and the digest of the first chunk."""
+        sums = self._now.sums
+        total = sums.get(prefix)
+        if total is None:
+            if len(sums) >= MOST:
+                self._now = self._now.cut()
+                sums = self._now.sums
+            total = self._now.floor * _LOOKUP
+        sums[prefix] = total + _LOOKUP + hit_tokens
+
+    def status(self) -> list[dict[str, object]]:
+        """Return the largest, `SHOWN` at most."""
+        now = self._now
+        # The copy is one step: the serving thread may change the original meanwhile.
+        largest = heapq.nlargest(SHOWN, now.sums.copy().items(), key=itemgetter(1))
+        return [
+            {
+                "model": self._model_of(prefix[:NAMESPACE_BYTES]),
+                "prefix": self._hash(prefix),
+                "hit_tokens": total % _LOOKUP,
+                "count": total // _LOOKUP,
+                "error": now.error(prefix),
+            }
+            for prefix, total in largest
+        ]
+
+    def _hash(self, prefix: bytes) -> str:
+        return hashlib.blake2b(prefix, digest_size=_SHOWN_BYTES, key=self._secret).hexdigest()
+
+
+# Who uses the cache: rows by model, tenant, namespace and engine, for the status document.
+#
+# The numbers are counted in the accounts of L1, by the handlers that hold the facts, and added up for each document. A
+# LOOKUP costs 0.8 us.
+
+# Rows with a name of their own, of each kind.
+MAX_ROWS = 64
+OTHER = "other"
+_FIELDS = ("bytes", "objects", "lookups", "asked_tokens", "hit_tokens", "stored_objects", "evicted_objects")
+
+
+class Use:
+    """`looked_up`, `begin_session` and `end_session` run on the serving thread, `status` on any."""
+
+    def __init__(self, storage: StorageManager, tenants: TenantNames) -> None:
+        self._storage = storage
+        self._tenants = tenants
+        self._hot = HotPrefixes(self._model_of)
+        self._engines: dict[int, str] = {}
+
+    def begin_session(self, client: ClientInfo) -> None:
+        self._engines[client.session_id] = f"{client.name[:MAX_TEXT]} ({client.pid})"
+
+    def end_session(self, client: ClientInfo) -> None:
+        self._engines.pop(client.session_id, None)
+
+    def engine(self, session_id: int) -> str:
+        """Return the name of a session's client and its process."""
+        return self._engines.get(session_id, OTHER)
+
+    def looked_up(self, client: ClientInfo, key: CacheKey, grid: KeyGrid | None, asked: int, hit: int) -> None:
+        """Count a lookup that has ended, of `asked` tokens of which `hit` were found; `grid` is None if its namespace
+        is not known."""
+        tenant, namespace = self._tenants.number(key.cache_salt), NO_NAMESPACE
+        if grid is not None:
+            namespace = key.namespace
+            self._hot.looked_up(namespace + (key.digests[:DIGEST_BYTES] or grid.digests[0]), hit)
+        self._storage.account(client.session_id, namespace, tenant).looked_up(asked, hit)
+
+    def status(self) -> dict[str, object]:
+        accounts = self._storage.accounts()
+        names = self._tenants.names
+        # Configured tenants have a row from the start.
+        tenants = _rows(((names[key[2]] or OTHER, account) for key, account in accounts), [*names[1:], OTHER])
+        return {
+            "models": _rows((self._model_of(key[1]) or OTHER, account) for key, account in accounts),
+            "tenants": tenants,
+            "namespaces": _rows((key[1].hex() or OTHER, account) for key, account in accounts),
+            "engines": _rows((self._engines.get(key[0], OTHER), account) for key, account in accounts),
+            "hot_prefixes": self._hot.status(),
+        }
+
+    def _model_of(self, namespace: bytes) -> str:
+        return self._storage.records.model_of(namespace)[:MAX_TEXT]
+
+
+def _rows(accounts: Iterable[tuple[str, Account]], first: Sequence[str] = ()) -> dict[str, dict[str, int]]:
+    """Return the sums by name: `MAX_ROWS` names, and all that is left as `OTHER`."""
+    rows = {name: [0] * len(_FIELDS) for name in first}
+    for name, account in accounts:
+        row = rows.get(name)
+        if row is None:
+            if len(rows) - (OTHER in rows) >= MAX_ROWS:
+                name = OTHER
+            row = rows.setdefault(name, [0] * len(_FIELDS))
+        amounts = (
+            account.nbytes,
+            account.objects,
+            account.lookups,
+            account.asked_tokens,
+            account.hit_tokens,
+            account.stored,
+            account.evicted,
+        )
+        row[:] = map(sum, zip(row, amounts, strict=True))
+    return {name: dict(zip(_FIELDS, row, strict=True)) for name, row in rows.items()}
+
+
+# The counters of lookups: by model, with hits by the tier that they came from, and misses by reason. Serving thread
+# only; read from any.
+
+# Models with counters of their own: their names come from clients.
+MAX_MODELS = 64
+OTHER_MODELS = "other"
+
+
+class _OfModel:
+    __slots__ = ("asked_tokens", "l1_tokens", "l2_tokens", "lookups")
+
+    def __init__(self) -> None:
+        self.lookups = self.asked_tokens = self.l1_tokens = self.l2_tokens = 0
+
+
+class LookupCounts:
+    """Counts of lookups that have ended; `reasons` are all that a miss can have."""
+
+    def __init__(self, reasons: tuple[str, ...]) -> None:
+        self._models: dict[str, _OfModel] = {}
+        self._misses = Counter(dict.fromkeys(reasons, 0))
+
+    def ended(self, model: str, asked_tokens: int, l1_tokens: int, l2_tokens: int, *, named: bool = True) -> None:
+        """Count a lookup: `l1_tokens` were present at its begin, `l2_tokens` came by its load. `named` means that the
+        name of the model was registered; other names get no counters of their own."""
+        counts = self._models.get(model)
+        if counts is None:
+            counts = self._new(model if named else OTHER_MODELS)
+        counts.lookups += 1
+        counts.asked_tokens += asked_tokens
+        counts.l1_tokens += l1_tokens
+        counts.l2_tokens += l2_tokens
+
+    def missed(self, reason: str, lookups: int = 1) -> None:
+        """Count lookups that missed a part of their prompt or all of it, by the reason for their first missing
+        chunk."""
+        self._misses[reason] += lookups
+
+    def status(self) -> dict[str, Mapping[str, Any]]:
+        return {
+            "by_model": {
+                model: {
+                    "lookups": counts.lookups,
+                    "asked_tokens": counts.asked_tokens,
+                    "l1_tokens": counts.l1_tokens,
+                    "l2_tokens": counts.l2_tokens,
+                }
+                # `list` in one step: the serving thread may add a model meanwhile.
+                for model, counts in list(self._models.items())
+            },
+            "misses": dict(self._misses),
+        }
+
+    def _new(self, model: str) -> _OfModel:
+        if len(self._models) >= MAX_MODELS and model not in self._models:
+            model = OTHER_MODELS
+        return self._models.setdefault(model, _OfModel())
+
+
+# The prompts shorter than a chunk that clients report: misses without a lookup. Serving thread only.
+
+
+class ShortPrompts:
+    """Counts the reports of each session, see `Ping`; a repeated report counts once."""
+
+    def __init__(self, counts: LookupCounts, finished: FinishedRequests) -> None:
+        self._counts = counts
+        self._finished = finished
+        self._heard: dict[int, int] = {}
+
+    def heard(self, client: ClientInfo, ping: Ping) -> None:
+        grown = ping.short_count - self._heard.get(client.session_id, 0)
+        if grown <= 0:
+            return
+        self._heard[client.session_id] = ping.short_count
+        self._counts.missed("too_short", grown)
+        for prompt in ping.short[-grown:]:
+            subject = Subject(
+                self._finished.clock(),
+                client.name,
+                client.pid,
+                client.session_id,
+                prompt.request_id[:MAX_TEXT],
+                "",
+                b"",
+                0,
+                prompt.tokens,
+            )
+            self._finished.add("LOOKUP", subject, "miss", missing=0, why=Why("too_short"))
+
+    def end_session(self, session_id: int) -> None:
+        self._heard.pop(session_id, None)
+
+
+# Losses reported by clients: sums since the start, and each client's recent ones, including clients that have ended.
+#
+# A report affects only its own session, within the bounds of `wire.messages.Lost`.
+
+# A loss is recent for this long; losses with shorter pauses between them are shown as one.
+RECENT_S = 60.0
+MAX_RECENT = 64
+
+
+@dataclass
+class _Recent:
+    """Losses of one session since its last pause; the time is on the clock."""
+
+    client: str
+    pid: int
+    last: float
+    amounts: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+
+
+class ClientLosses:
+    """`heard` and `end_session` run on the serving thread, `status` on any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._heard: dict[int, dict[str, Lost]] = {}
+        self._totals: Counter[str] = Counter(dict.fromkeys(LOST_AMOUNTS, 0))
+        self._recent: dict[int, _Recent] = {}
+
+    def heard(self, client: ClientInfo, lost: Sequence[Lost]) -> None:
+        """Take all losses of this session so far: only the growth of each counts, and a decrease is ignored."""
+        if not lost:
+            return
+        before = self._heard.setdefault(client.session_id, {})
+        amounts: Counter[str] = Counter()
+        codes: Counter[str] = Counter()
+        for each in lost:
+            known = before.get(each.code)
+            if known is None and len(before) >= MAX_LOST:
+                continue
+            known = known or Lost(each.code)
+            grown = {name: max(getattr(each, name) - getattr(known, name), 0) for name in LOST_AMOUNTS}
+            before[each.code] = Lost(each.code, **{name: getattr(known, name) + grown[name] for name in LOST_AMOUNTS})
+            amounts.update(grown)
+            codes[visible(each.code)] += sum(grown[name] for name in LOST_CALLS)
+        if any(codes.values()):
+            self._add(client, amounts, codes)
+
+    def end_session(self, session_id: int) -> None:
+        """Forget a session; its losses stay in the sums, and its id never recurs."""
+        self._heard.pop(session_id, None)
+
+    def status(self) -> dict[str, Any]:
+        """Return the losses for the status document, the latest client first."""
+        with self._lock:
+            self._forget()
+            now = self._clock()
+            return {
+                **{_shown(name): self._totals[name] for name in LOST_AMOUNTS},
+                "recent": [
+                    {
+                        "session_id": session_id,
+                        "client": each.client,
+                        "pid": each.pid,
+                        **{_shown(name): each.amounts[name] for name in LOST_AMOUNTS},
+                        "codes": {code: calls for code, calls in each.codes.items() if calls},
+                        "ago_s": round(now - each.last, 1),
+                    }
+                    for session_id, each in reversed(self._recent.items())
+                ],
+            }
+
+    def _add(self, client: ClientInfo, amounts: Counter[str], codes: Counter[str]) -> None:
+        with self._lock:
+            self._forget()
+            recent = self._recent.pop(client.session_id, None)
+            if recent is None and len(self._recent) >= MAX_RECENT:
+                del self._recent[next(iter(self._recent))]
+            recent = self._recent[client.session_id] = recent or _Recent(client.name, client.pid, 0.0)
+            recent.last = self._clock()
+            for sums, added in ((self._totals, amounts), (recent.amounts, amounts), (recent.codes, codes)):
+                for name, amount in added.items():
+                    sums[name] = min(sums[name] + amount, MOST_LOST)
+
+    def _forget(self) -> None:
+        oldest = self._clock() - RECENT_S
+        for session_id in [session_id for session_id, each in self._recent.items() if each.last < oldest]:
+            del self._recent[session_id]
+
+
+def _shown(name: str) -> str:
+    return "bytes" if name == "nbytes" else name

@@ -1,0 +1,370 @@
+"""The engine-driven path: PREPARE_STORE / COMMIT_STORE / ABORT and PREPARE_RETRIEVE / COMMIT_RETRIEVE.
+
+Runs on the serving thread, which never copies the bytes: the client writes and reads the arena itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES
+from kvframework.api.requests import CacheKey, ClientInfo, Handler
+from kvframework.api.transport import ArenaRange, StoreOutcome
+from kvframework.errors import LeaseUnknown, RequestError, TransportMismatch
+from kvframework.service.contexts import Contexts, InstanceKeys, RegisteredContext
+from kvframework.service.finished import Subject, subject_of
+from kvframework.service.keys import KeyGrid, found_part, prompt_part
+from kvframework.service.records import Contents, TransferAccounts, added_tokens, store_outcome
+from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart, Reservation
+from kvframework.storage.manager import StorageManager
+from kvframework.wire import messages as m
+from kvframework.wire.protocol import REQUESTS
+from kvframework.wire.transfer_blocks import pack_indices, pack_offsets
+
+# Loads that a LOOKUP prepares for the instances that it names, so that they begin with the copy.
+#
+# A grant is a pin lease of the session that registered the instance, as PREPARE_RETRIEVE gives it: only that session
+# can load by it. It counts for the session that looked up, so that no client uses up what another one has; once a load
+# has used it, the two are one engine, and what both pin counts for the one that looks up. The end of the ticket does
+# not end it, since the server does not know whether its load is under way: the client that looked up gives back the
+# grants that no load uses. Runs on the serving thread.
+
+# Grants that have not ended, of all sessions and for the LOOKUPs of one: it needs leases and pins for tickets, too.
+MAX_OPEN, MAX_OF_ASKER = 4096, 512
+
+
+class Granted(NamedTuple):
+    """A grant: the sessions of the instance, `owner`, and of the client that looked up, `asked_by`; its end, of the
+    clock. `subject` is that of the LOOKUP; `prompt` tells where in it the objects are."""
+
+    owner: int
+    asked_by: int
+    until: float
+    subject: Subject
+    prompt: PromptPart
+    objects: int
+    nbytes: int
+
+
+class Grants:
+    """The grants that have not ended. `tenant_of` gives the tenant of a salt."""
+
+    def __init__(
+        self, contexts: Contexts, storage: StorageManager, contents: Contents, tenant_of: Callable[[str], str]
+    ) -> None:
+        self._contexts = contexts
+        self._storage = storage
+        self._contents = contents
+        self._tenant_of = tenant_of
+        self._clock = storage.clock
+        # The oldest first.
+        self._open: dict[str, Granted] = {}
+        self._of_asker: Counter[int] = Counter()
+
+    def grant(
+        self,
+        client: ClientInfo,
+        key: CacheKey,
+        grid: KeyGrid,
+        hit: int,
+        objects: list[StoredObject],
+        instances: Sequence[int],
+        *,
+        lease_s: float,
+    ) -> tuple[m.Grant, ...]:
+        """Pin, for `lease_s` seconds, what each of `instances` loads for a hit of `hit` chunks, whose `objects` are
+        those of all ranks. Left out are instances that could not load it in the arena, or not at all, and those
+        beyond a bound."""
+        grants: list[m.Grant] = []
+        left, until, asker = m.MAX_GRANTED, self._clock() + lease_s, client.session_id
+        self._forget_lapsed()
+        for instance_id in dict.fromkeys(instances):
+            context = self._contexts.get(instance_id)
+            if context is None or not _loads(context, key, grid):
+                continue
+            own, positions = objects_of(context.ranks, grid, hit, objects)
+            owner = context.session_id
+            left -= len(own)
+            if left < 0 or len(self._open) >= MAX_OPEN or self._of_asker[asker] >= MAX_OF_ASKER:
+                break
+            if self._storage.over_share(asker):
+                break  # its tickets may lapse; a load that was granted may not
+            offsets = pack_offsets([stored.offset for stored in own])
+            try:
+                lease = self._storage.pin_objects(
+                    own, owner=owner, request_id=key.request_id, lease_s=lease_s, use=None, asked_by=asker
+                ).id
+            except RequestError:
+                break  # it holds too many; its load may say so
+            subject = subject_of(client, key, self._clock(), "engine", self._tenant_of(key.cache_salt))
+            subject = subject._replace(asked_tokens=hit * grid.desc.chunk_tokens)
+            prompt = _prompt(key, grid, hit, context.ranks, positions) if key.retain else NO_PROMPT
+            nbytes = sum([stored.length for stored in own])
+            self._open[lease] = Granted(owner, asker, until, subject, prompt, len(own), nbytes)
+            self._of_asker[asker] += 1
+            if self._contents.wanted:
+                self._contents.prepared(owner, lease, _cut(key, grid, hit), grid.desc.chunk_tokens)
+            grants.append(m.Grant(instance_id, lease, offsets, pack_indices(positions)))
+        return tuple(grants)
+
+    def take(self, client: ClientInfo, lease: str) -> Granted | None:
+        """Return the grant whose load ends, of an instance of this client; None for another lease."""
+        granted = self._open.get(lease)
+        if granted is None or granted.owner != client.session_id:
+            return None
+        self._forget(lease, granted)
+        if granted.asked_by != granted.owner:
+            self._storage.work_for(granted.owner, granted.asked_by)
+        return granted
+
+    def give_back(self, client: ClientInfo, lease: str) -> bool:
+        """End a grant that no load uses, of a LOOKUP of this client or for an instance of it; return whether it is
+        one."""
+        granted = self._open.get(lease)
+        if granted is None or client.session_id not in (granted.asked_by, granted.owner):
+            return False
+        self._forget(lease, granted)
+        self._contents.ended(lease)
+        try:
+            self._storage.unpin(lease, owner=granted.owner)
+        except LeaseUnknown:
+            return False  # the session of its instance has ended
+        return True
+
+    def end_session(self, session_id: int) -> None:
+        """Forget the grants for a client that has ended; its leases have. Those for others stay, and no load by them
+        makes its session a part of this client's engine."""
+        for lease, granted in list(self._open.items()):
+            if granted.owner == session_id:
+                self._forget(lease, granted)
+            elif granted.asked_by == session_id:
+                self._open[lease] = granted._replace(asked_by=granted.owner)
+                self._of_asker[granted.owner] += 1
+        del self._of_asker[session_id]
+
+    def _forget_lapsed(self) -> None:
+        now = self._clock()
+        while self._open:
+            lease, granted = next(iter(self._open.items()))
+            if now < granted.until:
+                return
+            self._forget(lease, granted)
+
+    def _forget(self, lease: str, granted: Granted) -> None:
+        del self._open[lease]
+        self._of_asker[granted.asked_by] -= 1
+        if not self._of_asker[granted.asked_by]:
+            del self._of_asker[granted.asked_by]
+
+
+def _loads(context: RegisteredContext, key: CacheKey, grid: KeyGrid) -> bool:
+    """Whether an instance loads what the key names, for ranks that are known and in it, with a copy of its
+    engine's."""
+    return (
+        context.memory is None
+        and context.namespace == key.namespace
+        and (context.rank is not None or context.world_size == 1)
+        and all(rank in grid.ranks for rank in context.ranks)
+    )
+
+
+def objects_of(
+    ranks: Sequence[int], grid: KeyGrid, hit: int, objects: list[StoredObject]
+) -> tuple[list[StoredObject], Sequence[int]]:
+    """Return those of `objects` that are of `ranks`, and their positions in a key of these ranks: () for all of it."""
+    if [*ranks] == [*grid.ranks]:
+        return list(objects), grid.needed(hit) if grid.has_windows else ()
+    rows, groups = len(grid.prefixes), len(grid.desc.groups)
+    own = [grid.ranks.index(rank) * groups + group for rank in ranks for group in range(groups)]
+    if not grid.has_windows:
+        return [objects[chunk * rows + row] for chunk in range(hit) for row in own], ()
+    at = {row: index for index, row in enumerate(own)}
+    needed = zip(grid.needed(hit), objects, strict=True)
+    found = {index // rows * len(own) + at[index % rows]: stored for index, stored in needed if index % rows in at}
+    positions = sorted(found)
+    return [found[position] for position in positions], positions
+
+
+def _prompt(key: CacheKey, grid: KeyGrid, hit: int, ranks: Sequence[int], positions: Sequence[int]) -> PromptPart:
+    rows, tokens = len(ranks) * len(grid.desc.groups), grid.desc.chunk_tokens
+    first = key.start // tokens
+    return PromptPart([first + index // rows for index in positions or range(hit * rows)], tokens, key.retain)
+
+
+def _cut(key: CacheKey, grid: KeyGrid, hit: int) -> CacheKey:
+    """Return the key of the hit."""
+    end = key.start + hit * grid.desc.chunk_tokens
+    return msgspec.structs.replace(
+        key,
+        end=end,
+        tokens=key.tokens[: end * TOKEN_BYTES],
+        digests=key.digests[: end // grid.desc.chunk_tokens * DIGEST_BYTES],
+    )
+
+
+class EngineDrivenTransfers:
+    """Leases of arena ranges, owned by the client session that requested them."""
+
+    def __init__(
+        self,
+        contexts: Contexts,
+        storage: StorageManager,
+        keys: InstanceKeys,
+        *,
+        store_lease_s: float,
+        retrieve_lease_s: float,
+        store_share: float,
+        accounts: TransferAccounts,
+        contents: Contents,
+        grants: Grants,
+    ) -> None:
+        self._contexts = contexts
+        self._storage = storage
+        self._keys = keys
+        self._accounts = accounts
+        self._contents = contents
+        self._grants = grants
+        self.configure(store_lease_s=store_lease_s, retrieve_lease_s=retrieve_lease_s, store_share=store_share)
+
+    def configure(self, *, store_lease_s: float, retrieve_lease_s: float, store_share: float) -> None:
+        """Change the leases' lifetimes and the share of a client, from the next lease on. From any thread."""
+        self._store_lease_s = store_lease_s
+        self._retrieve_lease_s = retrieve_lease_s
+        self._store_share = store_share
+
+    def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
+        return [
+            Handler(REQUESTS["PREPARE_STORE"], self._prepare_store),
+            Handler(REQUESTS["COMMIT_STORE"], self._commit_store),
+            Handler(REQUESTS["ABORT"], self._abort),
+            Handler(REQUESTS["PREPARE_RETRIEVE"], self._prepare_retrieve),
+            Handler(REQUESTS["COMMIT_RETRIEVE"], self._commit_retrieve),
+        ]
+
+    def _prepare_store(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.StorePlan:
+        if not client.local:
+            # Such a client could only commit bytes that it has not written.
+            raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
+        subject = self._accounts.begun(client, payload.key, "engine")
+        grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
+        wanted = grid.stored(payload.first_chunks)
+        sized = grid.sized()
+        result = self._storage.reserve(
+            [sized[index] for index in wanted],
+            owner=client.session_id,
+            request_id=payload.key.request_id,
+            lease_s=self._store_lease_s,
+            share=self._share_of(client),
+            client=client.session_id,
+            prompt=prompt_part(payload.key, grid, wanted),
+        )
+        outcome = outcome_of(result)
+        if result.lease is None:
+            self._accounts.finished("STORE", subject, store_outcome(result), added_tokens=0)
+            return m.StorePlan("", (), outcome)
+        ranges = placed_ranges(grid, wanted, result)
+        added = added_tokens((place.chunk for place in ranges), grid)
+        self._begin("STORE", result.lease.id, subject, store_outcome(result), ranges, added)
+        self._contents.prepared(client.session_id, result.lease.id, payload.key, grid.desc.chunk_tokens)
+        return m.StorePlan(result.lease.id, ranges, outcome, self._store_lease_s)
+
+    def _share_of(self, client: ClientInfo) -> float:
+        """Return the share of L1 that the client may reserve: all of it for a sole client; otherwise `store_share`, so
+        that a stalled writer cannot starve others."""
+        alone = all(context.session_id == client.session_id for context in self._contexts.values())
+        return 1.0 if alone else self._store_share
+
+    def _commit_store(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.Committed:
+        promised = self._storage.lease_size(payload.lease, owner=client.session_id)
+        self._contents.check(payload.lease, payload.content)
+        published = self._storage.commit(payload.lease, owner=client.session_id)
+        self._accounts.ended(payload.lease, ok=published > 0)
+        self._contents.ended(payload.lease, payload.content, ok=published > 0)
+        lapsed = promised - published
+        return m.Committed(StoreOutcome(stored=published, dropped=lapsed, error=LeaseUnknown.code if lapsed else ""))
+
+    def _abort(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Aborted:
+        freed = self._storage.abort(payload.lease, owner=client.session_id)
+        self._accounts.ended(payload.lease, ok=False)
+        self._contents.ended(payload.lease)
+        return m.Aborted(freed)
+
+    def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
+        subject = self._accounts.begun(client, payload.key, "engine" if client.local else "wire")
+        grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
+        lease_s = self._retrieve_lease_s  # may change meanwhile, and the client relies on what it is told
+        lease = pin_whole(self._storage, payload.key, grid, client.session_id, lease_s=lease_s)
+        self._storage.count(retrieves=1, retrieve_misses=lease is None)
+        if lease is None:
+            return m.RetrievePlan(False, reason=self._accounts.missed(subject, payload.key, grid))
+        ranges = pinned_ranges(grid, lease.objects)
+        self._begin("RETRIEVE", lease.id, subject, "hit", ranges)
+        self._contents.prepared(client.session_id, lease.id, payload.key, grid.desc.chunk_tokens)
+        return m.RetrievePlan(True, lease.id, ranges, lease_s)
+
+    def _commit_retrieve(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.RetrieveCommitted:
+        lease, owner = payload.lease, client.session_id
+        self._contents.check(lease, payload.content)
+        granted = self._grants.take(client, lease)
+        if granted is None:
+            held = self._storage.unpin(lease, owner=owner).held
+            self._accounts.ended(lease, ok=held)
+        else:
+            held = self._storage.unpin(lease, owner=owner, use="retrieve", prompt=granted.prompt).held
+            self._storage.count(retrieves=1)
+            self._accounts.granted(
+                client, granted.subject, payload.took_s, objects=granted.objects, nbytes=granted.nbytes, ok=held
+            )
+        self._contents.ended(lease, payload.content, ok=held)
+        return m.RetrieveCommitted(held)
+
+    def _begin(
+        self, request: str, lease: str, subject: Subject, outcome: str, ranges: Sequence[ArenaRange], added: int = -1
+    ) -> None:
+        nbytes = sum(place.length for place in ranges)
+        self._accounts.under_way(request, lease, subject, outcome, len(ranges), nbytes, added)
+
+
+def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> tuple[ArenaRange, ...]:
+    """Return the range of each object to write; `wanted` are the requested indices. A row counts as a layer group."""
+    groups = grid.row_groups
+    count = len(groups)
+    return tuple(
+        ArenaRange(wanted[at] // count, wanted[at] % count, offset, groups[wanted[at] % count].nbytes)
+        for at, offset in result.placed
+    )
+
+
+def pin_whole(
+    storage: StorageManager,
+    key: CacheKey,
+    grid: KeyGrid,
+    owner: int,
+    *,
+    lease_s: float | None,
+    asked_by: int | None = None,
+) -> PinLease | None:
+    """Pin the objects that a hit of the whole key uses; None if any of them is missing, or the share of L1 of the
+    session that asks is pinned."""
+    found = found_part(key, grid, grid.chunks)
+    return storage.pin_found(
+        grid.whole, owner=owner, request_id=key.request_id, lease_s=lease_s, prompt=found, asked_by=asked_by
+    )
+
+
+def pinned_ranges(grid: KeyGrid, objects: Sequence[StoredObject]) -> tuple[ArenaRange, ...]:
+    """Return the range of each of the `objects` that `pin_whole` pinned. A row counts as a layer group."""
+    count = len(grid.row_groups)
+    return tuple(
+        ArenaRange(index // count, index % count, stored.offset, stored.length)
+        for index, stored in zip(grid.needed(grid.chunks), objects, strict=True)
+    )
+
+
+def outcome_of(result: Reservation, stored: int = 0) -> StoreOutcome:
+    return StoreOutcome(stored, result.present, result.in_flight, result.dropped)
