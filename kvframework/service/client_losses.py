@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvframework.api.requests import ClientInfo
-from kvframework.logs.limit import visible
+from kvframework.text import visible
 from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_LOST, Lost
 
 # A loss is recent for this long; losses with shorter pauses between them are shown as one.

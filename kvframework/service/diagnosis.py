@@ -12,7 +12,7 @@ import msgspec
 
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.logs.form import recent_lines
-from kvframework.redaction import Redaction
+from kvframework.masking import Redaction
 from kvframework.service.accounts.finished import MAX_TEXT, FinishedRequests
 from kvframework.service.own_user import check_own_user
 from kvframework.wire import messages as m

@@ -30,7 +30,6 @@ from kvframework.config import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
 from kvframework.events.feed import NO_EVENTS, Events
 from kvframework.events.teller import Shape
-from kvframework.logs.amounts import counted
 from kvframework.service.accounts.finished import FinishedRequests
 from kvframework.service.accounts.transfers import TransferAccounts
 from kvframework.service.checked_keys import InstanceKeys
@@ -48,6 +47,7 @@ from kvframework.service.transfer_paths.engine_driven import EngineDrivenTransfe
 from kvframework.service.transfer_paths.grants import Grants
 from kvframework.service.transfer_paths.server_driven import ServerDrivenTransfers
 from kvframework.storage.manager import StorageManager
+from kvframework.text import counted
 from kvframework.wire import messages as m
 from kvframework.wire.handshake import FEATURES
 from kvframework.wire.table import REQUESTS
@@ -174,7 +174,7 @@ class CacheService(CacheServices):
         return self._status.document()
 
     def configure(self, config: ServerConfig) -> None:
-        """Change what of `[server]` may change while it runs, see `kvframework.config.changes`. From any thread."""
+        """Change what of `[server]` may change while it runs, see `kvframework.running_config`. From any thread."""
         self._engine_driven.configure(
             store_lease_s=config.store_lease_s,
             retrieve_lease_s=config.retrieve_lease_s,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import inf
 
 from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, CacheKey
-from kvframework.logs.amounts import timed
 from kvframework.service.accounts.asked import Asked
 from kvframework.service.accounts.misses import LOAD_REFUSED, Facts, Row, Why, decide, elsewhere
 from kvframework.storage.manager import StorageManager
+from kvframework.text import timed
 
 # Rows of L1, the latest first, in which a missing chunk is looked for: some 5 us.
 MAX_ROWS = 64

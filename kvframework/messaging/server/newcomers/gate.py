@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvframework.config.descriptors import SESSIONS_SHARE
+from kvframework.config.schema import SESSIONS_SHARE
 from kvframework.errors import ServerFull
 from kvframework.messaging.resources import descriptor_limit, descriptors_in_use
 from kvframework.messaging.server.newcomers import syn_filter

@@ -18,7 +18,7 @@ from http import HTTPStatus
 import h11
 
 from kvf_observe.http.messages import HEADERS, PLAIN, Answer, Reply, Request, WantsBody, refused
-from kvframework.logs.limit import one_line
+from kvframework.text import one_line
 
 log = logging.getLogger(__name__)
 

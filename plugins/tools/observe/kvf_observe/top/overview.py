@@ -13,9 +13,7 @@ from kvf_observe.poller import Document
 from kvf_observe.top.minute import Window, reach
 from kvf_observe.top.table_lines import table_lines
 from kvf_observe.top.views import TIERS, percent, share, size
-from kvframework.cli.numbers import short_count, short_duration
-from kvframework.logs.amounts import counted
-from kvframework.logs.limit import one_line
+from kvframework.text import counted, one_line, short_count, short_duration
 
 PROBLEMS = 4
 PAGE = "docs/operations.md"

@@ -14,9 +14,7 @@ from kvf_observe.top.overview import overview
 from kvf_observe.top.state import ABOUT, HELP, State, in_sight
 from kvf_observe.top.table_lines import ABOVE_ROWS, table_lines
 from kvf_observe.top.views import NAMES
-from kvframework.cli.numbers import short_duration
-from kvframework.logs.amounts import counted
-from kvframework.logs.limit import one_line
+from kvframework.text import counted, one_line, short_duration
 
 _KEYS = "h help  q quit  p hold  < > sort  r reverse  1-7 views"
 

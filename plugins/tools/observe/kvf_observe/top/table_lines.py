@@ -9,7 +9,7 @@ from rich.text import Text
 
 from kvf_observe.top.minute import Window
 from kvf_observe.top.views import Sorting, Table, ordered
-from kvframework.logs.amounts import counted
+from kvframework.text import counted
 
 # The head of the column that is sorted by needs one more.
 GAP = 1

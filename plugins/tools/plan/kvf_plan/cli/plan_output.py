@@ -11,8 +11,8 @@ from kvf_plan.planning.setting import toml_of
 from kvframework import __version__
 from kvframework.api.options import ByteSize
 from kvframework.cli.console import stderr
-from kvframework.cli.numbers import short_number
 from kvframework.errors import PlanError
+from kvframework.text import short_number
 
 
 def check_out(file: Path) -> None:

@@ -9,9 +9,8 @@ from kvf_plan.planning.catalogue import Engine, catalogue
 from kvf_plan.planning.goal import Row, Shortfall, closest, shortfalls
 from kvf_plan.planning.plan import Chunks, Plan
 from kvframework.api.options import ByteSize
-from kvframework.cli.console import print_document, print_table, print_text, print_view
-from kvframework.cli.numbers import short_count, short_duration, short_number
-from kvframework.cli.wide_table import WideTable
+from kvframework.cli.console import WideTable, print_document, print_table, print_text, print_view
+from kvframework.text import short_count, short_duration, short_number
 
 _LIMITS = {"ttft": "time to the first token", "budget": "cost", "drive_writes": "writes of the whole tier a day"}
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from kvf_plan.trace.anonymous import DIGEST_BYTES, Anonymous
 from kvf_plan.trace.form import Request
 from kvf_plan.trace.writing import TraceFile
-from kvframework.cli.numbers import short_count, short_duration
 from kvframework.client import KVClient
 from kvframework.errors import UnknownRequest, VersionMismatch
+from kvframework.text import short_count, short_duration
 from kvframework.wire import messages as m
 
 POLL_S = 0.5

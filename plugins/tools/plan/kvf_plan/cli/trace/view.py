@@ -6,7 +6,7 @@ from rich.table import Table
 
 from kvf_plan.trace.form import UNKNOWN, Header
 from kvf_plan.trace.summary import Summary
-from kvframework.cli.numbers import short_count, short_duration
+from kvframework.text import short_count, short_duration
 
 
 def table_of(header: Header, summary: Summary) -> Table:
