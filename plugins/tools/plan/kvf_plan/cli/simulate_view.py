@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvf_plan.simulation.outcome import Outcome
+from kvf_plan.simulation.requests import Outcome
 from kvframework.api.options import ByteSize
 from kvframework.text import short_count, short_duration, short_number
 

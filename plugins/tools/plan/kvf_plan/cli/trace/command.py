@@ -72,7 +72,7 @@ def info(
     """Say what a trace holds, and the least memory that would have it all."""
     import msgspec
 
-    from kvf_plan.cli.trace.view import table_of
+    from kvf_plan.cli.trace.recording import table_of
     from kvf_plan.trace.reading import open_trace
     from kvf_plan.trace.summary import summarise
     from kvframework.cli.console import print_document, print_table
