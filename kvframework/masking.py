@@ -1,12 +1,20 @@
-"""The values of a struct as they may be shown: secrets are hidden, and the credentials in URLs. Pure.
+"""The values of a struct as they may be shown, without secrets and the credentials in URLs; and texts and documents
+without what a bug report must not hold: those, digests and the names of models. Pure.
 
 A field is secret by its type: `msgspec.Meta(extra={"secret": "value"})`, or `"url"` for one whose place may be shown.
+The time of a redaction grows with the text, however many models there are: clients choose their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from urllib.parse import unquote
+import base64
+import hashlib
+import json
+import re
+import secrets
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from urllib.parse import quote, quote_plus, unquote
 
 import msgspec
 
@@ -97,3 +105,127 @@ def _shown(value: object, mark: object = None) -> object:
     if mark == "url" or (not mark and "://" in value and "@" in value):
         return masked_url(value) if value else ""
     return HIDDEN if mark and value else value
+
+
+_CREDENTIALS = re.compile(r"://[^\s/@\"']*@[^\s\"',;)]*")
+_DIGEST = re.compile(r"(?<![0-9A-Za-z])(?:(?=[0-9]*[a-fA-F])[0-9a-fA-F]{12,}|[0-9]{24,})(?![0-9A-Za-z])")
+# A long word with letters and some digits, and without the marks between the words of a path: a token, or base64.
+_LONG_WORD = re.compile(r"[A-Za-z0-9+=_-]{20,}")
+_DIGITS_OF_A_TOKEN = 3
+_PERCENT = re.compile("%[0-9A-F]{2}")
+# A shorter secret is hidden only where it is a whole word: it is a part of too many others.
+_SHORT = 4
+
+
+class Redaction:
+    """Hides `secrets` in any of their usual forms, credentials with the host that they are for, and whatever looks like
+    a digest or a token. `models` get numbers in their place. The same digest has the same name within one report, and
+    another one in the next."""
+
+    def __init__(self, secret_words: Iterable[str] = (), models: Iterable[str] = ()) -> None:
+        self._key = secrets.token_bytes(16)
+        forms = {form for word in secret_words if word for form in _forms(word)}
+        numbered = enumerate(sorted({model for model in models if model}), 1)
+        self._shown = {model: f"<model {number}>" for number, model in numbered}
+        self._words = _WholeWords({*self._shown, *(form for form in forms if len(form) < _SHORT)})
+        longest_first = sorted((form for form in forms if len(form) >= _SHORT), key=len, reverse=True)
+        self._secrets = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._keys: dict[str, str] = {}
+
+    def text(self, text: str) -> str:
+        """Return the text without them."""
+        text = self._without_words(text)
+        text = _CREDENTIALS.sub(f"://{HIDDEN}", text)
+        text = _DIGEST.sub(lambda found: f"<digest {self._named(found[0].lower())}>", text)
+        return _LONG_WORD.sub(lambda found: self._token(found[0]), text)
+
+    def document(self, value: object) -> object:
+        """Return a document of mappings, lists and plain values without them, in keys as in values."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {self._key_text(str(key)): self.document(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.document(each) for each in value]
+        return value
+
+    def _key_text(self, key: str) -> str:
+        """Each key's text, made once: the records of a list have the same ones."""
+        if key not in self._keys:
+            self._keys[key] = self.text(key)
+        return self._keys[key]
+
+    def _without_words(self, text: str) -> str:
+        """The text without secrets and models; what a secret and a model share is hidden with both."""
+        found = [(*each.span(), HIDDEN) for each in self._secrets.finditer(text)]
+        found += [(begin, end, self._shown.get(text[begin:end], HIDDEN)) for begin, end in self._words.spans(text)]
+        if not found:
+            return text
+        pieces, at, shown = [], 0, ""
+        for begin, end, instead in sorted(found):
+            if begin >= at:
+                pieces += [shown, text[at:begin]]
+                at, shown = end, instead
+            else:
+                at, shown = max(at, end), HIDDEN
+        return "".join([*pieces, shown, text[at:]])
+
+    def _token(self, word: str) -> str:
+        digits = sum(letter.isdigit() for letter in word)
+        return f"<token {self._named(word)}>" if _DIGITS_OF_A_TOKEN <= digits < len(word) else word
+
+    def _named(self, word: str) -> str:
+        return hashlib.blake2s(word.encode(), key=self._key, digest_size=3).hexdigest()
+
+
+class _WholeWords:
+    """Finds the longest of many words, wherever one stands by itself. Where one may begin, the last word that is not
+    behind the text in their order is either there, or begins with all words that are."""
+
+    def __init__(self, words: set[str]) -> None:
+        self._words = sorted(words)
+        self._longest = max(map(len, words), default=0)
+        # The longest other word with which each begins.
+        self._shorter: dict[str, str] = {}
+        begun: list[str] = []
+        for word in self._words:
+            while begun and not word.startswith(begun[-1]):
+                begun.pop()
+            if begun:
+                self._shorter[word] = begun[-1]
+            begun.append(word)
+        letters = "".join(re.escape(letter) for letter in sorted({word[0] for word in words}))
+        self._begin = re.compile(rf"(?<!\w)[{letters}]" if words else "(?!)")
+
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where they stand, from the first on; none within another."""
+        at = 0
+        while (found := self._begin.search(text, at)) is not None:
+            begin = found.start()
+            at = begin + len(self._at(text, begin))
+            if at > begin:
+                yield begin, at
+            else:
+                at += 1
+
+    def _at(self, text: str, begin: int) -> str:
+        """The word that stands there; "" for none."""
+        piece = text[begin : begin + self._longest]
+        index = bisect_right(self._words, piece) - 1
+        word = self._words[index] if index >= 0 else ""
+        while word and not (piece.startswith(word) and _ends(text, begin + len(word))):
+            word = self._shorter.get(word, "")
+        return word
+
+
+def _ends(text: str, at: int) -> bool:
+    return at == len(text) or not (text[at].isalnum() or text[at] == "_")
+
+
+def _forms(word: str) -> set[str]:
+    raw = word.encode("utf-8", "surrogateescape")
+    plain, urlsafe = base64.b64encode(raw).decode().rstrip("="), base64.urlsafe_b64encode(raw).decode().rstrip("=")
+    in_quotes = (repr(word), ascii(word), repr(raw)[1:], json.dumps(word), json.dumps(word, ensure_ascii=False))
+    in_urls = {quote(raw, safe=""), quote(raw), quote_plus(raw)}
+    in_urls |= {_PERCENT.sub(lambda found: found[0].lower(), form) for form in in_urls}
+    return {word, *(form[1:-1] for form in in_quotes), *in_urls, raw.hex(), raw.hex().upper(), plain, urlsafe}

@@ -202,7 +202,7 @@ class Server:
         self._messages.abandon()
 
     def _configure(self, config: Config) -> None:
-        """Change what `kvframework.config.changes` says can change now. From any thread; cannot fail."""
+        """Change what `kvframework.running_config` says can change now. From any thread; cannot fail."""
         change_logging(config.log.level, config.log.format)
         self.service.configure(config.server)
         self._messages.configure(session_timeout_s=config.server.session_timeout_s)

@@ -11,7 +11,7 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from kvframework.redaction import Redaction
+from kvframework.masking import Redaction
 
 SECRET = "hunter2+/=ü \"'\\"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvframework.api.installing import install_command
-from kvframework.cli.numbers import short_number
+from kvframework.text import short_number
 from kvframework_bench.document import Document
 from kvframework_bench.errors import BenchUnavailable
 from kvframework_bench.panels import Bars, Lines, Panel, panels

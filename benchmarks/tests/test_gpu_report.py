@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.redaction import Redaction
+from kvframework.masking import Redaction
 from kvframework_bench.gpu_report.child import run_bounded
 from kvframework_bench.gpu_report.contents import collect
 from kvframework_bench.gpu_report.machine import look

@@ -37,7 +37,7 @@ def clear(
 
     from kvframework.api.options import ByteSize
     from kvframework.cli.console import confirm, print_document, print_text
-    from kvframework.cli.status_source import quiet_connection, server_endpoint
+    from kvframework.cli.usage import quiet_connection, server_endpoint
     from kvframework.client import KVClient
     from kvframework.errors import VersionMismatch
     from kvframework.wire import messages as m

@@ -114,7 +114,7 @@ def apply(
     if one needs a restart (exit status 1), or if a server would refuse to start with it (2). Run it as the server's
     user on its node. The server's own file is not written; a SIGHUP makes the server read that again.
     """
-    from kvframework.cli.config_changes import ask_for_changes, show_changes
+    from kvframework.cli.config_view import ask_for_changes, show_changes
     from kvframework.cli.console import print_document
 
     applied = ask_for_changes(file, overrides or (), endpoint, dry_run=dry_run, timeout_s=timeout)

@@ -3,12 +3,16 @@ plugin's objects, but imports the plugins that the configuration names, since on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
 
 from kvframework.api.codec import CodecProvider
 from kvframework.api.eviction import EvictionProvider
@@ -19,11 +23,25 @@ from kvframework.api.plugin import Provider
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
-from kvframework.config import FIELD_DEFAULT, Config, Layers, PluginTable, default_endpoint, toml_value
-from kvframework.masking import shown_options
+from kvframework.cli.console import print_table, print_text
+from kvframework.cli.usage import quiet_connection
+from kvframework.client.connection import ENDPOINT_VARIABLE, KVClient
+from kvframework.config import (
+    FIELD_DEFAULT,
+    Config,
+    Layers,
+    PluginTable,
+    assemble,
+    default_endpoint,
+    read_layers,
+    toml_value,
+)
+from kvframework.errors import UnknownRequest, VersionMismatch
+from kvframework.masking import HIDDEN, shown_options
 from kvframework.registry import PluginRegistry, codec_tables, resolve_table
+from kvframework.wire import messages as m
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 _NO_KEYS: Mapping[str, object] = MappingProxyType({})
 
 
@@ -110,13 +128,13 @@ class _View:
         self._layers = layers
         self._registry = registry
 
-    def core(self, path: Path, title: str, values: dict[str, object], plugin: str = "") -> None:
+    def core(self, path: KeyPath, title: str, values: dict[str, object], plugin: str = "") -> None:
         shown = [ShownValue(key, value, self._layers.origin((*path, key), title)) for key, value in values.items()]
         self.tables.append(ShownTable(title, plugin, shown))
 
     def plugin(
         self,
-        path: Path,
+        path: KeyPath,
         title: str,
         table: PluginTable,
         descriptor: type[Provider[Any]],
@@ -153,3 +171,51 @@ def _line(value: ShownValue) -> str:
         return f"{value.key} = {toml_value(value.value)}"
     except TypeError:  # TOML cannot express it, such as None
         return f"# {value.key} = {'not set' if value.value is None else value.value}"
+
+
+CONNECT_S = 5.0
+
+
+def ask_for_changes(
+    file: Path | None, overrides: Sequence[str], endpoint: str | None, *, dry_run: bool, timeout_s: float
+) -> m.ConfigApplied:
+    """Send the configuration to its server. Blocks for `timeout_s` at most. Raises what reading a configuration and
+    `KVClient` raise, and the server's own error about it."""
+    layers = read_layers(file, overrides, os.environ)
+    config = assemble(layers)
+    asked = m.ApplyConfig(msgspec.json.encode(layers.raw), layers.where, dry_run)
+    endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or config.server.endpoint or default_endpoint()
+    quiet_connection()
+    with KVClient(endpoint, name="config", connect_timeout_s=min(timeout_s, CONNECT_S)) as client:
+        _ = client.hello
+        try:
+            return client.request("APPLY_CONFIG", asked, m.ConfigApplied, timeout=timeout_s)
+        except UnknownRequest:
+            raise VersionMismatch(
+                "this server is older: its configuration changes by a restart only", where=client.endpoint
+            ) from None
+
+
+def show_changes(applied: m.ConfigApplied, *, dry_run: bool) -> None:
+    """Print a row for each key that differs, and what has come of it."""
+    if applied.changes:
+        table = Table(box=None, pad_edge=False)
+        for title in ("KEY", "RUNNING", "NEW", "CHANGES"):
+            table.add_column(title, overflow="fold")
+        for each in applied.changes:
+            old, new = (value or "not set" for value in (each.old, each.new))
+            if HIDDEN in each.old and each.old == each.new:
+                new = "another secret"
+            when = Text("now", "green") if each.now else Text("needs restart", "yellow")
+            table.add_row(Text(each.key), Text(old), Text(new), when)
+        print_table(table)
+    print_text(_outcome(applied, dry_run=dry_run))
+
+
+def _outcome(applied: m.ConfigApplied, *, dry_run: bool) -> str:
+    if not applied.changes:
+        return "nothing differs"
+    waiting = sum(not each.now for each in applied.changes)
+    if waiting:
+        return f"nothing has changed: {waiting} of {len(applied.changes)} need a restart"
+    return "nothing has changed: a dry run" if dry_run else f"applied: {len(applied.changes)} changed"

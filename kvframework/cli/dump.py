@@ -35,8 +35,7 @@ def dump(
     out or replaced. Of a server that does not answer the file has the rest, and says what is missing. Run it as the
     server's user on its node.
     """
-    from kvframework.cli.bundle.contents import collect
-    from kvframework.cli.bundle.file import BundleFile, default_name
+    from kvframework.cli.bundle import BundleFile, collect, default_name
     from kvframework.cli.console import print_text
 
     with BundleFile(out or Path(default_name())) as file:

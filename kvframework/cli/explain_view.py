@@ -11,9 +11,7 @@ from rich.text import Text
 
 from kvframework.api.options import ByteSize
 from kvframework.cli.console import print_text, stdout
-from kvframework.cli.numbers import short_number
-from kvframework.logs.amounts import counted
-from kvframework.logs.limit import one_line
+from kvframework.text import counted, one_line, short_number
 from kvframework.wire.messages import Finished
 
 PAGE = "docs/operations.md#why-a-lookup-missed"

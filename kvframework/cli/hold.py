@@ -6,7 +6,6 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvframework.cli.numbers import short_number
 from kvframework.cli.usage import EXIT_FOUND, AsJson, Endpoint, EndpointConfig, examples
 
 _EPILOG = examples(
@@ -58,7 +57,7 @@ def hold(
         _become(context, serve or [])
     if serve or overrides:
         raise typer.BadParameter("options of the server are for its start")
-    from kvframework.cli.status_source import server_endpoint
+    from kvframework.cli.usage import server_endpoint
     from kvframework.config import keeper_path
 
     _ask({"do": asked[0], "restart": restart}, keeper_path(server_endpoint(endpoint, config)), timeout, as_json)
@@ -72,7 +71,7 @@ def _become(context: typer.Context, serve: list[str]) -> NoReturn:
     from kvframework.cli.serve_options import Format
     from kvframework.config import keeper_path, load_config, prepare_private_directory
     from kvframework.errors import EndpointError
-    from kvframework.keeper.process import PATHS, become_holder
+    from kvframework.keeper.holder import PATHS, become_holder
 
     chosen = _options_of_serve(context, serve)
     # Earlier releases of typer leave them strings.
@@ -101,11 +100,10 @@ def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -
     from pathlib import Path
 
     from kvframework.cli.console import print_document, print_text, stderr
-    from kvframework.cli.hold_view import print_status
     from kvframework.config import check_private_directory, trusted_server_uid
     from kvframework.errors import EndpointError
-    from kvframework.keeper.control import ask
-    from kvframework.keeper.place import CONTROL_SUFFIX
+    from kvframework.keeper.control import CONTROL_SUFFIX, ask
+    from kvframework.text import short_number
 
     try:
         check_private_directory(Path(base).parent, owner=trusted_server_uid())
@@ -129,10 +127,33 @@ def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -
     if as_json:
         print_document(reply)
     elif "held" in reply:
-        print_status(reply)
+        _print_status(reply)
     elif reply["done"]:
         print_text(reply["text"])
     else:
         stderr.print(reply["text"], markup=False)
     if not reply["done"]:
         raise typer.Exit(EXIT_FOUND)
+
+
+def _print_status(status: dict[str, Any]) -> None:
+    """Print the keeper's reply: the server, its starts, and a line for each thing that is kept."""
+    from kvframework.api.options import ByteSize
+    from kvframework.cli.console import print_text
+    from kvframework.text import short_number
+
+    server = status["server"]
+    if server is not None:
+        form = "ready" if server["ready"] else "not ready yet"
+        text = f"server: process {server['pid']}, {form}, since {short_number(server['since_s'])} s"
+    elif status["next_start_s"] is not None:
+        text = f"server: none, the next start is in {short_number(status['next_start_s'])} s"
+    else:
+        text = "server: none"
+    print_text(text)
+    print_text(f"starts: {status['starts']}{'; ' + status['last_end'] if status['last_end'] else ''}")
+    for row in status["held"]:
+        print_text(f"kept: {row['name']}, {ByteSize(row['size'])}, {ByteSize(row['bytes'])} of memory")
+    if not status["held"]:
+        print_text("kept: nothing")
+    print_text(f"keeper: process {status['pid']}")

@@ -18,7 +18,7 @@ from kvframework.errors import ConfigFileError, KVFrameworkError
 from kvframework.overdue import bounded
 
 if TYPE_CHECKING:
-    from kvframework.cli.shutdown import StopSignals
+    from kvframework.cli.signals import StopSignals
     from kvframework.config import Config
     from kvframework.keeper.notify import Keeper
     from kvframework.server import Server
@@ -52,8 +52,7 @@ def run_server(options: ServeOptions) -> None:
 
 
 def _serve(options: ServeOptions) -> None:
-    from kvframework.cli.reload import ReloadSignal
-    from kvframework.cli.shutdown import StopRequested, StopSignals
+    from kvframework.cli.signals import ReloadSignal, StopRequested, StopSignals
     from kvframework.keeper.notify import Keeper
     from kvframework.logs.form import configure_logging, end_logging
 

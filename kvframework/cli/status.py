@@ -38,7 +38,7 @@ def status(
     """
     if check and as_json:
         raise typer.BadParameter("it goes with no --json", param_hint="--check")
-    from kvframework.cli.status_source import quiet_connection, server_endpoint
+    from kvframework.cli.usage import quiet_connection, server_endpoint
     from kvframework.client.status_source import StatusSource
 
     quiet_connection()

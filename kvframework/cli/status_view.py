@@ -13,10 +13,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvframework.api.options import ByteSize
-from kvframework.cli.numbers import short_number
-from kvframework.logs.amounts import counted
-from kvframework.logs.limit import one_line
 from kvframework.service.health import trouble
+from kvframework.text import counted, one_line, short_number
 
 Document = dict[str, Any]
 REFUSED_SHOWN = OTHERS_SHOWN = 4

@@ -5,11 +5,16 @@ A command's module holds its options alone and imports its work when it runs, so
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from kvframework.api.options import ByteSize
 
 T = TypeVar("T")
 
@@ -20,23 +25,44 @@ EXIT_ERROR = 2
 CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded default."
 
 
+def server_endpoint(endpoint: str | None, config: Path | None) -> str:
+    """Return the endpoint of the server that a command addresses: the option, the variable, the configuration."""
+    from kvframework.client.connection import ENDPOINT_VARIABLE
+    from kvframework.config import default_endpoint, load_config
+
+    return endpoint or os.environ.get(ENDPOINT_VARIABLE) or load_config(config).server.endpoint or default_endpoint()
+
+
+def quiet_connection() -> None:
+    """Drop the connection's log lines, which would break the picture, or repeat the error."""
+    logging.getLogger("kvframework").addHandler(logging.NullHandler())
+
+
 def size_of(text: str) -> int:
     """Parses an option that is a size."""
-    from kvframework.cli.numbers import parsed_size
-
     return _parsed(parsed_size, text)
+
+
+def parsed_size(text: str) -> ByteSize:
+    """Return the bytes of a size such as `64MiB` or `3GB`, one at least. Raises `ValueError` with the expected form."""
+    from kvframework.api.options import ByteSize
+
+    size = ByteSize.parse(text)
+    if not size:
+        raise ValueError(f"expected a size such as 512MiB or 4TB, found {text!r}")
+    return size
 
 
 def seconds_of(text: str) -> float:
     """Parses an option that is a time."""
-    from kvframework.cli.numbers import parsed_duration
+    from kvframework.text import parsed_duration
 
     return _parsed(parsed_duration, text)
 
 
 def count_of(text: str) -> float:
     """Parses an option that is a positive number, perhaps of thousands."""
-    from kvframework.cli.numbers import parsed_count
+    from kvframework.text import parsed_count
 
     return _parsed(parsed_count, text)
 

@@ -1,6 +1,5 @@
 """Configuration: one TOML file becomes frozen structs; every mistake is an error with its place."""
 
-from kvframework.config.changes import Change, changes, flat, when
 from kvframework.config.conversion import closest, convert
 from kvframework.config.endpoint import (
     FULL_SUFFIX,
@@ -17,9 +16,8 @@ from kvframework.config.endpoint import (
     prepare_private_directory,
     trusted_server_uid,
 )
-from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, read_layers
+from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, apply_override, read_layers
 from kvframework.config.load import assemble, collector_url, load_config
-from kvframework.config.overrides import apply_override
 from kvframework.config.schema import (
     Config,
     CurveConfig,
@@ -41,7 +39,6 @@ __all__ = [
     "FIELD_DEFAULT",
     "FULL_SUFFIX",
     "LIVENESS_SUFFIX",
-    "Change",
     "Config",
     "CurveConfig",
     "Endpoint",
@@ -58,7 +55,6 @@ __all__ = [
     "apply_override",
     "assemble",
     "bytes_of_tenants",
-    "changes",
     "check_directory",
     "check_private_directory",
     "closest",
@@ -66,7 +62,6 @@ __all__ = [
     "convert",
     "default_directory",
     "default_endpoint",
-    "flat",
     "ipc_path",
     "keeper_path",
     "load_config",
@@ -78,5 +73,4 @@ __all__ = [
     "tenant_digest",
     "toml_value",
     "trusted_server_uid",
-    "when",
 ]

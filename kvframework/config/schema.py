@@ -11,7 +11,6 @@ from kvframework.api.options import ByteSize
 from kvframework.api.tier import MAX_TIER_CALLS
 
 _YEAR_S = 365 * 24 * 3600.0
-
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["human", "json"]
 EventFormat = Literal["map", "array"]
@@ -334,3 +333,10 @@ class Config(msgspec.Struct, frozen=True):
     tenants: tuple[TenantConfig, ...] = ()
     observe: ObserveConfig | None = None
     events: EventsConfig | None = None
+
+
+# With at least this limit, none of the tested crowds took the last descriptor between two checks; docs/security.md has
+# the figures.
+SAFE_LIMIT = 4096
+# The share of the limit from which no new session is accepted.
+SESSIONS_SHARE = 0.65

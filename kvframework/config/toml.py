@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvframework.api.options import ByteSize
-from kvframework.config.toml_excerpt import excerpt
-from kvframework.config.toml_mistakes import explain
-from kvframework.config.toml_places import deep_at
+from kvframework.config.toml_mistakes import deep_at, excerpt, explain
 from kvframework.errors import ConfigFieldError, ConfigFileError
 
 if sys.version_info >= (3, 11):

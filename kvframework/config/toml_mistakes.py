@@ -1,6 +1,6 @@
-"""Mistakes in a TOML text: the line and a caret below the place, and the one thing to do about it. Pure.
+"""What is wrong with a TOML text, and the line around it, for a message: short, printable, and without secrets. Pure.
 
-The parser's message says what it expected; the text at the place says what the author meant.
+What is secret is guessed from keys: a file with a mistake has no plugins yet that would say it.
 """
 
 from __future__ import annotations
@@ -8,8 +8,124 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from kvframework.config.toml_excerpt import MOST_SHOWN, excerpt, masked
-from kvframework.config.toml_places import line_at, open_at
+# The group of a string is there if the text, or the line of a string of one line, ends within it.
+_TOKEN = re.compile(
+    r"""\#[^\n]*
+    | "{3} (?:\\.|[^\\])*? (?:"{3,5}|(\\?\Z))
+    | '{3} .*? (?:'{3,5}|(\Z))
+    | " (?:\\[^\n]|[^"\\\n])* (?:"|(\\?(?=\n|\Z)))
+    | '[^'\n]* (?:'|((?=\n|\Z)))
+    | [][{}=.,\n]""",
+    re.DOTALL | re.VERBOSE,
+)
+
+
+class Open(NamedTuple):
+    """The statement or table's name that begins at `statement`, the brackets of its value that are open, and where the
+    open string begins, None: none is open."""
+
+    statement: int
+    brackets: list[int]
+    string: int | None
+
+
+def open_at(text: str, offset: int) -> Open:
+    """Return what is open at `offset` of a text that is valid TOML before it."""
+    statement, behind_equals = 0, False
+    brackets: list[int] = []
+    string: int | None = None
+    for token in _TOKEN.finditer(text, 0, offset):
+        sign = token[0]
+        if sign == "\n":
+            if not brackets:
+                statement, behind_equals = token.end(), False
+        elif sign == "=":
+            behind_equals = True
+        elif sign in "[{":
+            if behind_equals:  # others are of a table's name
+                brackets.append(token.start())
+        elif sign in "]}":
+            if brackets:
+                brackets.pop()
+        elif token.lastindex:
+            string = token.start()
+            break  # the parser may stop behind it, at the next quote or the end
+    return Open(statement, brackets, string)
+
+
+def deep_at(text: str, most: int) -> int | None:
+    """Return where the part of a text that is valid TOML is first nested more than `most` tables and arrays deep."""
+    level, in_key = 1, True
+    name: int | None = None  # the level of the table's name in this line
+    below = 0  # that of the last one
+    opened: list[tuple[str, int]] = []  # the brackets of a value, and the level outside each
+    for token in _TOKEN.finditer(text):
+        sign = token[0]
+        if sign == "\n" and not opened:
+            below, name = below if name is None else level, None
+            level, in_key = below + 1, True
+        elif sign == "=":
+            in_key = False
+        elif sign == "." and in_key:
+            level += 1
+        elif sign == "[" and in_key and not opened:
+            name = level = 1 if name is None else 2
+        elif sign in ("[", "{"):
+            opened.append((sign, level))
+            level, in_key = level + 1, sign == "{"
+        elif sign in ("]", "}") and opened:
+            level, in_key = opened.pop()[1], False
+        elif sign == "," and opened and opened[-1][0] == "{":
+            level, in_key = opened[-1][1] + 1, True
+        elif token.lastindex:
+            break  # a string without an end
+        if level > most:
+            return token.start()
+    return None
+
+
+def line_at(text: str, offset: int) -> tuple[str, int]:
+    """Return the line, and where it begins."""
+    start = text.rfind("\n", 0, offset) + 1
+    end = text.find("\n", start)
+    return text[start : len(text) if end < 0 else end], start
+
+
+MOST_SHOWN = 72
+_HIDDEN = "***"
+_SECRET = re.compile(
+    r"passw|passphrase|(?<![a-z])pass(?![a-z])|pwd|secret|token|salt|credential|private|api.?key", re.IGNORECASE
+)
+# Behind such a key nothing of a line is shown: where the key ends may be what is wrong in it.
+_KEY_END = re.compile(r"[\w-]*[\"']?(?:\s*[=:]\s*|\s+)")
+
+
+def excerpt(text: str, offset: int, number: int) -> str:
+    """Return the line `number` at `offset`, and a line with a caret below the place."""
+    line, start = line_at(text, offset)
+    before, shown = (_HIDDEN, _HIDDEN) if _hidden(text, start) else (masked(line[: offset - start]), masked(line))
+    skipped = max(len(before) - MOST_SHOWN // 2, 0) if len(shown) > MOST_SHOWN else 0
+    shown = shown[skipped : skipped + MOST_SHOWN].replace("\t", " ")
+    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in shown)
+    caret = min(len(before) - skipped, len(shown))
+    return f"{number} | {shown}\n{' ' * len(str(number))} | {' ' * caret}^"
+
+
+def masked(text: str) -> str:
+    """Return the beginning of a line, without what follows a secret's key, and without the user of a URL."""
+    secret = _SECRET.search(text)
+    if secret:
+        key = _KEY_END.match(text, secret.end())
+        return text[: key.end() if key else secret.end()] + _HIDDEN
+    begin, end = text.find("://"), text.rfind("@")
+    return f"{text[: begin + 3]}{_HIDDEN}{text[end:]}" if 0 <= begin < end else text
+
+
+def _hidden(text: str, start: int) -> bool:
+    """True for a line that begins within a string, or within a value whose key may be a secret's."""
+    opened = open_at(text, start)
+    return opened.string is not None or _SECRET.search(text, opened.statement, start) is not None
+
 
 _PLACE = re.compile(r" \(at (?:line (?P<line>\d+), column (?P<column>\d+)|end of document)\)$")
 _WORDS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}

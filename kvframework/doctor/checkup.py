@@ -1,10 +1,13 @@
 """The list of checks and the way to run one: in a thread of its own, with a deadline, with any exception as a finding.
-Runs in the process of the command."""
+Runs in the process of the command. And the checks of the server's local socket."""
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,18 +15,64 @@ from pathlib import Path
 import msgspec
 
 from kvframework.api.findings import Finding
-from kvframework.config import Config, load_config
-from kvframework.doctor import accelerator, interpreter, limits, memory, numa, plugins, sockets
+from kvframework.config import Config, check_directory, default_endpoint, load_config, parse_endpoint
+from kvframework.doctor import accelerator, machine, memory, plugins
 from kvframework.doctor.plugins import refusal
-from kvframework.errors import ConfigError
-from kvframework.preflight import arena_is_kept, running_server
+from kvframework.errors import ConfigError, EndpointError
+from kvframework.preflight import RunningServer, arena_is_kept, running_server
+
+_CONNECT_S = 1.0
+
+
+def endpoint_of(config: Config) -> str:
+    return config.server.endpoint or default_endpoint()
+
+
+def socket_findings(endpoint: str, running: RunningServer | None = None) -> Iterator[Finding]:
+    """The state of a usable socket; `kvframework.preflight` refuses any other."""
+    try:
+        parsed = parse_endpoint(endpoint)
+    except EndpointError:
+        return
+    if parsed.kind == "tcp":
+        yield Finding("socket.path", "ok", f"{endpoint} is no local socket")
+        return
+    path = Path(parsed.path)
+    yield Finding("socket.path", "ok", f"{path}, {len(os.fsencode(path))} bytes")
+    try:
+        check_directory(path.parent)
+    except EndpointError:
+        return
+    there = path.parent.exists()
+    mode = (
+        f"is private: {stat.filemode(path.parent.stat().st_mode)}" if there else "does not exist; the server makes it"
+    )
+    yield Finding("socket.directory", "ok", f"{path.parent} {mode}")
+    listens = f"{'a' if is_served(endpoint) else 'no'} server listens there now"
+    yield Finding("socket.server", "ok", listens if running is None else str(running))
+
+
+def is_served(endpoint: str) -> bool:
+    """True if a server listens at a local endpoint. Blocks for a second at most."""
+    try:
+        parsed = parse_endpoint(endpoint)
+    except EndpointError:
+        return False
+    if parsed.kind != "ipc":
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_CONNECT_S)
+        try:
+            probe.connect(parsed.path)
+        except OSError:
+            return False
+    return True
+
 
 # The longest wait for a check.
 CHECK_S = 5.0
-
 # Most of the time goes into the start of processes.
 _AT_ONCE = 4
-
 Check = Callable[[], Iterable[Finding]]
 
 
@@ -55,18 +104,18 @@ def examine(path: Path | None = None, overrides: Iterable[str] = ()) -> Checkup:
 
 def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     """Subject and check of each."""
-    yield "python", interpreter.python
-    yield "kvframework", interpreter.distributions
+    yield "python", machine.python
+    yield "kvframework", machine.distributions
     yield "accelerator", accelerator.cuda
     yield "memory", memory.memory
-    yield "limits", limits.limits
-    yield "numa", numa.nodes
+    yield "limits", machine.limits
+    yield "numa", machine.nodes
     if config is None:
         return
-    endpoint = sockets.endpoint_of(config)
+    endpoint = endpoint_of(config)
     yield "memory", partial(memory.kept, endpoint)
     running = running_server(config)
-    yield "socket", partial(sockets.socket_findings, endpoint, running)
+    yield "socket", partial(socket_findings, endpoint, running)
     yield "config", partial(plugins.common_findings, config, serving=running is not None, deadline_s=CHECK_S)
     replaces, kept = None if running is None else running.pid, arena_is_kept(config)
     for table in plugins.configured(config):

@@ -11,8 +11,7 @@ from kvframework.api.findings import Finding
 from kvframework.api.options import ByteSize
 from kvframework.config import keeper_path
 from kvframework.errors import EndpointError
-from kvframework.keeper.control import ask
-from kvframework.keeper.place import CONTROL_SUFFIX
+from kvframework.keeper.control import CONTROL_SUFFIX, ask
 
 _ALMOST = 0.9
 _ASK_S = 1.0

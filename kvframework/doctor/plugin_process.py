@@ -17,7 +17,7 @@ from kvframework.api.memory import MemoryProvider
 from kvframework.api.options import Options
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
-from kvframework.doctor.limits import memlock
+from kvframework.doctor.machine import memlock
 from kvframework.doctor.plugins import Subject, refusal
 from kvframework.errors import KVFrameworkError
 from kvframework.registry import KINDS, PluginRegistry, check_table, resolve_table

@@ -9,17 +9,25 @@ import os
 import select
 import signal
 import stat
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NoReturn
 
 from kvframework.child_process import Backoff
-from kvframework.keeper.control import Caller, ControlSocket
+from kvframework.keeper.control import (
+    CONTROL_SUFFIX,
+    NOTE_SUFFIX,
+    AlreadyHeldError,
+    Caller,
+    ControlSocket,
+    heard_signals,
+    locked,
+)
 from kvframework.keeper.descriptors import KeptDescriptors
-from kvframework.keeper.note_socket import NoteSocket, Received
-from kvframework.keeper.place import CONTROL_SUFFIX, NOTE_SUFFIX, heard_signals, locked
+from kvframework.keeper.notes import NoteSocket, Received
 from kvframework.keeper.server_child import Server, end_of, exit_status, memory_kills, start_server
 
 _STDERR = 2
@@ -379,3 +387,28 @@ class Holder:
             "held": self._kept.report(),
             "strangers": self._strangers,
         }
+
+
+# Not with -m, and without an empty path: the working directory is no place for modules.
+PATHS = "import sys; sys.path[:] = filter(None, sys.path); "
+_PROGRAM = PATHS + "from kvframework.keeper.holder import main; sys.exit(main(sys.argv[1]))"
+
+
+def become_holder(command: Sequence[str], base: str, log_form: str, environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by one that holds, with the arguments of `Holder`: none of the command line's modules stays
+    in it. Raises `OSError`."""
+    argument = json.dumps({"command": command, "base": base, "log_form": log_form})
+    os.execve(sys.executable, [sys.executable, "-c", _PROGRAM, argument], dict(environ))  # noqa: S606
+
+
+def main(argument: str) -> int:
+    """Hold, and return the exit status."""
+    options = json.loads(argument)
+    lines = Lines(options["log_form"])
+    try:
+        return Holder(options["command"], options["base"], lines).run()
+    except AlreadyHeldError as error:
+        lines.error(f"another `kvframework hold`, process {error}, keeps the server at this endpoint; --status asks it")
+    except OSError as error:
+        lines.error(f"{options['base']}: {error}")
+    return EXIT_REFUSED

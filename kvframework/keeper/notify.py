@@ -10,7 +10,7 @@ import socket
 import struct
 from collections.abc import Collection, MutableMapping
 
-from kvframework.keeper.words import (
+from kvframework.keeper.notes import (
     FIRST_FD,
     LISTEN_VARIABLES,
     NOTIFY_VARIABLE,

@@ -1,10 +1,11 @@
 """The form of a server's log: lines for people, or one JSON object a line. Set up once in `serve`, and in the same way
-in each process that moves KV for it."""
+in each process that moves KV for it. Printed text becomes lines of it: a print to a full pipe would block."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import json
 import logging
 import os
@@ -16,12 +17,60 @@ from datetime import datetime, timezone
 from typing import NamedTuple
 
 from kvframework.bounded_close import call_within
-from kvframework.logs.limit import LogLimit, one_line
-from kvframework.logs.printed import PrintedLines
+from kvframework.logs.limit import LogLimit
 from kvframework.logs.queue import FLUSH_S, QueuedHandler
+from kvframework.text import one_line
+
+MAX_LINE = 8 << 10
+
+
+class PrintedLines(io.TextIOBase):
+    """Replaces `sys.stdout` or `sys.stderr`. Each line becomes a record of the logger `name`, and goes straight to
+    `handler`: another library's handler that prints makes no loop. Thread-safe, never blocks."""
+
+    encoding = "utf-8"
+
+    def __init__(self, handler: logging.Handler, name: str, level: int, fd: int) -> None:
+        super().__init__()
+        self._handler = handler
+        self._logger = logging.getLogger(name)
+        self._level = level
+        self._fd = fd
+        self._lock = threading.RLock()
+        self._begun = ""
+
+    def fileno(self) -> int:
+        """The descriptor of the replaced stream, for child processes."""
+        return self._fd
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            *whole, self._begun = (self._begun + text).split("\n")
+            if len(self._begun) > MAX_LINE:
+                whole.append(self._begun)
+                self._begun = ""
+        for line in whole:
+            self._log(line)
+        return len(text)
+
+    def flush(self) -> None:
+        """Does nothing: an incomplete line waits for its end, or for `end_line`."""
+
+    def end_line(self) -> None:
+        """Logs an incomplete line."""
+        with self._lock:
+            line, self._begun = self._begun, ""
+        self._log(line)
+
+    def _log(self, line: str) -> None:
+        if line.strip() and self._logger.isEnabledFor(self._level):
+            self._handler.handle(self._logger.makeRecord(self._logger.name, self._level, "", 0, line, (), None))
+
 
 HUMAN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
 log = logging.getLogger(__name__)
 
 
@@ -33,7 +82,6 @@ class LogForm(NamedTuple):
 
 
 STDOUT, STDERR = 1, 2
-
 _chosen: LogForm | None = None
 _handler: QueuedHandler | None = None
 

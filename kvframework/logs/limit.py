@@ -8,17 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 
-
-def one_line(text: str) -> str:
-    """The text on one line: lines are joined by "; ", and unprintable characters are written as escape sequences."""
-    return visible("; ".join(filter(None, (line.strip() for line in text.splitlines()))))
-
-
-def visible(line: str) -> str:
-    """A line with its unprintable characters as escape sequences."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
-
-
 AT_ONCE = 5
 EVERY_S = 10.0
 _MAX_KINDS = 1024

@@ -12,7 +12,7 @@ from collections import deque
 from datetime import datetime, timezone
 from queue import SimpleQueue
 
-from kvframework.logs.limit import one_line, visible
+from kvframework.text import one_line, visible
 
 LIMIT = 4 << 20
 FLUSH_S = 0.3

@@ -15,11 +15,11 @@ from typing import Any
 
 from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, CacheKey
 from kvframework.api.requests import ClientInfo
-from kvframework.logs.limit import visible
 from kvframework.service.finished import MAX_TEXT, FinishedRequests, Subject, TenantNames, Why
 from kvframework.service.keys import KeyGrid
 from kvframework.storage.l1.entries import NO_NAMESPACE, Account
 from kvframework.storage.manager import StorageManager
+from kvframework.text import visible
 from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_LOST, Lost, Ping
 
 # The prefixes that are asked for most, by their first chunk: a space-saving sketch of `ENTRIES` entries. Pure.

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvframework.api.options import ByteSize
-from kvframework.logs.amounts import counted
-from kvframework.logs.limit import one_line
+from kvframework.text import counted, one_line
 from kvframework.wire.protocol import HINT
 
 L1_TROUBLE = ("dropped", "lapsed", "over_share", "quarantined")

@@ -29,7 +29,6 @@ from kvframework.bounded_close import call_within
 from kvframework.config import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
 from kvframework.events.feed import NO_EVENTS, Events, Shape
-from kvframework.logs.amounts import counted
 from kvframework.service.chunks_over_wire import ChunkTransfers
 from kvframework.service.contexts import Contexts, InstanceKeys, RegisteredContext, own_context
 from kvframework.service.counts import ClientLosses
@@ -43,6 +42,7 @@ from kvframework.service.records import Contents, TransferAccounts
 from kvframework.service.registration import AttachedTransport, Registrations
 from kvframework.service.server_driven import ServerDrivenTransfers
 from kvframework.storage.manager import StorageManager
+from kvframework.text import counted
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import FEATURES, REQUESTS
 
@@ -168,7 +168,7 @@ class CacheService(CacheServices):
         return self._status.document()
 
     def configure(self, config: ServerConfig) -> None:
-        """Change what of `[server]` may change while it runs, see `kvframework.config.changes`. From any thread."""
+        """Change what of `[server]` may change while it runs, see `kvframework.running_config`. From any thread."""
         self._engine_driven.configure(
             store_lease_s=config.store_lease_s,
             retrieve_lease_s=config.retrieve_lease_s,

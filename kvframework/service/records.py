@@ -14,7 +14,6 @@ from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES
 from kvframework.api.requests import ClientInfo
 from kvframework.errors import BadRange
 from kvframework.events.feed import Events
-from kvframework.logs.amounts import timed
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.service.finished import (
     LOAD_REFUSED,
@@ -33,6 +32,7 @@ from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.leases import Reservation
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.manager import FindRow, StorageManager
+from kvframework.text import timed
 
 
 class Priced(NamedTuple):

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.cli.numbers import (
+from kvframework.cli.usage import parsed_size
+from kvframework.text import (
     parsed_count,
     parsed_duration,
-    parsed_size,
     short_count,
     short_duration,
     short_number,
+    timed,
 )
-from kvframework.logs.amounts import timed
 
 ROOT = Path(__file__).resolve().parents[2]
 # A format with `g` or `e`, which may write an exponent.

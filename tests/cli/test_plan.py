@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
+from kvf_plan.planning.goal import Setting, toml_of
 from kvf_plan.planning.offers import TierOffer
-from kvf_plan.planning.setting import Setting, toml_of
 from kvframework.config import load_config
 from tests.cli.command import run
 from tests.planning.traces import conversations

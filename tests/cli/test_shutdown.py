@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvframework import errors
-from kvframework.cli.shutdown import StopSignals
+from kvframework.cli.signals import StopSignals
 from kvframework.wire import messages as m
 from tests.cli.command import COMMAND, environment, run
 from tests.registry.fake_distributions import install
@@ -299,7 +299,7 @@ def hanging(deadline_s: float) -> Iterator[subprocess.Popen[str]]:
     # Not print: a signal that comes in mid-print may not print itself.
     script = (
         "import os, time\n"
-        "from kvframework.cli.shutdown import StopSignals\n"
+        "from kvframework.cli.signals import StopSignals\n"
         f"with StopSignals(deadline_s={deadline_s}) as signals:\n"
         "    signals.serve(lambda since: os.write(1, b'asked\\n'), lambda: os.write(1, b'abandoned\\n'))\n"
         "    os.write(1, b'ready\\n')\n"
@@ -325,7 +325,7 @@ def test_a_main_thread_that_hangs_is_ended_by_the_deadline() -> None:
 def test_the_end_counts_from_the_signal_even_if_the_main_thread_is_busy() -> None:
     script = (
         "import hashlib, os, threading, time\n"
-        "from kvframework.cli.shutdown import StopSignals\n"
+        "from kvframework.cli.signals import StopSignals\n"
         "with StopSignals(deadline_s=240) as signals:\n"
         "    signals.serve(lambda since: os.write(1, b'%d' % (time.monotonic() - since > 0.2)), lambda: None)\n"
         "    threading.Timer(0.1, os.write, (1, b'ready\\n')).start()\n"

@@ -14,11 +14,9 @@ from rich.cells import cell_len
 
 from kvf_observe.top.command import View
 from kvf_observe.top.minute import APART_S, SPAN_S, Minute, Window
-from kvf_observe.top.moments import Moments
-from kvf_observe.top.picture import Shown, clamped, frame, picture
+from kvf_observe.top.picture import GAP, Moments, Shown, clamped, fitting, frame, picture
 from kvf_observe.top.screen import Keys
 from kvf_observe.top.state import State, pressed
-from kvf_observe.top.table_lines import GAP, fitting
 from kvf_observe.top.views import NAMES, OTHER, TABLES, Sorting, ordered
 from tests.observe.documents import answered, document, unanswered
 

@@ -25,9 +25,9 @@ from kvf_plan.trace.form import Request
 from kvf_plan.trace.reading import open_trace
 from kvf_plan.trace.writing import TraceFile
 from kvframework.api.requests import Handler
-from kvframework.cli.numbers import parsed_duration
 from kvframework.errors import TraceError, UnknownRequest
 from kvframework.service import recording as ring
+from kvframework.text import parsed_duration
 from kvframework.wire import messages as m
 from tests.cli.command import COMMAND, environment, run
 from tests.server.in_process import serving

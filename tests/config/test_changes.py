@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvframework.config import Change, changes, flat, load_config, when
-from kvframework.config.changes import CHANGED_NOW
+from kvframework.config import load_config
 from kvframework.config.schema import Config
 from kvframework.registry import PluginRegistry, complete_config
+from kvframework.running_config import CHANGED_NOW, Change, changes, flat, when
 
 
 def config(*overrides: str) -> Config:

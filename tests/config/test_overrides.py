@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframework.config import load_config
-from kvframework.config.overrides import apply_override, parse_value
+from kvframework.config.layers import apply_override, parse_value
 from kvframework.errors import ConfigFieldError
 
 

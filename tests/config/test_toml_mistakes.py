@@ -10,8 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvframework.config.toml import MOST_BYTES, MOST_LEVELS, parse_toml, read_toml, toml_value
-from kvframework.config.toml_mistakes import explain
-from kvframework.config.toml_places import deep_at
+from kvframework.config.toml_mistakes import deep_at, explain
 from kvframework.errors import ConfigFieldError, ConfigFileError
 
 # name: text, line, what stands at the caret, part of the hint

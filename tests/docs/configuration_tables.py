@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 
-from kvframework.config import schema, when
+from kvframework.config import schema
 from kvframework.registry.loader import describe_options
+from kvframework.running_config import when
 from tests.docs.option_tables import rows
 
 BLOCK = re.compile(r"(<!-- keys: (\w+) -->\n).*?(<!-- end of keys -->)", re.DOTALL)

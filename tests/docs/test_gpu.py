@@ -12,7 +12,7 @@ import pytest
 
 from kvf_cuda_ipc import kvf_transports
 from kvframework.config import Config, load_config
-from kvframework.doctor.numa import nodes
+from kvframework.doctor.machine import nodes
 from kvframework.errors import ConfigFieldError, KVFrameworkError
 from kvframework.registry import PluginRegistry, check_config
 from kvframework.registry.loader import describe_options

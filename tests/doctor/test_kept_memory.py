@@ -15,8 +15,7 @@ import pytest
 
 from kvframework.doctor.checkup import examine
 from kvframework.doctor.memory import kept
-from kvframework.keeper.control import ControlSocket
-from kvframework.keeper.place import CONTROL_SUFFIX
+from kvframework.keeper.control import CONTROL_SUFFIX, ControlSocket
 from tests.cli.command import run
 
 

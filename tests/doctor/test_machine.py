@@ -18,9 +18,9 @@ from kvf_pinned.nodes import accelerator_nodes
 from kvframework.api.findings import Finding
 from kvframework.api.installing import install_command
 from kvframework.config import check_directory, load_config
-from kvframework.doctor import accelerator, interpreter, memory, numa
-from kvframework.doctor.checkup import examine, run_check
-from kvframework.doctor.sockets import endpoint_of, is_served, socket_findings
+from kvframework.doctor import accelerator, memory
+from kvframework.doctor import machine as checks
+from kvframework.doctor.checkup import endpoint_of, examine, is_served, run_check, socket_findings
 from kvframework.errors import EndpointError
 from tests.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 
@@ -139,7 +139,7 @@ def test_locked_memory_is_told() -> None:
 
 def in_a_child(limit: str) -> dict[str, tuple[str, str]]:
     program = (
-        "import json, resource; from kvframework.doctor.limits import limits\n"
+        "import json, resource; from kvframework.doctor.machine import limits\n"
         f"resource.setrlimit(resource.RLIMIT_{limit})\n"
         "print(json.dumps({each.id: (each.level, each.fact) for each in limits()}))"
     )
@@ -190,23 +190,23 @@ def test_a_memfd_can_be_had_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numa_nodes_are_told_in_order(tmp_path: Path) -> None:
     machine = sysfs(tmp_path, "0,2,10", cpus={10: "10-11", 2: "2-3", 0: ""})
-    found = by_id(numa.nodes(machine))
+    found = by_id(checks.nodes(machine))
     assert found["numa.nodes"].fact == "3: node0 has the CPUs none; node2 has the CPUs 2-3; node10 has the CPUs 10-11"
     assert found["numa.accelerators"].fact == "there are no accelerators on the PCI bus"
-    assert by_id(numa.nodes(tmp_path / "none")).keys() == {"numa.nodes"}
+    assert by_id(checks.nodes(tmp_path / "none")).keys() == {"numa.nodes"}
 
 
 def test_the_node_of_the_accelerators_is_told(tmp_path: Path) -> None:
     cpus = {0: "0-7", 1: "8-15"}
     one = sysfs(tmp_path / "one", "0-1", (CONSOLE, 0), (GPU, 1), (NETWORK, 0), (CONSUMER_GPU, 1), cpus=cpus)
-    found = by_id(numa.nodes(one))["numa.accelerators"]
+    found = by_id(checks.nodes(one))["numa.accelerators"]
     assert found.fact == "0000:01:00.0, 0000:03:00.0 on node1"
     assert found.advice.endswith("numactl --cpunodebind=1 kvframework serve")
     several = sysfs(tmp_path / "several", "0-1", (GPU, 1), (OTHER_ACCELERATOR, 0), cpus=cpus)
-    found = by_id(numa.nodes(several))["numa.accelerators"]
+    found = by_id(checks.nodes(several))["numa.accelerators"]
     assert (found.fact, found.advice) == ("0000:01:00.0 on node0; 0000:00:00.0 on node1", "")
     unknown = sysfs(tmp_path / "unknown", "0-1", (GPU, -1), cpus=cpus)
-    found = by_id(numa.nodes(unknown))["numa.accelerators"]
+    found = by_id(checks.nodes(unknown))["numa.accelerators"]
     assert (found.fact, found.advice) == ("0000:00:00.0 on no known node", "")
 
 
@@ -214,7 +214,7 @@ def test_doctor_and_arena_mean_the_same_devices(tmp_path: Path) -> None:
     kinds = (GPU, CONSUMER_GPU, OTHER_ACCELERATOR, CONSOLE, NETWORK, ("0x038000", "0x10de"))
     devices = [(kind, node) for node, kind in enumerate(kinds)]
     machine = sysfs(tmp_path, "0-5", *devices, cpus=dict.fromkeys(range(6), ""))
-    found = by_id(numa.nodes(machine))["numa.accelerators"].fact
+    found = by_id(checks.nodes(machine))["numa.accelerators"].fact
     assert {int(node) for node in re.findall(r"node(\d)", found)} == accelerator_nodes(machine) == {0, 1, 2}
 
 
@@ -306,17 +306,17 @@ def test_torch_is_told_without_its_import(tmp_path: Path) -> None:
 
 
 def test_dependencies_are_compared_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list(interpreter.distributions())
+    found = list(checks.distributions())
     assert {each.level for each in found} == {"ok"}
     assert "msgspec " in found[-1].fact
     needed = ["msgspec>=999.1", "no-such-thing>=1", "pytest>=8; extra == 'testing'"]
-    monkeypatch.setattr(interpreter.metadata, "requires", lambda _: needed)
-    facts = {each.fact.split()[0]: each for each in interpreter.distributions() if each.level == "fail"}
+    monkeypatch.setattr(checks.metadata, "requires", lambda _: needed)
+    facts = {each.fact.split()[0]: each for each in checks.distributions() if each.level == "fail"}
     assert facts.keys() == {"msgspec", "no-such-thing"}
     assert facts["no-such-thing"].advice == 'pip install "no-such-thing>=1"'
 
 
 def test_a_build_without_the_lock_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert by_id(interpreter.python())["python.gil"].level == "ok"
-    monkeypatch.setattr(interpreter.sysconfig, "get_config_var", lambda _: 1)
-    assert by_id(interpreter.python())["python.gil"].level == "warn"
+    assert by_id(checks.python())["python.gil"].level == "ok"
+    monkeypatch.setattr(checks.sysconfig, "get_config_var", lambda _: 1)
+    assert by_id(checks.python())["python.gil"].level == "warn"

@@ -18,7 +18,7 @@ from tests.support.processes import children
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-HOLD = "import sys; from kvframework.keeper.process import main; sys.exit(main(sys.argv[1]))"
+HOLD = "import sys; from kvframework.keeper.holder import main; sys.exit(main(sys.argv[1]))"
 SERVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -30,9 +30,9 @@ TIMEOUT = 60.0
 # Holds the keeper up, when it has seen the end of a server, until there is a message.
 HELD_UP = f"""
 import os, select
-from kvframework.keeper import holder, note_socket
+from kvframework.keeper import holder, notes
 sockets = []
-class NoteSocket(note_socket.NoteSocket):
+class NoteSocket(notes.NoteSocket):
     def __init__(self, path):
         super().__init__(path)
         sockets.append(self)

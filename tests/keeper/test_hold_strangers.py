@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvframework.keeper.words import remove_note, store_note
+from kvframework.keeper.notes import remove_note, store_note
 from tests.keeper.held import TIMEOUT, Held
 from tests.support.processes import descriptors
 from tests.support.waiting import wait_until

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from kvframework.keeper import notify
+from kvframework.keeper.notes import parse_note
 from kvframework.keeper.notify import Keeper
-from kvframework.keeper.words import parse_note
 
 PROGRAM = """
 import fcntl, json, os, sys

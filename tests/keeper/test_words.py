@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.keeper.words import (
+from kvframework.keeper.notes import (
     MAX_NOTE_BYTES,
     Note,
     is_name,

@@ -9,7 +9,7 @@ import pytest
 from memory_tier import MemoryTier, Store
 
 from kvf_dev.testing import TierConformance
-from kvf_dev.testing.tier.claims import ClaimTests
+from kvf_dev.testing.tier.contract import ClaimTests
 from kvframework.api.tier import Tier
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvf_dev.testing.faults import TIER_FAULTS, FaultyTier
-from kvf_dev.testing.tier.content import exercise, load, save
+from kvf_dev.testing.tier.faults import exercise, load, save
 from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError

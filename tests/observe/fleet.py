@@ -14,7 +14,7 @@ from typing import Any
 from kvf_observe.app import App
 from kvf_observe.history import LOADING, History
 from kvf_observe.http.listener import Listener
-from kvf_observe.http.rights import Rights
+from kvf_observe.http.messages import Rights
 from kvf_observe.poller import Observed
 from tests.observe.documents import document
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvf_plan.planning.catalogue import catalogue, engine
+from kvf_plan.planning.catalogue import catalogue, engine, engine_of
 from kvf_plan.planning.estimate import spread
-from kvf_plan.planning.yours import engine_of
 from kvframework.errors import PlanError
 from kvframework.pricing.prefill import prefill_s
 

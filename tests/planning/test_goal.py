@@ -7,8 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvf_plan.planning.goal import Figures, Goal, Row, cheapest, closest, shortfalls
-from kvf_plan.planning.setting import Setting
+from kvf_plan.planning.goal import Figures, Goal, Row, Setting, cheapest, closest, shortfalls
 
 _SETTING = Setting(512, 1 << 30, "lru")
 _NUMBERS = st.floats(0.1, 100.0)

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvf_plan.planning.goal import Figures, Goal, cheapest
+from kvf_plan.planning.goal import Figures, Goal, Setting, cheapest
 from kvf_plan.planning.offers import ASSUMED_PRICES, GIB, Prices, TierOffer
 from kvf_plan.planning.search import Combination, Search, Steps, capacities, first_enough
-from kvf_plan.planning.setting import Setting
 
 _PRICES = Prices(ASSUMED_PRICES, assumed=True)
 _SIZES = [GIB << power for power in range(8)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvf_plan.planning.goal import Setting, config_of, toml_of
 from kvf_plan.planning.offers import KINDS, TierOffer
 from kvf_plan.planning.plan import EVICTIONS, WRITE_POLICIES
-from kvf_plan.planning.setting import Setting, config_of, toml_of
 from kvframework.config import load_config
 from kvframework.errors import PluginUnavailable
 from kvframework.registry import PluginRegistry, check_config

@@ -394,7 +394,7 @@ def test_a_server_hears_how_fast_the_model_computes(server):
 
 
 def test_the_speed_is_that_of_prefills_alone():
-    from kvf_transformers.prefill_speed import PrefillSpeed
+    from kvf_transformers.kv import PrefillSpeed
 
     now = [100.0]
     speed = PrefillSpeed(lambda: now[0])

@@ -14,7 +14,7 @@ def imports() -> None:
     global CacheView, torch
     import torch
 
-    from kvf_transformers.view import CacheView
+    from kvf_transformers.session import CacheView
 
 
 def test_every_group_layer_and_plane_is_what_the_declaration_means() -> None:

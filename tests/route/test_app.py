@@ -13,10 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvf_observe.http.exposition import OPEN_METRICS, TEXT
-from kvf_observe.http.messages import Reply, Request, WantsBody
-from kvf_observe.http.rights import Rights
-from kvf_route.app import App
-from kvf_route.metrics import METRICS
+from kvf_observe.http.messages import Reply, Request, Rights, WantsBody
+from kvf_route.app import METRICS, App
 from kvf_route.router import Router
 from kvf_route.score_request import MOST_TOKENS
 from kvf_route.settings import Node

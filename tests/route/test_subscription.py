@@ -11,9 +11,8 @@ from typing import Any
 import zmq.asyncio
 
 from kvf_route.follower import Follower
-from kvf_route.intake import Intake
 from kvf_route.settings import Publisher
-from kvf_route.subscription import SILENT_S, Subscription
+from kvf_route.subscription import SILENT_S, Intake, Subscription
 from tests.route.publisher import ZmqPublisher, removed
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from kvf_sglang.cache import Worker
-from kvf_sglang.facts import CHANGING, model_facts
-from kvf_sglang.identity import identify
+from kvf_sglang.facts import CHANGING, identify, model_facts
 from kvf_sglang.options import SglangOptions, parse_options
 from kvf_sglang.supported import FINGERPRINT, KNOWN, check_version
 from kvframework.client import ModelFacts, changed_since, fingerprint, model_files, process_started

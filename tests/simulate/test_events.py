@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvf_plan.simulation.channel import Channel, Waiting
 from kvf_plan.simulation.engines import Fleet
-from kvf_plan.simulation.events import VirtualTime
+from kvf_plan.simulation.events import Channel, VirtualTime, Waiting
 from kvf_plan.simulation.settings import Engines, SlowTime
 
 TIMES = st.integers(0, 40).map(lambda quarter: quarter / 4)

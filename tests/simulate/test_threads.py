@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import threading
 
-from kvf_plan.simulation.channel import Waiting
-from kvf_plan.simulation.events import VirtualTime
+from kvf_plan.simulation.events import VirtualTime, Waiting
 from kvf_plan.simulation.threads import VirtualThreads
 from kvframework.storage.l2.steps import Steps, do
 

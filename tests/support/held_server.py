@@ -18,7 +18,7 @@ from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
-_HOLD = "import sys; from kvframework.keeper.process import main; sys.exit(main(sys.argv[1]))"
+_HOLD = "import sys; from kvframework.keeper.holder import main; sys.exit(main(sys.argv[1]))"
 _COMMAND = ("-m", "kvframework.cli.main")
 _PATIENCE_S = 60.0
 

@@ -16,8 +16,7 @@ from hypothesis import given
 
 from kvf_plan.trace import conversations, lines
 from kvf_plan.trace.form import MAX_ID
-from kvf_plan.trace.reading import open_trace
-from kvf_plan.trace.recognised import HEAD
+from kvf_plan.trace.reading import HEAD, open_trace
 from kvframework.errors import TraceError
 
 _GOOD = {"timestamp": 5, "input_length": 1024, "output_length": 3, "hash_ids": [1, 2]}

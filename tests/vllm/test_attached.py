@@ -12,11 +12,10 @@ import pytest
 from kvf_vllm import attach
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks, LayerForm
-from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, block_tensors
+from kvf_vllm.layouts import BlockForm, GroupFacts, Handover, OpaqueBlocks, block_tensors
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.states import Handover
 from kvf_vllm.step_messages import StepPlan
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.layout import NO_BLOCK

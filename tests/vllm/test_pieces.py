@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvf_vllm.pace import SHARE
 from kvf_vllm.step_messages import StepPlan
-from kvf_vllm.worker import PATIENCE_S, WorkerSide
+from kvf_vllm.worker import PATIENCE_S, SHARE, WorkerSide
 from kvframework.api.futures import Promise
 from kvframework.api.transport import LoadOutcome
 from tests.vllm.stand_ins import BLOCK, Clock, FakeInstance

@@ -12,11 +12,10 @@ import pytest
 from kvf_hashers.sha256 import Sha256
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.facts import part_of, place_of
-from kvf_vllm.layouts import GroupFacts, OpaqueBlocks
+from kvf_vllm.layouts import GroupFacts, Handover, OpaqueBlocks
 from kvf_vllm.lookups import ServerLookups, StagedResult, _together
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.states import Handover
 from kvf_vllm.step_messages import Served, StepPlan, StepReport
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import KVClient, KvIdentity, LookupResult, RequestHashes

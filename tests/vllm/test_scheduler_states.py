@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvf_vllm.layouts import GroupFacts, only_between_steps
+from kvf_vllm.layouts import GroupFacts, Handover, complete_states, only_between_steps
 from kvf_vllm.scheduler import SchedulerSide
-from kvf_vllm.states import Handover, complete_states
 from kvf_vllm.step_messages import StepPlan, StepReport
 from kvframework.api.layout import NO_BLOCK
 from tests.vllm.stand_ins import CHUNK, RECURRENT, FakeRequest, FakeServer, filled, scheduler

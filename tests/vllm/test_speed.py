@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvf_vllm.waiting import Waiting
+from kvf_vllm.search import Waiting
 from kvframework.pricing.prefill import EngineSpeed, prefill_s
 from tests.vllm.stand_ins import Clock, FakeRequest, FakeServer, computed, scheduler
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich import box
 from rich.table import Table
 
-from kvframework.cli.numbers import short_number
+from kvframework.text import short_number
 from kvframework_bench.compare.run import Compared, Comparison
 from kvframework_bench.console import new_table
 

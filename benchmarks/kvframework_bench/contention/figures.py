@@ -6,7 +6,7 @@ import msgspec
 from rich.table import Table
 
 from kvframework.api.options import ByteSize
-from kvframework.cli.numbers import short_number
+from kvframework.text import short_number
 from kvframework_bench.console import (
     format_latency,
     format_range,

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from kvframework.api.installing import install_command
-from kvframework.logs.limit import one_line
+from kvframework.text import one_line
 from kvframework_bench.cuda.figures import Gpu
 from kvframework_bench.errors import BenchFailed, BenchUnavailable
 from kvframework_bench.rounds import timed

@@ -15,7 +15,7 @@ from typing import IO
 import msgspec
 
 from kvframework.child_process import how_ended
-from kvframework.cli.numbers import short_number
+from kvframework.text import short_number
 
 # To end by itself after SIGTERM, and to be gone after SIGKILL: a driver may hold a process in the kernel.
 _TERM_S, _KILL_S = 5.0, 5.0

@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from kvframework.cli.bundle.contents import versions
-from kvframework.cli.numbers import short_number
-from kvframework.redaction import Redaction
+from kvframework.cli.bundle import versions
+from kvframework.masking import Redaction
+from kvframework.text import short_number
 from kvframework_bench.gpu_report.child import Ran, run_bounded
 from kvframework_bench.gpu_report.machine import GpuMachine, look
 from kvframework_bench.gpu_report.steps import DOCTOR, Step

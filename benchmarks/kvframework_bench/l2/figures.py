@@ -8,7 +8,7 @@ import msgspec
 from rich.table import Table
 
 from kvframework.api.options import ByteSize
-from kvframework.cli.numbers import short_number
+from kvframework.text import short_number
 from kvframework_bench.console import format_latency, format_range, format_rate, format_ratio, new_table, skipped_table
 from kvframework_bench.errors import Skipped
 from kvframework_bench.rounds import Latency, Spread

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvf_observe.http.messages import Reply, Request, WantsBody
-from kvf_observe.http.rights import Rights
+from kvf_observe.http.messages import Reply, Request, Rights, WantsBody
 from kvf_route import subscription
 from kvf_route.app import App
 from kvf_route.router import Router

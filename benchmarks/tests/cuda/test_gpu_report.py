@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.redaction import Redaction
+from kvframework.masking import Redaction
 from kvframework_bench.gpu_report.contents import collect
 from kvframework_bench.gpu_report.steps import steps
 from tests.cuda.building import environment

@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from kvframework.config.descriptors import SESSIONS_SHARE
+from kvframework.config.schema import SESSIONS_SHARE
 from kvframework.errors import ServerFull
 from kvframework.messaging.curve import AdmittedClients
 from kvframework.messaging.descriptors import descriptor_limit, descriptors_in_use

@@ -76,7 +76,7 @@ class Tiers:
         self._watching_l1 = [writer for writer in self.writers if writer.watches_removals]
 
     def configure(self, tables: Sequence[L2Keys]) -> None:
-        """Change what each tier's keys say and its objects allow, see `kvframework.config.changes`."""
+        """Change what each tier's keys say and its objects allow, see `kvframework.running_config`."""
         for writer, keys in zip(self.writers, tables, strict=True):
             writer.configure(queue=keys.write_queue, promote=keys.promote)
             writer.store.configure(

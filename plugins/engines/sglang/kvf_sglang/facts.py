@@ -1,12 +1,16 @@
-"""Facts from SGLang's configuration: the model, its weights, its settings that change KV. Imports SGLang when it is
-called; reads configuration files, not weights."""
+"""Facts from SGLang's configuration: the model, its weights, its settings that change KV, and the name of an engine's
+KV out of them. Imports SGLang when it is called.
+
+SGLang tells a storage backend a served name only: not the weights, not the dtype. An adapter it names by its name and
+path, in the page hashes: so the bytes of all adapters that the engine was started with are in the name of its KV.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from kvframework.client import ModelFacts, model_files, process_started
+from kvframework.client import EngineKind, KvIdentity, ModelFacts, model_files, model_identity, process_started
 
 # Options of SGLang's that change what the same weights and adapters compute: quantisation while they are loaded, images
 # before the model sees them, hooks around its layers, modules that adapters are kept from. At their defaults they are
@@ -139,3 +143,29 @@ def _adapters(resolved: Any) -> dict[str, tuple[Path, ...]]:
     return {
         str(each.lora_name): model_files(str(each.lora_path)) for each in getattr(resolved, "lora_paths", None) or ()
     }
+
+
+SGLANG = EngineKind(
+    b"kvf-sgl-config",
+    frozenset(
+        {
+            "auto",
+            "bitsandbytes",
+            "fastsafetensors",
+            "flash_rl",
+            "gguf",
+            "instanttensor",
+            "layered",
+            "mistral",
+            "npcache",
+            "pt",
+            "safetensors",
+        }
+    ),
+    "SGLang's extra configuration, see docs/engines/sglang.md#options",
+)
+
+
+def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIdentity:
+    """See `model_identity`."""
+    return model_identity(SGLANG, facts, model=model, weights=weights)

@@ -1,8 +1,10 @@
-"""The declaration of SGLang's host pools to the framework: the axes of each pool's memory, by the names that SGLang
-gives to pool classes and layouts. Nothing is guessed from shapes. Pure: pools are duck-typed, nothing imports SGLang.
+"""The declaration of SGLang's host and device pools to the framework: the axes of each pool's memory, by the names that
+SGLang gives to pool classes and layouts. Nothing is guessed from shapes. Pure: pools are duck-typed, nothing imports
+SGLang.
 
 Keys and values become canonical objects, `[planes, layers, tokens, hidden]`, so pools of different layouts, and engines
-of other kinds, share them.
+of other kinds, share them. Objects of device pools, for loads and stores without a host pool between, are those of the
+host pools.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:
     import torch
+
 
 # By the pool's `layout`.
 _KEYS_AND_VALUES = {
@@ -145,4 +148,46 @@ def _refused(pool: Any, why: str) -> BadLayout:
         available=f"{_MHA}: {', '.join(_KEYS_AND_VALUES)}; {_MLA}: {', '.join(_LATENT)}; "
         f"{_MAMBA}: {', '.join(_STATE_LAYOUTS)}",
         hint="choose one of these with --hicache-mem-layout, or run this model without the backend",
+    )
+
+
+# Exact classes: their subclasses hold other things in the same attributes.
+_DEVICE_MHA, _DEVICE_MLA, _DEVICE_MAMBA = "MHATokenToKVPool", "MLATokenToKVPool", "MambaPool"
+
+
+def device_form_of(pool: Any, page_tokens: int) -> PoolForm:
+    """The form of a device pool whose engine hashes pages of `page_tokens` tokens. Raises `BadLayout` for a pool that
+    is not known to convert exactly."""
+    kind = type(pool).__name__
+    if kind == _DEVICE_MAMBA:
+        cache = pool.mamba_cache
+        beside = [getattr(cache, "replayssm_d", None), *getattr(pool, "_slot_siblings", [])]
+        if any(each is not None for each in beside):
+            raise _device_refused(pool, "its states have parts beside them")
+        if not lie_as_shaped([cache.temporal, *cache.conv]):
+            raise _device_refused(pool, TURNED)
+        order = ("layer", "block", "dim")
+        return state_form(cache.temporal, cache.conv, order, page_tokens, release=release_of(pool))
+    if kind not in (_DEVICE_MHA, _DEVICE_MLA):
+        raise _device_refused(pool, "its kind is not known to convert exactly")
+    if pool.page_size != page_tokens:
+        raise _device_refused(pool, f"its pages have {pool.page_size} tokens, those of the page hashes {page_tokens}")
+    if getattr(pool, "kv_cache_layout", "nhd") != "nhd":
+        raise _device_refused(pool, f"its layout is {pool.kv_cache_layout!r}")
+    axes = ["token", "head", "dim"]
+    if kind == _DEVICE_MLA:
+        layers = {f"layer.{index}": buffer for index, buffer in enumerate(pool.kv_buffer)}
+        return PoolForm(layers, {"axes": axes, "chunk_tokens": page_tokens}, slots=page_tokens, per_head=False)
+    pairs = {f"layer.{at}": (k, v) for at, (k, v) in enumerate(zip(pool.k_buffer, pool.v_buffer, strict=True))}
+    if any(k.shape != v.shape for k, v in pairs.values()):
+        raise _device_refused(pool, "keys and values differ in size")
+    return PoolForm(pairs, {"axes": axes, "chunk_tokens": page_tokens}, slots=page_tokens)
+
+
+def _device_refused(pool: Any, why: str) -> BadLayout:
+    return BadLayout(
+        f"a device pool of kind {type(pool).__name__} cannot be kept: {why}",
+        where="kvf_sglang",
+        available=f"{_DEVICE_MHA}, {_DEVICE_MLA} and {_DEVICE_MAMBA}, as SGLang makes them by default",
+        hint="use the storage backend of the hierarchical cache, or run this model without the linker",
     )

@@ -18,10 +18,10 @@ import torch
 
 from kvf_transformers.adapters import by_request
 from kvf_transformers.cache_form import LEARNING
-from kvf_transformers.misses import warn
 from kvf_transformers.module_state import unwrapped
 from kvf_transformers.named_model import ModelNow, NamedModel
 from kvf_transformers.plain_pass import CACHES, cache_of, departure, rows_in, tokens_in
+from kvf_transformers.results import warn
 from kvf_transformers.snapshots import Snapshots
 from kvframework.errors import RequestError
 from transformers import cache_utils

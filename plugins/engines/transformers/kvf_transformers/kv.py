@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,16 +17,43 @@ import torch
 from kvf_transformers.cache_form import check_empty, empty_cache, fill, read_states
 from kvf_transformers.forward import Forward, token_list
 from kvf_transformers.forward_guard import ForwardGuard
-from kvf_transformers.misses import warn
 from kvf_transformers.named_model import NamedModel
 from kvf_transformers.plain_pass import tokens_in
-from kvf_transformers.prefill_speed import PrefillSpeed
-from kvf_transformers.results import Generated, Restored, Saved
+from kvf_transformers.results import Generated, Restored, Saved, warn
 from kvf_transformers.session import CacheSession, Moved
 from kvf_transformers.shapes import checked_cache, layers_of
 from kvf_transformers.snapshots import Snapshots
 from kvframework.api.retain import retain_of
+from kvframework.client import EngineSpeed, PrefillMeter
 from kvframework.errors import DeadlineExceeded, RequestError, ServerGone
+
+# A computation of fewer tokens generates, or ends a prompt, and is not waited for.
+LEAST_TOKENS = 32
+
+
+class PrefillSpeed:
+    """The speed of one model, which computes one prompt at a time: no other is before it. Not thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._meter = PrefillMeter()
+        self._clock = clock
+
+    def measured(self, first: int, tokens: int, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the logits that `compute` returns, which adds so many tokens to the `first` ones, and measure it. That
+        waits until an accelerator has computed them, as the caller does to see what they say."""
+        if tokens < LEAST_TOKENS:
+            return compute()
+        began = self._clock()
+        logits = compute()
+        logits.flatten()[0].item()
+        self._meter.begin_step([(first, first + tokens)], began)
+        self._meter.end_step(self._clock())
+        return logits
+
+    def now(self) -> EngineSpeed | None:
+        """Return what the engine may say with a LOOKUP, None as long as its speed is not known."""
+        return self._meter.speed(())
+
 
 _log = logging.getLogger(__name__)
 

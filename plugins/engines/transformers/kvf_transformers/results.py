@@ -1,9 +1,12 @@
-"""The results of the calls of `TransformersKV`."""
+"""The results of the calls of `TransformersKV`, and the log entry of a failure that costs time only."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
+
+from kvframework.errors import KVFrameworkError
 
 
 @dataclass(frozen=True)
@@ -37,3 +40,11 @@ class Generated:
     restored: Restored
     saved: Saved
     ttft_s: float
+
+
+def warn(log: logging.Logger, what: str, error: Exception) -> None:
+    """Write one entry to `log`; with a traceback only for an unexpected error."""
+    if isinstance(error, KVFrameworkError):
+        log.warning("%s: %s", what, error)
+    else:
+        log.warning("%s", what, exc_info=error)

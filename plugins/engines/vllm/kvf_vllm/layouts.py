@@ -8,7 +8,7 @@ import glob
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +18,7 @@ from kvframework.errors import BadLayout
 
 if TYPE_CHECKING:
     import torch
+
 
 # vLLM's block pool never hands out this block: it takes the place of a block that a window has freed.
 NULL_BLOCK = 0
@@ -172,3 +173,17 @@ def storable(
             return None
         found.append([NO_BLOCK if block == NULL_BLOCK else block for block in ids])
     return found
+
+
+# vLLM's words: the KV cache group, the block that holds the state, the number of tokens that the state has seen.
+Handover = tuple[int, int, int]
+
+
+def complete_states(groups: Sequence[GroupFacts], handed: Iterable[Handover]) -> Mapping[int, Mapping[int, int]]:
+    """By number of tokens, the block of each group's state; only where no group lacks its state."""
+    recurrent = {index for index, group in enumerate(groups) if group.state}
+    found: dict[int, dict[int, int]] = {}
+    for group, block, tokens in handed:
+        if group in recurrent and block != NULL_BLOCK:
+            found.setdefault(tokens, {})[group] = block
+    return {tokens: blocks for tokens, blocks in found.items() if blocks.keys() == recurrent}

@@ -1,17 +1,66 @@
-"""The facts about one vLLM request: whether its KV may be loaded and stored, its salt, and the inputs besides its
-tokens that name its content. Pure; `EngineRequest` lists the fields of vLLM's request that are read."""
+"""The facts about one vLLM request: whether its KV may be loaded and stored, its salt, the inputs besides its tokens
+that name its content, its retention, and the content of a store or load, for a server that tells routers. Pure;
+`EngineRequest` lists the fields of vLLM's request that are read.
+
+Retention stands in vLLM's `kv_hints` (`vllm.v1.kv_hints`, from 0.32 on): actions with a type, a version and a payload,
+which vLLM hands on unread. The action `kv.retain` is that of vLLM's proposals for retention; all others are left alone.
+"""
 
 from __future__ import annotations
 
+import array
 import hashlib
 import json
+import struct
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvf_vllm.kv_hints import retain_action
-from kvframework.api.retain import Retain, retain_of
-from kvframework.errors import KVFrameworkError
+from kvframework.api.content import ChunkContent, Extra, Image
+from kvframework.api.retain import MAX_RETAINS, Retain, retain_of
+from kvframework.errors import KVFrameworkError, RequestError
+
+TYPE, MAJOR = "kv.retain", "1"
+# The longest time that `retain_of` takes.
+_LONGEST_S = 3600.0
+
+
+def retain_action(envelope: Any, prompt_tokens: int) -> tuple[Retain, ...]:
+    """Return what the actions `kv.retain` of an envelope say, the first `MAX_RETAINS` ranges; () without any. Raises
+    `RequestError`, which names what is wrong."""
+    items: list[object] = []
+    for action in getattr(envelope, "actions", None) or ():
+        if action.action_type != TYPE:
+            continue
+        if str(action.action_version).partition(".")[0] != MAJOR:
+            raise _wrong(f"version {str(action.action_version)[:20]!r}", f"{MAJOR}.x")
+        directives = action.payload.get("directives") if isinstance(action.payload, Mapping) else None
+        if not isinstance(directives, list):
+            raise _wrong("a payload without a list `directives`", "a list of objects")
+        items += directives[: MAX_RETAINS - len(items)]
+    return retain_of([_range(item, prompt_tokens) for item in items])
+
+
+def _range(item: object, prompt_tokens: int) -> object:
+    """Return a directive as `retain_of` reads it. Theirs has no end of time where there is no `duration`; ours ends
+    with the longest one."""
+    if not isinstance(item, Mapping):
+        raise _wrong(f"a directive {str(item)[:40]!r}", "an object")
+    said = {key: value for key, value in item.items() if value is not None}
+    if said.pop("covers_output", False) is True:
+        said["start"] = prompt_tokens
+    if "priority" not in said:
+        raise _wrong("a directive without a priority", "0 to 100")
+    duration = said.setdefault("duration", _LONGEST_S)
+    if isinstance(duration, (int, float)) and duration > _LONGEST_S:
+        said["duration"] = _LONGEST_S
+    return {"start": 0, **said}
+
+
+def _wrong(fact: str, expected: str) -> RequestError:
+    return RequestError(fact, where=f"kv_hints, {TYPE}", available=expected, hint="see docs/hints.md")
+
 
 PREFIX = "kvframework."
 _MAX_SALT = 256
@@ -131,3 +180,43 @@ def _joined(one: str, other: str) -> str:
     if not (one and other) and len(one or other) <= _MAX_SALT:
         return one or other
     return hashlib.blake2b(json.dumps([one, other]).encode(), digest_size=16).hexdigest()
+
+
+_HASH_MASK = (1 << 64) - 1
+
+
+def content_of(
+    request: EngineRequest, wish: Wish, start: int, end: int, *, chunk_tokens: int, block_size: int, adapter: str = ""
+) -> ChunkContent:
+    """The content of tokens `[start, end)`, whole chunks. `block_size` is that of vLLM's block hashes, 0 if its events
+    are off; `adapter` names the content of the request's adapter, "" for none."""
+    tokens = array.array("I", request.all_token_ids[start:end])
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    first, last = start // chunk_tokens, end // chunk_tokens
+    extras = chunk_extras(request, chunk_tokens, adapter)
+    hashes = _hashes(request, wish, start, end, block_size)
+    lora = request.lora_request
+    return ChunkContent(
+        tokens.tobytes(),
+        tuple(Extra(chunk - first, extra) for chunk, extra in sorted(extras.items()) if first <= chunk < last),
+        block_size if hashes else 0,
+        hashes,
+        tuple(
+            Image(str(each.identifier), int(each.mm_position.offset) - start, int(each.mm_position.length))
+            for each in request.mm_features
+            if start < each.mm_position.offset + each.mm_position.length and each.mm_position.offset < end
+        ),
+        str(lora.lora_name) if lora is not None else "",
+    )
+
+
+def _hashes(request: EngineRequest, wish: Wish, start: int, end: int, block_size: int) -> bytes:
+    """vLLM's hashes of the blocks as its events have them by default, b"" where they do not name the content: they
+    cover neither the connector's own salt nor what an adapter holds."""
+    if not block_size or start % block_size or end % block_size or wish.own_salt or request.lora_request is not None:
+        return b""
+    span = request.block_hashes[start // block_size : end // block_size]
+    if len(span) * block_size != end - start:
+        return b""
+    return struct.pack(f"<{len(span)}Q", *(int.from_bytes(each, "big") & _HASH_MASK for each in span))

@@ -14,18 +14,23 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvf_vllm.adapter_names import NO_ADAPTER, Adapted, AdapterNames
-from kvf_vllm.contents import content_of
 from kvf_vllm.engine_names import EngineNames
 from kvf_vllm.events import Announcements, BlocksStored
-from kvf_vllm.layouts import GroupFacts, blocks_between, only_between_steps, storable, whole_prompt_loadable
+from kvf_vllm.layouts import (
+    GroupFacts,
+    Handover,
+    blocks_between,
+    complete_states,
+    only_between_steps,
+    storable,
+    whole_prompt_loadable,
+)
 from kvf_vllm.lookups import LookupService
 from kvf_vllm.options import VllmOptions
-from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, salted, traceparent, wish_of
-from kvf_vllm.search import PrefixSearch
-from kvf_vllm.states import Handover, complete_states
+from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, content_of, salted, traceparent, wish_of
+from kvf_vllm.search import PrefixSearch, Waiting
 from kvf_vllm.step_messages import GroupBlocks, LoadOp, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
-from kvf_vllm.waiting import Waiting
 from kvf_vllm.weights import EngineWeights
 from kvframework.api.content import ChunkContent
 from kvframework.client import EngineSpeed, PrefillMeter, RequestHashes

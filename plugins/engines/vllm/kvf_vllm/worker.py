@@ -1,20 +1,16 @@
-"""The worker side: the loads and stores of one step, their results, and the end of each store before its blocks are
-written. Runs in the engine's worker thread; drives an `Instance`, which moves the bytes.
-
-With an engine-driven transport a store is done when it is submitted, and a load between steps is copied in pieces, so
-that no step is much longer by it; with a server-driven one both go on beside the steps.
-"""
+"""How much loads may copy in a step of the engine's, so that the requests that it computes hardly wait. Pure, with a
+clock."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
 from kvf_vllm.loaded_adapters import LoadedAdapters
-from kvf_vllm.pace import Pace
 from kvf_vllm.step_messages import AdapterUse, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
 from kvf_vllm.weights import WorkerWeights
@@ -22,8 +18,51 @@ from kvframework.api.futures import Future
 from kvframework.api.transport import LoadOutcome, StoreOutcome, error_code
 from kvframework.errors import KVFrameworkError
 
-log = logging.getLogger(__name__)
+# The part of a step's own time by which loads may make it longer.
+SHARE = 0.25
+_STEPS = 32
+_PIECES = 16
 
+
+class Pace:
+    """Knows how long steps take without loads, and how fast loads are copied. For one thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._pieces: deque[tuple[int, float]] = deque(maxlen=_PIECES)
+        # The end of the last step's loads, None if it computed nothing.
+        self._since: float | None = None
+        self._begun = 0.0
+
+    def begin(self) -> None:
+        """A step's loads begin."""
+        self._begun = self._clock()
+
+    def room(self, *, computes: bool) -> int | None:
+        """Return the bytes that loads may copy in this step, None for all: a step that computes nothing holds up no
+        request. 0 means the smallest piece, when nothing is known yet, or the loads' start has taken the time."""
+        if not computes:
+            return None
+        if self._since is not None:
+            self._steps.append(self._begun - self._since)
+        if not self._steps or not self._pieces:
+            return 0
+        nbytes, seconds = (sum(each) for each in zip(*self._pieces, strict=True))
+        # The shortest: the others were those of a prefill, or an idle engine's.
+        left_s = self._begun + SHARE * min(self._steps) - self._clock()
+        return int(max(left_s, 0.0) * nbytes / max(seconds, 1e-9))
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """A piece was copied."""
+        self._pieces.append((nbytes, seconds))
+
+    def end(self, *, computes: bool) -> None:
+        """A step's loads have had their time."""
+        self._since = self._clock() if computes else None
+
+
+log = logging.getLogger(__name__)
 # A transfer's own deadline ends it long before; this covers a transport that misses its own deadline.
 LAST_RESORT_S = 120.0
 # A load that is as old has no bound any more: its pins (`[server] retrieve_lease_s`, 30 s) do not last for ever.

@@ -9,10 +9,9 @@ from typing import Any
 
 from kvf_s3.addresses import Address
 from kvf_s3.failures import Failure, understood
-from kvf_s3.listing import first_page
 from kvf_s3.options import S3Options
 from kvf_s3.settings import read_settings
-from kvf_s3.sweep import LEASE
+from kvf_s3.sweep import LEASE, first_page
 from kvframework.api.findings import Finding
 from kvframework.api.options import ByteSize
 from kvframework.api.plugin import TableContext

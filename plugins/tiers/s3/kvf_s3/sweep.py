@@ -1,4 +1,5 @@
-"""The sweep: keeps the bytes below a prefix within `capacity`, by one server of all that name the same prefix.
+"""The listing of a bucket, the values below the prefix, a page at a time, in the event loop; and the sweep: keeps the
+bytes below a prefix within `capacity`, by one server of all that name the same prefix.
 
 Who sweeps is settled by an object of the bucket, the lease. A server that has seen it unchanged for three turns by its
 own clock takes it by a conditional put; its owner renews it in the same way, each turn and in the middle of a long one.
@@ -21,12 +22,27 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from kvf_s3.addresses import Address
 from kvf_s3.failures import understood
-from kvf_s3.listing import pages
 from kvframework.api.tier import TierEntry
+
+PAGE = 1000
+
+
+async def first_page(store: Any, address: Address, most: int) -> list[str]:
+    """Names below the prefix, so many at most, this tier's or not."""
+    async for page in obstore.list(store, prefix=address.prefix or None, chunk_size=most):
+        return [each["path"] for each in page]
+    return []
+
+
+async def pages(store: Any, address: Address) -> AsyncIterator[list[TierEntry]]:
+    """All values below the prefix; names that are not this tier's are passed over."""
+    async for page in obstore.list(store, prefix=address.prefix or None, chunk_size=PAGE):
+        keys = [(address.key_of(each["path"]), each) for each in page]
+        yield [TierEntry(key, each["size"], each["last_modified"].timestamp()) for key, each in keys if key is not None]
+
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
 LEASE = "kvframework-sweep"
 TURNS_TO_TAKE = 3
 # What is left after a sweep, as a part of the capacity.

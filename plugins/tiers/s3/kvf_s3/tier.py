@@ -5,20 +5,44 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from kvf_s3.batches import ask_each, settled
 from kvf_s3.failures import LATE, Failure, understood
-from kvf_s3.hints import Hints
-from kvf_s3.listing import first_page, pages
 from kvf_s3.loop_thread import LoopThread
 from kvf_s3.options import S3Options
 from kvf_s3.settings import Settings, read_settings
-from kvf_s3.sweep import Sweeper
+from kvf_s3.sweep import Sweeper, first_page, pages
 from kvf_s3.values import find, receive, remove, send
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
+
+# About 10 MB. Two keys of the same hash would make a stale hint, which is none the worse.
+MANY = 100_000
+
+
+class Hints:
+    """Keys, the oldest first. For one thread."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until: OrderedDict[int, float] = OrderedDict()
+
+    def note(self, key: PackedKey, now: float) -> None:
+        if self._seconds:
+            self._until[hash(key)] = now + self._seconds
+            self._until.move_to_end(hash(key))
+            if len(self._until) > MANY:
+                self._until.popitem(last=False)
+
+    def forget(self, key: PackedKey) -> None:
+        self._until.pop(hash(key), None)
+
+    def has(self, key: PackedKey, now: float) -> bool:
+        return self._until.get(hash(key), now) > now
+
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from kvf_demo.processes import DemoFailed, EngineProcess
 from kvf_demo.result import DemoResult, EngineRun
 from kvf_demo.stage import DemoStage, StageOptions, check_stage, check_text
 from kvf_demo.view import DemoView, moved
+from kvframework.text import short_duration
 
 
 class Progress:
@@ -34,13 +35,9 @@ class Progress:
             per_token = (now - self._at) / (done - self._done)
             middle, ahead = (self._done + done) / 2, (done + self._total) / 2
             left_s = per_token * (self._total - done) * ahead / middle
-            text += f", about {_duration(left_s)} left"
+            text += f", about {short_duration(left_s)} left"
         self._done, self._at = done, now
         return text
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 ENGINE_TIMEOUT_S = 900.0

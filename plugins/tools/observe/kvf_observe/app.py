@@ -12,8 +12,7 @@ import msgspec
 from kvf_observe import health, page
 from kvf_observe.history import History
 from kvf_observe.http.exposition import OPEN_METRICS, TEXT, family, wants_open_metrics
-from kvf_observe.http.messages import JSON, PLAIN, Reply, Request, refused
-from kvf_observe.http.rights import CHALLENGE, Rights
+from kvf_observe.http.messages import CHALLENGE, JSON, PLAIN, Reply, Request, Rights, refused
 from kvf_observe.metrics import METRICS, NOTHING_TRACED, OWN, own_document
 from kvf_observe.poller import Observed
 

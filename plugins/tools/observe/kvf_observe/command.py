@@ -52,7 +52,7 @@ def observe(
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("it needs --tls-key, and --tls-key needs it", param_hint="--tls-cert")
     from kvframework.api.installing import install_command
-    from kvframework.cli.status_source import server_endpoint
+    from kvframework.cli.usage import server_endpoint
     from kvframework.config import ObserveConfig
     from kvframework.errors import PluginUnavailable
     from kvframework.logs.form import configure_logging, end_logging

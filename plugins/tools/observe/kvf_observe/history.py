@@ -13,9 +13,8 @@ from typing import Any
 
 import msgspec
 
-from kvf_observe.derived_readings import found_tokens
 from kvf_observe.poller import Document, Observed
-from kvf_observe.readings import found, tier_names
+from kvf_observe.readings import found, found_tokens, tier_names
 
 SECONDS, MINUTES = 900, 1440
 # The call of a tier that loads values.

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from operator import methodcaller
 from typing import Any
 
-from kvf_observe import derived_readings as derived
+from kvf_observe import readings as derived
 from kvf_observe.health import findings
 from kvf_observe.http.exposition import Labels, Metric, Reader, Type
 from kvf_observe.poller import Observed

@@ -11,9 +11,8 @@ import msgspec
 
 from kvf_observe.app import App
 from kvf_observe.history import History
-from kvf_observe.http.listener import Listener
-from kvf_observe.http.rights import Rights
-from kvf_observe.http.serving import listen_until_signal
+from kvf_observe.http.listener import Listener, listen_until_signal
+from kvf_observe.http.messages import Rights
 from kvf_observe.http.settings import is_loopback, read_token, tls_context
 from kvf_observe.metrics import NOTHING_TRACED
 from kvf_observe.poller import ANSWER_S, Poller
@@ -25,7 +24,7 @@ from kvframework.errors import KVFrameworkError
 from kvframework.logs.form import LogForm, configure_logging, end_logging
 
 if TYPE_CHECKING:
-    from kvf_observe.span_export import SpanExport
+    from kvf_observe.spans import SpanExport
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +91,6 @@ def main(argument: str) -> int:
 def _span_export(endpoint: str, config: ObserveConfig) -> SpanExport | None:
     if not config.traces:
         return None
-    from kvf_observe.span_export import SpanExport  # only who traces needs OpenTelemetry
+    from kvf_observe.spans import SpanExport  # only who traces needs OpenTelemetry
 
     return SpanExport(StatusSource(endpoint, ANSWER_S, name="observe"), collector_url(config.traces))

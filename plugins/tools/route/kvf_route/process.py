@@ -7,9 +7,8 @@ import logging
 import signal
 from functools import partial
 
-from kvf_observe.http.listener import Listener
-from kvf_observe.http.rights import Rights
-from kvf_observe.http.serving import listen_until_signal
+from kvf_observe.http.listener import Listener, listen_until_signal
+from kvf_observe.http.messages import Rights
 from kvf_observe.http.settings import is_loopback, read_token, refusals, tls_context
 from kvf_route.app import App
 from kvf_route.router import Router

@@ -14,10 +14,9 @@ from kvf_route import scoring
 from kvf_route.contents import Contents, Place
 from kvf_route.follower import Follower
 from kvf_route.index import Index
-from kvf_route.intake import Intake
 from kvf_route.scoring import Scoring
 from kvf_route.settings import Node, Publisher
-from kvf_route.subscription import Subscription
+from kvf_route.subscription import Intake, Subscription
 from kvframework.messaging.curve import CurveKeys, LoadedKeys
 
 _SWEEP_S = 0.2

@@ -1,7 +1,8 @@
 """The connection to one publisher: its socket of events, its replay, what the network does to both.
 
-Everything here runs in one event loop, in slices of `SLICE_S`: neither a publisher with much to say nor one that sends
-nonsense keeps the loop from others. A publisher can make this process hold `_MOST_WAITING` messages of `_MOST_BYTES`.
+Everything here runs in one event loop, in slices of `SLICE_S`: neither a publisher with much to say, whose message may
+have 65,536 events, nor one that sends nonsense keeps the loop from others. A publisher can make this process hold
+`_MOST_WAITING` messages of `_MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import reduce
+from itertools import chain
 from operator import or_
 from typing import Any
 
@@ -19,13 +21,42 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from kvf_route.contents import Contents
 from kvf_route.follower import Follower
-from kvf_route.intake import Intake
 from kvf_route.settings import Publisher
 from kvframework.messaging.curve import LoadedKeys
 
-log = logging.getLogger(__name__)
 
+class Intake:
+    """Where a `Follower` puts batches; `advance` does the work. `busy`: some is left."""
+
+    def __init__(self, contents: Contents, clock: Callable[[], float] = time.monotonic) -> None:
+        self.busy = False
+        self._contents = contents
+        self._clock = clock
+        self._steps: Iterator[None] = iter(())
+
+    def apply(self, topic: bytes, payload: bytes) -> None:
+        """Take a batch in after those before."""
+        self._steps = chain(self._steps, self._contents.steps(topic, payload))
+        self.busy = True
+
+    def clear(self) -> None:
+        """Forget everything, with what is left."""
+        self._steps, self.busy = iter(()), False
+        self._contents.clear()
+
+    def advance(self, until: float) -> bool:
+        """Work until that time of the clock, for one step at least. True if nothing is left."""
+        while self.busy:
+            if next(self._steps, self) is self:
+                self.busy = False
+            elif self._clock() >= until:
+                break
+        return not self.busy
+
+
+log = logging.getLogger(__name__)
 SLICE_S = 0.002
 ANSWER_S = 10.0  # between two messages of a replay
 LONGEST_REPLAY_S = 1800.0  # a hundred million batches; without an end, news and readiness would wait for ever

@@ -30,9 +30,8 @@ from kvf_blend.messages import MAX_BEFORE, REQUESTS, Segment
 from kvf_blend.rotary import Rotary
 from kvf_transformers.forward import Forward, token_list
 from kvf_transformers.forward_guard import ForwardGuard
-from kvf_transformers.misses import warn
 from kvf_transformers.named_model import ModelNow, NamedModel
-from kvf_transformers.results import Saved
+from kvf_transformers.results import Saved, warn
 from kvf_transformers.session import Attached, CacheSession, Moved
 from kvf_transformers.shapes import LayerPair, layers_of
 from kvframework.api.keys import DIGEST_BYTES

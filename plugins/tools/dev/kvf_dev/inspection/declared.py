@@ -1,22 +1,120 @@
-"""The check of a provider's own declarations: summary, probe, options. Does not call `create`. Runs in the inspecting
-process."""
+"""The checks of what a plugin declares: its hook implementations, by pluggy's rules, and a provider's summary, probe
+and options. Does not call `create`. Runs in the inspecting process, which has imported the plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
-from msgspec import inspect
+from msgspec import inspect as types
 
 from kvf_dev.inspection.problems import Problem, problem
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.options import ByteSize, Options
+from kvframework.api.plugin import PROJECT
 from kvframework.api.tier import TierProvider
 from kvframework.config import convert, toml_value
 from kvframework.config.schema import L1Keys, L2Keys
 from kvframework.errors import ConfigFieldError, PluginError
-from kvframework.registry import loader
+from kvframework.registry import KINDS, loader
 from kvframework.registry.loader import AnyProvider, describe_options
+
+_HOOKS = [kind.hook for kind in KINDS.values()]
+_MARK = f"{PROJECT}_impl"
+_PREFIX = "kvf_"
+
+
+def hook_problems(plugin: object, where: str) -> Iterator[Problem]:
+    """Problems of everything in `plugin`, a module or an object, that is a hook implementation or looks like one."""
+    marked = 0
+    for name, function in _functions(plugin):
+        options = getattr(function, _MARK, None)
+        place = f"{where}.{name}"
+        if options is None:
+            if name.startswith(_PREFIX) and _defined_here(function, plugin) and (meant := _meant(name)):
+                yield problem(
+                    "unmarked-hook",
+                    place,
+                    "it looks like a hook but is not marked",
+                    expected=f"@hookimpl before def {meant}()",
+                    hint="mark it with @kvframework.api.plugin.hookimpl",
+                )
+            continue
+        marked += 1
+        hook = options.get("specname") or name
+        if hook not in _HOOKS:
+            meant = _meant(hook)
+            yield problem(
+                "misspelt-hook",
+                place,
+                f"there is no hook {hook}",
+                expected=", ".join(_HOOKS),
+                hint=f"did you mean {meant}?" if meant else "rename it",
+            )
+        yield from _shape_problems(function, place)
+    if not marked:
+        yield problem(
+            "no-hook",
+            where,
+            "nothing in it is marked with @hookimpl",
+            expected=" or ".join(_HOOKS),
+            hint="mark the function that returns the providers with @kvframework.api.plugin.hookimpl",
+        )
+
+
+def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in dir(plugin):
+        try:
+            value = getattr(plugin, name)
+        except Exception:  # noqa: BLE001, S112  a property of the plugin's; pluggy passes over it as well
+            continue
+        if inspect.isroutine(value):
+            yield name, value
+
+
+def _defined_here(function: Callable[..., Any], plugin: object) -> bool:
+    return not inspect.ismodule(plugin) or getattr(function, "__module__", None) == plugin.__name__
+
+
+def _meant(name: str) -> str:
+    return next(iter(difflib.get_close_matches(name, _HOOKS, n=1, cutoff=0.7)), "")
+
+
+def _shape_problems(function: Callable[..., Any], place: str) -> Iterator[Problem]:
+    if (
+        inspect.iscoroutinefunction(function)
+        or inspect.isasyncgenfunction(function)
+        or inspect.isgeneratorfunction(function)
+    ):
+        yield problem(
+            "async-hook",
+            place,
+            "it is a coroutine function or a generator",
+            expected="def that returns a list",
+            hint="hooks run once, at startup, in a process without an event loop",
+        )
+    parameters = list(inspect.signature(function).parameters.values())
+    only = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    others = [str(each) for each in parameters if each.kind is not each.KEYWORD_ONLY]
+    if only:
+        yield problem(
+            "keyword-only-hook",
+            place,
+            f"it takes {', '.join(only)} by keyword only",
+            expected="no parameter",
+            hint="hooks are called without arguments; options come to `create`",
+        )
+    if others:
+        yield problem(
+            "hook-arguments",
+            place,
+            f"it takes {', '.join(others)}",
+            expected="no parameter",
+            hint="hooks are called without arguments; options come to `create`",
+        )
 
 
 def declared_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
@@ -51,8 +149,8 @@ def core_keys(provider: AnyProvider) -> tuple[str, ...]:
 
 def _option_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
     reserved = core_keys(provider)
-    struct = inspect.type_info(provider.options)
-    assert isinstance(struct, inspect.StructType)
+    struct = types.type_info(provider.options)
+    assert isinstance(struct, types.StructType)
     for option, field in zip(describe_options(provider.options), struct.fields, strict=True):
         place = f"{title}: {provider.options.__name__}.{field.name}"
         if not option.description.strip():
@@ -89,12 +187,12 @@ def _option_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
             )
 
 
-def _unreadable(kind: inspect.Type) -> bool:
-    if isinstance(kind, inspect.Metadata):
+def _unreadable(kind: types.Type) -> bool:
+    if isinstance(kind, types.Metadata):
         return _unreadable(kind.type)
-    if isinstance(kind, inspect.UnionType):
+    if isinstance(kind, types.UnionType):
         return any(map(_unreadable, kind.types))
-    return isinstance(kind, inspect.CustomType) and kind.cls is not ByteSize
+    return isinstance(kind, types.CustomType) and kind.cls is not ByteSize
 
 
 def _wrong_default(options: type[Options], name: str, default: object) -> str:

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from kvf_dev.inspection.cost import cost_problems
-from kvf_dev.inspection.metadata import metadata_problems
 from kvf_dev.inspection.problems import Line, Problem, problem
 from kvf_dev.inspection.source import import_problems, read_sources
-from kvf_dev.inspection.targets import Target, find_targets
+from kvf_dev.inspection.targets import Target, find_targets, metadata_problems
 from kvframework.isolated import Ran, run_isolated
 
 DEADLINE_S = 20.0

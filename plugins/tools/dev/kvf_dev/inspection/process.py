@@ -18,8 +18,7 @@ from kvf_dev.inspection.contracts import (
     maker_problems,
     makers,
 )
-from kvf_dev.inspection.declared import declared_problems
-from kvf_dev.inspection.hooks import hook_problems
+from kvf_dev.inspection.declared import declared_problems, hook_problems
 from kvf_dev.inspection.making import NotMade, class_in_source, declared_class, make
 from kvf_dev.inspection.problems import Line, Problem, problem
 from kvf_dev.inspection.source import SourceFile, read_sources

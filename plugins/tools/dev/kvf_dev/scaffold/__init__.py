@@ -4,10 +4,8 @@
 so that no tool takes them for code of this package.
 """
 
-from kvf_dev.scaffold.errors import FolderExists, NameRefused, ScaffoldError
-from kvf_dev.scaffold.names import VARIANTS, PluginNames, choose_names
-from kvf_dev.scaffold.rendering import kits_requirement, render
-from kvf_dev.scaffold.writing import write_distribution
+from kvf_dev.scaffold.names import VARIANTS, FolderExists, NameRefused, PluginNames, ScaffoldError, choose_names
+from kvf_dev.scaffold.rendering import kits_requirement, render, write_distribution
 
 __all__ = [
     "VARIANTS",

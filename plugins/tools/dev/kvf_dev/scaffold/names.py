@@ -1,5 +1,5 @@
-"""The names of a new plugin, and the names that are refused. Reads the metadata of installed distributions; imports
-none of them."""
+"""The names of a new plugin, the names that are refused, and the errors of `kvframework new`: after any of them nothing
+has been written. Reads the metadata of installed distributions; imports none of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,37 @@ import importlib.util
 from dataclasses import dataclass
 from importlib import metadata
 
-from kvf_dev.scaffold.errors import NameRefused
+from kvframework.errors import KVFrameworkError
 from kvframework.registry import KINDS, discover
 from kvframework.registry.discovery import name_fault
+
+
+class ScaffoldError(KVFrameworkError, RuntimeError):
+    """The folder of a new plugin cannot be written.
+
+    What to do: choose a folder that you may write to with `--path`.
+    """
+
+    code = "scaffold.failed"
+
+
+class NameRefused(ScaffoldError, ValueError):
+    """The kind does not exist, or the name cannot be that of a plugin, or is taken here.
+
+    What to do: choose a name of lower-case letters, digits and underscores that no other plugin has.
+    """
+
+    code = "scaffold.name"
+
+
+class FolderExists(ScaffoldError, FileExistsError):
+    """There is something at the place of the new folder already.
+
+    What to do: choose another name or `--path`; nothing is ever written over.
+    """
+
+    code = "scaffold.exists"
+
 
 # Kind and option of each variant of the plain plugin, and the folders of its templates: a later one's file stands in
 # the place of an earlier one's.

@@ -1,4 +1,4 @@
-"""Rendering of templates as the files of one plugin. Pure, except that it reads this package's data.
+"""Rendering of templates as the files of one plugin, and their writing into a new folder, all of it or nothing.
 
 A template is the real file of a plugin called `newname`; only those words are replaced. For a file that both the shared
 templates and a kind have, the kind's part follows the shared one.
@@ -7,17 +7,19 @@ templates and a kind have, the kind's part follows the shared one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvf_dev.scaffold.errors import NameRefused
-from kvf_dev.scaffold.names import PluginNames
+from kvf_dev.scaffold.names import FolderExists, NameRefused, PluginNames, ScaffoldError
 from kvframework import __version__
 from kvframework.api.installing import requirement, wheel_command
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
+
 
 _SUFFIX = "-tpl"
 
@@ -93,3 +95,39 @@ def _walk(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, Traversa
             yield from _walk(entry, f"{prefix}{entry.name}/")
         elif entry.name.endswith(_SUFFIX):
             yield prefix + entry.name.removesuffix(_SUFFIX), entry
+
+
+def write_distribution(folder: Path, files: Mapping[str, str]) -> None:
+    """Creates `folder` and writes `files` into it. Blocking.
+
+    Raises `FolderExists` if the path exists, an empty folder too, and `ScaffoldError` if it cannot be written; a
+    partial folder is removed then.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _failed(folder, error) from error
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        raise FolderExists(
+            f"{folder} exists already", where="--path", hint="nothing is overwritten: remove it, or give another --path"
+        ) from None
+    except OSError as error:
+        raise _failed(folder, error) from error
+    try:
+        for path, text in files.items():
+            file = folder / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise _failed(folder, error) from error
+
+
+def _failed(folder: Path, error: OSError) -> ScaffoldError:
+    return ScaffoldError(
+        f"{folder} cannot be written: {error.strerror or error}",
+        where="--path",
+        hint="give --path a folder in which you may create folders",
+    )

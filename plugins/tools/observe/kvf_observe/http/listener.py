@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import logging
+import signal
 import socket
 import ssl
 from collections.abc import Callable
@@ -18,10 +20,12 @@ from http import HTTPStatus
 import h11
 
 from kvf_observe.http.messages import HEADERS, PLAIN, Answer, Reply, Request, WantsBody, refused
-from kvframework.logs.limit import one_line
+from kvf_observe.http.settings import Listening, is_loopback
+from kvframework.config import parse_listen
+from kvframework.errors import EndpointError
+from kvframework.text import one_line
 
 log = logging.getLogger(__name__)
-
 MOST_CONNECTIONS = 128
 HEAD_S = 10.0  # from a connection, or its last answer, to the whole head of a request
 BODY_S = 10.0  # to a request's body
@@ -307,3 +311,39 @@ def _has_body(request: h11.Request) -> bool:
     return any(
         name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in request.headers
     )
+
+
+# Of glibc's mallopt.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGE = 1 << 20
+
+
+async def listen_until_signal(listener: Listener, config: Listening, where: str, what: str) -> None:
+    """Answer until SIGINT or SIGTERM; the log says where, and that `what` is there. In the main thread. Raises
+    `EndpointError`."""
+    host, port = parse_listen(config.listen)
+    _return_freed_memory()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        host, port = await listener.start(host, port)
+    except OSError as error:
+        raise EndpointError(f"cannot listen: {error.strerror or error}", where=where or config.listen) from None
+    shown = f"[{host}]" if ":" in host else host
+    log.info("%s: %s://%s:%d/", what, "https" if config.tls_cert else "http", shown, port)
+    if not is_loopback(host) and not (config.token_file and config.tls_cert):
+        log.warning(
+            "other machines may reach %s:%d, without %s", shown, port, "TLS" if config.token_file else "a token"
+        )
+    await stop.wait()
+    await listener.stop()
+
+
+def _return_freed_memory() -> None:
+    """Have glibc's malloc return what a body or an answer took: by itself it comes to keep blocks of up to 32 MiB."""
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        if mallopt(_M_MMAP_THRESHOLD, _LARGE):
+            mallopt(_M_TRIM_THRESHOLD, _LARGE)

@@ -51,10 +51,9 @@ def top(
     """
     if once and frames is not None:
         raise typer.BadParameter("it goes with no --frames", param_hint="--once")
-    from kvf_observe.top.frames import print_frames
-    from kvf_observe.top.screen import watch
+    from kvf_observe.top.screen import print_frames, watch
     from kvf_observe.top.terminal import has_terminal
-    from kvframework.cli.status_source import quiet_connection, server_endpoint
+    from kvframework.cli.usage import quiet_connection, server_endpoint
     from kvframework.client.status_source import StatusSource
 
     quiet_connection()

@@ -1,4 +1,5 @@
-"""The live screen: one thread waits for keys, signals and answers, and draws; another one asks the server."""
+"""The live screen: one thread waits for keys, signals and answers, and draws; another one asks the server. And pictures
+as plain text, for a pipe, a file, or a look at once."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ import time
 from collections import deque
 
 from kvf_observe.poller import Observed, Poller
-from kvf_observe.top.moments import Moments
-from kvf_observe.top.picture import Shown, clamped, picture
+from kvf_observe.top.picture import Moments, Shown, clamped, frame, picture
 from kvf_observe.top.state import State, pressed
 from kvf_observe.top.terminal import HungUp, Terminal
+from kvframework.cli.console import print_view, stdout
 from kvframework.client.status_source import StatusSource
 
 _ESCAPE = 0x1B
@@ -157,3 +158,38 @@ class _Screen:
 
 def _note(_number: int, _frame: object) -> None:
     """The wake-up descriptor has its number."""
+
+
+# Wider than any table: what nobody's screen cuts off.
+_PIPE_WIDTH = 1000
+
+
+def print_frames(source: StatusSource, interval: float, view: str, number: int) -> bool:
+    """Print `number` pictures, `interval` seconds apart; return whether the server answered for the last. Before the
+    first one passes an interval if no rate is known without. Ends early by Ctrl-C or SIGTERM. Owns `source`."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    moments, poller = Moments(source.endpoint, time.time()), Poller(source, lambda _: None)
+    state = State(view=view)
+    try:
+        shown = moments.take(poller.poll())
+        if shown.window is not None and not shown.window.seconds:
+            time.sleep(interval)
+            shown = moments.take(poller.poll())
+        _print(state, shown)
+        for _ in range(number - 1):
+            time.sleep(interval)
+            shown = moments.take(poller.poll())
+            stdout.print()
+            _print(state, shown)
+        return shown.silent_since is None
+    except KeyboardInterrupt:
+        return True
+    finally:
+        source.close()
+
+
+def _print(state: State, shown: Shown) -> None:
+    width = stdout.width if stdout.is_terminal else _PIPE_WIDTH
+    for line in frame(state, shown, width):
+        line.rstrip()
+        print_view(line)

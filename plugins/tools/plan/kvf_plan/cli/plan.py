@@ -127,14 +127,13 @@ def plan(
         return
     if trace is None:
         raise typer.BadParameter("name a trace, or give --catalogue", param_hint="TRACE")
-    from kvf_plan.cli.plan_output import check_out, write_out
-    from kvf_plan.cli.plan_view import print_plan
+    from kvf_plan.cli.plan_view import check_out, print_plan, write_out
     from kvf_plan.cli.speeds import parse_tier
+    from kvf_plan.planning.catalogue import engine_of
     from kvf_plan.planning.goal import goal_of
     from kvf_plan.planning.offers import parse_budget, parse_prices, tier_offers
     from kvf_plan.planning.plan import EVICTIONS, WRITE_POLICIES, Wanted, make_plan
     from kvf_plan.planning.plot import check_plot, draw
-    from kvf_plan.planning.yours import engine_of
     from kvf_plan.trace.reading import open_trace
     from kvframework.cli.console import stderr
     from kvframework.errors import PlanError

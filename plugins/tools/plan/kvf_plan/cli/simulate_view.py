@@ -7,9 +7,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvf_plan.simulation.outcome import Outcome
+from kvf_plan.simulation.requests import Outcome
 from kvframework.api.options import ByteSize
-from kvframework.cli.numbers import short_count, short_duration, short_number
+from kvframework.text import short_count, short_duration, short_number
 
 _NOT = (
     "not simulated: decoding, batching and chunked prefill (an engine computes one prompt at a time), the copy between "

@@ -1,4 +1,4 @@
-"""The speed of a tier as text on a command line. Pure; sizes and times are those of `kvframework.cli.numbers`."""
+"""The speed of a tier as text on a command line. Pure; sizes and times are those of `kvframework.text`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TypeVar
 
 from kvf_plan.simulation.settings import SlowTime, TierSpeed
 from kvframework.api.options import ByteSize
-from kvframework.cli.numbers import parsed_duration, parsed_size
+from kvframework.cli.usage import parsed_size
 from kvframework.errors import SimulationError
+from kvframework.text import parsed_duration
 
 FORM = "NAME=RATE[,write=RATE][,latency=TIME][,capacity=SIZE][,slow=FACTOR@FROM-TO]"
 T = TypeVar("T")

@@ -1,21 +1,30 @@
-"""An estimate of the time to the first token from the LRU stack alone: coarse, and a thousandth of a simulation's time.
-Pure.
+"""A setting's figures in three ways: an estimate, the simulation of the server that it configures, and that of a
+sample.
 
-It knows neither the server's policies nor what writes do to a tier: it says where simulating is worth while. Engines
-compute one prompt at a time, in the order of arrival, and loads come one after the other.
+The estimate of the time to the first token, from the LRU stack alone, is coarse, and takes a thousandth of a
+simulation's time. It knows neither the server's policies nor what writes do to a tier: it says where simulating is
+worth while. Engines compute one prompt at a time, in the order of arrival, and loads come one after the other.
+
+A sample is a part of a trace's sessions, in a part of the time. What is found, read and written comes out within a
+point or two. Times to the first token do not: waves of load are as high in a sample, but shorter. So they are
+multiplied by what the estimate says of the whole trace and of the sample at the same hit rate.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 import msgspec
 
 from kvf_plan.planning.catalogue import Engine
-from kvf_plan.planning.lru_curve import LruCurve
-from kvf_plan.planning.prompts import Prompts
+from kvf_plan.planning.goal import Figures, Setting, config_of
+from kvf_plan.planning.lru_curve import LruCurve, lru_curve
+from kvf_plan.planning.offers import Prices
+from kvf_plan.planning.prompts import Prompts, sampled
+from kvf_plan.simulation import Engines, Outcome, Settings, TierSpeed, simulate
+from kvf_plan.trace.form import KVFRAMEWORK, Header, Request
 from kvframework.pricing.prefill import prefill_s
 
 
@@ -71,3 +80,116 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 _SHARES = {"p50": 50, "p90": 90, "p99": 99}
+_DAY_S = 86_400.0
+
+
+class Rechunked:
+    """Prompts as a trace of their own chunks."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self.header = Header(prompts.chunk_tokens, "plan", KVFRAMEWORK)
+        self._prompts = prompts
+
+    def __iter__(self) -> Iterator[Request]:
+        for prompt in self._prompts.prompts:
+            yield Request(prompt.at, prompt.tokens, 0, prompt.nodes)
+
+
+def simulated(prompts: Prompts, setting: Setting, engine: Engine, engines: int, prices: Prices) -> Figures:
+    """Simulate. Takes about a second for a hundred thousand chunks. Raises the errors of `simulate`."""
+    tiers = []
+    if setting.tier is not None:
+        tiers = [
+            TierSpeed(
+                setting.tier.kind.plugin,
+                setting.tier.read_bytes_per_s,
+                setting.tier.write_bytes_per_s,
+                latency_s=setting.tier.latency_s,
+                capacity_bytes=setting.l2_bytes,
+            )
+        ]
+    outcome = simulate(
+        Rechunked(prompts),
+        Settings(
+            config_of(setting),
+            bytes_per_token=engine.bytes_per_token,
+            engines=Engines(engines, engine.tokens_per_s, engine.attention_tokens),
+            tiers=tiers,
+        ),
+    )
+    return figures(outcome, setting, engine, prices)
+
+
+def figures(outcome: Outcome, setting: Setting, engine: Engine, prices: Prices) -> Figures:
+    """Return what a plan compares of an outcome with engines."""
+    if outcome.ttft_s is None or outcome.engine_s is None:
+        raise ValueError("simulated without engines")
+    seconds = max(outcome.seconds, 1e-9)
+    written = sum(tier.written_bytes for tier in outcome.tiers)
+    dropped = sum(tier.dropped for tier in outcome.tiers) * setting.chunk_tokens * engine.bytes_per_token
+    tokens = max(outcome.tokens, 1)
+    return Figures(
+        ttft_s={
+            "mean": outcome.ttft_s.mean,
+            "p50": outcome.ttft_s.p50,
+            "p90": outcome.ttft_s.p90,
+            "p99": outcome.ttft_s.p99,
+        },
+        l1_hit=outcome.l1_tokens / tokens,
+        l2_hit=outcome.l2_tokens / tokens,
+        engine_s=outcome.engine_s,
+        written_per_s=written / seconds,
+        read_per_s=sum(tier.read_bytes for tier in outcome.tiers) / seconds,
+        busy=max((tier.busy for tier in outcome.tiers), default=0.0),
+        dropped=dropped / (written + dropped) if dropped else 0.0,
+        l2_used=sum(tier.used_bytes for tier in outcome.tiers),
+        drive_writes=written / seconds * _DAY_S / setting.l2_bytes if setting.l2_bytes else 0.0,
+        cost=prices.cost(setting.l1_bytes, setting.tier.name if setting.tier else "", setting.l2_bytes),
+    )
+
+
+# Uses of chunks that are enough to compare settings by; less than twice as many are not worth a sample.
+_ENOUGH = 80_000
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """A part of the sessions, about `share` of them, beside all of them."""
+
+    share: float
+    whole: Prompts
+    whole_curve: LruCurve
+    part: Prompts
+    part_curve: LruCurve
+
+    def simulated(self, setting: Setting, engine: Engine, engines: int, prices: Prices) -> Figures:
+        """Return about what the simulation of all sessions would. Blocks for its share of that time."""
+        scaled = msgspec.structs.replace(
+            setting, l1_bytes=round(setting.l1_bytes * self.share), l2_bytes=round(setting.l2_bytes * self.share)
+        )
+        found = simulated(self.part, scaled, engine, engines, prices)
+        expected = self._waits(self.whole, self.whole_curve, found.hit, engine, engines)
+        of_part = self._waits(self.part, self.part_curve, found.hit, engine, engines)
+        tier = setting.tier.name if setting.tier is not None else ""
+        return msgspec.structs.replace(
+            found,
+            ttft_s={at: seconds * expected[at] / max(of_part[at], 1e-9) for at, seconds in found.ttft_s.items()},
+            engine_s=found.engine_s * self.whole.tokens / max(self.part.tokens, 1),
+            l2_used=round(found.l2_used / self.share),
+            drive_writes=found.drive_writes * self.share,
+            cost=prices.cost(setting.l1_bytes, tier, setting.l2_bytes),
+        )
+
+    @staticmethod
+    def _waits(prompts: Prompts, curve: LruCurve, hit: float, engine: Engine, engines: int) -> dict[str, float]:
+        chunks = curve.chunks_for(hit)
+        return estimate(prompts, curve, engine, engines, len(curve.hits) if chunks is None else chunks).ttft_s
+
+
+def sample_of(prompts: Prompts, curve: LruCurve) -> Sample | None:
+    """Return a sample, None if the trace is small."""
+    uses = prompts.uses
+    if uses < 2 * _ENOUGH:
+        return None
+    share = _ENOUGH / uses
+    part = sampled(prompts, share)
+    return Sample(share, prompts, curve, part, lru_curve(part)) if part.uses else None

@@ -8,17 +8,14 @@ from collections.abc import Callable
 import msgspec
 
 from kvf_plan.planning.catalogue import Engine
-from kvf_plan.planning.estimate import Estimate, estimate
-from kvf_plan.planning.goal import Figures, Goal, Row, cheapest
+from kvf_plan.planning.estimate import Estimate, Sample, estimate, sample_of, simulated
+from kvf_plan.planning.goal import Figures, Goal, Row, Setting, cheapest
 from kvf_plan.planning.lru_curve import LruCurve, lru_curve
 from kvf_plan.planning.offers import Prices, TierOffer
 from kvf_plan.planning.prompts import Prompts, joined, prompts_of
-from kvf_plan.planning.sample import Sample, sample_of
 from kvf_plan.planning.search import Combination, Search, capacities, first_enough
-from kvf_plan.planning.setting import Setting
-from kvf_plan.planning.simulated import simulated
-from kvf_plan.trace.live_set import LiveSet
 from kvf_plan.trace.reading import Trace
+from kvf_plan.trace.summary import LiveSet
 from kvframework.api.options import ByteSize
 from kvframework.config.schema import WritePolicyName
 from kvframework.errors import PlanError

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvf_plan.trace.form import Request
-from kvf_plan.trace.live_set import LiveCount, LiveSet
+from kvf_plan.trace.summary import LiveCount, LiveSet
 from kvframework.errors import PlanError
 
 # A prefix that more than this share of all prompts begin with belongs to no session.

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvf_plan.planning.goal import Figures, Goal, Row, cheapest, closest, shortfalls
+from kvf_plan.planning.goal import Figures, Goal, Row, Setting, cheapest, closest, shortfalls
 from kvf_plan.planning.offers import Prices, TierOffer
-from kvf_plan.planning.setting import Setting
 from kvframework.config.schema import WritePolicyName
 
 _MIB = 1 << 20

@@ -10,7 +10,7 @@ one. Raises `ConfigError` and `PluginError` for a
 configuration that no server could start with, and `SimulationError` for settings that cannot be met.
 """
 
-from kvf_plan.simulation.outcome import Outcome
+from kvf_plan.simulation.requests import Outcome
 from kvf_plan.simulation.run import simulate
 from kvf_plan.simulation.settings import Engines, Settings, SlowTime, TierSpeed
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvf_plan.simulation.channel import Waiting
-from kvf_plan.simulation.events import VirtualTime
+from kvf_plan.simulation.events import VirtualTime, Waiting
 from kvf_plan.simulation.sizes import Sizes
 from kvf_plan.simulation.threads import VirtualThreads
 from kvf_plan.simulation.tier import VirtualTier

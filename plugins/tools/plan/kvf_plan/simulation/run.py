@@ -12,8 +12,7 @@ from kvf_plan.simulation.chunks import Chunks, Prompt
 from kvf_plan.simulation.engines import Fleet
 from kvf_plan.simulation.events import VirtualTime
 from kvf_plan.simulation.node import Node
-from kvf_plan.simulation.outcome import Outcome
-from kvf_plan.simulation.requests import Requests
+from kvf_plan.simulation.requests import Outcome, Requests
 from kvf_plan.simulation.settings import Settings
 from kvf_plan.simulation.sizes import sizes_of
 from kvframework.registry.registry import PluginRegistry

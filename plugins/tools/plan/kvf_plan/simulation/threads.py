@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvf_plan.simulation.channel import Waiting
-from kvf_plan.simulation.events import VirtualTime
+from kvf_plan.simulation.events import VirtualTime, Waiting
 from kvframework.storage.l2.steps import Controller, Steps
 
 log = logging.getLogger(__name__)

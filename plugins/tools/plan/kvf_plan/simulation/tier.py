@@ -6,8 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from kvf_plan.simulation.channel import Channel, Waiting
-from kvf_plan.simulation.events import VirtualTime
+from kvf_plan.simulation.events import Channel, VirtualTime, Waiting
 from kvf_plan.simulation.settings import TierSpeed
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError

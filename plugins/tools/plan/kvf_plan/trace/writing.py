@@ -1,18 +1,48 @@
-"""Writes a trace of ours: a header, then a line for each request, in JSON that Mooncake's readers take too."""
+"""Writes a trace of ours: a header, then a line for each request, in JSON that Mooncake's readers take too; names of
+content and of models are numbers that mean nothing outside of the trace."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from kvf_plan.trace.form import Request
+from kvf_plan.trace.form import MAX_ID, Request
 from kvf_plan.trace.lines import VERSION, HeaderLine, Line
 from kvframework.errors import TraceError
+
+DIGEST_BYTES = 32
+
+
+class Anonymous:
+    """The numbers of one trace. Chunk ids are 63 bits of BLAKE2b, keyed with 32 random bytes that are kept only here:
+    without them a trace does not say whether it has a certain prompt, and two traces share no id. A model's number is
+    its place in the order of appearance."""
+
+    def __init__(self) -> None:
+        self._salt = secrets.token_bytes(32)
+        self._models: dict[str, int] = {}
+
+    def chunks(self, scope: bytes, digests: bytes) -> list[int]:
+        """Return an id for each of the packed digests, of 32 bytes: equal ones have equal ids within a scope. About
+        1 us each."""
+        scoped = hashlib.blake2b(scope, digest_size=8, key=self._salt, person=b"kvf-trace")
+        ids = []
+        for at in range(0, len(digests), DIGEST_BYTES):
+            each = scoped.copy()
+            each.update(digests[at : at + DIGEST_BYTES])
+            ids.append(int.from_bytes(each.digest(), "little") & MAX_ID)
+        return ids
+
+    def model(self, name: str) -> int:
+        return self._models.setdefault(name, len(self._models))
+
 
 _encode = msgspec.json.Encoder().encode
 _MOST_PENDING = 1 << 20

@@ -1,4 +1,5 @@
-"""The shared state of all processes on a simulated node: allocations, mappings, events, queued work.
+"""The shared state of all processes on a simulated node: allocations, mappings, events, queued work; and the errors of
+its runtime, as a vendor's library has its own.
 
 One SQLite file in the node's directory, so that a process killed at any moment leaves it whole. Every call is short and
 takes the file's lock; thread-safe.
@@ -13,6 +14,24 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+
+class AcceleratorError(RuntimeError):
+    """One call or one operation failed."""
+
+
+class Misuse(AcceleratorError):
+    """A mistake that a device would let pass, with wrong bytes as the likely result. Also noted on the node, see
+    `SimulatedNode.violations`. `kind` is a short stable name."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+class ContextLost(AcceleratorError):
+    """This process's context is poisoned, or the device has vanished: every further call fails."""
+
 
 FILE = "ledger.sqlite"
 _SCHEMA = """
@@ -31,7 +50,6 @@ create table queued(id integer primary key, device text, process integer, stream
 create table faults(id integer primary key, kind text, device text, remaining integer, hits integer default 0);
 create table violations(id integer primary key, process integer, kind text, text text);
 """
-
 # Sorted, without overlaps: (first byte, byte after the last) in a device's memory.
 Spans = Sequence[tuple[int, int]]
 

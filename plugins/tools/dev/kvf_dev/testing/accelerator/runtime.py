@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvf_dev.testing.accelerator.errors import AcceleratorError, ContextLost, Misuse
-from kvf_dev.testing.accelerator.ledger import Ledger, merged
+from kvf_dev.testing.accelerator.ledger import AcceleratorError, ContextLost, Ledger, Misuse, merged
 from kvf_dev.testing.accelerator.memory import AddressSpace
 from kvf_dev.testing.accelerator.node import NODE_VARIABLE
 from kvf_dev.testing.accelerator.streams import Event, Stream, wait_until_reached

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvf_dev.testing.eviction.kit import MIB, EvictionKit, MakePolicy, fresh_keys, insert, must_offer
-from kvf_dev.testing.eviction.watched import WatchedPolicy
+from kvf_dev.testing.eviction.kit import MIB, EvictionKit, MakePolicy, WatchedPolicy, fresh_keys, insert, must_offer
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.keys import PACKED_KEY_BYTES
 

@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from kvf_dev.testing.eviction.kit import MIB, EvictionKit, MakePolicy, fresh_keys, insert, must_offer
-from kvf_dev.testing.eviction.watched import WatchedPolicy
+from kvf_dev.testing.eviction.kit import MIB, EvictionKit, MakePolicy, WatchedPolicy, fresh_keys, insert, must_offer
 from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator

@@ -1,4 +1,5 @@
-"""Tests of single values: a stored value comes back, and a missing key is an answer rather than an error."""
+"""Tests of single values: a stored value comes back, and a missing key is an answer rather than an error. And of a
+tier's own claims: its name, and its optional methods."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import pytest
 from kvf_dev.testing.tier.kit import DAMAGED, DELETED, FOUND, MISSING, STORED, TierKit
 from kvf_dev.testing.tier.watched import due, said
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.api.tier import Tier
+from kvframework.api.tier import OPTIONAL_METHODS, Tier
+from kvframework.errors import TierError
 
 _SIZES = [1, 2, 255, 256, 4095, 4096, 4097, 16_383, 65_535, 65_536, 65_537, 1 << 20, (3 << 20) + 5]
 # What looks like a protocol, text, a number, the end of a line, nothing, or packed data.
@@ -258,3 +260,27 @@ class ContractTests(TierKit):
         assert watched.get_into([key], self.parts_of([target]), deadline=self.soon()) == [5000]
         target[:] = b"c" * 5000
         self.must_load(watched, key, b"a" * 5000)
+
+
+class ClaimTests(TierKit):
+    """An optional method is tested for its promises in the module of its own name."""
+
+    def test_it_has_a_name(self, watched: Tier) -> None:
+        assert isinstance(watched.name, str), f"`name` is {watched.name!r}, no str"
+        assert watched.name, "`name` is empty"
+        assert not self.use or watched.name == self.use, f"the plugin is {self.use!r}, and the tier {watched.name!r}"
+
+    def test_its_capabilities_are_optional_methods(self, watched: Tier) -> None:
+        answer = watched.capabilities()
+        assert isinstance(answer, frozenset), f"capabilities answered a {type(answer).__name__}, no frozenset"
+        unknown = sorted(answer - set(OPTIONAL_METHODS))
+        assert not unknown, f"unknown: {', '.join(unknown)}; there are {', '.join(OPTIONAL_METHODS)}"
+
+    def test_what_it_claims_to_have_it_has(self, watched: Tier) -> None:
+        """A method of the base class, which is not overridden, keeps no promise."""
+        calls = self.every_call(watched, self.fresh_keys(1)[0], self.soon)
+        for name in sorted(watched.capabilities() & set(OPTIONAL_METHODS)):
+            try:
+                calls[name]()
+            except TierError as error:
+                pytest.fail(f"{name} is claimed, and raised: {error.fact}")

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from kvf_dev.testing.promise import shown
+from kvf_dev.testing.kit import shown
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from kvf_dev.testing.faults import WIRE_FAULTS, FaultProxy
-from kvf_dev.testing.tier.content import exercise, load, must_heal, persist, save
+from kvf_dev.testing.tier.faults import exercise, load, must_heal, persist, save
 from kvf_dev.testing.tier.kit import TierKit
 from kvf_dev.testing.tier.watched import due, said
 from kvframework.api.tier import Outcome, Tier

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.false_handles import must_be_refused, needs_handles, relabelled
 from kvf_dev.testing.transport.kit import MakeEngine, TransportKit
+from kvf_dev.testing.transport.memory import must_be_refused, needs_handles, relabelled
 from kvf_dev.testing.transport.node import PATIENCE_S, status_of, wait_until
 from kvf_dev.testing.transport.outcomes import must_miss, must_succeed, must_work
 from kvf_dev.testing.transport.rig import TransportRig

@@ -49,7 +49,7 @@ def record(
     """
     from kvf_plan.cli.trace.recording import Recorder
     from kvframework.cli.console import print_text
-    from kvframework.cli.status_source import quiet_connection, server_endpoint
+    from kvframework.cli.usage import quiet_connection, server_endpoint
     from kvframework.client import KVClient
 
     quiet_connection()
@@ -72,7 +72,7 @@ def info(
     """Say what a trace holds, and the least memory that would have it all."""
     import msgspec
 
-    from kvf_plan.cli.trace.view import table_of
+    from kvf_plan.cli.trace.recording import table_of
     from kvf_plan.trace.reading import open_trace
     from kvf_plan.trace.summary import summarise
     from kvframework.cli.console import print_document, print_table
@@ -96,7 +96,7 @@ def convert(
     from kvf_plan.trace.reading import open_trace
     from kvf_plan.trace.writing import TraceFile
     from kvframework.cli.console import print_text
-    from kvframework.cli.numbers import short_count
+    from kvframework.text import short_count
 
     trace = open_trace(file, chunk_tokens=chunk_tokens, conversations_per_hour=conversations_per_hour)
     count = 0

@@ -1,15 +1,26 @@
-"""The one form of measured numbers on a terminal: few digits, never an exponent. And of sizes, times and counts that a
-user gives."""
+"""Text for people: numbers of few digits, amounts and times with their unit, and what others sent on one line. And the
+times and counts that a user gives. Pure."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvframework.api.options import ByteSize
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def counted(amount: int, plural: str) -> str:
+    """ "1 lease", "2 leases"; for plurals that end with an s."""
+    return f"{amount} {plural if amount != 1 else plural.removesuffix('s')}"
+
+
+def timed(seconds: float) -> str:
+    """ "38 us", "1.6 ms", "0 us", "1200 s": three digits at most behind the unit's first, and never an exponent."""
+    size, unit = next((each for each in _UNITS if abs(seconds) >= 0.9995 * each[0]), _UNITS[-1])
+    value = seconds / size
+    text = f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
 
 
 _MOST_PLACES = 12
@@ -66,16 +77,16 @@ def parsed_count(text: str) -> float:
     return count
 
 
-def parsed_size(text: str) -> ByteSize:
-    """Return the bytes of a size such as `64MiB` or `3GB`, one at least. Raises `ValueError` with the expected form."""
-    from kvframework.api.options import ByteSize
-
-    size = ByteSize.parse(text)
-    if not size:
-        raise ValueError(f"expected a size such as 512MiB or 4TB, found {text!r}")
-    return size
-
-
 def _parsed(text: str, units: Mapping[str, float]) -> float | None:
     found = re.fullmatch(rf"\s*(\d{{1,12}}(?:\.\d{{1,12}})?)\s*({'|'.join(units)})\s*", text)
     return float(found[1]) * units[found[2]] if found else None
+
+
+def one_line(text: str) -> str:
+    """The text on one line: lines are joined by "; ", and unprintable characters are written as escape sequences."""
+    return visible("; ".join(filter(None, (line.strip() for line in text.splitlines()))))
+
+
+def visible(line: str) -> str:
+    """A line with its unprintable characters as escape sequences."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
