@@ -33,6 +33,12 @@ GROUPS = {"groups": [{"layers": ["l*"], "axes": ["plane", "block", "token", "hea
 REFUSED = "transport lends_nothing cannot be used for this engine's memory and is left out"
 
 
+@pytest.fixture(autouse=True)
+def every_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kind five lines pass in ten seconds, and these tests make more."""
+    monkeypatch.setattr(logging.getLogger("kvframework.client.instance"), "filters", [])
+
+
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
     with SimulatedNode(tmp_path_factory.mktemp("node")) as made:

@@ -7,7 +7,6 @@ import logging
 import msgspec
 import pytest
 
-from kvf_cpu_gather.context import ThrottledLog
 from kvframework.api.futures import Future
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.transport import ArenaRange, LoadPlan, Registration
@@ -27,8 +26,10 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global torch
+    global torch, ThrottledLog
     import torch
+
+    from kvf_cpu_gather.context import ThrottledLog
 
 
 BAD_IDS = {
