@@ -6,7 +6,6 @@ import threading
 
 import pytest
 
-from kvf_cpu_gather.transfer_steps import Course, Courses, Turn
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import StoreOutcome
 from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone
@@ -20,8 +19,10 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global torch
+    global torch, Course, Courses, Turn
     import torch
+
+    from kvf_cpu_gather.transfer_steps import Course, Courses, Turn
 
 
 PATIENCE_S = 60.0
