@@ -17,7 +17,6 @@ from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kvf_cpu_gather.engine_memory import Moves
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import (
     ArenaRange,
@@ -32,6 +31,8 @@ from kvframework.errors import Cancelled
 
 if TYPE_CHECKING:
     import torch
+
+    from kvf_cpu_gather.engine_memory import Moves
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from kvf_cpu_gather.engine_memory import Moves
 from kvf_cpu_gather.transfer_steps import Steps, planned, unless_cancelled
 from kvframework.api.futures import Future
 from kvframework.api.transport import ArenaRange, EngineDrivenLink, LoadOutcome, StoreOutcome, Transfer
@@ -21,6 +20,8 @@ from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError
 
 if TYPE_CHECKING:
     import torch
+
+    from kvf_cpu_gather.engine_memory import Moves
 
 
 class Staging:
