@@ -8,6 +8,10 @@ import re
 from collections.abc import Mapping
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+_MOST_PLACES = 12
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+_COUNTS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+_MOST_SECONDS = 366 * 86_400
 
 
 def counted(amount: int, plural: str) -> str:
@@ -21,12 +25,6 @@ def timed(seconds: float) -> str:
     value = seconds / size
     text = f"{value:.{0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2}f}"
     return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
-
-
-_MOST_PLACES = 12
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
-_COUNTS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
-_MOST_SECONDS = 366 * 86_400
 
 
 def short_number(value: float, digits: int = 3) -> str:

@@ -119,8 +119,12 @@ WITH_ARENA = b"\x01"
 WITHOUT_ARENA = b"\x00"
 
 
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Return process, user and group id of the process at the other end of a Unix socket."""
+    pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid, gid
+
+
 def peer_uid(sock: socket.socket) -> int:
     """Return the user id of the process at the other end of a Unix socket."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    uid: int = struct.unpack("3i", credentials)[1]
-    return uid
+    return peer_credentials(sock)[1]

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from kvframework.errors import RequestError
 from kvframework.kernels import missing_kernels
 from kvframework.logs.form import log_status, recent_lines
 from kvframework.masking import Redaction
+from kvframework.messaging.descriptors import peer_uid
 from kvframework.service.contexts import Contexts
 from kvframework.service.finished import MAX_TEXT, FinishedRequests
 from kvframework.service.health import problems
@@ -54,9 +54,7 @@ def _uid(client: ClientInfo) -> int | None:
     if descriptor is None:
         return None
     with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as peer:
-        form = struct.Struct("3i")
-        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
-        return int(form.unpack(credentials)[1])
+        return peer_uid(peer)
     return None
 
 

@@ -10,13 +10,19 @@ import os
 import secrets
 import select
 import socket
-import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from kvframework.api.requests import ClientInfo
 from kvframework.errors import HelloRequired, ProtocolError, ServerFull
-from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA, close_after_fork, descriptor_limit, peer_uid
+from kvframework.messaging.descriptors import (
+    WITH_ARENA,
+    WITHOUT_ARENA,
+    close_after_fork,
+    descriptor_limit,
+    peer_credentials,
+    peer_uid,
+)
 from kvframework.messaging.server.sockets import socket_umask
 from kvframework.wire.messages import Hello
 
@@ -185,8 +191,7 @@ def peer_process(sock: socket.socket) -> int | None:
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid: int = struct.unpack("3i", credentials)[0]
+        pid = peer_credentials(sock)[0]
     try:
         return os.pidfd_open(pid) if pid > 0 else None
     except ProcessLookupError:
