@@ -32,8 +32,8 @@ def damage_in_redis(client: redis.Redis, kind: str, key: bytes, other: bytes, ch
     if not value:
         return False
     if kind == "wrong type":
-        client.delete(key)
-        client.rpush(key, b"a list")
+        # In one step: a server may write the key again at any time.
+        client.pipeline(transaction=True).delete(key).rpush(key, b"a list").execute()
     elif kind == "swapped":
         others = _get(client, other)
         if not others or other == key:

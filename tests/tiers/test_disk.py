@@ -30,7 +30,8 @@ MIB = 1 << 20
 
 
 def settings(folder: Path, **table: object) -> list[str]:
-    chosen = {"use": "filesystem", "path": folder, **table}
+    # A disk that others keep busy may hold up a write for longer than the default of two seconds, which drops it.
+    chosen = {"use": "filesystem", "path": folder, "timeout_s": 20, **table}
     return [f"l2.0.{name}={value}" for name, value in chosen.items()]
 
 
