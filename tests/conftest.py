@@ -7,16 +7,22 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import random
 import signal
 import sys
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.parts import DEFAULT, PARTS, part_of
 from tests.support.engine_results import EngineResults, note_features
+
+if TYPE_CHECKING:
+    from tests.support.redis_server import RedisServer
 
 # The files whose collection imported torch, which takes each process that shares the tests 3 s.
 IMPORTED_TORCH: list[str] = []
@@ -30,6 +36,43 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # How long an example takes says how busy the machine is, nothing of the code.
 settings.register_profile("kvframework", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvframework")
+
+
+SEED = "KVFRAMEWORK_TEST_SEED"
+
+
+@pytest.fixture
+def seed() -> int:
+    """Of all that is left to chance; a test that fails shows it. `KVFRAMEWORK_TEST_SEED` repeats a run."""
+    chosen = int(os.environ.get(SEED) or random.SystemRandom().randrange(1 << 32))
+    print(f"{SEED}={chosen}")
+    return chosen
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A directory of installed distributions for commands, see `tests.core.cli.command.run`."""
+    path = tmp_path / "site"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    # Its client belongs to the tier's distribution, which not every environment has.
+    from tests.support.redis_server import RedisServer
+
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    with RedisServer(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """The directory in which the demo creates its own, short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="kvf-t-") as directory:
+        yield Path(directory)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,8 +15,8 @@ from kvframework_bench.gpu_report.child import run_bounded
 from kvframework_bench.gpu_report.contents import collect
 from kvframework_bench.gpu_report.machine import look
 from kvframework_bench.gpu_report.steps import Step, steps
-from tests.cli.command import run
-from tests.cli.test_dump import unpacked
+from tests.core.cli.command import run
+from tests.core.cli.test_dump import unpacked
 from tests.support.waiting import wait_until
 
 SECRET = "hunter2-of-the-tier"

@@ -1,8 +1,8 @@
 """The payload structs of the core's requests and responses. They evolve by adding defaulted fields only.
 
 A field that has its default is left out on the wire, so a default means the same for ever and never follows from a
-version. `tests/golden` holds the messages of every release. Counts are bounded here, before anything is decoded for
-them.
+version. `tests/core/golden` holds the messages of every release. Counts are bounded here, before anything is decoded
+for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kvframework demo blend`: its errors, and what it shows. `tests/cli/test_demo_variants.py` runs it."""
+"""`kvframework demo blend`: its errors, and what it shows. `tests/demo/test_variants.py` runs it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from kvf_demo import blend as demo_blend_run
 from kvf_demo.result import OWN_MODEL, BlendResult, WayResult
 from kvf_demo.view import show_blend
 from kvframework.cli.app import app
-from tests.cli.command import run
+from tests.core.cli.command import run
 from tests.support.demo import left_behind
-from tests.support.demo import temporary as temporary
 
 
 @pytest.mark.transformers

@@ -20,8 +20,8 @@ from kvframework.server import Server
 from kvframework.service.lifecycle import CacheService
 from kvframework.wire import messages as m
 from tests.blend.blend_client import CHUNK, SETTINGS, BlendWire, packed, pairs, spans
-from tests.server.in_process import serving
-from tests.storage.tier import MemoryTier
+from tests.core.server.in_process import serving
+from tests.core.storage.tier import MemoryTier
 from tests.support.redis_server import RedisServer
 from tests.support.waiting import wait_until
 

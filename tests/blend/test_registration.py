@@ -27,7 +27,7 @@ from kvframework.server import Server
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 from tests.blend.blend_client import CHUNK, ROTARY, SETTINGS, BlendWire, packed, pairs
-from tests.server.in_process import serving
+from tests.core.server.in_process import serving
 from tests.support.waiting import wait_until
 
 PROMPT = list(range(40))

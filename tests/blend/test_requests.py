@@ -16,7 +16,7 @@ from kvframework.errors import InvalidPayload, MessageTooLarge
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.blend.blend_client import CHUNK, ROTARY, SETTINGS, BlendWire, packed, pairs, spans
-from tests.server.in_process import serving
+from tests.core.server.in_process import serving
 
 SEPARATOR = [7, 7, 7]
 # None of whole chunks.

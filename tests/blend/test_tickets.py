@@ -14,7 +14,7 @@ from kvframework.server import Server
 from kvframework.service.lifecycle import CacheService
 from kvframework.wire import messages as m
 from tests.blend.blend_client import SETTINGS, BlendWire, packed
-from tests.server.in_process import serving
+from tests.core.server.in_process import serving
 from tests.support.waiting import wait_until
 
 SEPARATOR = [7, 7, 7]

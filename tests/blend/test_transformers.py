@@ -30,7 +30,7 @@ def imports() -> None:
     from kvf_blend.engine.blend import BlendTransformers
     from kvf_transformers import TransformersKV
     from kvf_transformers.session import CacheSession
-    from tests.plugins.lora_layers import add_adapters, set_adapter
+    from tests.transformers.lora_layers import add_adapters, set_adapter
 
 
 CHUNK = 32

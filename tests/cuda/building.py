@@ -24,7 +24,7 @@ KERNELS_VARIABLE = "KVF_SIMULATED_CUDA_KERNELS"
 SONAME = "libcuda.so.1"
 
 _HERE = Path(__file__).parent
-_GATHER = _HERE.parents[1] / "plugins" / "kvf_cuda_ipc" / "gather.cu"
+_GATHER = _HERE.parents[1] / "plugins" / "devices" / "cuda" / "kvf_cuda_ipc" / "gather.cu"
 _SHIM = _HERE / "host_kernel.h"
 
 

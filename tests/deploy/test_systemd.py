@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import run
+from tests.core.cli.command import run
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 UNITS = sorted(FOLDER.glob("*.service"))

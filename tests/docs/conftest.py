@@ -1,3 +1,3 @@
-"""The site directory of tests/plugins, for the examples of pages."""
+"""The site directory of tests/core/registry, for the examples of pages."""
 
-from tests.registry.conftest import site as site
+from tests.core.registry.conftest import site as site

@@ -13,8 +13,8 @@ from kvframework.api.tier import Tier, TierProvider
 from kvframework.config import load_config
 from kvframework.errors import PluginWrongApi
 from kvframework.registry import PluginRegistry, check_config, discovery
+from tests.core.registry.fake_distributions import info, install
 from tests.docs.shown import blocks
-from tests.registry.fake_distributions import info, install
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plugins" / "compatibility.md").read_text()
 MODULE = """

@@ -16,10 +16,10 @@ from kvframework.doctor.machine import nodes
 from kvframework.errors import ConfigFieldError, KVFrameworkError
 from kvframework.registry import PluginRegistry, check_config
 from kvframework.registry.loader import describe_options
-from tests.cli.command import run
+from tests.core.cli.command import run
+from tests.core.doctor.sysfs import sysfs
 from tests.docs.shown import blocks
 from tests.docs.test_operations import PATTERNS
-from tests.doctor.sysfs import sysfs
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "deploy" / "gpu.md"

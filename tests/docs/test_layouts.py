@@ -8,8 +8,8 @@ import pytest
 
 from kvframework.config import load_config
 from kvframework.registry import PluginRegistry, check_config
+from tests.core.registry.fake_distributions import install
 from tests.docs.shown import blocks, entry_points, prove
-from tests.registry.fake_distributions import install
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "plugins" / "layouts.md").read_text()
 

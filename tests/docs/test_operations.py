@@ -25,7 +25,7 @@ from kvframework.pricing.prefill import EngineSpeed
 from kvframework.service.health import EVENTS_TROUBLE, L1_TROUBLE, L2_TROUBLE, LOSSES, MESSAGING_TROUBLE
 from kvframework.wire import messages as m
 from kvframework.wire.messages import REASONS
-from tests.cli.command import run
+from tests.core.cli.command import run
 from tests.support import doc_tables
 from tests.support.peer_nodes import Lender, peers_tier, token_file
 from tests.support.server_process import ServerProcess

@@ -12,7 +12,7 @@ from runpy import run_path
 
 import pytest
 
-from tests.cli.command import run
+from tests.core.cli.command import run
 from tests.docs.shown import blocks
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvframework.api import hookspecs
+from tests.core.registry.fake_distributions import install
+from tests.core.registry.test_hook_examples import example
 from tests.docs import shown
-from tests.registry.fake_distributions import install
-from tests.registry.test_hook_examples import example
 
 PLUGINS = Path(__file__).resolve().parents[2] / "docs" / "plugins"
 GUIDES: dict[str, Callable[[], object]] = {

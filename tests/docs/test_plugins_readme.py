@@ -16,7 +16,7 @@ from kvframework.api.layout import Layout
 from kvframework.api.memory import Memory
 from kvframework.api.tier import Tier
 from kvframework.registry import KINDS
-from tests.cli.command import run
+from tests.core.cli.command import run
 from tests.docs.hook_reference import PAGES
 from tests.support.whole_cli import whole_cli
 

@@ -14,9 +14,9 @@ from kvf_blend.messages import REQUESTS
 from kvframework.api.requests import CacheServices, ClientInfo, Handler
 from kvframework.errors import NotRegistered, UnknownRequest
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
+from tests.core.registry.fake_distributions import install
+from tests.core.server.in_process import serving
 from tests.docs.shown import blocks, entry_points
-from tests.registry.fake_distributions import install
-from tests.server.in_process import serving
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 

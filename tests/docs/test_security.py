@@ -14,7 +14,7 @@ import pytest
 
 from kvframework.api.options import ByteSize
 from kvframework.config import ServerConfig
-from tests.cli.command import run
+from tests.core.cli.command import run
 from tests.docs.shown import blocks
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import run
+from tests.core.cli.command import run
 from tests.docs.shown import blocks
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "simulate.md").read_text()

@@ -18,9 +18,9 @@ from kvf_plan.planning.lru_curve import lru_curve
 from kvf_plan.planning.prompts import prompts_of
 from kvf_plan.trace.reading import open_trace
 from kvframework.api.options import ByteSize
-from tests.cli.command import run
+from tests.core.cli.command import run
 from tests.docs.test_command_lines import lines
-from tests.planning.traces import conversations
+from tests.plan.planning.traces import conversations
 from tests.support.doc_tables import rows
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sizing.md").read_text()

@@ -13,9 +13,9 @@ from kvf_dev.testing.tier import TierKit
 from kvframework.api import hookspecs
 from kvframework.api.findings import Finding
 from kvframework.api.tier import OPTIONAL_METHODS
+from tests.core.registry.fake_distributions import install
+from tests.core.registry.test_hook_examples import example
 from tests.docs.shown import blocks, entry_points, prove
-from tests.registry.fake_distributions import install
-from tests.registry.test_hook_examples import example
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "plugins" / "tiers.md").read_text()
 

@@ -14,8 +14,8 @@ import pytest
 from kvf_dev.testing import accelerator
 from kvf_dev.testing.accelerator import memory, node, runtime
 from kvframework.api.installing import install_command
+from tests.core.registry.fake_distributions import install
 from tests.docs.shown import blocks, entry_points
-from tests.registry.fake_distributions import install
 from tests.support.server_process import ServerProcess
 
 ROOT = Path(__file__).resolve().parents[2]

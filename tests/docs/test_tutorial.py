@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 PIP = """
 import sys, pathlib
 from tests.docs.shown import entry_points
-from tests.registry.fake_distributions import install
+from tests.core.registry.fake_distributions import install
 for place in map(pathlib.Path, sys.argv[2:]):
     if (place / "pyproject.toml").exists():
         install(pathlib.Path("site"), place.name, entry_points((place / "pyproject.toml").read_text()))

@@ -15,17 +15,17 @@ from kvframework.client import KVClient, RequestHashes
 from kvframework.errors import BadRange
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import SALTED_TOKEN_IDS, TOKEN_IDS
+from tests.core.server.gated_transport import GatedPlugin
+from tests.core.server.in_process import serving
+from tests.core.server.test_server_driven import TOKENS, register, transfer
+from tests.core.wire_path import engine as paged
+from tests.core.wire_path.remote import Keys
 from tests.events.node import CHUNK, Engine, Router, beginnings, packed, prompt, router, settings
 from tests.events.test_announced import TellingServer
-from tests.server.gated_transport import GatedPlugin
-from tests.server.in_process import serving
-from tests.server.test_server_driven import TOKENS, register, transfer
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
-from tests.wire_path import engine as paged
-from tests.wire_path.remote import Keys
 
 LONG = list(range(5, 2 * paged.CHUNK + 5))
 

@@ -11,8 +11,8 @@ import pytest
 from kvframework.events import feed as feeds
 from kvframework.events import publisher as publishers
 from kvframework.events.ledger import Ledger
+from tests.core.server.in_process import serving
 from tests.events.node import Engine, prompt, settings
-from tests.server.in_process import serving
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 

@@ -12,8 +12,8 @@ import pytest
 from kvframework.config import load_config
 from kvframework.registry import PluginRegistry, check_config
 from kvframework.wire import messages as m
-from tests.registry.fake_distributions import install
-from tests.server.in_process import serving
+from tests.core.registry.fake_distributions import install
+from tests.core.server.in_process import serving
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 

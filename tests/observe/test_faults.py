@@ -16,6 +16,7 @@ from kvf_observe.poller import Observed, Poller
 from kvframework.client.status_source import StatusSource
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
+from tests.core.survival.faulty_server import answer, faulty_server, send
 from tests.observe import answers
 from tests.observe.documents import answered
 from tests.observe.promtool import NEEDED, Timeline, complaints
@@ -23,7 +24,6 @@ from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
-from tests.survival.faulty_server import answer, faulty_server, send
 
 PROMISED = answers.promised()
 BEGIN, END = 20, 50

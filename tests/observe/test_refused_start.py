@@ -12,7 +12,7 @@ from kvf_observe.http import settings as http_settings
 from kvframework.api.installing import install_command
 from kvframework.config import ObserveConfig, load_config, parse_listen
 from kvframework.errors import ConfigFieldError, EndpointError
-from tests.cli.command import run
+from tests.core.cli.command import run
 
 
 @pytest.mark.parametrize(

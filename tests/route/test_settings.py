@@ -10,7 +10,7 @@ from kvf_route import settings
 from kvf_route.settings import Node, RouteConfig, configured, read_nodes
 from kvframework.api.installing import install_command
 from kvframework.errors import ConfigError, PluginUnavailable
-from tests.cli.command import run
+from tests.core.cli.command import run
 
 
 def test_nodes_of_the_command_line_and_of_a_file(tmp_path: Path) -> None:

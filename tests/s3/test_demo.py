@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvf_demo.s3_server import VARIABLE, weed_binary
-from tests.cli.test_demo import SMALL
+from tests.demo.test_demo import SMALL
 from tests.support.demo import demo, left_behind
 
 pytest.importorskip("obstore", reason="obstore is not installed")

@@ -14,16 +14,16 @@ import pytest
 
 from kvf_s3.addresses import Address
 from kvframework.wire import messages as m
+from tests.core.tiers.damage import KINDS, damaged
+from tests.core.tiers.engine import Engine
+from tests.core.tiers.engines import SMALL_L1, Engines
+from tests.core.tiers.nodes import await_count, await_rest, await_state, await_written, count, tier
+from tests.core.tiers.prompts import object_key, overlapping, prompt
 from tests.support.s3_peer import Answer, S3Peer
 from tests.support.s3_server import BUCKET, S3Server, SeaweedServer, s3_store
 from tests.support.s3_tier import write_credentials
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
-from tests.tiers.damage import KINDS, damaged
-from tests.tiers.engine import Engine
-from tests.tiers.engines import SMALL_L1, Engines
-from tests.tiers.nodes import await_count, await_rest, await_state, await_written, count, tier
-from tests.tiers.prompts import object_key, overlapping, prompt
 
 obstore: Any = pytest.importorskip("obstore", reason="obstore is not installed")
 

@@ -5,20 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 COMMAND = [sys.executable, "-m", "kvframework.cli.main", "demo"]
-
-
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    """The directory in which the demo creates its own, short enough for sockets."""
-    with tempfile.TemporaryDirectory(prefix="kvf-t-") as directory:
-        yield Path(directory)
 
 
 def demo(temporary: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

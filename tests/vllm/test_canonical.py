@@ -18,7 +18,7 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.transport import Registration
 from kvframework.client.transfers import checked_transfer
 from kvframework.errors import BadLayout
-from tests.plugins.arena_link import ArenaLink
+from tests.core.defaults.arena_link import ArenaLink
 from tests.vllm.packing import LAYOUTS, engine_tensors, written_by_token
 
 pytestmark = pytest.mark.torch

@@ -1,0 +1,220 @@
+"""`kvframework clear` against a real server with real tiers: what leaves L1 and L2, what stays, and the question."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from kvframework.wire import messages as m
+from tests.core.cli.command import run
+from tests.core.server.in_process import serving
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
+
+TOKENS = list(range(1024))
+CHUNKS = 4
+OTHER = {"model_name": "other", "hidden_dim_size": 16}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "l2"
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[ServerProcess]:
+    with ServerProcess("l2.0.use=filesystem", f"l2.0.path={folder}") as process:
+        yield process
+
+
+def fill(server: ServerProcess) -> dict[str, m.Registered]:
+    """Two models in L1 and L2."""
+    with server.client() as client:
+        one, two = client.register(), client.register(2, **OTHER)
+        client.store(key_for(one, TOKENS), b"a")
+        client.store(key_for(two, TOKENS, model_name="other"), b"b", 2)
+        wait_until(lambda: not any(tier["write_pending"] for tier in client.status()["l2"]), what="the writes to L2")
+    return {"tiny": one, "other": two}
+
+
+def clear(server: ServerProcess, *arguments: str) -> dict[str, object]:
+    done = run("clear", "--yes", "--json", "--endpoint", server.endpoint, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return dict(json.loads(done.stdout))
+
+
+def hit(client: WireClient, registered: m.Registered, model: str) -> int:
+    reply = client.lookup(key_for(registered, TOKENS, model_name=model))
+    last = [reply]
+
+    def done() -> bool:
+        if last[0].pending:
+            last[0] = client.call("QUERY_PREFETCH_STATUS", m.TicketRef(last[0].ticket))
+        return not last[0].pending
+
+    wait_until(done, what="the lookup")
+    if last[0].ticket:
+        client.call("FREE_LOOKUP_LOCKS", m.TicketRef(last[0].ticket))
+    return last[0].hit_tokens
+
+
+def hits(server: ServerProcess, models: dict[str, m.Registered]) -> dict[str, int]:
+    with server.client() as client:
+        client.register()
+        client.register(2, **OTHER)
+        return {model: hit(client, registered, model) for model, registered in models.items()}
+
+
+def test_l1_alone_comes_back_from_l2(server: ServerProcess) -> None:
+    models = fill(server)
+    cleared = clear(server)
+    assert (cleared["objects"], cleared["in_use"], cleared["l2_objects"]) == (2 * CHUNKS, 0, 0)
+    assert isinstance(cleared["nbytes"], int)
+    assert cleared["nbytes"] > 0
+    assert hits(server, models) == {"tiny": len(TOKENS), "other": len(TOKENS)}
+
+
+def test_a_model_leaves_the_other_in_both(server: ServerProcess) -> None:
+    models = fill(server)
+    cleared = clear(server, "--l2", "--model", "tiny")
+    assert (cleared["objects"], cleared["l2_objects"], cleared["unlisted"]) == (CHUNKS, CHUNKS, [])
+    assert isinstance(cleared["l2_bytes"], int)
+    assert cleared["l2_bytes"] > 0
+    assert hits(server, models) == {"tiny": 0, "other": len(TOKENS)}
+
+
+def test_a_model_that_only_l2_knows(server: ServerProcess) -> None:
+    """After a restart the server has it from the record in the folder."""
+    models = fill(server)
+    server.kill9()
+    server.start()
+    cleared = clear(server, "--l2", "--model", "tiny")
+    assert (cleared["objects"], cleared["l2_objects"]) == (0, CHUNKS)
+    assert hits(server, models) == {"tiny": 0, "other": len(TOKENS)}
+    assert clear(server, "--l2")["l2_objects"] == CHUNKS
+    assert hits(server, models) == {"tiny": 0, "other": 0}
+
+
+def test_what_is_in_use_stays(server: ServerProcess) -> None:
+    models = fill(server)
+    with server.client() as client:
+        client.register()
+        reply = client.lookup(key_for(models["tiny"], TOKENS))
+        assert reply.hit_tokens == len(TOKENS)
+        cleared = clear(server, "--l2")
+        assert (cleared["objects"], cleared["in_use"]) == (CHUNKS, CHUNKS)
+        found = client.retrieve(key_for(models["tiny"], TOKENS))
+        assert found == b"a" * len(found or b"")
+
+
+def test_an_unknown_model_is_named_with_the_near_one(server: ServerProcess) -> None:
+    fill(server)
+    done = run("clear", "--yes", "--endpoint", server.endpoint, "--model", "tny")
+    assert done.returncode == 2
+    assert "the model 'tny' is not known here" in done.stderr
+    assert "did you mean 'tiny'?" in done.stderr
+    assert "available: other, tiny" in done.stderr
+
+
+def test_an_older_server_that_would_clear_every_model_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads no field that it does not know."""
+    monkeypatch.setattr("kvframework.service.lifecycle.FEATURES", ())
+    with serving() as older, WireClient(older.endpoint) as client:
+        client.store(key_for(client.register(), TOKENS), b"a")
+        done = run("clear", "--yes", "--model", "tiny", "--endpoint", older.endpoint)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "[protocol.version]" in done.stderr
+        assert "clears all models or none" in done.stderr
+        assert client.status()["l1"]["objects"] == CHUNKS
+        assert run("clear", "--yes", "--endpoint", older.endpoint).returncode == 0
+        assert client.status()["l1"]["objects"] == 0
+
+
+def test_it_asks_first(server: ServerProcess) -> None:
+    models = fill(server)
+    with mock.patch("sys.stdin", io.StringIO("n\n")):
+        refused = run("clear", "--l2", "--endpoint", server.endpoint)
+    assert (refused.returncode, refused.stdout.strip()) == (1, "")
+    # Of a terminal's prompt, the space behind it is not everywhere in a pipe.
+    assert re.search(r"\? \[y/N\]: ?not done\n$", refused.stderr)
+    assert f"Drop all {2 * CHUNKS} objects, " in refused.stderr
+    assert f" of L1 and of filesystem at {server.endpoint}?" in refused.stderr
+    assert hits(server, models) == {"tiny": len(TOKENS), "other": len(TOKENS)}
+    with mock.patch("sys.stdin", io.StringIO("y\n")):
+        done = run("clear", "--l2", "--endpoint", server.endpoint)
+    assert done.returncode == 0
+    first, second = done.stdout.strip().splitlines()
+    assert first.startswith(f"L1: dropped {2 * CHUNKS} objects, ")
+    assert first.endswith("; 0 are in use and stay")
+    assert second.startswith(f"L2: deleted {2 * CHUNKS} values, ")
+
+
+def test_no_answer_is_no(server: ServerProcess) -> None:
+    models = fill(server)
+    with mock.patch("sys.stdin", io.StringIO("")):
+        ended = run("clear", "--json", "--endpoint", server.endpoint)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "--yes" in ended.stderr
+    with mock.patch("sys.stdin.readline", side_effect=KeyboardInterrupt):
+        interrupted = run("clear", "--endpoint", server.endpoint)
+    assert (interrupted.returncode, interrupted.stdout) == (130, "")
+    assert hits(server, models) == {"tiny": len(TOKENS), "other": len(TOKENS)}
+
+
+def test_a_dead_tier_is_named_with_what_was_cleared(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    tiers = [text for index, folder in enumerate(folders) for text in _tier(index, folder)]
+    with ServerProcess(*tiers) as server:
+        fill(server)
+        for folder in folders[:2]:
+            shutil.rmtree(folder)
+            folder.touch()
+        arguments = ("clear", "--yes", "--l2", "--endpoint", server.endpoint)
+        known = run(*arguments, "--model", "tiny")
+        assert known.returncode == 2
+        assert "nothing is cleared" in known.stderr
+        with server.client() as client:
+            assert client.status()["l1"]["objects"] == 2 * CHUNKS
+        done = run(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert [f"[[l2]] #{number}" in done.stderr for number in (1, 2, 3)] == [True, True, False]
+        assert "L1 and the other tiers are cleared" in done.stderr
+        with server.client() as client:
+            assert client.status()["l1"]["objects"] == 0
+        records = 2
+        assert len([path for path in folders[2].glob("*/*") if path.is_file()]) == records
+
+
+def _tier(index: int, folder: Path) -> list[str]:
+    return [f"l2.{index}.use=filesystem", f"l2.{index}.path={folder}"]
+
+
+@pytest.mark.redis
+def test_redis_loses_all_of_this_prefix_and_nothing_else(tmp_path: Path) -> None:
+    with (
+        RedisServer(tmp_path) as redis,
+        redis.client() as store,
+        ServerProcess("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.max_value_bytes=64KiB") as server,
+    ):
+        store.set("kvf:of somebody else", b"stays")
+        store.set(b"foreign:" + bytes(72), b"stays")
+        models = fill(server)
+        server.kill9()
+        server.start()
+        cleared = clear(server, "--l2", "--model", "other")
+        assert (cleared["objects"], cleared["l2_objects"], cleared["unlisted"]) == (0, CHUNKS, [])
+        assert hits(server, models) == {"tiny": len(TOKENS), "other": 0}
+        server.kill9()
+        server.start()
+        assert clear(server, "--l2")["l2_objects"] == CHUNKS
+        assert hits(server, models) == {"tiny": 0, "other": 0}
+        assert {store.get("kvf:of somebody else"), store.get(b"foreign:" + bytes(72))} == {b"stays"}

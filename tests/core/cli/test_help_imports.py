@@ -1,0 +1,80 @@
+"""What help and completion import: the quickest import is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvf_dev.new import KINDS
+from kvframework.registry import KINDS as REGISTERED
+from tests.core.cli.command import environment
+from tests.core.registry.fake_distributions import install
+
+HEAVY = {"rich", "pydantic", "msgspec", "zmq", "pluggy", "torch", "numpy", "redis", "transformers", "hypothesis"}
+SHOW = """
+import sys
+from kvframework.cli.main import main
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+loaded = {name.split('.')[0] for name in sys.modules}
+own = {name for name in sys.modules if name.startswith(('kvframework.', 'kvframework_bench'))}
+print(*sorted(loaded & set(sys.argv.pop(0).split())), *sorted(own), file=sys.stderr)
+"""
+COMMANDS = [
+    "",
+    "serve",
+    "hold",
+    "status",
+    "top",
+    "clear",
+    "config",
+    "config check",
+    "config show",
+    "keys new",
+    "keys add",
+]
+COMMANDS += ["plugins", "plugins list", "plugins info", "plugins check", "new", "doctor", "demo", "demo blend"]
+
+
+def imported(*arguments: str, site: Path | None = None, **variables: str) -> set[str]:
+    code = f"import sys; sys.argv = [{' '.join(sorted(HEAVY))!r}, *sys.argv[1:]]\n{SHOW}"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment(site, **variables),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_imports_nothing_heavy_and_no_work(command: str) -> None:
+    found = imported(*command.split(), "--help")
+    assert not found & HEAVY
+    others = {name for name in found if not name.startswith(("kvframework.cli.", "kvframework_bench"))}
+    light = {"kvframework.api", "kvframework.api.installing", "kvframework.errors", "kvframework.overdue"}
+    assert others <= {"kvframework.cli", *light}
+    assert not {name for name in found if name.startswith("kvframework_bench")}
+
+
+def test_commands_are_completed_without_anything_heavy() -> None:
+    words = {"_KVFRAMEWORK_COMPLETE": "complete_bash", "COMP_WORDS": "kvframework st", "COMP_CWORD": "1"}
+    assert not imported(**words) & HEAVY
+
+
+def test_help_imports_no_command_of_another_distribution(site: Path) -> None:
+    install(
+        site, "acme", {"greet": "acme_greet:app"}, {"acme_greet": "raise SystemExit(9)"}, group="kvframework.commands"
+    )
+    assert "kvframework.cli.app" in imported("--help", site=site)
+
+
+def test_the_kinds_that_help_names_are_those_of_the_registry() -> None:
+    assert tuple(REGISTERED) == KINDS

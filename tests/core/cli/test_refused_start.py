@@ -1,0 +1,358 @@
+"""What `serve` refuses, `config check` and `doctor` refuse: the same code, place and text, before anything starts."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+
+from kvframework.cli.keys import CLIENTS, SERVER
+from kvframework.isolated import Ran
+from tests.core.cli.command import environment, run, run_process
+from tests.filesystem.folder import open_tier
+from tests.support.server_process import ServerProcess
+
+SMALL = 'transport = []\nlayout = []\n[l1]\nuse = "pinned"\ncapacity = "{capacity}"\n[server]\n'
+
+
+class Bench(NamedTuple):
+    """A private directory for the case, and what ends with the test."""
+
+    path: Path
+    stack: ExitStack
+
+    def toml(self, server: str = "", tables: str = "", *, capacity: str = "16MiB") -> str:
+        endpoint = "" if "endpoint" in server else f'endpoint = "ipc://{self.path}/kvf.sock"\n'
+        return SMALL.format(capacity=capacity) + endpoint + server + "\n" + tables
+
+    def curve(self) -> str:
+        keys = self.path / "keys"
+        assert run("keys", "new", str(keys)).returncode == 0
+        return (
+            f'tcp = "tcp://127.0.0.1:{free_port()}"\n[server.curve]\n'
+            f'secret_key = "{keys}/{SERVER}.secret"\nclients = "{keys}/{CLIENTS}"\n'
+        )
+
+    def listening(self, family: socket.AddressFamily, place: str | tuple[str, int]) -> socket.socket:
+        made = self.stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        made.bind(place)
+        made.listen(8)
+        return made
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    tmp_path.chmod(0o700)
+    with ExitStack() as stack:
+        yield Bench(tmp_path, stack)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def syntax(bench: Bench) -> str:
+    return "[server\n"
+
+
+def value(bench: Bench) -> str:
+    return bench.toml("chunk_size = 0\n")
+
+
+def plugin(bench: Bench) -> str:
+    return bench.toml(tables='[hasher]\nuse = "sha265"\n')
+
+
+def option(bench: Bench) -> str:
+    return bench.toml(tables='[[l2]]\nuse = "filesystem"\npaht = "/x"\n')
+
+
+def codec(bench: Bench) -> str:
+    return bench.toml(tables="[codecs.zstd]\n")
+
+
+def missing_key(bench: Bench) -> str:
+    curve = bench.curve()
+    (bench.path / "keys" / f"{SERVER}.secret").unlink()
+    return bench.toml(curve)
+
+
+def open_key(bench: Bench) -> str:
+    curve = bench.curve()
+    (bench.path / "keys" / f"{SERVER}.secret").chmod(0o644)
+    return bench.toml(curve)
+
+
+def no_key(bench: Bench) -> str:
+    curve = bench.curve()
+    (bench.path / "keys" / f"{SERVER}.secret").write_text("hello\n")
+    return bench.toml(curve)
+
+
+def no_client_keys(bench: Bench) -> str:
+    curve = bench.curve()
+    (bench.path / "keys" / CLIENTS).rename(bench.path / "gone")
+    return bench.toml(curve)
+
+
+def one_folder(bench: Bench) -> str:
+    tier = '[[l2]]\nuse = "filesystem"\nshared = true\npath = "{}"\n'
+    return bench.toml(tables=tier.format(bench.path / "l2") + tier.format(bench.path / "other" / ".." / "l2"))
+
+
+def foreign_folder(bench: Bench) -> str:
+    folder = bench.path / "photos"
+    folder.mkdir()
+    (folder / "cat.jpg").touch()
+    return bench.toml(tables=f'[[l2]]\nuse = "filesystem"\npath = "{folder}"\n')
+
+
+def no_folder(bench: Bench) -> str:
+    (bench.path / "file").touch()
+    return bench.toml(tables=f'[[l2]]\nuse = "filesystem"\npath = "{bench.path}/file/l2"\n')
+
+
+def locked_folder(bench: Bench) -> str:
+    bench.stack.callback(open_tier(bench.path / "l2").close)
+    return bench.toml(tables=f'[[l2]]\nuse = "filesystem"\npath = "{bench.path}/l2"\n')
+
+
+def redis_port(bench: Bench) -> str:
+    return bench.toml(tables='[[l2]]\nuse = "redis"\nurl = "redis://127.0.0.1:eighteen/0"\n')
+
+
+def redis_scheme(bench: Bench) -> str:
+    return bench.toml(tables='[[l2]]\nuse = "redis"\nurl = "127.0.0.1:18379"\n')
+
+
+def huge(bench: Bench) -> str:
+    return bench.toml(capacity="900TiB")
+
+
+def held(bench: Bench) -> str:
+    bench.listening(socket.AF_UNIX, f"{bench.path}/kvf.sock")
+    (bench.path / "kvf.sock.lock").write_text("4711\n")
+    return bench.toml()
+
+
+def long_path(bench: Bench) -> str:
+    return bench.toml(f'endpoint = "ipc://{bench.path}/{"x" * 100}"\n')
+
+
+def open_directory(bench: Bench) -> str:
+    folder = bench.path / "run"
+    folder.mkdir()
+    folder.chmod(0o777)
+    return bench.toml(f'endpoint = "ipc://{folder}/kvf.sock"\n')
+
+
+def no_socket(bench: Bench) -> str:
+    (bench.path / "kvf.sock").touch()
+    return bench.toml()
+
+
+def taken_port(bench: Bench) -> str:
+    listening = bench.listening(socket.AF_INET, ("127.0.0.1", 0))
+    return bench.toml(f'insecure = true\ntcp = "tcp://127.0.0.1:{listening.getsockname()[1]}"\n')
+
+
+def foreign_address(bench: Bench) -> str:
+    return bench.toml('insecure = true\ntcp = "tcp://192.0.2.1:7000"\n')
+
+
+def one_port(bench: Bench) -> str:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    return bench.toml(f'insecure = true\nendpoint = "{address}"\ntcp = "{address}"\n')
+
+
+def low_port(bench: Bench) -> str:
+    return bench.toml('insecure = true\ntcp = "tcp://127.0.0.1:83"\n')
+
+
+CASES: dict[Callable[[Bench], str], tuple[str, str]] = {
+    syntax: ("config.file", "not valid TOML, line 1"),
+    value: ("config.field", "expected `int` >= 1"),
+    plugin: ("plugin.not_found", "hasher 'sha265'"),
+    option: ("config.field", "unknown key 'paht'"),
+    codec: ("config.field", "codec 'zstd' is not in use"),
+    missing_key: ("config.curve_key", "cannot be read: No such file"),
+    open_key: ("config.curve_key", "others may use the secret key"),
+    no_key: ("config.curve_key", "no CURVE key"),
+    no_client_keys: ("config.curve_key", "the directory of client keys cannot be read"),
+    one_folder: ("config.field", "is the store of [[l2]] #1 already"),
+    foreign_folder: ("config.field", "holds files that are not the tier's"),
+    locked_folder: ("config.field", f", process {os.getpid()}"),
+    no_folder: ("config.field", "Not a directory"),
+    redis_port: ("config.field", "redis-py does not understand url"),
+    redis_scheme: ("config.field", "redis-py does not understand url"),
+    huge: ("storage.arena", "does not fit into memory"),
+    held: ("config.endpoint", "another server holds this endpoint, process 4711"),
+    long_path: ("config.endpoint", "the socket's path has"),
+    open_directory: ("config.endpoint", "others may write to the directory"),
+    no_socket: ("config.endpoint", "exists and is no socket"),
+    taken_port: ("config.endpoint", "cannot listen: Address already in use"),
+    foreign_address: ("config.endpoint", "cannot listen: Cannot assign requested address"),
+    one_port: ("config.endpoint", "endpoint and tcp are the same"),
+    low_port: ("config.endpoint", "cannot listen: Permission denied"),
+}
+if os.geteuid() == 0:
+    del CASES[low_port]  # root may use every port
+
+# Imports the server and its plugins once, and is it once for each file, in a child of its own.
+SERVE = """
+import os, signal, sys
+import kvframework.cli.serve, kvframework.server
+from kvframework.cli.main import main
+from kvframework.config import load_config
+from kvframework.preflight import refusals
+from kvframework.registry import PluginRegistry
+list(refusals(load_config(None), PluginRegistry(), replaces=0))
+for path in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{path}.{name}", os.O_WRONLY | os.O_CREAT), number)
+        sys.argv = ["kvframework", "serve", "--config", path]
+        main()
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+ONE_AT_ONCE = threading.Lock()
+
+
+def run_here(module: str, request: bytes, *, deadline_s: float) -> Ran:
+    """What `run_isolated` answers, without a process: what the doctor finds is the point here."""
+    with (
+        ONE_AT_ONCE,
+        tempfile.TemporaryFile() as report,
+        mock.patch.object(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(request))),
+        mock.patch.object(sys, "argv", [module, str(report.fileno())]),
+    ):
+        importlib.import_module(module).main()
+        return Ran(os.pread(report.fileno(), 1 << 20, 0).splitlines(), "", "")
+
+
+class Refused(NamedTuple):
+    """A case after `serve` refused it: what lay in its directory before, and what the process said."""
+
+    bench: Bench
+    file: Path
+    before: list[Path]
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Refused]]:
+    """All cases: their places are held until the last test has ended."""
+    with ExitStack() as stack:
+        made: dict[str, tuple[Bench, Path, list[Path]]] = {}
+        for case in CASES:
+            path = tmp_path_factory.mktemp("case")
+            path.chmod(0o700)
+            bench, file = Bench(path, stack), tmp_path_factory.mktemp("toml") / "kvf.toml"
+            file.write_text(case(bench))
+            made[case.__name__] = bench, file, sorted(path.rglob("*"))
+        files = [str(file) for _, file, _ in made.values()]
+        done = subprocess.run(
+            [sys.executable, "-c", SERVE, *files],
+            capture_output=True,
+            text=True,
+            env=environment(),
+            timeout=240,
+            check=True,
+        )
+        codes = map(int, done.stdout.split())
+        yield {
+            name: Refused(*each, code, *(Path(f"{each[1]}.{end}").read_text() for end in ("out", "err")))
+            for (name, each), code in zip(made.items(), codes, strict=True)
+        }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_the_three_refuse_with_the_same_text(
+    case: Callable[[Bench], str], refused: dict[str, Refused], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvframework.doctor.plugins.run_isolated", run_here)
+    served = refused[case.__name__]
+    file = served.file
+    checked = run("config", "check", str(file))
+    code, fact = CASES[case]
+    assert (served.code, served.out) == (checked.returncode, checked.stdout) == (2, "")
+    assert served.err.startswith(f"error: [{code}] ")
+    assert fact in served.err
+    assert without_room(checked.stderr) == without_room(served.err)
+    doctor = run("doctor", "--config", str(file), "--json")
+    failed = [each for each in json.loads(doctor.stdout)["findings"] if each["level"] == "fail"]
+    assert (doctor.returncode, [each["id"] for each in failed]) == (1, [code])
+    said = failed[0]
+    assert f"[{code}] {said['where']}: {said['fact']}\n" in served.err
+    assert said["advice"] in served.err
+    assert sorted(served.bench.path.rglob("*")) == served.before
+
+
+def without_room(text: str) -> str:
+    """The memory that is available now changes between two commands."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("  available:"))
+
+
+def test_every_refusal_is_named_not_only_the_first(bench: Bench) -> None:
+    file = bench.path / "kvf.toml"
+    file.write_text(bench.toml(tables='[hasher]\nuse = "sha265"\n[[l2]]\nuse = "filesystem"\npaht = "/x"\n'))
+    done = run("config", "check", str(file))
+    assert done.returncode == 2
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
+        f"error: [plugin.not_found] {file}: [hasher]: no installed distribution offers the hasher 'sha265'",
+        f"error: [config.field] {file}: [[l2]] #1: unknown key 'paht'",
+    ]
+
+
+def test_a_server_that_runs_keeps_no_new_file_from_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, other, wrong = (tmp_path / name for name in ("kvf.toml", "other.toml", "wrong.toml"))
+    address = f"tcp://127.0.0.1:{free_port()}"
+    tier = f'[[l2]]\nuse = "filesystem"\npath = "{tmp_path}/l2"\n'
+    text = SMALL.format(capacity="16MiB") + f'insecure = true\ntcp = "{address}"\n{tier}'
+    for each in (file, other):
+        each.write_text(text)
+    wrong.write_text(text.replace("127.0.0.1", "192.0.2.1") + '[[l2]]\nuse = "filesystem"\npaht = "/x"\n')
+    monkeypatch.setenv("KVFRAMEWORK_CONFIG", str(file))
+    with ServerProcess() as server:
+        at = ("--set", f"server.endpoint={server.endpoint}")
+        runs = f"a server (process {server.pid}, configuration {file}) runs there; this configuration takes effect"
+        for each in (file, other):
+            checked = run("config", "check", str(each), *at)
+            assert (checked.returncode, checked.stderr) == (0, "")
+            assert f"{server.endpoint}: {runs}" in checked.stdout
+        doctor = run("doctor", "--config", str(other), *at, "--json")
+        findings = {each["id"]: each for each in json.loads(doctor.stdout)["findings"]}
+        assert doctor.returncode == 0
+        assert runs in findings["socket.server"]["fact"]
+        refused = run("config", "check", str(wrong), *at)
+        assert refused.returncode == 2
+        assert [line.split()[1] for line in refused.stderr.splitlines() if line.startswith("error: ")] == [
+            "[config.endpoint]",
+            "[config.field]",
+        ]
+        for each in (file, other):
+            held = f"another server holds this endpoint, process {server.pid}"
+            assert held in run_process("serve", "--config", str(each), *at).stderr

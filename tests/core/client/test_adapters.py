@@ -1,0 +1,301 @@
+"""The adapters of an engine integration against a real server process, through its deaths and silences."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvframework import errors
+from kvframework.api.transport import StoreOutcome
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.wire import messages as m
+from tests.core.client.engine import AXES, BLOCK, BLOCKS, CHUNK, DIM, HEADS, Engine
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ServerProcess]:
+    with ServerProcess() as running:
+        yield running
+
+
+@pytest.fixture
+def server(process: ServerProcess) -> ServerProcess:
+    return process.emptied()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[KVClient]:
+    with server.engine_client() as connected:
+        yield connected
+
+
+def test_the_server_shows_what_the_model_computes_in(server: ServerProcess, client: KVClient) -> None:
+    Engine(client, model_dtype="bfloat16")
+    (instance,) = server.status()["instances"]
+    assert (instance["dtype"], instance["model_dtype"]) == ("float32", "bfloat16")
+
+
+def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVClient) -> None:
+    first = Engine(client)
+    tokens = list(range(700))
+    request = first.request(tokens)
+    assert request.hashed_tokens == 512
+    blocks = [list(range(5, 37))]
+    assert first.worker.submit_store(request, 0, 512, blocks).result(30).ok
+    assert first.worker.get_finished() == ({"r"}, set())
+    with server.engine_client() as another:
+        second = Engine(another, instance_id=2)
+        result = second.scheduler.lookup(second.request(tokens, "q"))
+        assert (result.hit_tokens, result.pending) == (512, False)
+        target = [list(range(63, 31, -1))]
+        loaded = second.worker.submit_retrieve(second.request(tokens, "q"), 0, 512, target, skip_first_n_tokens=20)
+        assert loaded.result(30).ok
+        second.scheduler.free(result)
+        assert second.worker.get_finished() == (set(), {"q"})
+        for name, kv in first.kv.items():
+            stored = kv[:, blocks[0]].flatten(1, 2)
+            found = second.kv[name][:, target[0]].flatten(1, 2)
+            assert torch.equal(found[:, 20:], stored[:, 20:])
+            assert not torch.equal(found[:, :20], stored[:, :20])
+
+
+def test_the_trace_of_a_request_rides_in_each_of_its_requests(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    trace = f"00-{'ab' * 16}-{'cd' * 8}-01"
+    request = RequestHashes(client.hasher, CHUNK, request_id="r", trace=trace)
+    request.extend(list(range(512)))
+    blocks = [list(range(32))]
+    assert engine.worker.submit_store(request, 0, 512, blocks).result(30).ok
+    engine.scheduler.free(engine.scheduler.lookup(request))
+    assert engine.worker.submit_retrieve(request, 0, 512, blocks).result(30).ok
+    untraced = engine.request(list(range(512)), "q")
+    engine.scheduler.free(engine.scheduler.lookup(untraced))
+    with server.client() as watcher:
+        records = watcher.call("RECENT", m.Recent()).records
+        assert [(each.request, each.trace) for each in records if each.request_id == "r"][-3:] == [
+            (name, trace) for name in ("STORE", "LOOKUP", "RETRIEVE")
+        ]
+        assert {each.trace for each in records if each.request_id == "q"} == {""}
+        sampled = watcher.call("RECENT", m.Recent(traced=True))
+        assert {each.trace for each in sampled.records} == {trace}
+        assert watcher.call("RECENT", m.Recent(sampled.last, traced=True)).records == ()
+
+
+def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    l2 = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}")
+    with ServerProcess(*l2) as server, server.engine_client() as client:
+        engine = Engine(client)
+        asked = engine.scheduler.lookup(engine.request(list(range(512))))
+        assert asked.pending
+        assert asked.ticket
+        found = engine.scheduler.wait(asked, 10)
+        assert (found.hit_tokens, found.ticket, found.pending) == (0, "", False)
+        engine.scheduler.free(found)
+        engine.scheduler.end_request("r")
+        assert server.status()["messaging"]["counters"].get("errors.request.lease", 0) == 0
+        engine.scheduler.free(asked)  # a ticket that is over: nothing is left to let go
+        assert engine.scheduler.failures == 0
+        assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+        engine.worker.close()
+
+
+def test_a_failed_load_names_its_blocks(client: KVClient) -> None:
+    engine = Engine(client)
+    blocks = [list(range(16))]
+    assert not engine.worker.submit_retrieve(engine.request([1] * 256), 0, 256, blocks).result(30).ok
+    assert engine.worker.get_finished() == (set(), {"r"})
+    assert engine.worker.take_failed_blocks() == [set(range(16))]
+    assert engine.worker.take_failed_blocks() == []
+
+
+def test_block_ids_out_of_range_raise_and_leave_nothing_locked(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    with pytest.raises(errors.BadBlockIds):
+        engine.worker.submit_store(engine.request([1] * 256), 0, 256, [list(range(BLOCKS - 15, BLOCKS + 1))])
+    with server.client() as watcher:
+        assert watcher.status()["l1"]["write_leases"] == 0
+
+
+def test_a_restarted_server_is_noticed_and_registered_with_again(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    boot = client.boot_id
+    request = engine.request(list(range(256)))
+    blocks = [list(range(16))]
+    assert engine.worker.submit_store(request, 0, 256, blocks).result(30)
+    server.kill9()
+    wait_until(lambda: not client.usable, what="the client to notice")
+    started = time.monotonic()
+    assert not engine.worker.submit_store(request, 0, 256, blocks).result(30).ok
+    assert engine.scheduler.lookup(request).hit_tokens == 0
+    assert time.monotonic() - started < 2.0, "a miss at once, not a wait"
+    server.start()
+    wait_until(lambda: client.usable, what="the client to come back")
+    assert client.boot_id != boot
+    with server.client() as watcher:
+        assert watcher.status()["non_gpu_instance_ids"] == [1]
+    assert engine.scheduler.lookup(request).hit_tokens == 0
+    assert engine.worker.submit_store(request, 0, 256, blocks).result(30).ok
+    assert engine.scheduler.lookup(request).hit_tokens == 256
+
+
+def test_a_silent_server_costs_one_deadline_of_a_lookup(server: ServerProcess) -> None:
+    with KVClient(server.endpoint, deadline_scale=2.0) as client:
+        assert client.wait_up(20)
+        scheduler = SchedulerAdapter(client, model_name="m", namespace=b"n" * 16, chunk_tokens=CHUNK)
+        request = RequestHashes(client.hasher, CHUNK, request_id="r")
+        request.extend([1] * 256)
+        server.sigstop()
+        try:
+            started = time.monotonic()
+            for _ in range(50):
+                assert scheduler.lookup(request).hit_tokens == 0
+            assert time.monotonic() - started < 5.0, "one wait, then misses at once"
+            assert not client.usable
+        finally:
+            server.sigcont()
+        wait_until(lambda: client.usable, what="the client to heal")
+
+
+def test_without_a_server_everything_is_a_miss() -> None:
+    with KVClient("ipc:///tmp/kvf-no-such-directory/s.sock", connect_timeout_s=0.2) as client:
+        scheduler = SchedulerAdapter(client, model_name="m", namespace=b"n" * 16, chunk_tokens=CHUNK)
+        with pytest.raises(errors.ServerGone, match="no server answers"):
+            _ = client.chunk_size
+        from kvf_hashers.sha256 import Sha256
+
+        request = RequestHashes(Sha256(), CHUNK, request_id="r")
+        request.extend([1] * 256)
+        assert scheduler.lookup(request).hit_tokens == 0
+        assert scheduler.failures == 1
+
+
+def test_other_revisions_never_meet(client: KVClient) -> None:
+    one, two = Engine(client, 1, revision="a"), Engine(client, 2, revision="b")
+    request = one.request([1] * 256)
+    assert one.worker.submit_store(request, 0, 256, [list(range(16))]).result(30)
+    assert one.scheduler.lookup(request).hit_tokens == 256
+    assert two.scheduler.lookup(request).hit_tokens == 0
+
+
+def test_an_unknown_transport_or_layout_is_a_clear_error(client: KVClient) -> None:
+    worker = WorkerAdapter(client, instance_id=1, model_name="m", transport="warp", layout_options={"axes": AXES})
+    kv = {"layer0": torch.zeros(2, BLOCKS, BLOCK, HEADS, DIM)}
+    with pytest.raises(errors.TransportMismatch, match="no transport"):
+        worker.register_kv_caches(kv, block_size=BLOCK)
+    with pytest.raises(errors.PluginNotFound):
+        WorkerAdapter(client, instance_id=1, model_name="m", layout="nope").register_kv_caches(kv, block_size=BLOCK)
+
+
+def test_close_unregisters(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    engine.worker.close()
+    engine.worker.close()
+    with server.client() as watcher:
+        assert watcher.status()["instances"] == []
+
+
+def test_a_bad_range_or_bad_blocks_submit_nothing(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    request = engine.request(list(range(1000, 1512)), "r")
+    good = list(range(16))
+    bad: list[tuple[tuple[int, int], list[list[int]], type[errors.KVFrameworkError]]] = [
+        ((0, 256), [list(range(BLOCKS, BLOCKS + 16))], errors.BadBlockIds),
+        ((0, 256), [good[:15]], errors.BadBlockIds),
+        ((0, 256), [good, good], errors.BadBlockIds),
+        ((0, 256), [[-1, *good[1:]]], errors.BadBlockIds),
+        ((0, 256), [[0.5, *good[1:]]], errors.BadBlockIds),  # type: ignore[list-item]
+        ((0, 500), [good], errors.BadRange),
+        ((100, 256), [good], errors.BadRange),
+        ((0, 768), [good], errors.BadRange),
+    ]
+    for (start, end), blocks, expected in bad:
+        for submit in (engine.worker.submit_store, engine.worker.submit_retrieve):
+            with pytest.raises(expected):
+                submit(request, start, end, blocks)
+    for skip in (-1, 257):
+        with pytest.raises(errors.BadRange):
+            engine.worker.submit_retrieve(request, 0, 256, [good], skip_first_n_tokens=skip)
+    assert engine.worker.get_finished() == (set(), set())
+    assert server.status()["l1"]["objects"] == 0
+    assert engine.worker.submit_store(request, 0, 256, [good]).result(20).ok
+
+
+def test_a_store_has_its_outcome_whatever_becomes_of_it(server: ServerProcess, client: KVClient) -> None:
+    engine = Engine(client)
+    blocks = [list(range(32))]
+    request = engine.request(list(range(512)))
+    stored = engine.worker.submit_store(request, 0, 512, blocks)
+    assert stored.result(20) == StoreOutcome(stored=2)
+    server.kill9()
+    wait_until(lambda: not client.usable, what="the client to see the server's end")
+    for start, end in ((0, 512), (256, 512)):
+        away = engine.worker.submit_store(request, start, end, [blocks[0][start // 16 :]])
+        assert away.result(0) == StoreOutcome(dropped=(end - start) // 256, error="run.server_gone")
+    engine.worker.close()
+    closed = engine.worker.submit_store(request, 0, 256, [blocks[0][:16]])
+    assert closed.result(0) == StoreOutcome(dropped=1, error="request.not_registered")
+
+
+def test_a_load_of_what_was_never_stored_is_not_called_evicted(
+    client: KVClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(client)
+    loaded = engine.worker.submit_retrieve(engine.request(list(range(256))), 0, 256, [list(range(16))])
+    assert not loaded.result(20)
+    assert "not all objects are in L1" in caplog.text
+    assert "evicted" not in caplog.text
+
+
+@pytest.mark.parametrize("start", [100, -256, 1.5, None])
+def test_a_lookup_from_within_a_chunk_is_the_engines_mistake(client: KVClient, start: Any) -> None:
+    engine = Engine(client)
+    with pytest.raises(errors.BadRange, match="start"):
+        engine.scheduler.lookup(engine.request(list(range(512))), start)
+    engine.worker.close()
+
+
+def test_a_workers_scheduler_asks_for_all_ranks(client: KVClient) -> None:
+    """A hit is what both ranks have, and the world size is the registered one."""
+    ranks = [Engine(client, 70 + rank, world_size=2, rank=rank) for rank in range(2)]
+    scheduler, blocks = ranks[1].worker.scheduler(), [list(range(16))]
+    hits = []
+    for engine in ranks:
+        request = engine.request([7, *range(255)])
+        assert engine.worker.submit_store(request, 0, 256, blocks).result(30).ok
+        found = scheduler.lookup(request)
+        hits.append(found.hit_tokens)
+        scheduler.free(found)
+    assert hits == [0, 256]
+    for engine in ranks:
+        engine.worker.close()
+    with pytest.raises(errors.NotRegistered):
+        ranks[0].worker.scheduler()
+
+
+def test_a_store_whose_request_has_ended_says_so(client: KVClient) -> None:
+    """Its lease ended with the request, in the midst of the copy."""
+    engine = Engine(client)
+    request = engine.request([9, *range(255)])
+
+    class Ends:
+        def synchronize(self) -> None:
+            engine.scheduler.end_request(request.request_id)
+
+    stored = engine.worker.submit_store(request, 0, 256, [list(range(16))], event=Ends())  # type: ignore[arg-type]
+    assert stored.result(30) == StoreOutcome(dropped=1, error=errors.LeaseUnknown.code)
+    engine.worker.close()

@@ -1,0 +1,177 @@
+"""A step's stores and loads as one batch, against a real server: in order, and refused before the first is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvframework import errors
+from kvframework.api.transport import StoreOutcome
+from kvframework.client import RequestHashes
+from kvframework.wire import messages as m
+from tests.core.client.engine import BLOCKS, CHUNK, Engine
+from tests.support.server_process import ServerProcess
+
+pytestmark = pytest.mark.torch
+
+BLOCKS_A, BLOCKS_B = list(range(16)), list(range(16, 32))
+TWO = [(0, CHUNK)] * 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ServerProcess]:
+    with ServerProcess() as running:
+        yield running
+
+
+@pytest.fixture
+def server(process: ServerProcess) -> ServerProcess:
+    return process.emptied()
+
+
+@pytest.fixture
+def engine(server: ServerProcess) -> Iterator[Engine]:
+    with server.engine_client() as client:
+        made = Engine(client)
+        yield made
+        made.worker.close()
+
+
+def two_requests(engine: Engine, first: int = 0) -> list[RequestHashes]:
+    return [engine.request([first + n] * CHUNK, f"r{n}") for n in range(2)]
+
+
+def asked(server: ServerProcess, since: int) -> list[tuple[str, str]]:
+    """The stores and loads that the server has been asked for, in order."""
+    with server.client() as watcher:
+        records = watcher.call("RECENT", m.Recent(since)).records
+    return [(each.request, each.request_id) for each in records if each.request in ("STORE", "RETRIEVE")]
+
+
+def asked_so_far(server: ServerProcess) -> int:
+    with server.client() as watcher:
+        return int(watcher.call("RECENT", m.Recent()).last)
+
+
+def test_a_batch_is_its_single_transfers_in_order(server: ServerProcess, engine: Engine) -> None:
+    since, requests = asked_so_far(server), two_requests(engine)
+    stored = engine.worker.batched_submit_store(requests, TWO, [[BLOCKS_A], [BLOCKS_B]])
+    assert [future.result(30) for future in stored] == [StoreOutcome(stored=1)] * 2
+    targets = [list(range(32, 48)), list(range(48, 64))]
+    before = engine.kv["layer0"].clone()
+    loaded = engine.worker.batched_submit_retrieve(requests, TWO, [[each] for each in targets], None, [0, 48])
+    assert all(future.result(30).ok for future in loaded)
+    assert engine.worker.get_finished() == ({"r0", "r1"}, {"r0", "r1"})
+    assert asked(server, since) == [("STORE", "r0"), ("STORE", "r1"), ("RETRIEVE", "r0"), ("RETRIEVE", "r1")]
+    kv = engine.kv["layer0"]
+    assert torch.equal(kv[:, targets[0]], before[:, BLOCKS_A])
+    assert torch.equal(kv[:, targets[1][3:]], before[:, BLOCKS_B[3:]])
+    assert torch.equal(kv[:, targets[1][:3]], before[:, targets[1][:3]]), "skipped"
+
+
+@pytest.mark.parametrize("short", ["requests", "ranges", "block_ids", "skip_first_n_tokens"])
+def test_lists_of_unequal_length_are_refused(server: ServerProcess, engine: Engine, short: str) -> None:
+    since = asked_so_far(server)
+    lists: dict[str, Any] = {"requests": two_requests(engine), "ranges": TWO, "block_ids": [[BLOCKS_A], [BLOCKS_B]]}
+    if short == "skip_first_n_tokens":
+        lists[short] = [0, 0]
+    lists[short] = lists[short][:1]
+    with pytest.raises(errors.RequestError, match="a batch of"):
+        engine.worker.batched_submit_retrieve(**lists)
+    if short != "skip_first_n_tokens":
+        with pytest.raises(errors.RequestError, match="a batch of"):
+            engine.worker.batched_submit_store(**lists)
+    assert engine.worker.get_finished() == (set(), set())
+    assert asked(server, since) == []
+
+
+BAD: list[tuple[tuple[int, int], list[Any], type[errors.KVFrameworkError]]] = [
+    ((0, CHUNK), [list(range(BLOCKS, BLOCKS + 16))], errors.BadBlockIds),
+    ((0, CHUNK), [BLOCKS_B[:15]], errors.BadBlockIds),
+    ((0, CHUNK), [BLOCKS_B, BLOCKS_B], errors.BadBlockIds),
+    ((0, 2 * CHUNK), [BLOCKS_B * 2], errors.BadRange),
+    ((100, CHUNK), [BLOCKS_B], errors.BadRange),
+]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize(("tokens", "blocks", "expected"), BAD)
+def test_a_bad_item_is_refused_before_the_first_is_sent(
+    server: ServerProcess,
+    engine: Engine,
+    place: int,
+    tokens: tuple[int, int],
+    blocks: list[Any],
+    expected: type[errors.KVFrameworkError],
+) -> None:
+    since, ranges, block_ids = asked_so_far(server), [*TWO], [[BLOCKS_A], [BLOCKS_A]]
+    ranges[place], block_ids[place] = tokens, blocks
+    for submit in (engine.worker.batched_submit_store, engine.worker.batched_submit_retrieve):
+        with pytest.raises(expected):
+            submit(two_requests(engine), ranges, block_ids)
+    assert engine.worker.get_finished() == (set(), set())
+    assert asked(server, since) == []
+    assert server.status()["l1"]["objects"] == 0
+
+
+def test_a_bad_skip_is_refused_before_the_first_is_sent(server: ServerProcess, engine: Engine) -> None:
+    since = asked_so_far(server)
+    with pytest.raises(errors.BadRange, match="skip_first_n_tokens"):
+        engine.worker.batched_submit_retrieve(two_requests(engine), TWO, [[BLOCKS_A], [BLOCKS_B]], None, [0, CHUNK + 1])
+    assert engine.worker.get_finished() == (set(), set())
+    assert asked(server, since) == []
+
+
+class ChangedTensors:
+    """An event at which the transport sees the engine's tensors changed, the second time that it waits."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        if self.waits == 2:
+            raise errors.BadLayout("tensors of another shape")
+
+
+def test_what_is_refused_behind_the_first_has_its_future_too(engine: Engine) -> None:
+    """A transport looks at the tensors itself. An exception then would lose the futures of what is under way."""
+    requests = two_requests(engine)
+    stored = engine.worker.batched_submit_store(requests, TWO, [[BLOCKS_A], [BLOCKS_B]], ChangedTensors())  # type: ignore[arg-type]
+    assert [future.result(30) for future in stored] == [
+        StoreOutcome(stored=1),
+        StoreOutcome(dropped=1, error=errors.BadLayout.code),
+    ]
+    assert engine.worker.submit_store(requests[1], 0, CHUNK, [BLOCKS_B]).result(30).ok
+    loaded = engine.worker.batched_submit_retrieve(requests, TWO, [[BLOCKS_A], [BLOCKS_B]], ChangedTensors())  # type: ignore[arg-type]
+    assert [future.result(30).ok for future in loaded] == [True, False]
+    assert engine.worker.get_finished() == ({"r0", "r1"}, {"r0", "r1"})
+    assert engine.worker.take_failed_blocks() == [set(BLOCKS_B)]
+
+
+def test_without_a_registration_each_item_is_a_miss(server: ServerProcess) -> None:
+    with server.engine_client() as client:
+        engine = Engine(client)
+        requests = two_requests(engine)
+        engine.worker.close()
+        stored = engine.worker.batched_submit_store(requests, TWO, [[BLOCKS_A], [BLOCKS_B]])
+        loaded = engine.worker.batched_submit_retrieve(requests, TWO, [[BLOCKS_A], [BLOCKS_B]])
+        assert [future.result(0).error for future in [*stored, *loaded]] == [errors.NotRegistered.code] * 4
+        assert engine.worker.get_finished() == ({"r0", "r1"}, {"r0", "r1"})
+        assert engine.worker.take_failed_blocks() == [{*BLOCKS_A, *BLOCKS_B}]
+
+
+def test_failed_loads_of_several_layouts_lose_no_request(engine: Engine) -> None:
+    """As of an engine that registers other tensors before it has asked which loads of the earlier ones failed."""
+    engine.worker.close()
+    engine.worker.batched_submit_retrieve(two_requests(engine), TWO, [[BLOCKS_A], [BLOCKS_A, BLOCKS_B]])
+    assert engine.worker.get_finished() == (set(), {"r0", "r1"})
+    assert engine.worker.take_failed_blocks() == [{*BLOCKS_A}, {*BLOCKS_B}]

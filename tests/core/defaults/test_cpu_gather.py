@@ -1,0 +1,316 @@
+"""The transport `cpu_gather`: what is written where, and what is left alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvf_cpu_gather import kvf_transports as hook
+from kvf_layouts.dynamic_cache import DynamicCacheLayout
+from kvframework.api.layout import GroupDesc, KVLayout, LayerGroup, Layout, MemoryLayoutDesc
+from kvframework.api.transport import Registration, StoreOutcome
+from kvframework.client.transfers import checked_transfer
+from kvframework.errors import BadLayout
+from tests.core.defaults.arena_link import ArenaLink
+from tests.core.defaults.gather_engine import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    DIM,
+    HEADS,
+    HND,
+    IDS,
+    LAYERS,
+    NHD,
+    Engine,
+    both_ways,
+    digest,
+    key,
+)
+
+__all__ = ["both_ways"]
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global CpuGather, engine_memory, np, torch, torch_copies
+    import numpy as np
+    import torch
+
+    from kvf_cpu_gather import engine_memory, torch_copies
+    from kvf_cpu_gather.context import CpuGather
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float64"])
+@pytest.mark.parametrize("axes", [NHD, HND], ids=["NHD", "HND"])
+def test_what_is_stored_is_canonical_and_comes_back(axes, dtype):
+    engine = Engine(axes, dtype)
+    future = engine.store()
+    assert future.query()
+    assert future.result().stored == 2
+    assert engine.link.object_bytes(digest(0)) == engine.tokens([5, 2]).numpy().tobytes()
+    assert engine.link.object_bytes(digest(1)) == engine.tokens([7, 8]).numpy().tobytes()
+
+    other = Engine(NHD, dtype, seed=2, link=engine.link)
+    untouched = other.tokens([0, 1, 2, 5, 6, 7, 8, 9]).clone()
+    assert other.load([[3, 4, 11, 10]]).result().ok
+    assert torch.equal(other.tokens([3, 4, 11, 10]), engine.tokens(IDS[0]))
+    assert torch.equal(other.tokens([0, 1, 2, 5, 6, 7, 8, 9]), untouched)
+    assert engine.link.open_leases == 0
+
+
+def test_only_what_the_server_lacks_is_written():
+    engine = Engine()
+    engine.store([[5, 2]], key(0, CHUNK))
+    before = engine.link.object_bytes(digest(0))
+    for tensor in engine.kv_caches.values():
+        tensor.add_(1.0)
+    future = engine.store()
+    assert (future.result().stored, future.result().present) == (1, 1)
+    assert len(engine.link.written) == 2
+    assert engine.link.object_bytes(digest(0)) == before
+    again = engine.store()
+    assert again.result() == StoreOutcome(present=2)
+    assert engine.link.calls[-1] == "prepare_store"
+
+
+def test_bytes_of_the_arena_outside_the_ranges_are_not_touched():
+    engine = Engine()
+    engine.store()
+    places = engine.link.written
+    inside = {i for place in places for i in range(place.offset, place.offset + place.length)}
+    outside = bytes(b for i, b in enumerate(engine.link.mapped) if i not in inside)
+    assert set(outside) == {0xEE}
+
+
+@settings(max_examples=80)
+@given(
+    source=st.permutations(range(BLOCKS)),
+    target=st.permutations(range(BLOCKS)),
+    chunks=st.integers(1, 3),
+    skip=st.integers(0, 3 * CHUNK),
+    axes=st.sampled_from([(NHD, HND), (HND, NHD), (NHD, NHD)]),
+    runs=st.booleans(),
+)
+def test_gather_then_scatter_is_the_identity_and_skipped_slots_stay(source, target, chunks, skip, axes, runs):
+    skip = min(skip, chunks * CHUNK)
+    count = chunks * CHUNK // BLOCK
+    source = list(range(count)) if runs else source[:count]
+    target, rest = (list(range(count)), list(range(count, BLOCKS))) if runs else (target[:count], target[count:])
+    cache_key = key(0, chunks * CHUNK)
+    engine = Engine(axes[0])
+    assert engine.store([source], cache_key).result()
+    other = Engine(axes[1], seed=2, link=engine.link)
+    before, before_rest = other.tokens(target).clone(), other.tokens(rest).clone()
+    assert other.load([target], cache_key, skip=skip).result()
+    after, want = other.tokens(target), engine.tokens(source)
+    assert torch.equal(after[:, :, :skip], before[:, :, :skip])
+    assert torch.equal(after[:, :, skip:], want[:, :, skip:])
+    assert torch.equal(other.tokens(rest), before_rest)
+
+
+def test_a_later_part_of_a_request_is_its_own_chunks():
+    engine = Engine()
+    engine.store()
+    other = Engine(seed=2, link=engine.link)
+    assert other.load([[0, 1]], key(CHUNK, 2 * CHUNK)).result()
+    assert torch.equal(other.tokens([0, 1]), engine.tokens([7, 8]))
+
+
+def test_a_dynamic_cache_and_paged_memory_share_objects():
+    engine = Engine()
+    engine.store()
+    pair = {f"l{i}": (torch.zeros(1, HEADS, 19, DIM), torch.zeros(1, HEADS, 19, DIM)) for i in range(LAYERS)}
+    layout = DynamicCacheLayout()
+    declared = layout.describe(pair, block_size=BLOCK)
+    assert layout.object_desc(declared, CHUNK) == engine.desc
+    transport = CpuGather(engine.link)
+    registration = Registration(2, 0, bytes(16), declared, engine.desc)
+    transport.on_registered(registration, layout)
+    transfer = checked_transfer(registration, key(), pair, [range(4)], None, storing=False)
+    assert transport.load(transfer, 0).result().ok
+    want = engine.tokens(IDS[0]).view(torch.float32).view(2, LAYERS, 16, HEADS, DIM)
+    for layer in range(LAYERS):
+        for plane in (0, 1):
+            assert torch.equal(pair[f"l{layer}"][plane][0, :, :16], want[plane, layer].transpose(0, 1))
+            assert not pair[f"l{layer}"][plane][0, :, 16:].any()
+
+
+class Compressed(Layout):
+    """Two layer groups, the second with one slot for two tokens."""
+
+    name = "compressed"
+
+    def describe(self, kv_caches, *, block_size):
+        return KVLayout(
+            self.name,
+            (
+                LayerGroup(1, BLOCK, 1, DIM, "float32", planes=1),
+                LayerGroup(1, CHUNK, 1, DIM, "float32", planes=1, compress_ratio=2),
+            ),
+        )
+
+    def block_views(self, layout, kv_caches):
+        return [[[kv_caches["full"]]], [[kv_caches["small"]]]]
+
+
+def test_groups_with_their_own_block_sizes_and_compression():
+    layout = Compressed()
+    tensors = {"full": torch.randn(6, BLOCK, 1, DIM), "small": torch.randn(4, CHUNK // 2, 1, DIM)}
+    declared = layout.describe(tensors, block_size=BLOCK)
+    desc = layout.object_desc(declared, CHUNK)
+    link = ArenaLink(desc)
+    transport = CpuGather(link)
+    registration = Registration(1, 0, bytes(16), declared, desc)
+    transport.on_registered(registration, layout)
+    ids = [[4, 0, 1, 2], [3, 1]]
+    future = transport.store(checked_transfer(registration, key(), tensors, ids, None, storing=True))
+    assert future.result().stored == 4
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    assert transport.load(checked_transfer(registration, key(), target, ids, None, storing=False), 5).result().ok
+    assert torch.equal(target["full"][[1, 2]], tensors["full"][[1, 2]])
+    assert not target["full"][4].any()
+    assert not target["full"][0, 0].any()
+    assert torch.equal(target["full"][0, 1:], tensors["full"][0, 1:])
+    # tokens 4 and 5 share slot 2: token 5 is wanted, so the slot is written
+    assert not target["small"][3, :2].any()
+    assert torch.equal(target["small"][3, 2:], tensors["small"][3, 2:])
+    assert torch.equal(target["small"][1], tensors["small"][1])
+
+
+def test_the_way_of_tensors_that_are_not_in_host_memory(monkeypatch):
+    """No device is needed to see that the other branch moves the same bytes."""
+    waits = []
+    monkeypatch.setattr(torch_copies, "HOST", frozenset())
+    monkeypatch.setattr(engine_memory, "wait_for_devices", waits.append)
+    monkeypatch.setattr(engine_memory, "mark_device", lambda _views: None)
+    engine = Engine(HND)
+    assert engine.store().result()
+    assert engine.link.object_bytes(digest(0)) == engine.tokens([5, 2]).numpy().tobytes()
+    other = Engine(NHD, seed=2, link=engine.link)
+    assert other.load([[3, 9, 11, 10]], skip=5).result()
+    assert torch.equal(other.tokens([3, 9, 11, 10])[:, :, 5:], engine.tokens(IDS[0])[:, :, 5:])
+    assert len(waits) == 1
+
+
+def test_stable_memory_is_seen_once(monkeypatch):
+    engine, seen = Engine(), []
+    views = engine.layout.block_views
+    monkeypatch.setattr(engine.layout, "block_views", lambda *args: seen.append(1) or views(*args))
+    for _ in range(3):
+        assert engine.store().result()
+        assert engine.load().result()
+    assert len(seen) == 1
+
+
+def test_no_memory_is_held_between_calls():
+    """An engine that sleeps gives its memory back, whatever was remembered of it."""
+    memory = np.zeros((2, 12, 4, 2, 3), np.float32)
+    freed = weakref.ref(memory)
+    engine = Engine(kv_caches={"l0": torch.from_numpy(memory)})
+    for _ in range(2):
+        assert engine.store().result()
+    del memory
+    engine.kv_caches.clear()
+    gc.collect()
+    assert freed() is None
+
+
+@pytest.mark.parametrize("change", ["another tensor", "moved in place", "swapped names"])
+def test_memory_that_has_changed_is_seen_anew(change):
+    engine = Engine(link=None)
+    assert engine.store().result()
+    other = Engine(seed=2, link=engine.link)
+    assert other.load().result()  # what it remembers from now on is where its tensors lie
+    former = {name: tensor.clone() for name, tensor in other.kv_caches.items()}
+    first = other.kv_caches["l0"]
+    if change == "another tensor":
+        other.kv_caches["l0"] = torch.zeros_like(first)
+    elif change == "moved in place":
+        first.set_(torch.zeros_like(first).untyped_storage(), 0, first.shape, first.stride())
+    else:
+        other.kv_caches = dict(zip(["l0", "l1"], reversed(other.kv_caches.values()), strict=True))
+    ids = [3, 9, 11, 10]
+    assert other.load([ids]).result()
+    views = other.layout.block_views(other.registration.layout, other.kv_caches)[0]
+    stored = engine.tokens(IDS[0]).view(torch.float32)
+    for plane in (0, 1):
+        for layer, view in enumerate(views[plane]):
+            assert torch.equal(view[ids].flatten(0, 1), stored[plane, layer])
+    if change == "another tensor":
+        assert torch.equal(first, former["l0"])
+
+
+def test_other_strides_are_refused_as_if_nothing_were_remembered():
+    engine = Engine()
+    assert engine.store().result()
+    tensor = engine.kv_caches["l0"]
+    plane, block, *inner = tensor.stride()
+    spread = torch.zeros(2 * tensor.numel())
+    tensor.set_(spread.untyped_storage(), 0, tensor.shape, (2 * plane, 2 * block, *inner))
+    with pytest.raises(BadLayout, match="strides"):
+        engine.store()
+
+
+def test_a_storage_that_was_cut_is_refused_as_if_nothing_were_remembered():
+    engine = Engine()
+    assert engine.store().result()
+    tensor = engine.kv_caches["l0"]
+    address = tensor.data_ptr()
+    for size in (1024, 512, 960) * 100:  # until it lies where it lay, which it soon does
+        tensor.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(size)
+        if tensor.data_ptr() == address:
+            break
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        engine.store()
+
+
+def test_no_tensor_is_held_between_calls():
+    engine = Engine()
+    assert engine.store().result()
+    kept = [weakref.ref(tensor) for tensor in engine.kv_caches.values()]
+    engine.kv_caches.clear()
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+
+
+def test_tensors_of_every_autograd_mode():
+    shape = (2, BLOCKS, BLOCK, HEADS, DIM)
+    with torch.inference_mode():
+        inference = {f"l{i}": torch.randn(shape) for i in range(LAYERS)}
+    leaves = {f"l{i}": torch.randn(shape, requires_grad=True) for i in range(LAYERS)}
+    engine = Engine(kv_caches=leaves)
+    assert engine.store().result()
+    other = Engine(kv_caches=inference, link=engine.link)
+    assert other.load().result()
+    assert torch.equal(other.tokens(IDS[0]), engine.tokens(IDS[0]))
+    with torch.inference_mode():
+        assert other.load([[1, 3, 5, 7]]).result()
+    with torch.no_grad():
+        assert engine.load([[1, 3, 5, 7]]).result()
+    assert torch.equal(other.tokens([1, 3, 5, 7]), engine.tokens([1, 3, 5, 7]))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, range, "tensor"])
+def test_block_ids_may_be_any_sequence_of_integers(kind):
+    engine = Engine()
+    make = torch.tensor if kind == "tensor" else kind
+    ids = range(4) if kind is range else make([0, 1, 2, 3])
+    assert engine.store([ids]).result()
+    assert engine.link.object_bytes(digest(1)) == engine.tokens([2, 3]).numpy().tobytes()
+
+
+def test_the_hook_offers_an_engine_driven_transport():
+    (provider,) = hook()
+    assert (provider.name, provider.create_server, provider.is_gpu) == ("cpu_gather", None, False)
+    assert provider.probe() is None
+    link = ArenaLink(MemoryLayoutDesc(CHUNK, (GroupDesc((2, 1, CHUNK, 4), "float32"),)))
+    transport = provider.create(provider.options(), link)
+    assert transport.memory_handles({}) == ()
+    transport.close()

@@ -1,0 +1,127 @@
+"""A copier whose arena cannot be pinned yet or at all, or whose events cannot be closed: what engines learn of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvf_dev.testing.accelerator import SimulatedNode
+from kvf_dev.testing.transport.cases import PAGED
+from kvf_dev.testing.transport.engine import KitEngine
+from kvf_dev.testing.transport.node import PATIENCE_S, client_of, serving, status_of
+from kvframework.client import KVClient
+from kvframework.errors import DeviceError
+from kvframework.server import Server
+from tests.core.client import test_transport_choice as choice
+from tests.core.devices.engines import works
+from tests.core.devices.rigs import simdev
+from tests.support.waiting import wait_until
+
+from tests.core.devices import faulty  # isort: skip  it imports the example
+
+Start = Callable[..., tuple[KVClient, Callable[[int], KitEngine]]]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[SimulatedNode]:
+    with SimulatedNode(tmp_path / "node", max_delay_s=0.0005) as made:
+        yield made
+
+
+@pytest.fixture
+def start(node: SimulatedNode) -> Iterator[Start]:
+    """A server with one of the transports, a client, and how to make an engine by its number."""
+    with ExitStack() as stack:
+
+        def starting(transport: str, **options: object) -> tuple[KVClient, Callable[[int], KitEngine]]:
+            rig = simdev(str(node.path), module="tests.core.devices.faulty", transport=transport, **options)
+            stack.callback(rig.close)
+            server: Server = stack.enter_context(serving(rig))
+            client = stack.enter_context(client_of(rig, server.endpoint))
+
+            def engine(number: int) -> KitEngine:
+                made = KitEngine(rig, client, number, PAGED["nhd"], seed=number)
+                stack.callback(made.close)
+                return made
+
+            return client, engine
+
+        yield starting
+
+
+def copier(client: KVClient, transport: str) -> dict[str, Any]:
+    (device,) = status_of(client)["transports"][transport]["devices"]  # type: ignore[index]
+    assert isinstance(device, dict)
+    return device
+
+
+# pinning
+
+
+def test_an_arena_that_cannot_be_pinned_refuses_the_registration(start: Start) -> None:
+    make = start("cannot_pin")[1]
+    with pytest.raises(DeviceError, match="so much memory may not be locked") as raised:
+        make(1)
+    assert (raised.value.where, raised.value.hint) == ("acme.pin", faulty.HINT)
+
+
+def test_where_the_arena_cannot_be_pinned_the_next_transport_is_taken(
+    node: SimulatedNode, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint = f"ipc://{tmp_path}/s.sock"
+    with (
+        choice.serving(endpoint, node, "cannot_pin", "sound"),
+        KVClient(endpoint, plugins=choice.registry(), deadline_scale=20.0) as client,
+    ):
+        assert client.wait_up(PATIENCE_S)
+        adapter = choice.worker(client, node)
+        adapter.register_kv_caches(choice.on_devices(node, 0), block_size=16)
+        assert choice.taken(client) == ["sound"]
+        assert choice.stores(client, adapter)
+        assert copier(client, "cannot_pin")["starts"] == 1
+        adapter.close()
+    assert "transport cannot_pin cannot be used for this engine's memory and is left out" in caplog.text
+
+
+def test_a_registration_waits_for_the_pin_which_is_no_stall(start: Start) -> None:
+    client, make = start("pins_slowly", stall_s=1.0)
+    began = time.monotonic()
+    engine = make(1)
+    assert time.monotonic() - began >= faulty.PIN_S
+    works(engine)
+    assert copier(client, "pins_slowly")["starts"] == 1
+
+
+# closing
+
+
+def test_an_event_that_cannot_be_closed_ends_no_copier(start: Start, node: SimulatedNode) -> None:
+    client, make = start("cannot_close_events")
+    first, second = make(1), make(2)
+    works(first)
+    works(second)
+    before = copier(client, "cannot_close_events")
+    first.close()
+    wait_until(lambda: copier(client, "cannot_close_events")["instances"] == 1, what="the end of the first instance")
+    works(second)
+    after = copier(client, "cannot_close_events")
+    assert (after["pid"], after["starts"]) == (before["pid"], 1)
+    second.close()
+    wait_until(lambda: node.events() == 0, what="no event")
+    assert node.violations() == []
+
+
+def test_a_device_that_is_lost_at_an_event_ends_its_copier(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    client, make = start("is_lost_at_an_event")
+    engine = make(1)
+    works(engine)
+    with caplog.at_level(logging.ERROR):
+        engine.close()
+        wait_until(lambda: copier(client, "is_lost_at_an_event")["pid"] is None, what="the end of the copier")
+    assert "the event is in use" in copier(client, "is_lost_at_an_event")["last_error"]

@@ -1,0 +1,138 @@
+"""What reaches the sockets of `kvframework hold` from others than its server."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvframework.keeper.notes import remove_note, store_note
+from tests.core.keeper.held import TIMEOUT, Held
+from tests.support.processes import descriptors
+from tests.support.waiting import wait_until
+
+STORE = store_note("kvf-arena")
+# Noise of every kind; each datagram with so many descriptors.
+HOSTILE = [
+    (b"", 0),
+    (b"\0" * 4000, 0),
+    (b"READY=1", 0),
+    (STORE, 1),
+    (STORE, 2),
+    (STORE, 253),
+    (STORE + b"\nX=" + b"y" * 60_000, 1),
+    (b"FDSTORE=1\nFDNAME=a\nFDSTOREREMOVE=1", 1),
+    (remove_note("kvf-arena"), 0),
+    (remove_note("kvf-journal"), 3),
+    (b"FDSTORE=1", 1),
+    (b"FDSTORE=1\nFDNAME=" + b"x" * 300, 1),
+    (b"\xff\xfe=\xff\nFDNAME", 1),
+]
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    with Held() as running:
+        running.ready(1)
+        yield running
+
+
+def settled(held: Held) -> dict[int, str]:
+    """The descriptors of the keeper, once no caller is connected."""
+    held.ask("status")
+    found = descriptors(held.process.pid)
+    return {fd: target for fd, target in found.items() if "memfd" in target}
+
+
+def test_words_of_a_stranger_change_nothing(held: Held) -> None:
+    before, kept = settled(held), held.ask("status")["held"]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger, contextlib.closing(Fd()) as extra:
+        stranger.connect(f"{held.base}.note")
+        for payload, count in HOSTILE:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [extra.fd] * count))] if count else []
+            stranger.sendmsg([payload], rights)
+    wait_until(lambda: held.ask("status")["strangers"] == len(HOSTILE), TIMEOUT, "all messages")
+    assert settled(held) == before
+    assert held.ask("status")["held"] == kept
+    assert 1 <= held.log.count("ignored process") <= 4
+
+
+class Fd:
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("stranger")
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def test_a_server_that_stores_too_much_is_refused(held: Held) -> None:
+    held.fail("stores too much")
+    held.ask("drop", restart=True)
+    held.ready(2)
+    wait_until(lambda: held.log.count("does not keep") == 4, TIMEOUT, "the refusals")
+    assert len(held.ask("status")["held"]) == 16
+    assert len(settled(held)) == 16
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
+@pytest.mark.parametrize("suffix", [".note", ".hold"])
+def test_another_user_reaches_no_socket(held: Held, suffix: str) -> None:
+    os.chmod(held.folder, 0o711)
+    program = """
+import os, socket, sys
+os.setgid(12345); os.setuid(12345)
+kind = socket.SOCK_DGRAM if sys.argv[1].endswith("note") else socket.SOCK_SEQPACKET
+with socket.socket(socket.AF_UNIX, kind) as other:
+    other.connect(sys.argv[1])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, held.base + suffix],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT,
+    )
+    assert "PermissionError" in done.stderr
+
+
+def control(held: Held) -> socket.socket:
+    caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    caller.connect(f"{held.base}.hold")
+    caller.settimeout(TIMEOUT)
+    return caller
+
+
+@pytest.mark.parametrize("packet", [b"\xff", b"[]", b"null", b"[" * 60_000, b"1", b'{"do"'])
+def test_a_packet_that_is_no_object_ends_its_connection(held: Held, packet: bytes) -> None:
+    with control(held) as caller:
+        caller.send(packet)
+        assert caller.recv(100) == b""
+    assert held.ask("status")["done"]
+
+
+@pytest.mark.parametrize("do", ["", "x", "STATUS", None, 1, ["drop"], {"a": 1}])
+def test_an_unknown_request_is_refused(held: Held, do: object) -> None:
+    assert held.ask(do) == {"done": False, "text": "it knows no such request"}  # type: ignore[arg-type]
+
+
+def test_callers_that_say_nothing_keep_others_waiting_and_no_more(held: Held) -> None:
+    with contextlib.ExitStack() as stack:
+        # As many as it hears at once, and as many as the kernel lets wait: a further one waits for these.
+        for _ in range(8 + 9):
+            stack.enter_context(control(held))
+        assert held.ask("status")["done"]
+
+
+def test_a_caller_that_ends_is_seen(held: Held) -> None:
+    held.fail("hangs")
+    with control(held) as caller:
+        caller.send(b'{"do": "reload"}')
+        wait_until(lambda: len(held.servers()) == 2, TIMEOUT, "two servers")
+    assert not held.ask("reload")["done"]
+    assert held.ask("status")["done"]

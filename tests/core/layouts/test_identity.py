@@ -1,0 +1,172 @@
+"""Objects of equal content are equal whatever the engine's layout, and what is gathered comes back where it belongs.
+
+Hypothesis over the order of axes, planes, layers in one tensor or storage, dtypes, block sizes, compress ratios,
+windows, states and skipped tokens, through the real layout plugin and transport.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvframework.api.keys import compute_namespace
+from kvframework.api.layout import NO_BLOCK
+from kvframework.api.types import DTYPE_BYTES
+from tests.core.layouts.engines import Engine, Group, as_bytes
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global torch
+    import torch
+
+
+CHUNK, CHUNKS, SPARE = 24, 3, 2
+
+
+@st.composite
+def held_alike(draw: st.DrawFn) -> tuple[Group, Group]:
+    """One layer group as two engines hold it."""
+    planes = draw(st.integers(1, 2))
+    state = draw(st.integers(0, 4)) == 0
+    heads = draw(st.integers(1, 3))
+    block_size = draw(st.sampled_from([1, 2, 4, 8, 12]))
+    sizes = {
+        "layers": draw(st.integers(1, 3)),
+        "planes": planes,
+        "heads": heads,
+        "dim": draw(st.integers(1, 3)),
+        "dtype": draw(st.sampled_from(list(DTYPE_BYTES))),
+        "block_size": block_size,
+        "compress_ratio": 1 if state else draw(st.sampled_from([r for r in (1, 2, 4) if block_size % r == 0])),
+        "window": 0 if state else draw(st.sampled_from([0, 0, 1, 5, 24, 30, 100])),
+        "state": state,
+    }
+
+    def engine() -> Group:
+        axes = ["block", "dim"] if state else ["token", "dim"]
+        if not state and draw(st.booleans()):
+            axes.append("block")
+        if heads > 1 or draw(st.booleans()):
+            axes.append("head")
+        if planes == 2 and draw(st.booleans()):
+            axes.append("plane")
+        if draw(st.booleans()):
+            axes.append("layer")
+        how = draw(st.sampled_from(["own", "offsets", "interleaved"]))
+        return Group(tuple(draw(st.permutations(axes))), how=how, **sizes)
+
+    return engine(), engine()
+
+
+@settings(max_examples=120)
+@given(
+    pairs=st.lists(held_alike(), min_size=1, max_size=3),
+    seed=st.integers(0, 2**16),
+    skip=st.integers(0, CHUNKS * CHUNK),
+    data=st.data(),
+)
+def test_equal_content_is_one_object_and_comes_back(pairs, seed, skip, data):
+    chunk = Engine([one for one, _ in pairs], [one.content(1, seed) for one, _ in pairs], CHUNK).desc.chunk_tokens
+    tokens = chunk * CHUNKS
+    skip = min(skip, tokens)
+    counts = [tokens // one.block_size + SPARE for one, _ in pairs]
+    contents = [one.content(count, seed + 1) for (one, _), count in zip(pairs, counts, strict=True)]
+    others = [one.content(count, seed + 2) for (one, _), count in zip(pairs, counts, strict=True)]
+    source = Engine([one for one, _ in pairs], contents, CHUNK)
+    target = Engine([other for _, other in pairs], others, CHUNK, link=source.link)
+    assert source.desc == target.desc
+    assert (
+        len(
+            {
+                compute_namespace(model="m", desc=engine.desc, hasher_fingerprint="h", world_size=1)
+                for engine in (source, target)
+            }
+        )
+        == 1
+    )
+
+    ids = [data.draw(st.permutations(range(count)))[: count - SPARE] for count in counts]
+    assert source.store(ids, CHUNKS).result()
+    for index, (group, content) in enumerate(zip(source.groups, contents, strict=True)):
+        per = 1 if group.state else chunk // group.block_size
+        used = ids[index][chunk // group.block_size - 1 :: chunk // group.block_size] if group.state else ids[index]
+        for number in range(CHUNKS):
+            expected = as_bytes(content)[:, :, used[number * per : (number + 1) * per]]
+            assert source.link.object_bytes(bytes([number + 1]) * 32, index) == expected.numpy().tobytes()
+
+    # Other blocks; of a window, any id that does not exist where the window does not reach.
+    to = [data.draw(st.permutations(range(count)))[: count - SPARE] for count in counts]
+    given_ids = [
+        [NO_BLOCK if at < _first_block(group, tokens) else each for at, each in enumerate(group_ids)]
+        for group, group_ids in zip(target.groups, to, strict=True)
+    ]
+    assert target.load(given_ids, CHUNKS, skip).result()
+    for index, group in enumerate(target.groups):
+        assert torch.equal(
+            target.blocks(index), _expected(group, contents[index], others[index], ids[index], to[index], chunk, skip)
+        )
+
+
+def test_a_state_is_left_alone_where_all_is_skipped() -> None:
+    group = Group(
+        axes=("block", "dim"),
+        layers=1,
+        planes=1,
+        heads=1,
+        dim=2,
+        dtype="float64",
+        block_size=12,
+        compress_ratio=1,
+        window=0,
+        state=True,
+        how="own",
+    )
+    source = Engine([group], [group.content(8, 1)], CHUNK)
+    tokens = source.desc.chunk_tokens * CHUNKS
+    ids = [list(range(tokens // group.block_size))]
+    assert source.store(ids, CHUNKS).result()
+    target = Engine([group], [group.content(8, 2)], CHUNK, link=source.link)
+    before = target.blocks(0).clone()
+    assert target.load(ids, CHUNKS, tokens).result()
+    assert torch.equal(target.blocks(0), before)
+    assert target.load(ids, CHUNKS, tokens - 1).result()
+    assert not torch.equal(target.blocks(0), before)
+
+
+def _first_block(group: Group, tokens: int) -> int:
+    if group.state:
+        return tokens // group.block_size - 1
+    return max(tokens - group.window, 0) // group.block_size if group.window else 0
+
+
+def _expected(group, content, before, ids, to, chunk, skip):
+    """Slot by slot, from the definition: a slot is loaded if it holds a token that is not skipped, in a block that the
+    window reaches."""
+    want, have = as_bytes(before).clone(), as_bytes(content)
+    tokens = chunk * CHUNKS
+    for at, (source, target) in enumerate(zip(ids, to, strict=True)):
+        if at < _first_block(group, tokens):
+            continue
+        for slot in range(group.slots):
+            width = group.block_size // group.slots
+            last_token = at * group.block_size + (slot + 1) * width - 1
+            if last_token >= skip:
+                want[:, :, target, slot] = have[:, :, source, slot]
+    return want
+
+
+@settings(max_examples=40)
+@given(pair=held_alike(), seed=st.integers(0, 2**16))
+def test_strides_are_declared_from_the_tensors(pair, seed):
+    group, _ = pair
+    engine = Engine([group], [group.content(24, seed)], CHUNK)
+    (declared,) = engine.declared.groups
+    tensor = next(iter(engine.kv.values()))
+    tensor = tensor[0] if isinstance(tensor, tuple) else tensor
+    assert declared.strides == tensor.stride()
+    assert declared.axes == group.axes
+    assert engine.declared.num_blocks == 24

@@ -1,0 +1,252 @@
+"""The liveness socket against strangers, and the files of an endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from kvframework.config import ipc_path
+from kvframework.errors import EndpointError, ProtocolError, ServerGone
+from kvframework.messaging.client.liveness import LivenessLink
+from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA
+from kvframework.messaging.server import sessions as server_side
+from kvframework.messaging.server.sessions import LivenessServer
+from kvframework.messaging.server.sockets import EndpointFiles
+from tests.core.messaging.lab import Lab, RawClient, Text, Work, ask, connected, make_server
+from tests.support.waiting import wait_until
+
+
+def dialled(lab: Lab) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(20)
+    sock.connect(ipc_path(lab.endpoint) + ".live")
+    return sock
+
+
+@pytest.mark.parametrize("data", [b"x" * 16, b"x" * 17, b"x" * 100_000])
+def test_garbage_is_dropped_at_once(lab: Lab, data: bytes) -> None:
+    with dialled(lab) as sock:
+        sock.setblocking(False)
+        sock.send(data)
+        sock.settimeout(server_side.HALF_OPEN_S / 2)
+        try:
+            assert sock.recv(1) == b""
+        except ConnectionResetError:
+            assert len(data) > 17
+    wait_until(lambda: lab.server.counters["liveness_refused"] == 1)
+
+
+def test_the_slow_are_dropped_after_a_while(lab: Lab) -> None:
+    with dialled(lab) as silent, dialled(lab) as slow, RawClient(lab.endpoint) as raw:
+        assert raw.welcome is not None
+        slow.sendall(raw.welcome.session[:15])
+        began = time.monotonic()
+        assert silent.recv(1) == slow.recv(1) == b""
+        assert time.monotonic() - began < server_side.HALF_OPEN_S + 1
+        assert not lab.server.sessions[0].local
+    assert lab.server.counters["liveness_refused"] == 2
+
+
+def test_a_token_may_come_in_pieces_but_not_too_long(lab: Lab) -> None:
+    with RawClient(lab.endpoint) as raw, dialled(lab) as sock, dialled(lab) as greedy:
+        assert raw.welcome is not None
+        greedy.sendall(raw.welcome.session + b"!")
+        assert greedy.recv(1) == b""
+        sock.sendall(raw.welcome.session[:5])
+        time.sleep(0.05)
+        sock.sendall(raw.welcome.session[5:])
+        assert sock.recv(1) == WITHOUT_ARENA
+        wait_until(lambda: lab.server.sessions[0].local)
+        sock.sendall(b"nothing may follow")
+        wait_until(lambda: len(lab.work.ended) == 1)
+
+
+def test_a_crowd_of_half_open_connections_keeps_nobody_out(lab: Lab) -> None:
+    crowd = [dialled(lab) for _ in range(server_side.MAX_HALF_OPEN)]
+    try:
+        with connected(lab.endpoint) as connection:
+            assert lab.server.sessions[0].local
+            assert ask(connection, "ECHO", "on").result(20)
+            crowd += [dialled(lab) for _ in range(10)]
+            wait_until(lambda: lab.server.counters["liveness_refused"] >= 9)
+            assert ask(connection, "ECHO", "on").result(20)
+    finally:
+        for sock in crowd:
+            sock.close()
+
+
+def test_the_clients_of_a_node_may_come_all_at_once(endpoint: str) -> None:
+    """As after a restart, and before the server has time for any: whom the kernel cannot queue it refuses."""
+    server = make_server(endpoint, Work(b"boot"))
+    server.bind()
+    path = ipc_path(endpoint) + ".live"
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        for _ in range(300):
+            sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+            sock.settimeout(20)
+            sock.connect(path)
+
+
+def test_a_session_lives_as_long_as_its_last_liveness_socket(lab: Lab) -> None:
+    with RawClient(lab.endpoint) as raw:
+        assert raw.welcome is not None
+        first, second = (LivenessLink.connect(raw.welcome.liveness, raw.welcome.session, 5)[0] for _ in range(2))
+        first.close()
+        assert raw.ask(5, "test.ECHO", Text("x"))[0] == "test.ECHO"
+        assert not lab.work.ended
+        second.close()
+        wait_until(lambda: len(lab.work.ended) == 1)
+        assert raw.ask(6, "test.ECHO", Text("x"))[1].code == "protocol.hello_required"
+
+
+def test_who_is_heard_beside_an_end_is_not_taken_for_who_ended(tmp_path: Path) -> None:
+    """Newcomers get the numbers of descriptors that an end gives back, in the round that still names them."""
+    sessions = {name * 16: SimpleNamespace(local=False, liveness=None) for name in (b"a", b"b")}
+    counters = dict.fromkeys(["liveness_refused"], 0)
+    path = str(tmp_path / "live")
+    server = LivenessServer(path, arena_for=None, find=sessions.get, clock=time.monotonic, counters=counters)  # type: ignore[arg-type]
+    command = f"import socket; s = socket.socket(1); s.connect({path!r}); s.send(b'a' * 16); input()"
+    hole = os.open(os.devnull, os.O_RDONLY)  # so that the process's descriptor comes before its socket's
+    with subprocess.Popen([sys.executable, "-S", "-c", command], stdin=subprocess.PIPE) as process:
+        wait_until(lambda: not server.serve() and server._half_open)
+        os.close(hole)
+        wait_until(lambda: not server.serve() and sessions[b"a" * 16].local)
+        (ended,) = server._live
+        with socket.socket(socket.AF_UNIX) as newcomer:
+            newcomer.connect(path)
+            wait_until(lambda: not server.serve() and server._half_open)
+            process.kill()
+            process.wait()
+            newcomer.send(b"b" * 16)
+            (watched,), (heard,) = server._processes, server._half_open
+            epoll = server._epoll
+            server._epoll = mock.Mock(wraps=epoll)
+            server._epoll.poll = lambda *_: [(fd, select.EPOLLIN) for fd in (ended, heard, watched)]
+            assert server.serve() == [sessions[b"a" * 16]]
+            server._epoll = epoll
+            assert sessions[b"b" * 16].local
+            assert server.serve() == []
+    server.close()
+
+
+def test_a_session_without_a_liveness_socket_ends_when_it_is_silent(endpoint: str) -> None:
+    lab = Lab(endpoint, session_timeout_s=0.2)
+    try:
+        with connected(endpoint) as connection, RawClient(endpoint) as raw:
+            local, silent = lab.server.sessions
+            wait_until(lambda: lab.work.ended == [silent])
+            assert raw.ask(5, "test.ECHO", Text("x"))[1].code == "protocol.hello_required"
+            assert (lab.server.sessions, connection.state) == ([local], "up")
+    finally:
+        lab.stop()
+
+
+def test_another_user_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_side, "peer_uid", lambda _: os.geteuid() + 1)
+    with dialled(lab) as sock:
+        assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"), [(None, ServerGone), (b"", ServerGone), (b"\x01", ProtocolError), (b"?", ProtocolError)]
+)
+def test_what_the_client_half_refuses(tmp_path: Path, answer: bytes | None, error: type[Exception]) -> None:
+    path = str(tmp_path / "s")
+    with pytest.raises(ServerGone):
+        LivenessLink.connect(path, b"t" * 16, 0.1)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(16)
+                if answer is None:
+                    sock.recv(1)  # says nothing, until the client gives up
+                else:
+                    sock.send(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(error):
+            LivenessLink.connect(path, b"t" * 16, 0.5)
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_sockets_are_for_their_owner_only_and_removed_at_the_end(lab: Lab) -> None:
+    path = ipc_path(lab.endpoint)
+    for name in (path, path + ".live", path + ".lock"):
+        assert stat.S_IMODE(os.stat(name).st_mode) == 0o600
+    lab.stop()
+    assert os.listdir(os.path.dirname(path)) == []
+
+
+def test_stale_sockets_are_removed_but_no_other_file(endpoint: str) -> None:
+    path = ipc_path(endpoint)
+    for name in (path, path + ".live"):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(name)
+    Lab(endpoint).stop()
+    Path(path).write_text("somebody's")
+    with pytest.raises(EndpointError, match="no socket"):
+        EndpointFiles(endpoint).acquire()
+    assert Path(path).read_text() == "somebody's"
+    assert not os.path.exists(path + ".lock")
+
+
+def test_a_server_that_never_serves_leaves_nothing(endpoint: str) -> None:
+    server = make_server(endpoint, Work(b"boot"))
+    server.bind()
+    server.close()
+    server.close()
+    assert os.listdir(os.path.dirname(ipc_path(endpoint))) == []
+    server.bind()
+    server.stop()
+    server.serve_forever()
+    assert os.listdir(os.path.dirname(ipc_path(endpoint))) == []
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://127.0.0.1:1", "ipc://relative", "ipc://@abstract", "ipc://*", "ipc:///" + "x" * 120, "ipc:///d/"],
+)
+def test_endpoints_that_no_local_server_can_have(endpoint: str) -> None:
+    with pytest.raises(EndpointError):
+        EndpointFiles(endpoint)
+
+
+def test_a_directory_that_everybody_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(EndpointError, match="others may write"):
+        EndpointFiles(f"ipc://{tmp_path}/s").acquire()
+
+
+def test_one_session_holds_a_few_liveness_sockets_only(lab: Lab) -> None:
+    with RawClient(lab.endpoint) as raw:
+        assert raw.welcome is not None
+        socks = []
+        for _ in range(server_side.MAX_PER_SESSION + 1):
+            sock = dialled(lab)
+            sock.sendall(raw.welcome.session)
+            socks.append(sock)
+        answers = [sock.recv(1) for sock in socks]
+        assert answers == [WITH_ARENA] * server_side.MAX_PER_SESSION + [b""] or answers == [
+            WITHOUT_ARENA
+        ] * server_side.MAX_PER_SESSION + [b""]
+        for sock in socks:
+            sock.close()

@@ -1,0 +1,206 @@
+"""Life and death across real processes: kill -9, fork, SIGSTOP, restart."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvframework.errors import DeadlineExceeded, EndpointError, ServerGone
+from kvframework.messaging.server import sessions
+from kvframework.wire.messages import HelloReply
+from tests.core.messaging.lab import Lab, ask, connected
+from tests.support.processes import descriptors, send
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[3]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(endpoint: str) -> Iterator[Start]:
+    """Starts a program of this directory at the endpoint; whatever is left is killed."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", f"tests.core.messaging.{program}", endpoint, *arguments]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its forks, too
+        process.communicate()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """Its line, which also says that it is ready."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, f"the process ended with {process.wait()}"
+    return line
+
+
+def test_a_killed_client_ends_at_once(lab: Lab, start: Start) -> None:
+    client = start("client_program", "defer")
+    said(client)
+    session = lab.server.sessions[0]
+    assert (session.local, session.pid) == (True, client.pid)
+    client.kill()
+    wait_until(lambda: lab.work.ended == [session])
+    assert not session.local
+    assert lab.work.cancelled == ["left behind"]
+    lab.work.resolve("left behind")
+    wait_until(lambda: lab.server.counters["late"] == 1)
+    assert lab.server.counters["sessions_ended"] == 1
+
+
+def test_a_clean_end_ends_the_session_once(lab: Lab) -> None:
+    with connected(lab.endpoint):
+        session = lab.server.sessions[0]
+    wait_until(lambda: lab.work.ended == [session])
+    assert not lab.server.sessions
+
+
+def test_the_arena_is_mapped_by_the_client(endpoint: str, start: Start) -> None:
+    arena = os.memfd_create("arena")
+    os.ftruncate(arena, 4096)
+    lab = Lab(endpoint, arena_for=lambda _: os.dup(arena))
+    try:
+        said(start("client_program", "write"))
+        assert os.pread(arena, 5, 100) == b"hello"
+    finally:
+        lab.stop()
+        os.close(arena)
+
+
+def test_a_fork_of_a_dead_client_keeps_nothing_alive(lab: Lab, start: Start) -> None:
+    client = start("client_program", "fork")
+    child = int(said(client).split()[0])
+    try:
+        assert lab.server.sessions[0].local
+        client.kill()
+        wait_until(lambda: len(lab.work.ended) == 1)
+        os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("option", [sessions._SO_PEERPIDFD, 9999], ids=["by its socket", "by its id"])
+def test_a_child_forked_from_c_keeps_no_dead_engines_session(
+    lab: Lab, start: Start, monkeypatch: pytest.MonkeyPatch, option: int
+) -> None:
+    monkeypatch.setattr(sessions, "_SO_PEERPIDFD", option)
+    before = len(descriptors(os.getpid()))
+    client = start("client_program", "fork from C")
+    child = int(said(client).split()[0])
+    try:
+        (session,) = lab.server.sessions
+        assert session.local
+        client.kill()
+        client.wait()
+        wait_until(lambda: lab.work.ended == [session])
+        os.kill(child, 0)
+        assert not session.local
+    finally:
+        os.kill(child, signal.SIGKILL)
+    wait_until(lambda: len(descriptors(os.getpid())) <= before + 2, what="the end of its descriptors")  # said's pipe
+
+
+def test_where_no_process_is_seen_the_end_of_the_socket_counts(
+    lab: Lab, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sessions, "peer_process", lambda _: None)
+    with caplog.at_level("INFO", logger=sessions.__name__):
+        clients = [start("client_program", "defer") for _ in range(2)]
+        for client in clients:
+            said(client)
+        assert len(lab.server.sessions) == 2
+        for client in clients:
+            client.kill()
+        wait_until(lambda: len(lab.work.ended) == 2)
+    assert caplog.text.count("cannot be watched") == 1, "once is enough"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_does_not_end_its_parents_session(lab: Lab) -> None:
+    with connected(lab.endpoint) as connection:
+        for leave in (os._exit, lambda _: os.kill(os.getpid(), signal.SIGKILL)):
+            child = os.fork()
+            if child == 0:
+                connection.close()
+                leave(0)
+            os.waitpid(child, 0)
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
+        assert not lab.work.ended
+
+
+class Watcher:
+    """What a connection's callbacks told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[bytes | None] = []
+
+    def up(self, reply: HelloReply, fd: int | None) -> None:
+        self.told.append(reply.boot_id)
+
+    def down(self) -> None:
+        self.told.append(None)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_server_that_dies_and_comes_back(endpoint: str, start: Start, how: signal.Signals) -> None:
+    server = start("server_program")
+    said(server)
+    watcher = Watcher()
+    with connected(endpoint, on_up=watcher.up, on_down=watcher.down) as connection:
+        futures = [ask(connection, "DEFERRED", str(n), timeout=60) for n in range(10)]
+        server.send_signal(how)
+        server.wait(60)
+        wait_until(lambda: connection.state == "down" and len(watcher.told) == 2)
+        assert all(future.query() and future.exception() for future in futures)
+        assert isinstance(ask(connection, "ECHO").exception(), ServerGone)
+        said(start("server_program"))
+        assert connection.wait_up(20)
+        first, gone, second = watcher.told
+        assert gone is None
+        assert connection.boot_id == second != first
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
+    assert watcher.told[3:] == [None]
+
+
+def test_a_second_server_at_the_same_endpoint_is_refused(lab: Lab, start: Start) -> None:
+    with pytest.raises(EndpointError, match=f"process {os.getpid()}"):
+        Lab(lab.endpoint)
+    other = start("server_program")
+    assert other.wait(60) != 0
+    with connected(lab.endpoint) as connection:
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
+
+
+def test_a_stopped_server_makes_the_connection_suspect_and_heals(endpoint: str, start: Start) -> None:
+    server = start("server_program")
+    said(server)
+    watcher = Watcher()
+    with connected(endpoint, on_up=watcher.up, on_down=watcher.down, silent_s=1.0) as connection:
+        send(server.pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded):
+            ask(connection, "ECHO", timeout=0.05).result(20)
+        assert connection.state == "suspect"
+        assert isinstance(ask(connection, "ECHO").exception(), ServerGone)
+        server.send_signal(signal.SIGCONT)
+        assert connection.wait_up(20)
+        assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
+        send(server.pid, signal.SIGSTOP)
+        wait_until(lambda: connection.state == "suspect", what="PING alone finds out, too")
+        server.send_signal(signal.SIGCONT)
+        assert connection.wait_up(20)
+        assert len(watcher.told) == 1

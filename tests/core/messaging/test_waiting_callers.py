@@ -1,0 +1,206 @@
+"""Callers that wait send and receive by themselves: each gets its own answer, whoever received it; none waits on."""
+
+from __future__ import annotations
+
+import _thread
+import random
+import threading
+import time
+
+import pytest
+
+from kvf_dev.testing.together import together
+from kvframework.errors import (
+    DeadlineExceeded,
+    HelloRequired,
+    MessageTooLarge,
+    ServerGone,
+    ShuttingDown,
+    UnknownRequest,
+)
+from kvframework.messaging.client.connection import Connection
+from kvframework.wire.frames import MAX_PAYLOAD_BYTES
+from tests.core.messaging.lab import Lab, Text, ask, connected
+from tests.support.waiting import wait_until
+
+# Far above what an answer takes, far below the deadlines here: who was not woken is found out by it.
+SOON_S = 20.0
+
+
+def waiting(connection: Connection, name: str, text: str = "", timeout: float = 60.0) -> str:
+    began = time.monotonic()
+    answer = connection.ask(f"test.{name}", Text(text), timeout=timeout)
+    assert isinstance(answer, Text)
+    assert time.monotonic() - began < SOON_S, "it was there long before"
+    return answer.text
+
+
+def test_an_answer_and_every_kind_of_failure(lab: Lab) -> None:
+    with connected(lab.endpoint) as connection:
+        assert waiting(connection, "ECHO", "a") == "a"
+        with pytest.raises(UnknownRequest):
+            connection.ask("test.NOTHING", Text(), timeout=60)
+        with pytest.raises(MessageTooLarge):
+            waiting(connection, "ECHO", "x" * MAX_PAYLOAD_BYTES)
+        assert waiting(connection, "ECHO", "b") == "b"
+    with pytest.raises(ServerGone):
+        waiting(connection, "ECHO")
+
+
+def test_the_deadline_is_kept_and_the_server_in_doubt_until_it_answers(lab: Lab) -> None:
+    with connected(lab.endpoint, ping_every_s=0.05) as connection:
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
+            waiting(connection, "DEFERRED", "a", timeout=0.1)
+        assert 0.1 <= time.monotonic() - began < SOON_S
+        assert connection.wait_up(20)
+        assert waiting(connection, "ECHO", "on") == "on"
+
+
+def test_what_comes_too_late_is_given_to_whom_it_was_promised(lab: Lab) -> None:
+    late: list[object] = []
+    with connected(lab.endpoint, ping_every_s=0.05) as connection:
+        with pytest.raises(DeadlineExceeded):
+            connection.ask("test.DEFERRED", Text("a"), timeout=0.1, on_late=late.append)
+        assert connection.wait_up(20)
+        lab.work.resolve("a")
+        wait_until(lambda: late == [Text("a")], what="the late answer")
+
+
+def test_the_requests_of_a_thread_keep_their_order_however_each_is_sent(lab: Lab) -> None:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
+        for number in range(100):
+            text = str(number)
+            sent = ask(connection, "DEFERRED", text)
+            waiting(connection, "ECHO")
+            assert text in lab.work.open, "ECHO was sent after it"
+            connection.cancel(sent)
+            waiting(connection, "ECHO")
+            assert lab.work.cancelled[-1:] == [text], "ECHO was sent after its CANCEL"
+
+
+def test_many_threads_wait_send_and_get_their_own(lab: Lab) -> None:
+    """Some wait, some only send and look later; whoever receives hands on what is not its own."""
+
+    def work(connection: Connection, seed: int) -> None:
+        chance = random.Random(seed)
+        for number in range(150):
+            text = f"{seed}.{number}." + "x" * chance.choice((0, 10, 100_000))
+            if chance.random() < 0.3:
+                assert ask(connection, "ECHO", text).result(20).payload.text == text
+            else:
+                assert waiting(connection, "ECHO", text) == text
+            if chance.random() < 0.1:
+                time.sleep(chance.random() * 0.005)
+
+    with connected(lab.endpoint, ping_every_s=0.01) as connection:
+        together([lambda seed=seed: work(connection, seed) for seed in range(8)], 60)
+        assert connection.state == "up"
+
+
+def test_who_receives_leaves_and_others_still_get_theirs(lab: Lab) -> None:
+    """The first caller receives for the second as well, until it has its own answer."""
+    got: list[str] = []
+    with connected(lab.endpoint, ping_every_s=60) as connection:
+
+        def second() -> None:
+            wait_until(lambda: len(lab.work.open) == 1, what="the first request")
+            got.append(waiting(connection, "DEFERRED", "second"))
+
+        def server() -> None:
+            wait_until(lambda: len(lab.work.open) == 2, what="both requests")
+            lab.work.resolve("first")
+            wait_until(lambda: got == ["first"], what="the first answer")
+            lab.work.resolve("second")
+
+        together([lambda: got.append(waiting(connection, "DEFERRED", "first")), second, server], 60)
+        assert got == ["first", "second"]
+
+
+def test_what_another_thread_takes_from_who_waits_wakes_it(lab: Lab) -> None:
+    """As the I/O thread does, when a heartbeat is due."""
+    with connected(lab.endpoint, ping_every_s=60) as connection:
+        done = threading.Event()
+
+        def take() -> None:
+            link = connection._link
+            assert link is not None
+            while not done.is_set():
+                link._receive()
+
+        def wait() -> None:
+            try:
+                for number in range(200):
+                    assert waiting(connection, "ECHO", str(number)) == str(number)
+            finally:
+                done.set()
+
+        together([take, wait], 60)
+
+
+def test_the_end_of_the_server_ends_every_wait(lab: Lab) -> None:
+    with connected(lab.endpoint) as connection:
+
+        def wait_for_nothing(text: str) -> None:
+            with pytest.raises((ServerGone, ShuttingDown)):
+                waiting(connection, "DEFERRED", text, timeout=60)
+
+        def end() -> None:
+            wait_until(lambda: len(lab.work.open) == 3, what="the requests")
+            lab.stop()
+
+        began = time.monotonic()
+        together([*[lambda text=text: wait_for_nothing(text) for text in "abc"], end], 60)
+        assert time.monotonic() - began < SOON_S
+
+
+def test_a_connection_is_closed_while_a_caller_waits_also_by_what_it_receives(lab: Lab) -> None:
+    by: list[str] = []
+    with connected(lab.endpoint, ping_every_s=60) as connection:
+
+        def wait_for_nothing() -> None:
+            with pytest.raises(ServerGone):
+                waiting(connection, "DEFERRED", "never", timeout=60)
+
+        def close(_: object) -> None:
+            by.append(threading.current_thread().name)
+            connection.close()
+
+        def server() -> None:
+            wait_until(lambda: len(lab.work.open) == 1, what="the caller's request")
+            ask(connection, "DEFERRED", "closes", 60).add_done_callback(close)
+            wait_until(lambda: len(lab.work.open) == 2, what="both requests")
+            lab.work.resolve("closes")
+
+        together([wait_for_nothing, server], 60)
+        assert connection.state == "down"
+    assert by != ["kvf-link"], "the caller received it"
+    wait_until(
+        lambda: not [each for each in threading.enumerate() if each.name in ("kvf-link", "kvf-connection")],
+        what="the connection's threads",
+    )
+
+
+def test_a_signal_ends_the_wait_and_what_was_granted_is_given_back(lab: Lab) -> None:
+    late: list[object] = []
+    with connected(lab.endpoint, ping_every_s=0.05) as connection:
+
+        def interrupt() -> None:
+            wait_until(lambda: lab.work.open, what="the request")
+            _thread.interrupt_main()
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            connection.ask("test.DEFERRED", Text("a"), timeout=60, on_late=late.append)
+        lab.work.resolve("a")
+        wait_until(lambda: late == [Text("a")], what="the answer to nobody")
+        assert waiting(connection, "ECHO", "on") == "on"
+
+
+def test_a_server_that_knows_the_session_no_more(lab: Lab) -> None:
+    with connected(lab.endpoint, ping_every_s=60) as connection:
+        lab.server._table.end(lab.server.sessions[0])
+        with pytest.raises(HelloRequired):
+            waiting(connection, "ECHO")
+        assert connection.wait_up(20)
+        assert waiting(connection, "ECHO", "on") == "on"

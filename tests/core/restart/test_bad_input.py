@@ -1,0 +1,248 @@
+"""What a server finds that is not what it left: the start is cold with its reason, or warm with the right bytes; it
+serves, and the one after it is warm."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from resource import RLIM_INFINITY, RLIMIT_FSIZE, prlimit
+
+import msgspec
+import pytest
+
+from kvframework.storage.l1.journal.form import (
+    HEADS_AT,
+    IDENTITY_AT,
+    IDENTITY_BYTES,
+    MAGIC,
+    PREFIX,
+    RECORDS_AT,
+    SLOT_BYTES,
+    SLOTS_AT,
+    STARTS_AT,
+    pack_blob,
+    read_identity,
+)
+from tests.core.restart.planted_server import FILE_TEXT, NAMES, PLANT, STRANGERS
+from tests.core.restart.prompts import CAPACITY, OBJECTS, hits, overwrite_all, store
+from tests.support.held_server import HeldServer
+from tests.support.processes import has_ended, send
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+SEED = int(os.environ.get("KVFRAMEWORK_TEST_SEED", random.SystemRandom().randrange(1 << 32)))
+KNOWN = range(8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("planted")
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[HeldServer]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(PLANT, str(folder / "plant"))
+        with HeldServer(capacity=CAPACITY, program=("-m", "tests.core.restart.planted_server")) as running:
+            yield running
+
+
+@pytest.fixture
+def server(shared: HeldServer) -> HeldServer:
+    """A server with known objects, whose start has not failed."""
+    shared.start()
+    shared.has_served()
+    with shared.client() as client:
+        store(client, 1, KNOWN)
+    return shared
+
+
+@contextmanager
+def between(server: HeldServer) -> Iterator[mmap.mmap]:
+    """Kill the server, and hold its keeper up: nothing reads the journal, which is yielded, before this ends. Then a
+    new server serves."""
+    assert server.process is not None
+    pid, fd = server.pid, server.journal()
+    send(server.process.pid, signal.SIGSTOP)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: has_ended(pid), 60, "the end")
+    try:
+        with mmap.mmap(fd, 0) as journal:
+            yield journal
+    finally:
+        os.close(fd)
+        os.kill(server.process.pid, signal.SIGCONT)
+    server.serving(pid)
+
+
+def why_cold(server: HeldServer) -> str:
+    """Return why the running server began cold; it works, and the next one is warm."""
+    with server.client() as client:
+        recovered = client.status()["l1"]["recovered"]
+        found = hits(client, 1, KNOWN)
+        if recovered["why_cold"]:
+            assert recovered["objects"] == found == 0
+        store(client, 2, KNOWN)
+    server.has_served()
+    server.kill9()
+    server.start()
+    with server.client() as client:
+        assert client.status()["l1"]["recovered"]["why_cold"] == ""
+        assert hits(client, 1, KNOWN) == len(KNOWN)
+    return str(recovered["why_cold"])
+
+
+PLACES = {
+    "prefix": (0, PREFIX.size),
+    "identity": (IDENTITY_AT, 200),
+    "starts": (STARTS_AT, 120),
+    "namespaces": (HEADS_AT, 64),
+    "records": (RECORDS_AT, 200),
+    "slots": (SLOTS_AT, 2 * OBJECTS * SLOT_BYTES),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_bits_that_flip(server: HeldServer, place: str) -> None:
+    chance = random.Random(f"{SEED}/{place}")
+    first, nbytes = PLACES[place]
+    with between(server) as journal:
+        for _ in range(chance.choice((1, 1, 10))):
+            journal[first + chance.randrange(nbytes)] ^= 1 << chance.randrange(8)
+    assert why_cold(server).split(":")[0] in ("", "damaged", "no_journal", "other_release"), f"seed {SEED}"
+
+
+def test_a_journal_of_chance(server: HeldServer) -> None:
+    chance = random.Random(f"{SEED}/all")
+    with between(server) as journal:
+        journal[SLOTS_AT : SLOTS_AT + 8192] = chance.randbytes(8192)
+    assert why_cold(server).startswith("damaged"), f"seed {SEED}"
+
+
+@pytest.mark.parametrize("size", [0, 100, SLOTS_AT - 1, SLOTS_AT + 3 * SLOT_BYTES, SLOTS_AT + 3 * SLOT_BYTES + 1])
+def test_a_journal_cut_off(server: HeldServer, size: int) -> None:
+    with between(server):
+        fd = server.journal()
+        os.ftruncate(fd, size)
+        os.close(fd)
+    # A whole number of slots is a journal; what is cut off holds nothing.
+    assert why_cold(server).startswith("damaged") == ((size - SLOTS_AT) % SLOT_BYTES != 0 or size < SLOTS_AT)
+
+
+def test_a_journal_of_a_newer_release(server: HeldServer) -> None:
+    with between(server) as journal:
+        journal[: PREFIX.size] = PREFIX.pack(MAGIC, 1000)
+    assert why_cold(server).startswith("other_release")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"machine": "another"}, "other_machine"),
+        ({"chunk_size": 17}, "other_configuration"),
+        ({"hasher": "another"}, "other_configuration"),
+        ({"slot": "other"}, "other_configuration"),
+        ({"arena": (1, 2)}, "damaged"),
+    ],
+)
+def test_a_journal_of_elsewhere(server: HeldServer, changed: dict[str, object], why: str) -> None:
+    with between(server) as journal:
+        with memoryview(journal) as view, view[:SLOTS_AT] as head:
+            identity = read_identity(memoryview(bytes(head) + bytes(SLOT_BYTES)))
+        blob = pack_blob(msgspec.structs.replace(identity, **changed), IDENTITY_BYTES)
+        journal[IDENTITY_AT : IDENTITY_AT + len(blob)] = blob
+    assert why_cold(server).startswith(why)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_something_else_in_the_store(server: HeldServer, kind: str, name: str, folder: Path) -> None:
+    with between(server):
+        (folder / "plant").write_text(f"{kind} {name}")
+    assert (why_cold(server) != "") == (name != "unknown")
+    assert {row["name"] for row in server.keeper()["held"]} == {"kvf-arena", "kvf-journal"}
+    if kind == "file":
+        assert (folder / "stranger").read_bytes() == FILE_TEXT
+
+
+def test_three_starts_in_a_row_that_did_not_serve(server: HeldServer, folder: Path) -> None:
+    plant = folder / "plant"
+    with between(server):
+        plant.write_text("never-served")
+    for _ in range(2):
+        with server.client() as client:
+            assert hits(client, 1, KNOWN) == len(KNOWN)
+        server.kill9()
+        server.start()
+    with between(server):
+        plant.unlink()
+    assert why_cold(server).startswith("failed_starts: 3 in a row")
+
+
+def test_no_memory_for_a_second_arena(server: HeldServer, folder: Path) -> None:
+    """What is kept needs no room beside itself: the node's memory may be L1 and little more."""
+    plant = folder / "plant"
+    with between(server):
+        plant.write_text("no-room")
+    try:
+        assert server.recovered()["why_cold"] == ""
+        with server.client() as client:
+            assert hits(client, 1, KNOWN) == len(KNOWN)
+    finally:
+        plant.unlink()
+
+
+def test_no_memory_for_the_journal() -> None:
+    """It serves on, without a journal."""
+    with HeldServer(capacity=CAPACITY) as server:
+        fd = server.journal()
+        prlimit(server.pid, RLIMIT_FSIZE, (os.fstat(fd).st_size, RLIM_INFINITY))
+        os.close(fd)
+        with server.client() as client:
+            overwrite_all(client, 6)
+            assert "the journal of L1 ends, so the next server begins cold" in server.log
+        server.kill9()
+        server.start()
+        assert why_cold(server).startswith("no_journal")
+
+
+def test_a_server_that_the_kernel_kills_for_lack_of_memory(server: HeldServer, group: Path, folder: Path) -> None:
+    plant = folder / "plant"
+    pid = server.pid
+    (group / "cgroup.procs").write_text(str(pid))
+    plant.write_text("eats")
+    wait_until(lambda: has_ended(pid), 60, "the kill")
+    plant.unlink()
+    server.serving(pid)
+    assert why_cold(server) == ""
+    assert f"process {pid}, ended by signal SIGKILL" in server.log
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group of version 1, as version 2 here is without controllers, that allows 64 MiB."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    places = [place for _, controllers, place in lines if "memory" in controllers.split(",")]
+    if not places:
+        pytest.skip("needs control groups of version 1")
+    group = Path(f"/sys/fs/cgroup/memory{places[0]}/kvf-test-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
+    except OSError as error:
+        pytest.skip(f"needs to make a control group: {error}")
+    yield group
+
+    def removed() -> bool:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        return not group.exists()
+
+    wait_until(removed, 60, "an empty group")

@@ -1,0 +1,190 @@
+"""What a client does over the kill of its server: it writes late, reads on, commits, connects again, forks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+
+from kvframework.errors import KVFrameworkError
+from kvframework.wire import messages as m
+from tests.core.restart.prompts import CAPACITY, OBJECT, fill_of, overwrite_all
+from tests.support.held_server import HeldServer
+from tests.support.processes import arenas, children, has_ended
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
+
+pytestmark = pytest.mark.timeout(300)
+
+PROGRAM = "tests.core.restart.writer_program"
+KILLS = 10
+
+
+@pytest.fixture
+def server() -> Iterator[HeldServer]:
+    with HeldServer(capacity=CAPACITY) as running:
+        yield running
+
+
+def quarantined(client: WireClient) -> int:
+    return int(client.status()["l1"]["quarantined_bytes"])
+
+
+def test_a_range_stays_with_a_writer_that_lives_over_the_kill(server: HeldServer) -> None:
+    with server.client() as writer:
+        key = key_for(writer.register(1), [7] * 512)
+        plan = writer.prepare_store(key)
+        assert writer.arena is not None
+        half = [(place, place.length // 2) for place in plan.ranges]
+        for place, middle in half:
+            writer.arena[place.offset : place.offset + middle] = b"w" * middle
+        server.kill9()
+        server.start()
+        with server.client() as other:
+            assert quarantined(other) == 2 * OBJECT
+            taken = overwrite_all(other, 2)
+            assert taken.isdisjoint(place.offset for place in plan.ranges)
+            for place, middle in half:
+                writer.arena[place.offset + middle : place.offset + place.length] = b"w" * middle
+            with pytest.raises(KVFrameworkError):
+                other.call("COMMIT_STORE", m.LeaseRef(plan.lease))
+            assert other.retrieve(key, 2) is None
+            assert quarantined(other) == 2 * OBJECT
+            # Once more: the reservation outlives any number of servers.
+            server.kill9()
+            server.start()
+    with server.client() as other:
+        server.unwritten(other)
+        assert {place.offset for place in plan.ranges} <= overwrite_all(other, 3, first=5000)
+
+
+def test_a_writer_that_was_killed_with_its_server_holds_nothing(server: HeldServer) -> None:
+    with engine(server, "waits") as running:
+        running.said("ranges")
+        running.process.kill()
+        server.kill9()
+        server.start()
+        server.unwritten()
+
+
+def test_a_reader_that_was_pinned_over_the_kill_learns_that_it_read_nothing(server: HeldServer) -> None:
+    with server.client() as reader:
+        key = key_for(reader.register(1), [7] * 512)
+        reader.store(key, b"seven")
+        plan = reader.prepare_retrieve(key)
+        assert plan.hit
+        server.kill9()
+        server.start()
+        with server.client() as other:
+            overwrite_all(other, 2)
+            other.register(3)
+            with pytest.raises(KVFrameworkError):
+                other.call("COMMIT_RETRIEVE", m.LeaseRef(plan.lease))
+        # The same connection goes to the new server, which does not know its session.
+        with pytest.raises(KVFrameworkError):
+            reader.call("COMMIT_RETRIEVE", m.LeaseRef(plan.lease))
+
+
+def test_a_commit_in_flight_is_all_or_nothing(server: HeldServer) -> None:
+    outcomes = []
+    for number in range(KILLS):
+        server.has_served()
+        with server.client() as client:
+            registered = client.register(1)
+            key = key_for(registered, [number] * 512)
+            plan = client.prepare_store(key)
+            client.write(plan, fill_of(number))
+            # More that ends at any point.
+            for further in range(number):
+                client.send("PREPARE_STORE", m.Prepare(key_for(registered, [100 * number + further + 50] * 512), 1))
+            client.send("COMMIT_STORE", m.LeaseRef(plan.lease))
+            server.kill9()
+        server.start()
+        with server.client() as client:
+            assert client.status()["l1"]["recovered"]["why_cold"] == ""
+            server.unwritten(client)
+            client.register(1)
+            found = client.retrieve(key)
+            outcomes.append(found is not None)
+            assert found in (None, (fill_of(number) * OBJECT)[:OBJECT] * 2), f"wrong bytes in object {number}"
+            for further in range(number):
+                unwritten = key_for(registered, [100 * number + further + 50] * 512)
+                assert client.retrieve(unwritten) is None
+    print(f"commits that counted: {sum(outcomes)} of {KILLS}")
+
+
+class Running:
+    """The writer's process, and what it says."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def said(self, name: str) -> dict[str, Any]:
+        """Return its next line with this fact."""
+        assert self.process.stdout is not None
+        while True:
+            line = json.loads(self.process.stdout.readline())
+            if name in line:
+                assert isinstance(line, dict)
+                return line
+
+    def go_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+
+@contextmanager
+def engine(server: HeldServer, how: str) -> Iterator[Running]:
+    command = [sys.executable, "-m", PROGRAM, server.endpoint, how]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with closing(process.stdin), closing(process.stdout):
+        try:
+            yield Running(process)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_a_copy_that_runs_on_after_its_client_has_connected_again(server: HeldServer) -> None:
+    with engine(server, "waits") as running:
+        ranges = {tuple(place) for place in running.said("ranges")["ranges"]}
+        server.kill9()
+        server.start()
+        with server.client() as other:
+            # It has the new server's arena beside the old one.
+            wait_until(lambda: arenas(running.process.pid) == 2, what="the second mapping")
+            taken = overwrite_all(other, 2)
+            assert taken.isdisjoint(offset for offset, _ in ranges)
+            assert quarantined(other) == 4 * OBJECT
+            running.go_on()
+            assert running.said("reconnected") == {"pid": running.process.pid, "reconnected": True, "stored": 0}
+            assert overwrite_all(other, 3, first=5000).isdisjoint(offset for offset, _ in ranges)
+            running.go_on()
+            running.said("ended")
+            server.unwritten(other)
+            assert arenas(running.process.pid) == 1
+
+
+def test_a_forked_child_of_a_writer_holds_nothing(server: HeldServer) -> None:
+    """It cannot write: its range is free once the writer has ended."""
+    with engine(server, "forks") as running:
+        running.said("ranges")
+        (child,) = children(running.process.pid)
+        server.kill9()
+        server.start()
+        with server.client() as other:
+            wait_until(lambda: arenas(running.process.pid) == 2, what="the second mapping")
+            assert quarantined(other) == 4 * OBJECT
+            running.process.kill()
+            running.process.wait()
+            server.unwritten(other)
+            assert not has_ended(child)
+            overwrite_all(other, 2)

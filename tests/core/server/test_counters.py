@@ -1,0 +1,93 @@
+"""What the status document counts of requests and lookups, in a real server with a filesystem tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvframework.wire import messages as m
+from kvframework.wire.protocol import REQUESTS
+from tests.core.server.in_process import serving
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
+
+TOKENS = list(range(1024))
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[WireClient]:
+    disk = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "l2.0.capacity=1GiB")
+    with serving(*disk) as server, WireClient(server.endpoint) as connected:
+        yield connected
+
+
+def ended(client: WireClient, reply: m.LookupReply) -> m.LookupReply:
+    replies = [reply]
+
+    def poll() -> bool:
+        if replies[-1].pending:
+            replies.append(client.call("QUERY_PREFETCH_STATUS", m.TicketRef(reply.ticket)))
+        return not replies[-1].pending
+
+    wait_until(poll, what="the load")
+    return replies[-1]
+
+
+def test_hits_are_counted_by_model_and_tier(client: WireClient) -> None:
+    registered = client.register()
+    whole, begin = key_for(registered, TOKENS), key_for(registered, TOKENS[:512])
+    client.store(whole, b"x")
+    wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="the disk")
+    client.call("CLEAR", m.Clear())
+    assert ended(client, client.lookup(begin)).hit_tokens == 512
+    assert ended(client, client.lookup(whole)).hit_tokens == 1024
+    assert ended(client, client.lookup(whole)).hit_tokens == 1024
+    lookups = client.status()["lookups"]
+    assert lookups["by_model"] == {"tiny": {"lookups": 3, "asked_tokens": 2560, "l1_tokens": 1536, "l2_tokens": 1024}}
+    assert (lookups["lookups"], lookups["asked_tokens"], lookups["hit_tokens"]) == (3, 2560, 2560)
+    assert not any(lookups["misses"].values())
+
+
+def test_a_lookup_that_ends_before_its_load_counts_what_was_there(client: WireClient) -> None:
+    registered = client.register()
+    client.store(key_for(registered, TOKENS[:256]), b"x")
+    reply = client.lookup(key_for(registered, TOKENS))
+    assert (reply.hit_tokens, reply.pending) == (256, True)
+    client.call("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
+    lookups = client.status()["lookups"]
+    assert lookups["by_model"] == {"tiny": {"lookups": 1, "asked_tokens": 1024, "l1_tokens": 256, "l2_tokens": 0}}
+    assert {reason: count for reason, count in lookups["misses"].items() if count} == {"timed_out": 1}
+
+
+def test_a_model_that_no_engine_registered_has_no_counters_of_its_own(client: WireClient) -> None:
+    stranger = key_for(client.register(), TOKENS, namespace=b"unknown.........", model_name="a name of a client")
+    assert ended(client, client.lookup(stranger)).hit_tokens == 0
+    assert client.status()["lookups"]["by_model"].keys() == {"other"}
+
+
+def test_every_answer_is_counted_by_its_duration(client: WireClient) -> None:
+    before = client.status()["requests"]
+    assert before.keys() == REQUESTS.keys()
+    assert all(histogram["counts"] == [0] * 20 for name, histogram in before.items() if name != "HELLO")
+    assert sum(before["HELLO"]["counts"]) == 1
+    client.call("NOOP", m.Empty())
+    with pytest.raises(Exception, match="start 0, end 0"):
+        client.lookup(key_for(client.register(), TOKENS, end=0))
+    after = client.status()["requests"]
+    counted = {name: sum(histogram["counts"]) for name, histogram in after.items()}
+    registering = "REGISTER_KV_CACHE_NON_GPU_CONTEXT"
+    assert counted == {**dict.fromkeys(REQUESTS, 0), "HELLO": 1, "NOOP": 1, "LOOKUP": 1, "REPORT_STATUS": 1} | {
+        registering: 1
+    }
+    assert all(histogram["sum"] > 0 for name, histogram in after.items() if counted[name])
+
+
+def test_calls_of_a_tier_are_counted_by_their_duration(client: WireClient) -> None:
+    seconds = client.status()["l2"][0]["seconds"]
+    assert {"contains", "get_into", "put", "delete"} <= seconds.keys()
+    assert sum(seconds["contains"]["counts"]) == 0
+    ended(client, client.lookup(key_for(client.register(), TOKENS)))
+    tier = client.status()["l2"][0]
+    assert sum(tier["seconds"]["contains"]["counts"]) == tier["latency_ms"]["contains"]["count"] == 1

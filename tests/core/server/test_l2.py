@@ -1,0 +1,202 @@
+"""The server with a real Redis behind it: restarts keep what was stored, a broken Redis harms nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvframework.wire import messages as m
+from tests.support.redis_server import RedisServer
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
+
+pytestmark = pytest.mark.redis
+TOKENS = list(range(2048))
+
+
+@pytest.fixture
+def server(redis: RedisServer) -> Iterator[ServerProcess]:
+    with ServerProcess("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.timeout_s=60.0") as process:
+        yield process
+
+
+def command(redis: RedisServer, *words: str | bytes) -> object:
+    with redis.client() as client:
+        return client.execute_command(*words)
+
+
+def written(client: WireClient) -> bool:
+    return bool(client.status()["l2"][0]["write_pending"] == 0)
+
+
+def settled(client: WireClient, reply: m.LookupReply) -> m.LookupReply:
+    """The reply once nothing is pending."""
+    last = [reply]
+
+    def done() -> bool:
+        if last[0].pending:
+            last[0] = client.call("QUERY_PREFETCH_STATUS", m.TicketRef(last[0].ticket))
+        return not last[0].pending
+
+    wait_until(done, what="the prefetch")
+    return last[0]
+
+
+def store(server: ServerProcess) -> m.Registered:
+    with server.client() as client:
+        registered = client.register()
+        client.store(key_for(registered, TOKENS), b"kept on restart!")
+        wait_until(lambda: written(client), what="the write to L2")
+    return registered
+
+
+def test_a_restarted_server_answers_from_redis_before_any_registration(server: ServerProcess) -> None:
+    registered = store(server)
+    server.kill9()
+    server.start()
+    with server.client() as client:
+        key = key_for(registered, TOKENS)
+        reply = settled(client, client.lookup(key))
+        assert reply.hit_tokens == len(TOKENS), "the namespace's record came from Redis too"
+        client.register()
+        found = client.retrieve(key)
+        assert found is not None
+        assert found == (b"kept on restart!" * len(found))[: len(found)]
+        assert client.call("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket)).pins == 8
+        l1 = client.status()["l1"]
+        assert (l1["pins"], l1["write_leases"]) == (0, 0)
+
+
+def test_a_hole_in_redis_ends_the_hit_there(server: ServerProcess, redis: RedisServer) -> None:
+    registered = store(server)
+    keys = command(redis, "KEYS", "*")
+    assert isinstance(keys, list)
+    assert len(keys) == 9, "eight objects and one namespace record"
+    with server.client() as client:
+        client.call("CLEAR", m.Clear())
+        tokens_key = key_for(registered, TOKENS)
+        victim = _redis_key_of(keys, tokens_key, chunk=5)
+        command(redis, "DEL", victim)
+        reply = settled(client, client.lookup(tokens_key))
+        assert reply.hit_tokens == 5 * 256
+        assert client.status()["l1"]["objects"] == 5, "what lies behind the hole was not loaded"
+
+
+def test_a_flipped_bit_is_a_miss_and_is_deleted(server: ServerProcess, redis: RedisServer) -> None:
+    registered = store(server)
+    keys = command(redis, "KEYS", "*")
+    assert isinstance(keys, list)
+    with server.client() as client:
+        client.call("CLEAR", m.Clear())
+        key = key_for(registered, TOKENS)
+        victim = _redis_key_of(keys, key, chunk=2)
+        value = command(redis, "GET", victim)
+        assert isinstance(value, bytes)
+        command(redis, "SET", victim, value[:-1] + bytes([value[-1] ^ 1]))
+        assert settled(client, client.lookup(key)).hit_tokens == 2 * 256
+        assert command(redis, "EXISTS", victim) == 0
+        assert client.status()["l2"][0]["corrupt"] == 1
+
+
+@pytest.mark.parametrize("end", ["CANCEL", "FREE_LOOKUP_LOCKS", "END_SESSION", "death"])
+def test_a_load_ends_with_its_ticket(server: ServerProcess, redis: RedisServer, end: str) -> None:
+    registered = store(server)
+    with server.client() as client:
+        client.call("CLEAR", m.Clear())
+    redis.sigstop()
+    with server.client() as watcher, server.client() as client:
+        reply = client.lookup(key_for(registered, TOKENS))
+        assert reply.pending
+        if end == "CANCEL":
+            with server.client() as stranger:
+                assert not stranger.call("CANCEL", m.Cancel(ticket=reply.ticket)).found, "another's ticket"
+            assert client.call("CANCEL", m.Cancel(ticket=reply.ticket)).found
+            assert not client.call("CANCEL", m.Cancel(ticket=reply.ticket)).found
+        elif end == "FREE_LOOKUP_LOCKS":
+            client.call(end, m.TicketRef(reply.ticket))
+        elif end == "END_SESSION":
+            assert client.call(end, m.EndSession()).tickets == 1
+        else:
+            client.close()
+        wait_until(lambda: watcher.status()["tickets"] == 0, what="the end of the ticket")
+        redis.sigcont()
+        wait_until(lambda: watcher.status()["prefetch"]["in_flight"] == 0, what="the end of the load")
+        l1 = watcher.status()["l1"]
+        assert (l1["pins"], l1["write_leases"]) == (0, 0)
+
+
+def test_an_idle_server_knows_that_its_tier_has_gone(server: ServerProcess, redis: RedisServer) -> None:
+    with server.client() as client:
+        redis.kill9()
+        wait_until(lambda: client.status()["l2"][0].get("errors", 0) >= 1, what="a check that fails")
+
+
+def test_zstd_packs_what_redis_holds(redis: RedisServer) -> None:
+    pytest.importorskip("zstandard")
+    table = ("l2.0.use=redis", f"l2.0.url={redis.url}", "l2.0.codec=zstd")
+    with ServerProcess(*table, "codecs.zstd.level=3") as server:
+        registered = store(server)
+        keys = command(redis, "KEYS", "*")
+        assert isinstance(keys, list)
+        key = key_for(registered, TOKENS)
+        sizes = [command(redis, "STRLEN", _redis_key_of(keys, key, chunk)) for chunk in range(8)]
+        assert max(sizes) < 1000, "16 bytes again and again"
+        with server.client() as client:
+            assert client.status()["l2"][0]["codec"] == "zstd"
+            client.call("CLEAR", m.Clear())
+            client.register()
+            assert settled(client, client.lookup(key)).hit_tokens == len(TOKENS)
+            found = client.retrieve(key)
+            assert found is not None
+            assert found == (b"kept on restart!" * len(found))[: len(found)]
+
+
+def test_clear_with_l2_forgets_everywhere(server: ServerProcess, redis: RedisServer) -> None:
+    registered = store(server)
+    with server.client() as client:
+        assert client.call("CLEAR", m.Clear(l2=True)).objects == 8
+        assert settled(client, client.lookup(key_for(registered, TOKENS))).hit_tokens == 0
+
+
+def test_redis_may_go_and_come_back(server: ServerProcess, redis: RedisServer) -> None:
+    with server.client() as client:
+        registered = client.register()
+        redis.kill9()
+        key = key_for(registered, TOKENS)
+        committed = client.store(key, b"down")
+        assert committed is not None
+        assert committed.outcome.stored == 8, "a dead tier fails no store"
+        assert client.lookup(key).hit_tokens == len(TOKENS)
+        assert settled(client, client.lookup(key_for(registered, [1] * 256))).hit_tokens == 0
+        wait_until(lambda: client.status()["l2"][0]["state"] != "closed", what="the circuit to open")
+        redis.restart()
+        wait_until(lambda: written(client), what="the write to L2 to go on")
+        client.call("CLEAR", m.Clear())
+        assert settled(client, client.lookup(key)).hit_tokens == len(TOKENS)
+
+
+def test_a_stalled_redis_does_not_delay_what_l1_answers(server: ServerProcess, redis: RedisServer) -> None:
+    with server.client() as client:
+        registered = client.register()
+        key = key_for(registered, TOKENS)
+        client.store(key, b"here")
+        wait_until(lambda: written(client), what="the write to L2")
+        redis.sigstop()
+        try:
+            for token in range(20):
+                client.lookup(key_for(registered, [token] * 256))
+                client.store(key_for(registered, [100 + token] * 256), b"more")
+                assert client.lookup(key).hit_tokens == len(TOKENS)
+        finally:
+            redis.sigcont()
+
+
+def _redis_key_of(keys: list[object], key: object, chunk: int) -> bytes:
+    from kvf_hashers.sha256 import Sha256
+
+    tokens = key.tokens  # type: ignore[attr-defined]
+    digest = Sha256().chunk_digests(tokens, 256)[chunk * 32 : chunk * 32 + 32]
+    (found,) = [each for each in keys if isinstance(each, bytes) and each.endswith(digest)]
+    return found

@@ -1,0 +1,250 @@
+"""What requests say of the future of their objects: which part a policy hears of which hint, and what leaves first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvf_eviction import Lru
+from kvframework.api.eviction import PackedKey, RequestFacts
+from kvframework.api.keys import SALT_BYTES, ObjectKey
+from kvframework.api.retain import Retain
+from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.eviction import Tenant, parts_of
+from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
+from kvframework.storage.l1.objects import ObjectTable
+from kvframework.storage.manager import StorageManager
+from tests.core.storage.memory import OrderedLru, PlainMemory, packed_key
+from tests.core.storage.test_policy_calls import Told, store, table_of
+
+K = [packed_key(number) for number in range(40)]
+TOKENS = 16
+DONE = (Retain("done"),)
+
+
+def prompt(chunks: Sequence[int], *retain: Retain) -> PromptPart:
+    return PromptPart(chunks, TOKENS, retain)
+
+
+def look(table: ObjectTable, keys: Sequence[PackedKey], *retain: Retain, request_id: str = "r2") -> None:
+    """A LOOKUP that finds all of `keys`, the beginning of a prompt, and its end."""
+    found = table.find(keys)
+    assert found is not None
+    part = prompt(range(len(keys)), *retain)
+    lease = table.pin_objects(found, owner=1, request_id=request_id, deadline=NO_DEADLINE, prompt=part)
+    table.unpin(lease.id, owner=1, now=table._now)
+
+
+def left(table: ObjectTable, keys: Sequence[PackedKey] = K) -> list[int]:
+    return [number for number, key in enumerate(keys) if key not in table]
+
+
+RETAINS = st.builds(
+    Retain,
+    what=st.sampled_from(["done", "keep"]),
+    start=st.integers(0, 10 * TOKENS),
+    end=st.none() | st.integers(11 * TOKENS, 14 * TOKENS),
+)
+
+
+@given(chunks=st.lists(st.integers(-1, 14), max_size=30), retains=st.lists(RETAINS, min_size=1, max_size=4))
+def test_each_object_is_in_one_part_and_the_first_hint_of_all_its_chunk_counts(
+    chunks: list[int], retains: list[Retain]
+) -> None:
+    parts = parts_of(chunks, TOKENS, retains, [False] * len(chunks))
+    heard = ["?"] * len(chunks)
+    for part in parts:
+        heard[part.objects] = [part.hint] * (part.objects.stop - part.objects.start)
+    assert [part.objects.start for part in parts] == sorted((part.objects.start for part in parts), reverse=True)
+    for chunk, hint in zip(chunks, heard, strict=True):
+        tokens = range(chunk * TOKENS, (chunk + 1) * TOKENS)
+        fits = [
+            each
+            for each in retains
+            if chunk >= 0
+            and all(token >= (each.start or 0) and (each.end is None or token < each.end) for token in tokens)
+        ]
+        assert hint == (fits[0].what if fits else "")
+
+
+@given(first=st.lists(st.booleans(), min_size=1), chunk=st.integers(-1, 9))
+def test_of_a_request_that_is_done_others_may_use_what_it_is_not_the_first_to_store(
+    first: list[bool], chunk: int
+) -> None:
+    parts = parts_of([chunk] * len(first), TOKENS, DONE, first)
+    heard = [hint for part in reversed(parts) for hint in [part.hint] * (part.objects.stop - part.objects.start)]
+    assert heard == ["done" if each else "" for each in first]
+    (kept,) = parts_of([chunk] * len(first), TOKENS, (Retain("keep", 5.0, 7),), first)
+    assert kept == (slice(0, len(first)), "keep", 5.0, 7)
+
+
+def test_a_policy_hears_of_each_part_the_last_one_first() -> None:
+    policy = Told()
+    table = table_of(policy, 8)
+    hints = (Retain("keep", 60.0, 90, 0, 2 * TOKENS), Retain("done", start=3 * TOKENS))
+    store(table, K[:5], now=7.0, prompt=prompt(range(5), *hints))
+    inserts = [call for call in policy.last() if call[0] == "inserts"]
+    facts = RequestFacts(use="store", at=7.0, request_id="r1", chunk_tokens=TOKENS, held=5 * ALIGNMENT)
+    assert [(keys, chunks, told.hint, told.keep_s, told.priority) for _, keys, _, chunks, told in inserts] == [
+        ([K[4], K[3]], [4, 3], "done", 0.0, 0),
+        ([K[2]], [2], "", 0.0, 0),
+        ([K[1], K[0]], [1, 0], "keep", 60.0, 90),
+    ]
+    assert [told.sizes for *_, told in inserts] == [(), (), [ALIGNMENT] * 2]
+    assert inserts[1][4] == facts
+    look(table, K[:4], *hints)
+    assert [(keys, told.hint) for _, keys, told in policy.last()] == [
+        ([K[3]], "done"),
+        ([K[2]], ""),
+        ([K[1], K[0]], "keep"),
+    ]
+
+
+def test_without_a_hint_a_policy_hears_of_a_request_once() -> None:
+    policy = Told()
+    table = table_of(policy, 8)
+    store(table, K[:5], prompt=prompt(range(5)))
+    look(table, K[:4])
+    assert [call[0] for call in policy.last()] == ["admits", "inserts", "uses"]
+
+
+def test_what_a_done_request_has_stored_leaves_first_and_what_it_found_was_used() -> None:
+    table = table_of(Lru(), 8)
+    store(table, K[:2], now=1.0)  # a system prompt
+    store(table, K[10:13], now=2.0)
+    table.expire(3.0)
+    look(table, K[:2], *DONE)
+    store(table, K[:5], now=3.0, prompt=prompt(range(5), *DONE))
+    store(table, K[20:23], now=4.0)
+    assert left(table, K[:13]) == [2, 3, 4, 5, 6, 7, 8, 9]
+    store(table, K[23:26], now=5.0)
+    assert left(table, K[:13]) == list(range(2, 13))
+
+
+def test_what_comes_again_though_it_was_done_is_no_more_done_by_the_requests_word() -> None:
+    """So a system prompt that all requests store with "done" is lost once."""
+    node = StorageManager(PlainMemory(8 * ALIGNMENT), Lru(), ghosts=64, threads=False)
+
+    def stored(first: int, end: int, *retain: Retain) -> None:
+        keys = K[first:end]
+        lease = node.reserve(
+            [(key, ALIGNMENT) for key in keys],
+            owner=1,
+            request_id="r",
+            lease_s=None,
+            prompt=prompt(range(len(keys)), *retain),
+        ).lease
+        assert lease is not None
+        node.commit(lease.id, owner=1)
+
+    stored(0, 4, *DONE)
+    stored(10, 18)
+    assert not any(node.which_present(K[:4]))
+    stored(0, 4, *DONE)
+    stored(20, 24)
+    assert all(node.which_present(K[:4]))
+    stored(30, 38)
+    stored(0, 4, Retain("done", start=0))
+    stored(20, 28)
+    assert not any(node.which_present(K[:4])), "of a range it is taken at its word"
+    node.close()
+
+
+def test_a_done_range_leaves_whoever_has_stored_it() -> None:
+    table = table_of(Lru(), 8)
+    store(table, K[:4], now=1.0)
+    store(table, K[10:14], now=2.0)
+    table.expire(3.0)
+    look(table, K[10:14], Retain("done", start=TOKENS))
+    store(table, K[20:23], now=4.0)
+    assert left(table, K[:14]) == [4, 5, 6, 7, 8, 9, 11, 12, 13]
+
+
+def test_a_hint_holds_for_all_stores_of_chunked_prefill() -> None:
+    table = table_of(Lru(), 8)
+    store(table, K[10:13], now=1.0)
+    for first in (0, 2, 4):
+        part = prompt(range(first, first + 2), *DONE) if first < 4 else prompt([4], *DONE)
+        store(table, K[first : min(first + 2, 5)], now=2.0, prompt=part)
+    store(table, K[20:25], now=3.0)
+    assert left(table, K[:13]) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_whoever_uses_it_again_without_a_hint_takes_it_back() -> None:
+    table = table_of(Lru(), 4)
+    store(table, K[:3], now=1.0, prompt=prompt(range(3), *DONE))
+    store(table, K[10:11], now=1.0)
+    look(table, K[:1])
+    store(table, K[20:23], now=2.0)
+    assert left(table, K[:11]) == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert table.tenants.used == [4 * ALIGNMENT]
+
+
+def test_hinted_evictions_have_a_cause_of_their_own() -> None:
+    causes: list[str] = []
+    table = table_of(Lru(), 4, on_remove=lambda _stored, cause, _by: causes.append(cause.name))
+    store(table, K[:2], now=5.0, prompt=prompt(range(2), *DONE))
+    store(table, K[10:12], now=6.0)
+    store(table, K[20:23], now=7.0)
+    assert causes == ["HINTED", "HINTED", "ROOM"]
+
+
+def test_a_pinned_object_stays_though_it_is_done() -> None:
+    table = table_of(Lru(), 3)
+    store(table, K[:2], now=1.0, prompt=prompt(range(2), *DONE))
+    store(table, K[10:11], now=1.0)
+    lease = table.pin(K[:2], owner=2, request_id="other", deadline=NO_DEADLINE, use=None)
+    assert lease is not None
+    store(table, K[20:21], now=2.0)
+    assert left(table, K[:11]) == [2, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
+def test_what_is_done_leaves_before_what_others_used_longer_ago() -> None:
+    """Across tenants the order is that of the last use."""
+    salt = b"s" * SALT_BYTES
+    theirs = [ObjectKey(bytes(16), salt, 0, 0, number.to_bytes(32, "big")).pack() for number in range(8)]
+    table = table_of(Lru(), 8, tenants=[Tenant("other", 0, 8 * ALIGNMENT, Lru())])
+    table.tenants.learn(salt, 1)
+    store(table, K[:4], now=1.0)
+    store(table, theirs[:4], now=5.0, prompt=prompt(range(4), *DONE))
+    store(table, K[20:22], now=6.0)
+    assert left(table, theirs[:4]) == [2, 3]
+    assert left(table, K[:4]) == []
+
+
+@pytest.mark.parametrize("policy", [OrderedLru, Told])
+def test_a_policy_that_knows_no_hints_goes_on_as_before(policy: type[OrderedLru]) -> None:
+    table = table_of(policy(), 4)
+    store(table, K[:2], now=1.0)
+    store(table, K[10:12], now=2.0, prompt=prompt(range(2), *DONE))
+    store(table, K[20:21], now=3.0)
+    assert left(table, K[:12]) == [1, *range(2, 10)]
+
+
+@pytest.mark.parametrize("by", ["store", "lookup"])
+@pytest.mark.parametrize("tenant", [False, True])
+def test_a_few_large_objects_are_no_more_than_a_quarter_of_the_bytes(by: str, tenant: bool) -> None:
+    """A tenth of the objects is most of the bytes: all of them are to be kept, and the others are in use."""
+    policy = Lru()
+    named = [Tenant("theirs", 0, 100 * ALIGNMENT, OrderedLru())] if tenant else []
+    table = table_of(policy, 100, tenants=named)
+    small, large = K[:20], K[20:24]
+    keep = (Retain("keep", 60.0, 50),)
+    for keys, units in (small, 1), (large, 20):
+        items = [(key, units * ALIGNMENT) for key in keys]
+        told = keep if by == "store" and keys is large else ()
+        part = prompt(range(len(keys)), *told)
+        result = table.reserve(items, owner=1, request_id="r", deadline=NO_DEADLINE, prompt=part)
+        assert result.lease is not None
+        table.commit(result.lease.id, owner=1, now=0.0)
+    next(iter(policy.victims()))  # L1 is full
+    if by == "lookup":
+        look(table, large, *keep)
+    for _ in range(2):  # what is given back comes behind what that request uses
+        look(table, small)
+    order = list(policy.victims())
+    assert len(order) == 24
+    assert len([key for key in order[-4:] if key in large]) == 1, "one of them is a fifth of L1, two would be more"

@@ -1,0 +1,156 @@
+"""A handler that raises, a request that nobody knows, a payload that cannot be decoded: the caller has a typed error in
+milliseconds, others notice nothing, and nobody waits longer than for his own deadline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvframework import errors
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
+from kvframework.wire import messages as m
+from tests.core.survival.faulty_plugin import SHORT_S, begun
+from tests.core.survival.faulty_server import answer, faulty_server, send
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
+
+PATIENCE_S = 20.0
+# Of the fastest of several calls: milliseconds on an idle machine. The deadlines of these requests are a minute.
+AT_ONCE_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with faulty_server(tmp_path_factory.mktemp("site")) as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[WireClient]:
+    with server.client(timeout=PATIENCE_S) as connected:
+        yield connected
+
+
+def fastest(call: Callable[[], object], error: type[Exception], match: str | None = None) -> float:
+    """Seconds from the question to the typed answer, of the fastest of several."""
+    times = []
+    for _ in range(5):
+        began = time.monotonic()
+        with pytest.raises(error, match=match):
+            call()
+        times.append(time.monotonic() - began)
+    return min(times)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "match"),
+    [
+        ("UNTYPED", errors.HandlerFailed, "ZeroDivisionError in the handler"),
+        ("UNTYPED_POOLED", errors.HandlerFailed, "ZeroDivisionError in the handler"),
+        ("FAILS_LATER", errors.HandlerFailed, "ZeroDivisionError in the handler"),
+        ("TYPED", errors.BadRange, "the range is bad"),
+        ("EXITS", errors.HandlerFailed, "SystemExit"),
+        ("EXITS_POOLED", errors.HandlerFailed, "SystemExit"),
+        ("RECURSES", errors.HandlerFailed, "RecursionError"),
+        ("NOTHING", errors.HandlerFailed, "NoneType, not Answer"),
+        ("ANOTHER_ANSWER", errors.HandlerFailed, "Pong, not Answer"),
+        ("NO_TEXT", errors.HandlerFailed, "UnicodeEncodeError"),
+        ("TOO_LARGE", errors.MessageTooLarge, "payload"),
+        ("BAD_BUFFER", errors.InvalidPayload, "contiguous"),
+    ],
+)
+def test_a_failing_handler_is_a_typed_error_in_milliseconds(
+    server: ServerProcess, client: WireClient, name: str, error: type[Exception], match: str
+) -> None:
+    def call() -> str:
+        return answer(client, send(client, name))
+
+    before = client.status()["messaging"]["counters"].get("errors", 0)
+    assert fastest(call, error, match) < AT_ONCE_S
+    assert client.status()["messaging"]["counters"]["errors"] == before + 5
+    with pytest.raises(error) as told:
+        call()
+    assert "a secret" not in str(told.value)
+    assert answer(client, send(client, "FINE")) == "fine"
+
+
+def test_what_cannot_be_understood_is_a_typed_error_in_milliseconds(client: WireClient) -> None:
+    registered = client.register()
+    key = key_for(registered, [1] * 256)
+    before = client.status()["messaging"]["counters"]
+    for name, payload, error in (
+        ("NO_SUCH_REQUEST", m.Empty(), errors.UnknownRequest),
+        ("faulty.NO_SUCH", m.Empty(), errors.UnknownRequest),
+        ("PREPARE_STORE", m.Empty(), errors.InvalidPayload),
+        ("PREPARE_STORE", m.Lookup(key), errors.InvalidPayload),
+        ("LOOKUP", m.LeaseRef("x"), errors.InvalidPayload),
+    ):
+        assert fastest(lambda name=name, payload=payload: client.call(name, payload), error) < AT_ONCE_S
+    after = client.status()["messaging"]["counters"]
+    for code, count in (("unknown_request", 10), ("payload", 15)):
+        name = f"errors.protocol.{code}"
+        assert after[name] - before.get(name, 0) == count
+
+
+def test_what_takes_too_long_is_answered_at_its_deadline(
+    server: ServerProcess, client: WireClient, tmp_path: Path
+) -> None:
+    """By the server, while others are served; also when every worker thread is busy with it."""
+    gate = tmp_path / "gate"
+    with server.client(timeout=PATIENCE_S) as other:
+        slow = [send(client, name, str(gate)) for name in ("NEVER", *["SLOW"] * 10)]
+        began = time.monotonic()
+        for _ in range(20):
+            assert answer(other, send(other, "FINE")) == "fine"
+        told = set()
+        for _ in slow:
+            request_id, _, error = client.receive()
+            assert isinstance(error, errors.DeadlineExceeded)
+            told.add(request_id)
+        assert told == set(slow)
+        assert time.monotonic() - began >= SHORT_S
+        gate.touch()
+        wait_until(lambda: other.status()["messaging"]["counters"]["late"] == 2, PATIENCE_S, "both worker threads")
+
+
+def test_no_caller_waits_longer_than_its_own_deadline(
+    server: ServerProcess, client: WireClient, tmp_path: Path
+) -> None:
+    """The serving loop itself is wedged by a plugin: all of its callers give up, each at its own time, and go on once
+    it serves again."""
+    gate = tmp_path / "gate"
+    registered = client.register()
+    client.store(key_for(registered, [1] * 256), b"HERE")
+    with KVClient(server.endpoint) as engine:
+        assert engine.wait_up(PATIENCE_S)
+        scheduler = SchedulerAdapter(engine, model_name="tiny", namespace=registered.namespace, chunk_tokens=256)
+        request = RequestHashes(engine.hasher, 256, request_id="r")
+        request.extend([1] * 256)
+        wedged = send(client, "WEDGES", str(gate))
+        wait_until(begun(gate).exists, PATIENCE_S, "the wedge")
+        waits: dict[float, float] = {}
+
+        def call(deadline: float) -> None:
+            began = time.monotonic()
+            with pytest.raises((errors.DeadlineExceeded, errors.ServerGone)):
+                engine.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=deadline)
+            waits[deadline] = time.monotonic() - began
+
+        threads = [threading.Thread(target=call, args=(0.1 * number,)) for number in range(1, 9)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert len(waits) == 8
+        assert all(waited < deadline + 2.0 for deadline, waited in waits.items()), waits
+        assert scheduler.lookup(request).hit_tokens == 0, "a miss, not a wait"
+        assert not engine.usable
+        gate.touch()
+        assert answer(client, wedged) == "done"
+        wait_until(lambda: engine.usable, PATIENCE_S, "the client to heal")
+        wait_until(lambda: scheduler.lookup(request).hit_tokens == 256, PATIENCE_S, "hits")

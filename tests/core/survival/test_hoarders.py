@@ -1,0 +1,241 @@
+"""One client never frees what it pins, or uses up what others are granted: other clients go on as if it were alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from kvframework.api.requests import CacheKey
+from kvframework.cli.explain_view import why
+from kvframework.config import read_layers
+from kvframework.errors import AlreadyRegistered, LeaseUnknown
+from kvframework.service.engine_driven import MAX_OF_ASKER
+from kvframework.wire import messages as m
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+from tests.support.wire_client import WireClient, key_for
+
+# Room for 32 chunks of 32 KiB.
+CAPACITY, ROOM = "1MiB", 32
+
+
+class Hoarder:
+    """The process of `hoarder_program`, whose prompts are in L1."""
+
+    def __init__(self, server: ServerProcess, prompts: int, first: int) -> None:
+        program = [
+            sys.executable,
+            "-m",
+            "tests.core.survival.hoarder_program",
+            server.endpoint,
+            str(prompts),
+            str(first),
+        ]
+        self.process = subprocess.Popen(
+            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+        )
+        assert self.answer() == prompts
+
+    def answer(self) -> int:
+        assert self.process.stdout is not None
+        return int(self.process.stdout.readline())
+
+    def do(self, line: str) -> int:
+        assert self.process.stdin is not None
+        print(line, file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def end(self) -> None:
+        self.process.communicate(timeout=60)
+
+
+@contextmanager
+def hoarder_at(server: ServerProcess, prompts: int = ROOM, first: int = 1) -> Iterator[Hoarder]:
+    hoarder = Hoarder(server, prompts, first)
+    try:
+        yield hoarder
+    finally:
+        hoarder.end()
+
+
+def session_of(server: ServerProcess, pid: int) -> dict[str, Any]:
+    found = [each for each in server.status()["messaging"]["sessions"] if each["pid"] == pid]
+    return dict(max(found, key=lambda each: each["pinned_bytes"]))
+
+
+def keys_of(registered: m.Registered, first: int, count: int) -> list[CacheKey]:
+    return [key_for(registered, [first + number] * 256) for number in range(count)]
+
+
+def look_up(client: WireClient, key: CacheKey, *instances: int) -> m.LookupReply:
+    reply: m.LookupReply = client.call("LOOKUP", m.Lookup(replace(key, worker_id=None), grant=instances))
+    return reply
+
+
+def store_nine(client: WireClient, first: int = 1000, instance_id: int = 2) -> int:
+    """Store nine prompts; return how many of them are hits once all are stored."""
+    with contextlib.suppress(AlreadyRegistered):
+        client.register(instance_id)
+    namespace = bytes.fromhex(client.status()["namespaces"][0])
+    keys = [key_for(m.Registered(namespace, None), [first + number] * 256) for number in range(9)]  # type: ignore[arg-type]
+    for key in keys:
+        client.store(key, b"n", instance_id)
+    found = [look_up(client, key) for key in keys]
+    for each in found:
+        if each.ticket:
+            client.call("FREE_LOOKUP_LOCKS", m.TicketRef(each.ticket))
+    return sum(each.hit_tokens == 256 for each in found)
+
+
+def test_hits_that_are_never_freed_do_not_keep_another_engine_from_storing() -> None:
+    with ServerProcess(capacity=CAPACITY) as server, hoarder_at(server) as hoarder, server.client() as other:
+        assert hoarder.do("look") == ROOM, "alone, it may pin all of L1"
+        assert session_of(server, hoarder.process.pid)["pinned_bytes"] == 1 << 20
+        assert store_nine(other) == 9
+        seen = session_of(server, hoarder.process.pid)
+        assert 0 < seen["pinned_bytes"] <= 1 << 19
+        assert seen["over_share"] >= ROOM // 2
+        assert server.status()["l1"]["counters"]["over_share"] == seen["over_share"]
+        assert server.status()["l1"]["counters"]["lapsed"] == 0, "that is for leases that were too short"
+        assert hoarder.do("look") > 0, "its newer prompts are hits"
+        assert store_nine(other, 2000) == 9
+        run = subprocess.run(
+            [sys.executable, "-m", "kvframework.cli.main", "status", "--endpoint", server.endpoint],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+        assert f"(process {hoarder.process.pid})" in run.stdout
+        assert "ended or refused by pin_share" in run.stdout
+        wait_until(lambda: "by pin_share = 0.5" in server.log, 30, "the line in the log")
+        (line,) = [line for line in server.log.splitlines() if "by pin_share = 0.5" in line]
+        assert f"test ({hoarder.process.pid}) keeps" in line
+
+
+@pytest.mark.parametrize("share", ["0.1", "1.0"])
+def test_the_share_is_the_configured_one(share: str) -> None:
+    with ServerProcess(capacity=CAPACITY) as server, hoarder_at(server) as hoarder, server.client() as other:
+        hoarder.do("look")
+        layers = read_layers(None, (*server._settings, f"server.pin_share={share}"), {})
+        applied = other.call("APPLY_CONFIG", m.ApplyConfig(msgspec.json.encode(layers.raw), "test"))
+        assert [each.key for each in applied.changes] == ["server.pin_share"]
+        assert store_nine(other) == (0 if share == "1.0" else 9)
+        held = session_of(server, hoarder.process.pid)["pinned_bytes"]
+        assert held == 1 << 20 if share == "1.0" else 0 < held <= (1 << 20) // 10
+
+
+def test_loads_that_are_never_ended_do_not_keep_another_engine_from_storing() -> None:
+    with (
+        ServerProcess("server.retrieve_lease_s=1", capacity=CAPACITY) as server,
+        hoarder_at(server) as hoarder,
+        server.client() as other,
+    ):
+        assert hoarder.do("load") == ROOM, "alone, it may load all of L1"
+
+        def stores() -> bool:
+            hoarder.do("load")
+            return store_nine(other) == 9
+
+        wait_until(stores, 30, "room for another")
+        for first in (2000, 3000, 4000):
+            assert hoarder.do("load") < ROOM
+            assert session_of(server, hoarder.process.pid)["pinned_bytes"] <= 1 << 19
+            assert store_nine(other, first) == 9
+        records = other.call("RECENT", m.Recent()).records
+        misses = [each for each in records if each.pid == hoarder.process.pid and each.outcome == "miss"]
+        # Its unpinned prompts made room for others.
+        assert {each.reason for each in misses} == {"dropped_share", "evicted"}
+        assert any("was refused, as its client keeps its share of L1" in why(each, 0.0) for each in misses)
+
+
+def test_one_client_does_not_use_up_what_another_ones_lookups_are_granted() -> None:
+    with ServerProcess(capacity="64MiB") as server, server.client() as engine:
+        (key,) = keys_of(engine.register(2), 1000, 1)
+        engine.store(key, b"n", 2)
+        with hoarder_at(server, 600) as hoarder:
+            assert hoarder.do("grant 2") == MAX_OF_ASKER, "so many of its own"
+            (grant,) = look_up(engine, key, 2).grants
+            assert engine.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
+            mine = session_of(server, os.getpid())
+            assert mine["pinned_bytes"] == 1 << 15, "a ticket is its own, and what others ask for is not"
+
+
+def test_only_the_session_of_its_instance_loads_by_a_grant_also_after_a_reconnect() -> None:
+    with ServerProcess() as server, server.client() as scheduler, server.client() as stranger:
+        with server.client() as worker:
+            (key,) = keys_of(worker.register(2), 1000, 1)
+            worker.store(key, b"n", 2)
+            (before,) = look_up(scheduler, key, 2).grants
+            for other in (scheduler, stranger):
+                with pytest.raises(LeaseUnknown):
+                    other.call("COMMIT_RETRIEVE", m.Commit(before.lease))
+        wait_until(lambda: not server.status()["instances"], what="the end of the worker")
+        with server.client() as worker:
+            worker.register(2)
+            (after,) = look_up(scheduler, key, 2).grants
+            with pytest.raises(LeaseUnknown):
+                worker.call("COMMIT_RETRIEVE", m.Commit(before.lease))
+            assert worker.call("COMMIT_RETRIEVE", m.Commit(after.lease)).held
+
+
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_an_engine_of_several_sessions_takes_no_hit_of_its_own(is_granted: bool) -> None:
+    """Its worker finds L1 full of its scheduler's hits, alone on the server."""
+    with ServerProcess(capacity=CAPACITY) as server, server.client() as scheduler, server.client() as worker:
+        keys = keys_of(worker.register(2), 1, ROOM)
+        for key in keys:
+            worker.store(key, b"n", 2)
+        if is_granted:
+            (grant,) = look_up(scheduler, keys[0], 2).grants
+            assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
+        else:  # as a server-driven transport loads, too
+            assert look_up(scheduler, keys[0]).hit_tokens == 256
+            worker.call("COMMIT_RETRIEVE", m.Commit(worker.prepare_retrieve(keys[0], 2).lease))
+        for key in keys:
+            assert look_up(scheduler, key).hit_tokens == 256
+        assert store_nine(worker) == 0, "as it was before: there is no room"
+        assert server.status()["l1"]["counters"]["over_share"] == 0
+        assert worker.prepare_retrieve(keys[0], 2).hit
+        with server.client() as other:
+            assert store_nine(other, instance_id=3) == 9, "another engine is not in its way"
+
+
+def test_a_worker_is_not_of_a_scheduler_that_has_ended() -> None:
+    """Its scheduler ends while it loads, and another one goes on with it: the two are an engine alone."""
+    with ServerProcess(capacity=CAPACITY) as server, server.client() as worker:
+        keys = keys_of(worker.register(2), 1, ROOM)
+        for key in keys:
+            worker.store(key, b"n", 2)
+        with server.client() as before:
+            (grant,) = look_up(before, keys[0], 2).grants
+        wait_until(lambda: len(server.status()["messaging"]["sessions"]) == 2, what="the end of the scheduler")
+        assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
+        more = keys_of(m.Registered(keys[0].namespace, None), 1000, 1)  # type: ignore[arg-type]
+        assert worker.store(more[0], b"n", 2), "L1 is full, so it needs room"
+        with server.client() as scheduler:
+            found = [look_up(scheduler, key, 2) for key in [*keys, *more]]
+            (grant,) = next(each for each in found if each.grants).grants
+            assert worker.call("COMMIT_RETRIEVE", m.Commit(grant.lease)).held
+            assert worker.prepare_retrieve(more[0], 2).hit
+        assert server.status()["l1"]["counters"]["over_share"] == 0
+
+
+def test_after_a_takeover_shares_begin_anew() -> None:
+    with ServerProcess(capacity=CAPACITY) as server:
+        with hoarder_at(server) as hoarder:
+            hoarder.do("look")
+            server.take_over()
+        assert all(not each["pinned_bytes"] for each in server.status()["messaging"]["sessions"])
+        with hoarder_at(server, first=100) as hoarder, server.client() as other:
+            assert hoarder.do("look") == ROOM
+            assert store_nine(other) == 9

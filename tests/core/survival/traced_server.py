@@ -1,0 +1,27 @@
+"""`kvframework serve`, traced. With the arguments of the transport kit's server program it is that one, traced.
+
+What has a bound is full at once: else its growth up to there would pass for a leak.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kvframework.logs import queue
+from kvframework.service import counts, finished
+from tests.core.survival import traced
+
+
+def main() -> None:
+    if "serve" in sys.argv:
+        from kvframework.cli.main import main as serve
+    else:
+        from kvf_dev.testing.transport.server_program import main as serve
+    finished.MOST = queue.RECENT = counts.ENTRIES = 16
+    counts.MOST = 32
+    traced.start()
+    serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""A plugin whose tier is as slow as a file says: each call that reads takes so many seconds longer, by the fault kit.
+Runs in the server process, where a tier that nothing was loaded from is tried again after `PROBE_S` seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvf_dev.testing.faults import FaultyTier
+from kvf_dev.testing.faults.tier import Parts
+from kvframework.api.options import Options
+from kvframework.api.tier import Outcome, PackedKey, TierProvider, hookimpl
+from kvframework.pricing import cut
+from tests.core.storage.tier import MemoryTier
+
+PROBE_S = 1.0
+
+
+class SlowedOptions(Options, frozen=True):
+    seconds: str
+
+
+class SlowedTier(FaultyTier):
+    """`seconds` is the file."""
+
+    def __init__(self, seconds: Path) -> None:
+        super().__init__(MemoryTier(), 0, ("slow",), rate=0.0)
+        self.name = "slowed"
+        self._seconds = seconds
+
+    def get_into(self, keys: Sequence[PackedKey], parts: Parts, *, deadline: float) -> list[int | Outcome]:
+        self._slow_s = float(self._seconds.read_text())
+        self._rate = 1.0 if self._slow_s else 0.0
+        try:
+            return super().get_into(keys, parts, deadline=deadline)
+        finally:
+            self._rate = 0.0
+
+
+@hookimpl
+def kvf_tiers() -> list[TierProvider[SlowedOptions]]:
+    cut.PROBE_S = PROBE_S
+    return [
+        TierProvider(
+            name="slowed",
+            summary="as slow as a file says",
+            options=SlowedOptions,
+            create=lambda options, _context: SlowedTier(Path(options.seconds)),
+        )
+    ]

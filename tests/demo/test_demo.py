@@ -1,0 +1,205 @@
+"""`kvframework demo`, the real thing with a tiny model: server, engines, Redis, and the tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvf_demo.child import uninterrupted
+from kvf_demo.processes import DemoChild, DemoFailed, HeldServerProcess
+from kvf_demo.redis_server import redis_binary
+from kvf_demo.result import DemoResult, EngineRun, Recovered
+from kvf_demo.view import DemoView
+from kvframework.api.installing import install_command
+from tests.core.cli.command import run
+from tests.support.demo import demo, left_behind
+from tests.support.waiting import wait_until
+
+SMALL = ["--size", "tiny", "--tokens", "600", "--new-tokens", "8"]
+
+
+@pytest.mark.transformers
+def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary):
+    tier, title = ("disk", "the disk") if redis_binary() is None else ("redis", "Redis")
+    done = demo(temporary, *SMALL, "--json", "--l2", tier)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert result["l2"] == tier
+    assert result["cold"]["hit_tokens"] == 0
+    assert result["warm"]["hit_tokens"] == 512
+    assert result["tokens_equal"]
+    assert result["ok"]
+    # Two chunks, and the record of their namespace.
+    assert f"waiting until {title} has all objects  3 values" in done.stderr
+    assert "killing the server" in done.stderr
+    assert left_behind(temporary) == []
+
+
+@pytest.mark.transformers
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--text", "/nowhere"], "/nowhere"),
+        (["--text", sys.executable], "no UTF-8"),
+        (["--model", "/nowhere"], "/nowhere: there is no such model"),
+        (["--model", sys.executable], "the file is no GGUF"),
+        (["--model", "/etc"], "/etc: transformers does not load this model"),
+        (["--redis-url", "redis://localhost"], "--l2 redis"),
+        (["--redis-url", "redis://localhost", "--l2", "disk"], "--l2 redis"),
+        (["--kill", "--l2", "disk"], "give one of them"),
+        (["--set", "path=/tmp/x"], "--l2"),
+        (["--l2", "disk", "--set", "path=/tmp/x"], "without a tier plugin"),
+        (["--l2", "filesystm"], "did you mean 'filesystem'?"),
+        (["--l2", "filesystem", "--set", "pth=/tmp/x", "--size", "tiny"], "unknown key 'pth'"),
+        (["--l1-capacity", "a lot", "--size", "tiny"], "a lot"),
+        (["--size", "tiny", "--tokens", "100"], "more than 256"),
+    ],
+)
+def test_errors_have_status_2_and_say_what_to_do(temporary, arguments, text):
+    done = run("demo", *arguments, TMPDIR=str(temporary))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr.split("the end of its log")[0]
+    assert left_behind(temporary) == []
+
+
+def test_a_missing_extra_names_the_command_that_installs_it(temporary):
+    script = temporary / "without_torch.py"
+    script.write_text(
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from kvframework.cli.main import main\n"
+        "sys.argv = ['kvframework', 'demo']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2
+    assert "torch" in done.stderr
+    assert install_command(distribution="kvframework-demo") in done.stderr
+
+
+def test_the_cli_process_imports_no_torch():
+    script = (
+        "import sys, kvframework.cli.main, kvf_demo.prefix\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'transformers', 'kvf_transformers'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_it_passes_only_with_a_hit_and_equal_tokens():
+    def status(hit, cold, warm):
+        return DemoResult(EngineRun(tokens=cold), EngineRun(hit_tokens=hit, tokens=warm)).exit_status
+
+    assert status(256, [1, 2], [1, 2]) == 0
+    assert status(0, [1, 2], [1, 2]) == 1
+    assert status(256, [1, 2], [1, 3]) == 1
+    assert status(256, [1, 2], [1]) == 1
+    assert status(256, [], []) == 1
+
+
+@pytest.mark.parametrize(
+    ("warm", "text"),
+    [
+        (EngineRun(hit_tokens=0, tokens=[1], prompt_tokens=9, ttft_s=1.0), "Nothing was hit"),
+        (EngineRun(hit_tokens=8, tokens=[2], prompt_tokens=9, ttft_s=1.0), "NOT equal to"),
+        (EngineRun(hit_tokens=8, tokens=[1], prompt_tokens=9, ttft_s=1.0), "are equal to"),
+    ],
+)
+def test_the_verdict_is_shown(warm, text):
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        DemoView(console).show(DemoResult(EngineRun(tokens=[1], prompt_tokens=9, ttft_s=4.0), warm))
+        shown = console.export_text()
+    assert text in shown
+    assert "4.0 times shorter" in shown
+
+
+@pytest.mark.parametrize(
+    ("found", "hit", "text"),
+    [
+        (Recovered(31, 31 << 20, 0.012, hit_s=0.63), 8, "31 objects, 31.0 MiB, in 0.01 s; 0.63 s after the kill B had"),
+        (Recovered(31, 31 << 20, 0.012, hit_s=0.63), 0, "31 objects, 31.0 MiB, in 0.01 s.\n"),
+        (Recovered(0, 0, 0.0, "damaged: the journal's identity"), 0, "began with an empty L1: damaged: the journal's"),
+    ],
+)
+def test_what_the_new_server_had_is_shown(found, hit, text):
+    console = Console(record=True, width=100, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        run = EngineRun(hit_tokens=hit, tokens=[1], prompt_tokens=9, ttft_s=1.0)
+        DemoView(console).show(DemoResult(run, run, recovered=found))
+        assert text in console.export_text()
+
+
+def test_a_held_server_has_its_l1_again_after_it_was_killed(temporary):
+    endpoint, config = f"ipc://{temporary}/s.sock", temporary / "kvf.toml"
+    config.write_text(f'[server]\nendpoint = "{endpoint}"\n[l1]\nuse = "pinned"\ncapacity = "4MiB"\n')
+    with HeldServerProcess(config, endpoint, temporary) as server:
+        server.await_ready()
+        assert server.recovered().why_cold.startswith("nothing_kept")
+        _, killed = server.kill_server()
+        assert time.monotonic() > killed
+        assert server.recovered().why_cold == ""
+    config.unlink()
+    assert [name for name in left_behind(temporary) if not name.endswith((".log", ".hold.lock"))] == []
+
+
+def test_a_step_that_fails_is_marked(tmp_path):
+    with (tmp_path / "out").open("w", encoding="utf-8") as out:
+        view = DemoView(Console(file=out, width=100))
+        with pytest.raises(ValueError), view.step("first"):
+            raise ValueError
+        with view.step("second") as step:
+            step.say("on the way")
+            step.done("arrived")
+    first, second = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    assert "✗" in first
+    assert "✓" in second
+    assert "arrived" in second
+
+
+def test_a_child_that_ends_is_told_with_the_end_of_its_log(tmp_path):
+    with DemoChild("server", [sys.executable, "-c", "raise SystemExit('no room')"], tmp_path) as child:
+        wait_until(lambda: "no room" in (tmp_path / "server.log").read_text())
+
+        def ended():
+            try:
+                child.check_alive()
+            except DemoFailed as error:
+                return "no room" in str(error)
+            return False
+
+        wait_until(ended)
+
+
+def test_a_signal_between_start_and_registration_is_held_back():
+    reached = []
+
+    def interrupted():
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_shipped_text_is_whole():
+    import kvf_demo as demo
+
+    text = Path(demo.__file__).with_name("declaration.txt").read_text(encoding="utf-8")
+    assert text.startswith("In Congress, July 4, 1776")
+    assert text.rstrip().endswith("our Lives, our Fortunes and our sacred Honor.")
+    assert 7900 < len(text) < 8400

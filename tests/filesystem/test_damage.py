@@ -1,0 +1,178 @@
+"""The filesystem tier when others truncate, garble, replace and delete its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvf_filesystem.form import LARGE, file_bytes, pack_head
+from kvframework.api.tier import Outcome
+from kvframework.errors import TierError
+from tests.filesystem.folder import (
+    contains,
+    delete,
+    file_of,
+    fresh_key,
+    get,
+    open_tier,
+    put,
+    soon,
+    temporary_files,
+    used,
+)
+from tests.support.received import outcomes_of
+
+FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
+DELETED, FAILED, DAMAGED = Outcome.DELETED, Outcome.FAILED, Outcome.DAMAGED
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+def shorten_to_another_values_size(path: Path) -> None:
+    os.truncate(path, file_bytes(10))
+
+
+def write_garbage_over_the_head(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(os.urandom(16))
+
+
+def let_the_value_begin_beyond_the_end(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(pack_head(60_000, int.from_bytes(path.read_bytes()[8:16], "little")))
+
+
+def put_a_folder_there(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def put_a_link_there(path: Path) -> None:
+    path.rename(path.with_name("the value"))
+    path.symlink_to("the value")
+
+
+def put_a_fifo_there(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGES: list[Callable[[Path], None]] = [
+    truncate,
+    empty,
+    append,
+    shorten_to_another_values_size,
+    write_garbage_over_the_head,
+    let_the_value_begin_beyond_the_end,
+    put_a_folder_there,
+    put_a_link_there,
+    put_a_fifo_there,
+]
+
+
+@pytest.mark.parametrize("nbytes", [1000, LARGE + 1000])
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_file_is_told_deleted_and_replaced(
+    tmp_path: Path, damage: Callable[[Path], None], nbytes: int
+) -> None:
+    tier, before, key, after = open_tier(tmp_path), fresh_key(), fresh_key(), fresh_key()
+    keys, values = [before, key, after], [os.urandom(100), os.urandom(nbytes), os.urandom(100)]
+    parts = [[memoryview(value)] for value in values]
+    for again in (lambda: delete(tier, key), lambda: None):
+        assert tier.put(keys, parts, deadline=soon()) == [STORED] * 3
+        damage(file_of(tmp_path, key))
+        assert contains(tier, key) in (FOUND, DAMAGED)
+        buffers = [bytearray(len(value)) for value in values]
+        outcomes = outcomes_of(tier.get_into(keys, [[memoryview(each)] for each in buffers], deadline=soon()))
+        assert outcomes == [FOUND, DAMAGED, FOUND]
+        assert (buffers[0], buffers[2]) == (values[0], values[2])
+        assert again() in (DELETED, None)
+        if again() is MISSING:
+            assert contains(tier, key) is MISSING
+    assert put(tier, key, values[1]) is STORED
+    assert get(tier, key, nbytes) == (FOUND, values[1])
+    assert len(list(tier.scan(deadline=soon()))) == 3
+    assert used(tier) == 200 + nbytes
+    tier.close()
+
+
+def test_a_flipped_bit_is_for_the_cores_checksum(tmp_path: Path) -> None:
+    tier, key = open_tier(tmp_path), fresh_key()
+    assert put(tier, key, b"a" * 100) is STORED
+    path = file_of(tmp_path, key)
+    path.write_bytes(path.read_bytes().replace(b"aaa", b"aca", 1))
+    assert get(tier, key, 100) == (FOUND, b"aca" + b"a" * 97)
+    tier.close()
+
+
+def test_a_link_is_not_followed_and_its_target_is_left_alone(tmp_path: Path) -> None:
+    tier, key, target = open_tier(tmp_path / "kv"), fresh_key(), tmp_path / "precious"
+    assert put(tier, key, b"value") is STORED
+    target.write_bytes(file_of(tmp_path / "kv", key).read_bytes())
+    file_of(tmp_path / "kv", key).unlink()
+    file_of(tmp_path / "kv", key).symlink_to(target)
+    kept = target.read_bytes()
+    assert get(tier, key, 5)[0] is DAMAGED
+    tier.touch([key], deadline=soon())
+    assert put(tier, key, b"other") is STORED
+    assert not file_of(tmp_path / "kv", key).is_symlink()
+    file_of(tmp_path / "kv", key).unlink()
+    file_of(tmp_path / "kv", key).symlink_to(target)
+    assert delete(tier, key) is DELETED
+    assert target.read_bytes() == kept
+    tier.close()
+
+
+def test_a_folder_with_something_in_it_is_not_deleted(tmp_path: Path) -> None:
+    tier, key = open_tier(tmp_path), fresh_key()
+    file_of(tmp_path, key).mkdir(parents=True)
+    (file_of(tmp_path, key) / "mine").write_text("mine")
+    assert get(tier, key, 5)[0] is DAMAGED
+    assert delete(tier, key) is FAILED
+    assert put(tier, key, b"value") is FAILED
+    assert (file_of(tmp_path, key) / "mine").read_text() == "mine"
+    assert temporary_files(tmp_path) == []
+    assert used(tier) == 0
+    tier.close()
+
+
+def test_files_and_folders_deleted_underneath_are_missing(tmp_path: Path) -> None:
+    tier, one, two = open_tier(tmp_path), fresh_key(), fresh_key()
+    for key in (one, two):
+        assert put(tier, key, b"value") is STORED
+    file_of(tmp_path, one).unlink()
+    file_of(tmp_path, two).unlink()
+    file_of(tmp_path, two).parent.rmdir()
+    for key in (one, two):
+        assert contains(tier, key) is MISSING
+        assert get(tier, key, 5)[0] is MISSING
+        assert delete(tier, key) is MISSING
+    assert used(tier) == 10  # it cannot know
+    assert list(tier.scan(deadline=soon())) == []
+    assert used(tier) == 0  # now it does
+    assert put(tier, two, b"value") is STORED
+    tier.close()
+
+
+def test_a_file_in_place_of_a_fan_out_folder_fails_the_call_with_a_hint(tmp_path: Path) -> None:
+    tier, key = open_tier(tmp_path), fresh_key()
+    file_of(tmp_path, key).parent.write_text("mine")
+    for call in (lambda: contains(tier, key), lambda: get(tier, key, 5), lambda: put(tier, key, b"value")):
+        with pytest.raises(TierError, match="Not a directory") as raised:
+            call()
+        assert "remove it" in raised.value.hint
+    tier.close()

@@ -1,0 +1,92 @@
+"""What the doctor tells of other nodes: who answers, whether they can share, and how bytes travel."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.core.doctor.tables import ask, levels
+from tests.support.peer_nodes import Lender, ValuesNode, token_file
+from tests.support.ports import free_port
+from tests.support.redis_server import RedisServer
+
+
+def test_nodes_that_answer_and_agree_are_ok(tmp_path: Path) -> None:
+    token = token_file(tmp_path)
+    with Lender(token) as one, Lender(token) as other:
+        found = ask("peers", token_file=str(token), listen=one.address, peers=[one.address, other.address])
+    assert levels(found) == dict.fromkeys(("plugin.usable", "peers.network", "peers.reachable", "peers.names"), "ok")
+    assert found["peers.names"].fact == "2 nodes give the same names to the same content"
+
+
+def test_one_that_is_silent_and_one_that_differs_are_named(tmp_path: Path) -> None:
+    token, silent = token_file(tmp_path), f"127.0.0.1:{free_port()}"
+    with Lender(token) as one, Lender(token, ValuesNode(hasher="sha256/1")) as other:
+        one.node.told = other.node.told = {"llama": [bytes(16)]}
+        found = ask("peers", token_file=str(token), peers=[one.address, other.address, silent])
+    assert levels(found) == {
+        "plugin.usable": "ok",
+        "peers.network": "ok",
+        "peers.reachable": "warn",
+        "peers.names": "fail",
+    }
+    assert found["peers.reachable"].fact.startswith(f"{silent}: Connection refused; ")
+    assert found["peers.names"].fact.startswith(f"{other.address} and {one.address} differ in the hasher")
+
+
+def test_a_node_with_another_token_is_told_from_one_that_is_away(tmp_path: Path) -> None:
+    silent = f"127.0.0.1:{free_port()}"
+    with Lender(token_file(tmp_path)) as other:
+        own = token_file(tmp_path / "own", "another token for tests")
+        found = ask("peers", token_file=str(own), peers=[other.address, silent])
+    assert found["peers.reachable"].fact == f"{silent}: Connection refused"
+    assert found["peers.trust"].level == "fail"
+    assert found["peers.trust"].fact == f"{other.address}: it refuses this node: it has another token"
+    assert "the same token" in found["peers.trust"].advice
+
+
+def test_an_address_at_which_this_node_cannot_listen_is_found(tmp_path: Path) -> None:
+    token = str(token_file(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        taken = f"127.0.0.1:{foreign.getsockname()[1]}"
+        found = ask("peers", token_file=token, listen=taken)["peers.listen"]
+    assert (found.level, found.fact) == ("fail", f"{taken}: Address already in use")
+    elsewhere = "192.0.2.1:9311"  # reserved for documentation
+    found = ask("peers", token_file=token, listen=elsewhere, trusted_network=True)["peers.listen"]
+    assert (found.level, found.fact) == ("fail", f"{elsewhere}: Cannot assign requested address")
+    free = ask("peers", token_file=token, listen=f"127.0.0.1:{free_port()}")
+    assert levels(free) == {"plugin.usable": "ok", "peers.network": "ok"}
+
+
+def test_plain_text_beyond_this_machine_is_warned_of_or_refused(tmp_path: Path) -> None:
+    token = token_file(tmp_path)
+    found = ask("peers", token_file=str(token), listen="0.0.0.0:1", trusted_network=True)
+    assert found["peers.network"].level == "warn"
+    (refused,) = ask("peers", token_file=str(token), listen="0.0.0.0:1").values()
+    assert refused.level == "fail"
+    assert "in plain text" in refused.fact
+
+
+def test_an_address_that_leads_elsewhere_is_found(tmp_path: Path) -> None:
+    token, silent = token_file(tmp_path), f"redis://127.0.0.1:{free_port()}/0"
+    common = {"token_file": str(token), "hints": silent, "trusted_network": True}
+    with Lender(token) as one, Lender(token) as other:
+        found = ask("peers", listen=one.address, advertise=other.address, **common)
+        same = ask("peers", listen=one.address, advertise=one.address.replace("127.0.0.1", "localhost"), **common)
+    assert found["peers.advertise"].level == "fail"
+    assert found["peers.advertise"].fact.startswith(f"another node answers at {other.address}")
+    assert same["peers.advertise"].level == "ok"
+    assert found["peers.hints"].level == "fail"
+
+
+@pytest.mark.redis
+def test_the_redis_of_the_hints_is_asked(tmp_path: Path) -> None:
+    token = token_file(tmp_path)
+    with RedisServer(tmp_path) as redis:
+        options = {"token_file": str(token), "hints": redis.url, "trusted_network": True}
+        assert ask("peers", **options)["peers.hints"].level == "warn"
+        with redis.client() as client:
+            client.config_set("maxmemory-policy", "allkeys-lru")
+        assert ask("peers", **options)["peers.hints"].level == "ok"

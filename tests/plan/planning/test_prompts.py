@@ -1,0 +1,62 @@
+"""Prompts as paths in the tree of their prefixes, for chunks of every multiple of the trace's."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvf_plan.planning.prompts import joined, prompts_of, sampled
+from kvf_plan.trace.form import Request
+from kvframework.errors import PlanError
+from tests.plan.planning.traces import MadeTrace, conversations, traces
+
+
+@given(traces(), st.integers(1, 4))
+def test_two_prompts_share_a_node_where_they_share_all_its_tokens(trace: MadeTrace, join: int) -> None:
+    made = prompts_of(trace, 4, join)
+    assert made.chunk_tokens == 4 * join
+    named: dict[tuple[int, ...], int] = {}
+    for request, prompt in zip(trace, made.prompts, strict=True):
+        full = request.tokens // (4 * join)
+        assert len(prompt.nodes) == full
+        for index, node in enumerate(prompt.nodes):
+            # An id names a prefix, so the last of a joined chunk names the whole of it.
+            prefix = tuple(request.chunks[: (index + 1) * join])
+            assert named.setdefault(prefix, node) == node
+    assert len(set(named.values())) == len(named) == made.nodes
+
+
+@given(traces())
+def test_nodes_are_numbered_in_the_order_of_first_use(trace: MadeTrace) -> None:
+    seen = dict.fromkeys(node for prompt in prompts_of(trace, 4).prompts for node in prompt.nodes)
+    assert list(seen) == list(range(len(seen)))
+
+
+def test_the_chunk_that_is_not_full_is_left_out() -> None:
+    counted, not_counted = Request(0.0, 40, 0, [1, 2, 3]), Request(0.0, 40, 0, [1, 2])
+    for request in (counted, not_counted):
+        assert len(prompts_of([request], 16).prompts[0].nodes) == 2
+
+
+def test_ids_that_do_not_name_what_comes_before_are_set_right() -> None:
+    made = prompts_of([Request(0.0, 8, 0, [1, 9]), Request(1.0, 8, 0, [2, 9])], 4)
+    assert [list(prompt.nodes) for prompt in made.prompts] == [[0, 1], [2, 3]]
+
+
+def test_smaller_chunks_than_the_traces_cannot_be_had() -> None:
+    assert joined(512, 2048) == 4
+    with pytest.raises(PlanError, match="in chunks of 512 tokens, so nothing is known of chunks of 256"):
+        joined(512, 256)
+    with pytest.raises(PlanError, match="no multiple"):
+        joined(512, 1000)
+
+
+def test_a_sample_has_whole_sessions_and_as_many_tokens_a_second() -> None:
+    whole = prompts_of(conversations(4000), 16)
+    part = sampled(whole, 0.25)
+    assert 0.15 < len(part.prompts) / len(whole.prompts) < 0.35
+    assert part.tokens / part.seconds == pytest.approx(whole.tokens / whole.seconds, rel=0.02)
+    # Sessions are whole: the share of uses that an endless cache has is about the same.
+    assert 1 - part.nodes / part.uses == pytest.approx(1 - whole.nodes / whole.uses, abs=0.05)
+    assert sampled(whole, 0.25) == part

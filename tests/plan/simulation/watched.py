@@ -1,0 +1,279 @@
+"""The storage under test, watched where its callers meet it: everything that L1 hands out, takes back, says and drops
+is held against the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvframework.api.eviction import Use
+from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.requests import PackedKey, Select
+from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.leases import NO_DEADLINE, NO_PROMPT, PinLease, PromptPart, Reservation
+from kvframework.storage.l2.loading import LoadTask, Located
+from kvframework.storage.l2.tier_calls import Breaker
+from kvframework.storage.manager import StorageManager
+from tests.core.storage.memory import OrderedLru, PlainMemory
+from tests.plan.simulation.model import Guard, Model, Writing, must
+from tests.plan.simulation.prompts import CONTENT
+
+UNWRITTEN = b"\xee"
+
+
+class SimMemory(PlainMemory):
+    """Becomes ready by and by."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.grow: Callable[[int], None] = lambda _limit: None
+
+    def start(self, on_ready: Callable[[int], None]) -> None:
+        self.grow = on_ready
+        on_ready(self.capacity * 2 // 3)
+
+    def bytes_at(self, offset: int, nbytes: int) -> bytearray:
+        return self._bytes[offset : offset + nbytes]
+
+    def fill(self, offset: int, data: bytes) -> None:
+        self._bytes[offset : offset + len(data)] = data
+
+
+class WatchedLru(OrderedLru):
+    """The eviction policy is told of every object that leaves, at once."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self._model = model
+
+    def on_remove(self, key: PackedKey) -> None:
+        super().on_remove(key)
+        self._model.removed(key)
+
+
+class WatchedManager(StorageManager):
+    """`accepted` counts how often the `on_done` of each accepted load has run."""
+
+    def __init__(self, model: Model, memory: SimMemory, *arguments: Any, **named: Any) -> None:
+        self.model = model
+        self.bytes = memory
+        self.accepted: dict[object, int] = {}
+        # A load that is just being published.
+        self._loading: Writing | None = None
+        super().__init__(memory, *arguments, **named)
+
+    def reserve(
+        self,
+        items: Sequence[tuple[PackedKey, int]],
+        *,
+        owner: int,
+        request_id: str,
+        lease_s: float | None,
+        **bounds: Any,
+    ) -> Reservation:
+        result = super().reserve(items, owner=owner, request_id=request_id, lease_s=lease_s, **bounds)
+        counted = len(result.placed) + result.present + result.in_flight + result.dropped
+        must(counted == len(items), "a reservation does not account for every object")
+        if result.lease is not None:
+            placed = [(items[index][0], offset, items[index][1]) for index, offset in result.placed]
+            deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
+            writing = Writing(result.lease.id, owner, request_id, deadline, placed, list(placed))
+            self.model.handed_out(writing)
+            for _, offset, nbytes in placed:
+                self.bytes.fill(offset, UNWRITTEN * nbytes)
+        return result
+
+    def commit(self, lease_id: str, *, owner: int) -> int:
+        writing = self.model.writings.get(lease_id)
+        published = super().commit(lease_id, owner=owner)
+        assert writing is not None
+        must(published or writing.withdrawn or self.clock() >= writing.deadline, "a lease that held was not published")
+        self.model.ended(writing, published)
+        return published
+
+    def abort(self, lease_id: str, *, owner: int) -> int:
+        freed = super().abort(lease_id, owner=owner)
+        self.model.ended(self.model.writings[lease_id], 0)
+        return freed
+
+    def finish_load(self, lease_id: str, good: bool) -> PinLease | None:
+        writing = self.model.writings[lease_id]
+        self._loading = writing if good else None
+        pin = super().finish_load(lease_id, good)
+        if not good:
+            self.model.ended(writing, 0)
+        return pin
+
+    def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
+        lease = super().pin(keys, owner=owner, request_id=request_id, lease_s=lease_s)
+        must((lease is None) != all(key in self.model.objects for key in keys), "a pin says hit or miss wrongly")
+        return lease
+
+    def pin_objects(
+        self,
+        objects: list[StoredObject],
+        *,
+        owner: int,
+        request_id: str,
+        lease_s: float | None,
+        use: Use | None = "lookup",
+        prompt: PromptPart = NO_PROMPT,
+        asked_by: int | None = None,
+        hit: bool = False,
+    ) -> PinLease:
+        lease = super().pin_objects(
+            objects,
+            owner=owner,
+            request_id=request_id,
+            lease_s=lease_s,
+            use=use,
+            prompt=prompt,
+            asked_by=asked_by,
+            hit=hit,
+        )
+        self._guard(lease)
+        return lease
+
+    def unpin(self, lease_id: str, *, owner: int) -> PinLease:
+        lease = super().unpin(lease_id, owner=owner)
+        self._unguard(lease)
+        return lease
+
+    def unpin_internal(self, leases: Sequence[PinLease]) -> None:
+        super().unpin_internal(leases)
+        for lease in leases:
+            self._unguard(lease)
+
+    def withdraw(self, owner: int, request_id: str | None = None) -> int:
+        ended = super().withdraw(owner, request_id)
+        self.model.withdraw(owner, request_id)
+        return ended
+
+    def end_owner(self, owner: int) -> int:
+        ended = super().end_owner(owner)
+        self.model.end_owner(owner)
+        return ended
+
+    def submit_prefetch_task(
+        self,
+        keys: Sequence[PackedKey],
+        layout_desc: MemoryLayoutDesc,
+        *,
+        select: Select | None = None,
+        on_done: Callable[[], None] = lambda: None,
+        on_change: Callable[[], object] = lambda: None,
+        located: Located | None = None,
+        prompt: PromptPart = NO_PROMPT,
+        client: int = 0,
+    ) -> LoadTask | None:
+        load, told = self._once(on_done)
+        task = super().submit_prefetch_task(
+            keys,
+            layout_desc,
+            select=select,
+            on_done=told,
+            on_change=on_change,
+            located=located,
+            prompt=prompt,
+            client=client,
+        )
+        if task is not None:
+            self.accepted[load] = 0
+        return task
+
+    def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
+        load, told = self._once(on_done)
+        accepted = super().submit_record_task(namespace, told)
+        if accepted:
+            self.accepted[load] = 0
+        return accepted
+
+    def check_bytes(self, key: PackedKey, offset: int, nbytes: int) -> None:
+        must(self.bytes.bytes_at(offset, nbytes) == CONTENT[key], "what can be read is not what was stored")
+
+    def _pin_internal(self, key: PackedKey) -> PinLease | None:
+        writing, self._loading = self._loading, None
+        if writing is not None:
+            writing.unwritten = []
+            self.model.ended(writing, 1)
+        lease = super()._pin_internal(key)
+        if lease is not None:
+            self._guard(lease)
+        return lease
+
+    def _once(self, on_done: Callable[[], None]) -> tuple[object, Callable[[], None]]:
+        load = object()
+
+        def told() -> None:
+            self.accepted[load] += 1
+            must(self.accepted[load] == 1, "on_done ran twice")
+            on_done()
+
+        return load, told
+
+    def _guard(self, lease: PinLease) -> None:
+        for stored in lease.objects:
+            must(self.model.objects.get(stored.key) == (stored.offset, stored.length), "a pin names another place")
+            self.check_bytes(stored.key, stored.offset, stored.length)
+        keys = [stored.key for stored in lease.objects]
+        self.model.pinned(Guard(lease.id, lease.owner, lease.request_id, lease.deadline, keys))
+
+    def _unguard(self, lease: PinLease) -> None:
+        guard = self.model.unpinned(lease.id)
+        must(not (lease.held and guard.broken), "a pin is said to have held, and did not")
+        must(lease.held == (self.clock() < guard.deadline), "a pin's deadline was not honoured")
+
+
+class WatchedBreaker(Breaker):
+    """Held against the words of its contract."""
+
+    THRESHOLD, BACKOFF_S, MAX_BACKOFF_S = 3, 0.25, 4.0
+
+    def __init__(self) -> None:
+        super().__init__(self.THRESHOLD, self.BACKOFF_S, self.MAX_BACKOFF_S)
+        self._under_way: Counter[int] = Counter()
+        self._in_a_row = 0
+        self._opened_at = 0.0
+
+    def __copy__(self) -> WatchedBreaker:
+        return WatchedBreaker()
+
+    def allow(self, now: float) -> int | None:
+        before = self.state
+        call = super().allow(now)
+        if call is None:
+            must(before != "closed", "a closed circuit refused a call")
+            probing = self._under_way[self._openings] > 0
+            must(probing or now < self._opened_at + self.MAX_BACKOFF_S, "an open circuit never lets a call through")
+            return None
+        if before != "closed":
+            must(now >= self._opened_at + self.BACKOFF_S, "an open circuit let a call through")
+            must(not self._under_way[call], "two probes at once")
+        self._under_way[call] += 1
+        return call
+
+    def succeeded(self, call: int, now: float) -> None:
+        before, current = self.state, call == self._openings
+        super().succeeded(call, now)
+        self._under_way[call] -= 1
+        must(self.state == ("closed" if current else before), f"a call worked, and the circuit is {self.state}")
+        if current:
+            self._in_a_row = 0
+
+    def undecided(self, call: int) -> None:
+        super().undecided(call)
+        self._under_way[call] -= 1
+
+    def failed(self, call: int, now: float) -> None:
+        before, current = self.state, call == self._openings
+        super().failed(call, now)
+        self._under_way[call] -= 1
+        must(current or self.state == before, "a call from before the circuit opened changed it")
+        if current:
+            self._in_a_row += 1
+            opens = before == "half-open" or self._in_a_row >= self.THRESHOLD
+            must((self.state == "open") == opens, f"{self._in_a_row} failures, and the circuit is {self.state}")
+            if opens:
+                self._opened_at = now
+                self._in_a_row = 0

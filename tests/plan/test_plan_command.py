@@ -1,0 +1,197 @@
+"""`kvframework plan` on made traces: what it prints, writes and refuses, and a real server with what it wrote."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from kvf_plan.planning.goal import Setting, toml_of
+from kvf_plan.planning.offers import TierOffer
+from kvframework.config import load_config
+from tests.core.cli.command import run
+from tests.plan.planning.traces import conversations
+from tests.support.server_process import ServerProcess
+
+# Sizes of L1 in MiB: 16 KiB a chunk.
+ENGINE = ("--prefill", "2000", "--attention", "0", "--bytes-per-token", "1KiB", "--engines", "1")
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("traces") / "made.jsonl"
+    file.write_text(conversations(200, every_s=0.08).lines())
+    return str(file)
+
+
+def test_it_writes_the_cheapest_that_meets_the_goal(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "kvf.toml"
+    done = run("plan", trace, *ENGINE, "--ttft", "0.5", "--tier", "disk=1GB/s", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "the live set is" in done.stdout
+    chosen = re.search(r"chosen, the cheapest that meets the goal: (.*) of L1 by (\w+)", done.stdout)
+    assert chosen is not None
+    config = load_config(out, environ={})
+    assert config.l1.eviction.use == chosen[2]
+    assert config.server.chunk_size == 16
+    assert f"kvframework doctor --config {out}" in done.stderr
+    assert out.read_text().startswith("# Planned by kvframework")
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_a_real_server_starts_with_what_it_wrote(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiered: bool
+) -> None:
+    out = tmp_path / "kvf.toml"
+    done = run("plan", trace, *ENGINE, "--ttft", "5", "--l1", "2MiB", "--eviction", "two_queues", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    if tiered:
+        tier = TierOffer("disk", 1e9)
+        text = toml_of(Setting(16, 2 << 20, "two_queues", tier, 64 << 20, "write_back"))
+        out.write_text(text.replace("/var/cache/kvframework", str(tmp_path / "cache")))
+    assert run("config", "check", str(out)).returncode == 0
+    monkeypatch.setenv("KVFRAMEWORK_CONFIG", str(out))
+    with ServerProcess(capacity="2MiB") as server:
+        status = server.status()
+    assert status["l1"]["capacity_bytes"] == 2 << 20
+    assert [tier["write_policy"] for tier in status["l2"]] == (["write_back"] if tiered else [])
+
+
+def test_seconds_do_not_say_what_is_written_in_a_day(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "kvf.toml"
+    options = ("--ttft", "0.06", "--tier", "disk=1GB/s", "--l1", "1MiB", "--eviction", "lru", "--out", str(out))
+    done = run("plan", trace, *ENGINE, *options)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"chosen.*of disk by", done.stdout)
+    assert "size a day: 16 s are too short a trace to say that" in done.stdout
+    assert "its size a day" not in done.stdout + out.read_text()
+
+
+def test_a_goal_that_nothing_meets_is_named_and_nothing_is_written(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "kvf.toml"
+    done = run("plan", trace, *ENGINE, "--ttft", "0.001", "--out", str(out))
+    assert done.returncode == 1
+    assert "nothing that was tried meets the goal" in done.stdout
+    assert re.search(r"mean time to the first token: [\d.]+ s at best, not 0.001 s, \d+% over", done.stdout)
+    assert "that is what comes closest" in done.stdout
+    assert not out.exists()
+
+
+def test_a_budget_that_nothing_keeps_is_named(trace: str) -> None:
+    done = run("plan", trace, *ENGINE, "--ttft", "5", "--budget", "1MiB", "--l1", "4MiB")
+    assert done.returncode == 1
+    assert re.search(r"cost: [\d.]+ at best, not [\d.]+, 300% over", done.stdout)
+
+
+def test_the_document(trace: str) -> None:
+    done = run("plan", trace, *ENGINE, "--ttft", "0.5", "--chunk-size", "16", "--chunk-size", "32", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [each["chunk_tokens"] for each in document["chunks"]] == [16, 32]
+    assert document["chosen"] in document["rows"]
+    assert document["engine"]["basis"] == "yours"
+    endless = [each["endless_hit"] for each in document["chunks"]]
+    assert endless[0] > endless[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--chunk-size", "8"), "nothing is known of chunks of 8"),
+        (("--tier", "tape=1GB/s"), "no configuration is written for a tier 'tape'"),
+        (("--tier", "disk"), "a tier without a speed"),
+        (("--tier", "disk=1GB/s", "--tier", "disk=1GB/s"), "the same tier is there twice: disk"),
+        (("--price", "dram=1", "--tier", "disk=1GB/s"), "the price of a GiB is missing: disk"),
+        (("--budget", "much"), "expected a size"),
+        (("--ttft", "0"), "'--ttft': expected a time such as"),
+        (("--ttft", "soon"), "'--ttft': expected a time such as"),
+        (("--prefill", "20 kilo"), "'--prefill': expected a positive number such as 25000 or 25k"),
+        (("--tier", "disk=1Gbit/s"), "'1Gbit/s' is no rate"),
+        (("--out", "never.toml"), "without a goal nothing is chosen"),
+        (("--drive-writes", "nan"), "nan is no limit"),
+        (("--l1", "0"), "'--l1': expected a size such as"),
+        (("--eviction", "mine"), "mine"),
+        (("--plot", "plan.gif"), "a plot is no .gif"),
+        (("--engine", "llama-3-8c", "--gpu", "h100"), "did you mean 'llama-3-8b'?"),
+    ],
+)
+def test_what_cannot_be_is_said(trace: str, options: tuple[str, ...], says: str) -> None:
+    done = run("plan", trace, *ENGINE, *options)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_no_file_is_overwritten(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "kvf.toml"
+    out.write_text("mine")
+    done = run("plan", trace, *ENGINE, "--ttft", "5", "--out", str(out))
+    assert done.returncode == 2
+    assert "the file exists" in done.stderr
+    assert out.read_text() == "mine"
+
+
+def test_a_plot_needs_matplotlib(trace: str, tmp_path: Path) -> None:
+    with mock.patch("kvf_plan.planning.plot.importlib.util.find_spec", return_value=None):
+        done = run("plan", trace, *ENGINE, "--plot", str(tmp_path / "plan.svg"))
+    assert done.returncode == 2
+    assert "not installed: matplotlib" in done.stderr
+    assert "[plot]" in done.stderr
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_plot(trace: str, tmp_path: Path, ending: str) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / f"plan.{ending}"
+    options = ("--ttft", "0.5", "--tier", "disk=1GB/s", "--write-policy", "write_through", "--eviction", "lru")
+    assert run("plan", trace, *ENGINE, *options, "--plot", str(plot)).returncode == 0
+    drawn = plot.read_bytes()
+    assert drawn.startswith(b"\x89PNG") if ending == "png" else b"<svg" in drawn
+
+
+@pytest.mark.parametrize(
+    ("options", "unknown"),
+    [
+        ((), "the engine's speed and the KV of a token"),
+        (("--engine", "llama-3-8b"), "the engine's speed and the KV of a token"),
+        (("--prefill", "2000"), "the KV of a token"),
+        (("--bytes-per-token", "1KiB"), "the engine's speed"),
+    ],
+)
+def test_an_engine_is_needed(trace: str, options: tuple[str, ...], unknown: str) -> None:
+    done = run("plan", trace, *options)
+    assert done.returncode == 2
+    assert f"not known: {unknown}\n" in done.stderr
+    assert "--prefill TOKENS/S --bytes-per-token SIZE" in done.stderr
+
+
+def test_a_goal_has_a_unit_or_is_seconds_and_the_words_are_for_people(trace: str) -> None:
+    small = ("--l1", "2MiB", "--eviction", "lru", "--quick")
+    milliseconds = run("plan", trace, *ENGINE, *small, "--ttft", "5000ms")
+    assert (milliseconds.returncode, milliseconds.stderr) == (0, "")
+    assert milliseconds.stdout == run("plan", trace, *ENGINE, *small, "--ttft", "5").stdout
+    assert "; 1 engine\n" in milliseconds.stdout
+    assert "your engine: 2,000 tokens of prompts/s, at any length of context; " in milliseconds.stdout
+    twice = run("plan", trace, "--engine", "llama-3-8b", "--gpu", "h100", "--engines", "1", "--l1", "1GiB", "--quick")
+    assert "llama-3-8b on 1 h100: 25,000 tokens of prompts/s, half as many at 30,632 tokens of" in twice.stdout
+
+
+def test_a_trace_of_short_prompts_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "short.jsonl"
+    file.write_text(
+        '{"kvframework_trace": 1, "chunk_tokens": 64}\n{"timestamp": 0, "input_length": 3, "hash_ids": []}\n'
+    )
+    done = run("plan", str(file), *ENGINE)
+    assert done.returncode == 2
+    assert "no prompt of the trace fills a chunk of 64 tokens" in done.stderr
+
+
+def test_the_catalogue_names_its_sources() -> None:
+    done = run("plan", "--catalogue")
+    assert done.returncode == 0
+    assert "https://docs.nvidia.com/nim/benchmarking" in done.stdout
+    tables = [line for line in done.stdout.splitlines() if not re.match(r"\d+: |others are", line)]
+    assert max(map(len, tables)) <= 80, "notes and sources stand below"
+    assert json.loads(run("plan", "--catalogue", "--json").stdout)["models"]["deepseek-v3"]["latent"] == 576

@@ -1,0 +1,238 @@
+"""A model whose adapters or weights change, against a real server process: what was stored for one state is never
+served to another."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.server_process import ServerProcess
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports() -> None:
+    global PROMPT, TransformersKV, add_adapters, disable_adapters, set_adapter, torch, transformers
+    import torch
+
+    import transformers
+    from kvf_transformers import TransformersKV
+    from tests.transformers.lora_layers import add_adapters, disable_adapters, set_adapter
+
+    PROMPT = torch.randint(2, 97, (1, 3 * CHUNK + 8), generator=torch.Generator().manual_seed(0))
+
+
+CHUNK = 32
+CONFIG = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def make_model(**changes):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**CONFIG, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
+        yield running
+
+
+def attach(model, server, name, **options):
+    return TransformersKV(model, endpoint=server.endpoint, model_name=name, deadline_scale=20.0, **options)
+
+
+def check_exact(kv, model, hits):
+    """The prompt hits as many tokens, and has the logits that the model computes without a cache."""
+    with torch.no_grad():
+        expected = model(input_ids=PROMPT).logits[:, -1]
+    logits, cache, restored = kv.prefill(PROMPT)
+    assert restored.hit_tokens == hits
+    assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+    return cache
+
+
+@pytest.mark.engine_feature("transformers", "LoRA")
+@pytest.mark.parametrize("names", [{}, {"weights": "w"}], ids=["by its weights", "by names"])
+def test_what_one_adapter_stored_is_not_served_to_another(server, names):
+    model = make_model()
+    layers = add_adapters(model, a=1, b=2)
+    set_adapter(layers, "a")
+    with attach(model, server, f"switched {names}", **names) as kv:
+        kv.save(PROMPT, check_exact(kv, model, 0))
+        check_exact(kv, model, 3 * CHUNK)
+        set_adapter(layers, "b")
+        kv.save(PROMPT, check_exact(kv, model, 0))
+        set_adapter(layers, "a", "b")
+        check_exact(kv, model, 0)
+        disable_adapters(layers)
+        kv.save(PROMPT, check_exact(kv, model, 0))
+        set_adapter(layers, "a")
+        check_exact(kv, model, 3 * CHUNK)
+        for layer in layers:
+            layer.scaling["a"] *= 2
+        check_exact(kv, model, 0)
+        set_adapter(layers, "b")
+        check_exact(kv, model, 3 * CHUNK)
+    # With its adapters off it is the model that never had any; and adapters are what they hold, however called.
+    with attach(make_model(), server, f"switched {names}", **names) as kv:
+        check_exact(kv, make_model(), 3 * CHUNK)
+    model = make_model()
+    set_adapter(add_adapters(model, other=2), "other")
+    with attach(model, server, f"switched {names}", **names) as kv:
+        check_exact(kv, model, 3 * CHUNK)
+
+
+@pytest.mark.parametrize("names", [{}, {"weights": "w"}], ids=["by its weights", "by names"])
+def test_a_merged_adapter_is_part_of_the_weights(server, names):
+    model = make_model()
+    layers = add_adapters(model, a=1)
+    with attach(model, server, f"merged {names}", **names) as kv:
+        kv.save(PROMPT, check_exact(kv, model, 0))
+        set_adapter(layers, "a")
+        for layer in layers:
+            layer.merge()
+        kv.save(PROMPT, check_exact(kv, model, 0))
+        check_exact(kv, model, 3 * CHUNK)
+        for layer in layers:
+            layer.unmerge()
+        check_exact(kv, model, 0)
+
+
+def test_adapters_that_the_next_forward_pass_takes_out_make_a_miss(server, caplog):
+    model = make_model()
+    layers = add_adapters(model, a=1)
+    set_adapter(layers, "a")
+    for layer in layers:
+        layer.merge()
+    with attach(model, server, "taken out") as kv:
+        kv.save(PROMPT, check_exact(kv, model, 0))
+        disable_adapters(layers)
+        _, cache, restored = kv.prefill(PROMPT)
+        assert (restored.hit_tokens, kv.save(PROMPT, cache).tokens) == (0, 0)
+        assert "unmerge_adapter" in caplog.text
+        check_exact(kv, model, 0)
+
+
+def change_in_place(model):
+    with torch.no_grad():
+        model.model.embed_tokens.weight[40:80] += 1.0
+
+
+def replace_parameter(model):
+    linear = model.model.layers[1].self_attn.v_proj
+    linear.weight = torch.nn.Parameter(linear.weight * 1.5)
+
+
+def scale_rope(model):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def scale_attention(model):
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+CHANGES = {
+    "rows of the embedding": change_in_place,
+    "a parameter that is replaced": replace_parameter,
+    "rope scaling": scale_rope,
+    "a number of a layer": scale_attention,
+    "the order of layers": lambda model: model.model.layers.insert(0, model.model.layers.pop(1)),
+    "weights that are loaded": lambda model: model.load_state_dict(
+        {name: weight + 0.25 for name, weight in model.state_dict().items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("names", [{}, {"weights": "w"}], ids=["by its weights", "by names"])
+def test_whatever_changes_kv_while_it_lives_is_seen_at_the_next_request(server, names):
+    for what, change in CHANGES.items():
+        model = make_model()
+        with attach(model, server, f"{what} {names}", **names) as kv:
+            kv.save(PROMPT, check_exact(kv, model, 0))
+            check_exact(kv, model, 3 * CHUNK)
+            change(model)
+            check_exact(kv, model, 0)
+
+
+def test_writes_around_torch_are_seen_once_they_are_told(server):
+    model = make_model()
+    with attach(model, server, "told") as kv:
+        kv.save(PROMPT, check_exact(kv, model, 0))
+        model.model.embed_tokens.weight.data[40:80] += 1.0
+        kv.weights_changed()
+        check_exact(kv, model, 0)
+
+
+def test_a_cache_that_another_model_began_is_neither_stored_nor_continued(server, caplog):
+    model = make_model()
+    layers = add_adapters(model, a=1, b=2)
+    set_adapter(layers, "a")
+    with attach(model, server, "begun") as kv:
+        _, cache, restored = kv.prefill(PROMPT)
+        set_adapter(layers, "b")
+        assert kv.save(PROMPT, cache).tokens == 0
+        assert "changed since" in caplog.text
+        set_adapter(layers, "a")
+        assert kv.save(PROMPT, cache).tokens == 3 * CHUNK
+        restored = kv.restore(PROMPT)
+        assert restored.hit_tokens == 3 * CHUNK
+        set_adapter(layers, "b")
+        with torch.no_grad():
+            expected = model(input_ids=PROMPT).logits[:, -1]
+        logits, _, used = kv.prefill(PROMPT, restored)
+        assert used.hit_tokens == 0
+        assert torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_of_another_dtype_is_registered_again(server):
+    model = make_model()
+    with attach(model, server, "dtypes") as kv:
+        kv.save(PROMPT, check_exact(kv, model, 0))
+        model.to(torch.bfloat16)
+        _, cache, restored = kv.prefill(PROMPT)
+        assert restored.hit_tokens == 0
+        assert kv.save(PROMPT, cache).tokens == 3 * CHUNK
+        assert kv.restore(PROMPT).cache.layers[0].keys.dtype == torch.bfloat16
+
+
+def test_many_adapters_are_no_more_registrations_than_are_kept(server):
+    model = make_model()
+    layers = add_adapters(model, **{f"adapter{at}": at for at in range(11)})
+    with attach(model, server, "many") as kv:
+        for at in range(11):
+            set_adapter(layers, f"adapter{at}")
+            kv.save(PROMPT, kv.prefill(PROMPT)[1])
+        with server.client() as client:
+            assert len(client.status()["instances"]) <= 8
+        set_adapter(layers, "adapter0")
+        check_exact(kv, model, 3 * CHUNK)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_texts_whose_positions_depend_on_their_length_are_left_out(server, kind):
+    """Beyond the length of training all tokens get other positions, those of the prefix too."""
+    factors = {"factor": 4.0} if kind == "dynamic" else {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    model = make_model(rope_parameters=rope, max_position_embeddings=64 if kind == "dynamic" else 256)
+    short = PROMPT[:, :50]
+    with attach(model, server, kind) as kv:
+        assert kv.save(short, kv.prefill(short)[1]).tokens == CHUNK
+        assert kv.restore(short).hit_tokens == CHUNK
+        cache = check_exact(kv, model, 0)
+        assert kv.save(PROMPT, cache).tokens == 0
+        # The model goes back to short positions by itself, with its next short text.
+        kv.prefill(short)
+        assert kv.prefill(short)[2].hit_tokens == CHUNK
