@@ -11,7 +11,7 @@ from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides, exa
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from kvframework.api.findings import Finding
+    from kvframework.api.plugin import Finding
     from kvframework.doctor.checkup import Checkup
 
 _EPILOG = examples(

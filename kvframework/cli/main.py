@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
-from kvframework.cli.serve_options import ServeOptions, plain_options
+from kvframework.cli.serving import ServeOptions, plain_options, run_server
 
 EXIT_INTERRUPTED = 130
 
@@ -29,8 +29,6 @@ def main() -> None:
 
 
 def _serve(options: ServeOptions) -> None:
-    from kvframework.cli.serving import run_server
-
     try:
         run_server(options)
     except Exception as error:  # noqa: BLE001 - the last handler, as in `app`

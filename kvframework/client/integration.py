@@ -14,8 +14,8 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
+from kvframework.api.keys import sampled_parent
 from kvframework.api.options import Options
-from kvframework.api.trace import sampled_parent
 from kvframework.errors import ConfigFieldError
 
 PREFIX = "kvframework."

@@ -1,6 +1,5 @@
 """Configuration: one TOML file becomes frozen structs; every mistake is an error with its place."""
 
-from kvframework.config.conversion import closest, convert
 from kvframework.config.endpoint import (
     FULL_SUFFIX,
     LIVENESS_SUFFIX,
@@ -32,7 +31,7 @@ from kvframework.config.schema import (
     TenantConfig,
 )
 from kvframework.config.tenants import bytes_of_tenants, shares_of_tenants, tenant_digest
-from kvframework.config.toml import toml_value
+from kvframework.config.toml import closest, convert, toml_value
 
 __all__ = [
     "CONFIG_VARIABLE",

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvframework.config.conversion import convert, unknown_key
 from kvframework.config.endpoint import parse_endpoint, parse_listen
 from kvframework.config.layers import CONFIG_VARIABLE, DEFAULT_EVICTION, Layers, read_layers
 from kvframework.config.schema import (
@@ -30,6 +29,7 @@ from kvframework.config.schema import (
     TenantKeys,
 )
 from kvframework.config.tenants import tenants_of
+from kvframework.config.toml import convert, unknown_key
 from kvframework.errors import ConfigFieldError, EndpointError
 
 DEFAULT_PATH = "/v1/traces"

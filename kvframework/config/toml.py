@@ -1,13 +1,18 @@
-"""TOML: from a text or file to a raw table, with errors that name file and line, and from a value to its text."""
+"""TOML: from a text or file to a raw table, with errors that name file and line, and from a value to its text. And from
+a raw table to a msgspec struct, with errors that name the field and its mistake."""
 
 from __future__ import annotations
 
+import difflib
 import enum
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from kvframework.api.options import ByteSize
 from kvframework.errors import ConfigFieldError, ConfigFileError
@@ -25,7 +30,6 @@ MOST_LEVELS = 32
 # The parser takes the square of a key's parts, and a key is in one line.
 _MOST_DOTS = 256
 MOST_SHOWN = 72
-_HINT = "text needs plain quotes, each quote, [ and { its end; a key or a table is named once"
 _HINT = "text needs plain quotes, each quote, [ and { its end; a key or a table is named once"
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 # What is secret is guessed from keys: a file with a mistake has no plugins yet that would say it.
@@ -143,3 +147,73 @@ def _size(size: int) -> str:
         if size and size % (1 << power) == 0:
             return f'"{size >> power}{unit}"'
     return str(int(size))
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_UNQUOTED = {
+    "bool": "write true or false, without quotes",
+    "int": "write the number without quotes",
+    "float": "write the number without quotes",
+}
+_FIELD = re.compile(r"^(?P<fact>.*) - at `\$\.?(?P<field>[^`]*)`$", re.DOTALL)
+
+
+def convert(raw: Mapping[str, object], struct: type[T], *, where: str, core_keys: Sequence[str] = ()) -> T:
+    """`raw` as a `struct`, without coercing types; `ByteSize` fields also take strings such as "512MiB".
+
+    `core_keys` are further keys that the same table may hold, named when a key is unknown. Raises `ConfigFieldError`
+    with the place, the accepted values and the closest match.
+    """
+    fields = struct.__struct_encode_fields__
+    for key in raw:
+        if key not in fields:
+            raise unknown_key(key, (*fields, *core_keys), where=where)
+    try:
+        return msgspec.convert(raw, struct, dec_hook=_decode)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise _field_error(str(error), struct, where) from None
+
+
+def unknown_key(key: str, available: Iterable[str], *, where: str) -> ConfigFieldError:
+    """The error for an unknown key, with a hint to the closest known one."""
+    known = sorted(available)
+    return ConfigFieldError(
+        f"unknown key {key!r}", where=where, available=", ".join(known) or "no keys", hint=closest(key, known)
+    )
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """A hint to the closest known word, "" if none is similar."""
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {matches[0]!r}?" if matches else ""
+
+
+def _decode(kind: type, value: object) -> object:
+    if kind is ByteSize:
+        return ByteSize.parse(value)
+    raise NotImplementedError(f"{kind.__name__} is no type for an option")
+
+
+def _field_error(text: str, struct: type[msgspec.Struct], where: str) -> ConfigFieldError:
+    match = _FIELD.match(text)
+    # TOML has no null: an optional key is simply missing.
+    fact = (match["fact"] if match else text).replace(" | null`", "`")
+    field = match["field"] if match else ""
+    return ConfigFieldError(
+        fact[:1].lower() + fact[1:],
+        where=f"{where} {field}" if field else where,
+        available=_choices(struct, field) if match else ", ".join(sorted(struct.__struct_encode_fields__)),
+        hint=next((hint for expected, hint in _UNQUOTED.items() if fact == f"Expected `{expected}`, got `str`"), ""),
+    )
+
+
+def _choices(struct: type[msgspec.Struct], name: str) -> str:
+    """The values of a field that takes only certain ones, else ""."""
+    info = msgspec.inspect.type_info(struct)
+    assert isinstance(info, msgspec.inspect.StructType)
+    for field in info.fields:
+        kind = field.type.type if isinstance(field.type, msgspec.inspect.Metadata) else field.type
+        if field.encode_name == name and isinstance(kind, msgspec.inspect.LiteralType):
+            return ", ".join(map(str, kind.values))
+    return ""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
-from kvframework.api.content import ChunkContent
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
 from kvframework.api.keys import CacheKey, PackedKey
+from kvframework.api.transfer import ChunkContent
 from kvframework.events.known import L1, Chunk, Known, Line, News, chunks_of, verified
 from kvframework.wire.protocol import SALTED_TOKEN_IDS, TOKEN_IDS
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvframework.api.content import ChunkContent, Image
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
 from kvframework.api.keys import PACKED_KEY_BYTES, PackedKey
+from kvframework.api.transfer import ChunkContent, Image
 
 # Chunks as a router's blocks: their tokens, their hashes, their extra keys. Pure.
 #

@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, CacheKey
+from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, CacheKey, sampled_parent
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import ClientInfo, Handler
-from kvframework.api.trace import sampled_parent
 from kvframework.config import TenantConfig, tenant_digest
 from kvframework.errors import RequestError
 from kvframework.storage.l1.departures import CAUSES, EVICTIONS, Ghost

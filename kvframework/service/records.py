@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from kvframework.api.content import ChunkContent
 from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, CacheKey
 from kvframework.api.requests import ClientInfo
+from kvframework.api.transfer import ChunkContent
 from kvframework.errors import BadRange
 from kvframework.events.feed import Events
 from kvframework.pricing.prefill import EngineSpeed

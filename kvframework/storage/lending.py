@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvframework.api.keys import PackedKey
-from kvframework.api.node import Loan, Node, NodeIdentity
+from kvframework.api.tier import Loan, Node, NodeIdentity
 from kvframework.storage.envelope import HEADER_BYTES, seal
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.manager import AT_ONCE, StorageManager

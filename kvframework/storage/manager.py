@@ -24,10 +24,10 @@ from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
 from kvframework.api.requests import Select
-from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
 from kvframework.events.feed import NO_EVENTS, Events
+from kvframework.overdue import call_within
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.departures import MOST_DROPPED, Cause, Departures, Ghost
 from kvframework.storage.l1.entries import NO_CLIENT, Account, AccountKey, StoredObject

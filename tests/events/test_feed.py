@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvframework.api.content import ChunkContent, Extra, Image
 from kvframework.api.keys import CacheKey
+from kvframework.api.transfer import ChunkContent, Extra, Image
 from kvframework.events import feed as module
 from kvframework.events.feed import Feed
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvframework.api.content import ChunkContent
+from kvframework.api.transfer import ChunkContent
 from kvframework.events import known as module
 from kvframework.events.history import Encoder
 from kvframework.events.known import L1, Chunk, Known, Medium, Removed, Stored, chunks_of

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.api.content import ChunkContent
+from kvframework.api.transfer import ChunkContent
 from kvframework.events import ledger as ledgers
 from kvframework.events import publisher as publishers
 from kvframework.events.history import Encoder, History, Numbered

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from kvf_hashers.sha256 import Sha256
-from kvframework.api.content import ChunkContent, Extra, Image
 from kvframework.api.keys import CacheKey
+from kvframework.api.transfer import ChunkContent, Extra, Image
 from kvframework.events import feed as feeds
 from kvframework.events.feed import Feed, Shape, Teller
 from kvframework.events.history import Encoder

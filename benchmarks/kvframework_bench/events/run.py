@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey
+from kvframework.api.transfer import ChunkContent
 from kvframework.events.feed import Feed
 from kvframework.events.history import Encoder, Format
 from kvframework.events.known import Chunk, Medium, Stored

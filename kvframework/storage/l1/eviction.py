@@ -24,8 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvframework.api.eviction import EvictionPolicy, Hint, RequestFacts, Why
-from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey
-from kvframework.api.retain import Retain
+from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey, Retain
 from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
 from kvframework.storage.l1.departures import LAST_EVICTION, Cause
 from kvframework.storage.l1.entries import ObjectRows, StoredObject

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvframework.api.keys import PackedKey
-from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
 from kvframework.events.feed import NO_EVENTS, Events
+from kvframework.overdue import call_within
 from kvframework.storage.l2.full_tier import Watermarks
 from kvframework.storage.l2.sealed_tier import L1, L2Store
 from kvframework.storage.l2.steps import run

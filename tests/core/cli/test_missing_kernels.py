@@ -72,7 +72,7 @@ def test_it_is_said_once_by_each(bare: Path) -> None:
 
 
 def test_where_they_are_there_nothing_is_said() -> None:
-    from kvframework.kernels import missing_kernels
+    from kvframework.api.installing import missing_kernels
 
     if missing_kernels():
         pytest.skip("this installation has none")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvframework.api.canary import EngineView
+from kvframework.api.layout import EngineView
 from kvframework.client import KVClient, ModelPart, RequestHashes, WorkerAdapter
 from tests.core.layouts.engines import Group, as_bytes, hold
 

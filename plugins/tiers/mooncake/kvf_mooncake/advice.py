@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from kvf_mooncake.client import library, reach_master
 from kvf_mooncake.options import MooncakeOptions
-from kvframework.api.findings import Finding
-from kvframework.api.plugin import TableContext
+from kvframework.api.plugin import Finding, TableContext
 from kvframework.errors import TierError
 
 
