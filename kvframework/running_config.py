@@ -85,7 +85,8 @@ def flat(config: Config) -> dict[str, object]:
 def _keys(path: str, value: object) -> Iterator[tuple[str, object]]:
     prefix = f"{path}." if path else ""
     if isinstance(value, PluginTable):
-        yield f"{prefix}use", value.use
+        if "use" in value.core_keys:
+            yield f"{prefix}use", value.use
         yield from ((f"{prefix}{name}", each) for name, each in value.options.items())
     elif isinstance(value, CodecsConfig):
         yield f"{prefix}allow", value.allow

@@ -13,6 +13,7 @@ from functools import partial
 
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout, MemoryLayoutDesc
+from kvframework.api.listener import ChunkShape
 from kvframework.api.options import ByteSize
 from kvframework.api.requests import (
     CacheKey,
@@ -28,7 +29,7 @@ from kvframework.api.server_transport import ServerContext, ServerTransport
 from kvframework.bounded_close import call_within
 from kvframework.config import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
-from kvframework.events.feed import NO_EVENTS, Events, Shape
+from kvframework.record_ring import NO_RECORDS
 from kvframework.service.chunks_over_wire import ChunkTransfers
 from kvframework.service.contexts import Contexts, InstanceKeys, RegisteredContext, own_context
 from kvframework.service.counts import ClientLosses
@@ -36,6 +37,7 @@ from kvframework.service.engine_driven import EngineDrivenTransfers, Grants
 from kvframework.service.finished import FinishedRequests, TenantNames
 from kvframework.service.health import EVERY_S, CounterReport
 from kvframework.service.keys import KeyResolver, check_key
+from kvframework.service.listeners import Listeners
 from kvframework.service.lookups import Lookups
 from kvframework.service.operator_requests import StatusReport
 from kvframework.service.records import Contents, TransferAccounts
@@ -70,11 +72,10 @@ class CacheService(CacheServices):
         observe_status: Callable[[], Mapping[str, object]] = dict,
         request_durations: Callable[[], Mapping[str, object]],
         tenants: Sequence[TenantConfig] = (),
-        events: Events = NO_EVENTS,
-        events_status: Callable[[], Mapping[str, object]] = dict,
+        listeners: Listeners | None = None,
     ) -> None:
         self._stopping = False
-        self._features = (*FEATURES, *events.features)
+        self._listeners = listeners or Listeners(NO_RECORDS)
         self.boot_id = secrets.token_bytes(16)
         self.chunk_size = config.chunk_size
         self._tp_lcm, self._pp_lcm = config.tp_lcm, config.pp_lcm
@@ -95,7 +96,7 @@ class CacheService(CacheServices):
             hasher_fingerprint=hasher.fingerprint,
         )
         finished = self.finished = FinishedRequests(self.boot_id, storage.clock, self._tenants.name)
-        contents = self._contents = Contents(events)
+        contents = self._contents = Contents(self._listeners.ring)
         grants = self._grants = Grants(self.contexts, storage, contents, finished.tenant_of)
         self._lookups = Lookups(
             storage,
@@ -127,7 +128,7 @@ class CacheService(CacheServices):
             price=self._lookups.pricing.status,
             losses=self._losses.status,
             use=self._use.status,
-            events=events_status,
+            listeners=self._listeners,
         )
         self._report = CounterReport(time.monotonic())
         # The leases that `pin_share` has cut, as far as the log has them, by session.
@@ -194,7 +195,7 @@ class CacheService(CacheServices):
             hasher=self.hasher.name,
             hasher_fingerprint=self.hasher.fingerprint,
             transports=tuple(self._transports),
-            features=self._features,
+            features=(*FEATURES, *self._listeners.features),
             tp_lcm=self._tp_lcm,
             pp_lcm=self._pp_lcm,
         )
@@ -292,7 +293,7 @@ class CacheService(CacheServices):
         left = max(by - time.monotonic(), 0.0)
         self.storage.close(max(left - STORAGE_END_S, 0.0), min(left, STORAGE_END_S), process_ends=process_ends)
 
-    def shape_of(self, namespace: bytes, cache_salt: str) -> Shape | None:
+    def shape_of(self, namespace: bytes, cache_salt: str) -> ChunkShape | None:
         """Return the objects that a hit of a namespace and salt needs for each chunk, None for a namespace that is not
         known: of windows and states only some chunks have objects. From any thread."""
         record = self.storage.records.get(namespace)
@@ -303,7 +304,7 @@ class CacheService(CacheServices):
         prefixes = self._resolver.prefixes(namespace, cache_salt, range(record.world_size), len(groups))
         of_rank = [prefixes[at : at + len(groups)] for at in range(0, len(prefixes), len(groups))]
         rows = [each[index] for each in of_rank for index in needed]
-        return Shape(record.model_name, record.desc.chunk_tokens, rows)
+        return ChunkShape(record.model_name, record.desc.chunk_tokens, rows)
 
     # CacheServices, for the request handlers of plugins
 

@@ -32,6 +32,7 @@ from kvframework.messaging.descriptors import peer_uid
 from kvframework.service.contexts import Contexts
 from kvframework.service.finished import MAX_TEXT, FinishedRequests
 from kvframework.service.health import problems
+from kvframework.service.listeners import EVENTS, Listeners
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
@@ -79,7 +80,7 @@ class StatusReport:
         price: Callable[[], Mapping[str, object]],
         losses: Callable[[], Mapping[str, object]],
         use: Callable[[], Mapping[str, object]],
-        events: Callable[[], Mapping[str, object]],
+        listeners: Listeners,
     ) -> None:
         self._contexts = contexts
         self._storage = storage
@@ -94,7 +95,7 @@ class StatusReport:
         self._price = price
         self._losses = losses
         self._use = use
-        self._events = events
+        self._listeners = listeners
         self._started = time.monotonic()
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -131,7 +132,7 @@ class StatusReport:
         return {**document, "problems": problems(document)}
 
     def parts(self) -> dict[str, object]:
-        """Return the clients' losses, and the storage's, the message server's, the log's and the events' part of the
+        """Return the clients' losses, and the storage's, the message server's, the log's and the listeners' part of the
         document."""
         return {
             "losses": self._losses(),
@@ -139,7 +140,8 @@ class StatusReport:
             "messaging": self._messaging(),
             "log": log_status(),
             "observe": self._observe(),
-            "events": self._events(),
+            "events": self._listeners.status(EVENTS),
+            "listeners": self._listeners.others(),
         }
 
 

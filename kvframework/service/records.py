@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from kvframework.api.content import ChunkContent
 from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, CacheKey
+from kvframework.api.listener import Registered
 from kvframework.api.requests import ClientInfo
 from kvframework.errors import BadRange
-from kvframework.events.feed import Events
 from kvframework.pricing.prefill import EngineSpeed
+from kvframework.record_ring import RecordRing
 from kvframework.service.finished import (
     LOAD_REFUSED,
     Facts,
@@ -277,8 +278,8 @@ def store_outcome(result: Reservation) -> str:
     return "stored" if result.placed else "present"
 
 
-# The content that transfers bring for routers: checked, and handed to the events once the transfer has succeeded.
-# Serving thread, and those in which copies end; without `[events]` nothing is kept and nothing done.
+# The content that transfers bring for listeners: checked, and put into the ring once the transfer has succeeded.
+# Serving thread, and those in which copies end; without a listener that wants contents nothing is kept and done.
 
 # Leases whose keys are kept; of older ones the content is passed over.
 MAX_PREPARED = 1024
@@ -287,18 +288,18 @@ MAX_PREPARED = 1024
 class Contents:
     """A client prepares with the key and commits with the content, so the keys are kept in between."""
 
-    def __init__(self, events: Events) -> None:
-        self._events = events
+    def __init__(self, ring: RecordRing) -> None:
+        self._ring = ring
         self._prepared: dict[str, tuple[int, CacheKey, int]] = {}
 
     @property
     def wanted(self) -> bool:
         """Whether anything is kept."""
-        return self._events.wanted
+        return self._ring.wants_contents
 
     def prepared(self, session_id: int, lease: str, key: CacheKey, chunk_tokens: int) -> None:
         """A lease was given to a session for the objects of a key."""
-        if self._events.wanted:
+        if self._ring.wants_contents:
             self._prepared[lease] = session_id, key, chunk_tokens
             if len(self._prepared) > MAX_PREPARED:
                 del self._prepared[next(iter(self._prepared))]
@@ -311,7 +312,7 @@ class Contents:
 
     def check_key(self, key: CacheKey, chunk_tokens: int, content: ChunkContent | None) -> None:
         """Like `check`, for a request that brings key and content."""
-        if not self._events.wanted or content is None:
+        if not self._ring.wants_contents or content is None:
             return
         problem = content.problem(key.end - key.start, chunk_tokens)
         if problem:
@@ -329,8 +330,8 @@ class Contents:
 
     def named(self, key: CacheKey, content: ChunkContent | None) -> None:
         """The objects of a key are there, and `content`, which was checked, is theirs."""
-        if self._events.wanted and (content is not None or key.tokens):
-            self._events.named(key, content)
+        if self._ring.wants_contents and (content is not None or key.tokens):
+            self._ring.put(Registered(key, content))
 
     def end_session(self, session_id: int) -> None:
         for lease in [lease for lease, (of, _, _) in self._prepared.items() if of == session_id]:

@@ -14,7 +14,7 @@ from kvf_eviction import Lru
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import CacheKey, ClientInfo, PackedKey
-from kvframework.events.feed import NO_EVENTS
+from kvframework.record_ring import NO_RECORDS
 from kvframework.service.engine_driven import Grants, objects_of, pin_whole
 from kvframework.service.finished import FinishedRequests
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
@@ -131,7 +131,7 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
     storage = StorageManager(PlainMemory(MAX_OBJECTS * ALIGNMENT), Lru(), threads=False)
     resolver, client = KeyResolver(Sha256()), Client()
     lookups = Lookups(
-        storage, resolver, FinishedRequests(b""), Grants({}, storage, Contents(NO_EVENTS), str), ticket_s=100.0
+        storage, resolver, FinishedRequests(b""), Grants({}, storage, Contents(NO_RECORDS), str), ticket_s=100.0
     )
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))
     most = MAX_OBJECTS // RANKS
@@ -169,7 +169,7 @@ def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.Mo
         storage,
         KeyResolver(Sha256()),
         FinishedRequests(b""),
-        Grants({}, storage, Contents(NO_EVENTS), str),
+        Grants({}, storage, Contents(NO_RECORDS), str),
         ticket_s=10.0,
     )
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvframework.api.futures import Future
 from kvframework.api.requests import ClientInfo, Message
-from kvframework.events.feed import NO_EVENTS
+from kvframework.record_ring import NO_RECORDS
 from kvframework.service.engine_driven import Grants
 from kvframework.service.finished import FinishedRequests
 from kvframework.service.keys import KeyResolver
@@ -122,7 +122,7 @@ class World:
             self.manager,
             KeyResolver(None),
             finished,
-            Grants({}, self.manager, Contents(NO_EVENTS), str),
+            Grants({}, self.manager, Contents(NO_RECORDS), str),
             ticket_s=TICKET_S,
         )  # type: ignore[arg-type]
         self.writers = self.manager.tiers.writers
