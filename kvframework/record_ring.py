@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from itertools import islice
 
 from kvframework.api.content import ChunkContent
-from kvframework.api.listener import Batch, Record, Records, Registered
+from kvframework.api.listener import Batch, Record, Records, Registered, RequestRecord
 
 # Of all records that wait for a reader, about.
 MOST_BYTES = 64 << 20
-# Of a record, of a key in it, and of an extra or an image of a content.
-_RECORD_BYTES, _KEY_BYTES, _PART_BYTES = 256, 128, 256
+# Of a record, of a request's, of a key in it, and of an extra or an image of a content.
+_RECORD_BYTES, _REQUEST_BYTES, _KEY_BYTES, _PART_BYTES = 256, 1024, 128, 256
 # How long a reader that waits for records sleeps.
 _PAUSE_S = 0.05
 
@@ -139,6 +139,8 @@ class RingReader(Records):
 
 
 def _nbytes(record: Record) -> int:
+    if isinstance(record, RequestRecord):
+        return _REQUEST_BYTES + _PART_BYTES * len(record.tier_calls)
     if not isinstance(record, Registered):
         return _RECORD_BYTES + _KEY_BYTES * len(record.keys)
     key, content = record.key, record.content

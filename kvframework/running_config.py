@@ -20,7 +20,7 @@ from kvframework.masking import secrets_of, shown, shown_options
 from kvframework.overdue import call_bounded
 from kvframework.preflight import refusals
 from kvframework.registry import PluginRegistry, complete_config, named_tables, resolve_table
-from kvframework.service.operator_requests import check_own_user
+from kvframework.service.contexts import check_own_user
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 

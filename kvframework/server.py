@@ -141,6 +141,7 @@ class Server:
         `serve_forever` must be called."""
         keeps = self.service.storage.kept and self._keeper is not None and self._keeper.lasts
         self._listeners.start(keeps=keeps)
+        self.service.start()
         for table, tier in self._tiers:
             self._creator.call("tier", table.tier, tier.attach, self._node, name="attach")
         self._messages.bind()

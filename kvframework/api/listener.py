@@ -32,13 +32,17 @@ __all__ = [
     "Listener",
     "ListenerContext",
     "ListenerProvider",
+    "MissReason",
     "PackedKey",
     "Record",
     "Records",
     "Registered",
     "Removed",
+    "RequestRecord",
+    "RequestSubject",
     "ServerTerms",
     "Sockets",
+    "TierCall",
     "hookimpl",
 ]
 
@@ -72,7 +76,77 @@ class Registered(msgspec.Struct, frozen=True, gc=False):
     content: ChunkContent | None
 
 
-Record = Added | Removed | Accessed | Registered
+class TierCall(NamedTuple):
+    """A call to a tier: the times are of the clock of the storage; `values` were asked for, and `found` of them were
+    there."""
+
+    tier: str
+    operation: str
+    began: float
+    seconds: float
+    values: int
+    found: int
+    ok: bool
+
+
+class MissReason(NamedTuple):
+    """A reason, one of `REASONS` of `wire.messages`, and what else is known, in words. Of what has a time: `at`, of the
+    clock of the storage; of an eviction: after how many seconds without a use, and by which model's objects."""
+
+    reason: str
+    detail: str = ""
+    at: float | None = None
+    idle_s: float = 0.0
+    by: str = ""
+
+
+class RequestSubject(NamedTuple):
+    """Which request it is, without its content. `began` is the time of its first message, of the monotonic clock;
+    `namespace` has the first bytes of it; `path` is how the bytes of a transfer move."""
+
+    began: float
+    client: str
+    pid: int
+    session_id: int
+    request_id: str
+    model: str
+    namespace: bytes
+    start: int
+    asked_tokens: int
+    path: str = ""
+    tenant: str = ""
+    trace: str = ""
+
+
+NOT_MISSED = MissReason("")
+
+
+class RequestRecord(msgspec.Struct, frozen=True, gc=False):
+    """A LOOKUP, STORE or RETRIEVE has ended: at `at` of the wall clock, `ended` of the monotonic one. The fields are
+    those of the wire's `Finished`.
+
+    Of a LOOKUP `prefix` is the namespace with the digest of the first chunk, b"" if the namespace is not known."""
+
+    request: str
+    subject: RequestSubject
+    outcome: str
+    at: float
+    ended: float
+    l1_tokens: int = 0
+    l2_tokens: int = 0
+    missing: int = -1
+    chunk_tokens: int = 0
+    why: MissReason = NOT_MISSED
+    objects: int = 0
+    nbytes: int = 0
+    tier_calls: Sequence[TierCall] = ()
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    added_tokens: int = -1
+    prefix: bytes = b""
+
+
+Record = Added | Removed | Accessed | Registered | RequestRecord
 
 Contents = Literal["none", "plain", "salted"]
 """Which prompts' contents clients are to send to the server: none; those of prompts without a salt; all."""

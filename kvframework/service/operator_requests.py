@@ -28,35 +28,16 @@ from kvframework.errors import RequestError
 from kvframework.kernels import missing_kernels
 from kvframework.logs.form import log_status, recent_lines
 from kvframework.masking import Redaction
-from kvframework.messaging.descriptors import peer_uid
-from kvframework.service.contexts import Contexts
-from kvframework.service.finished import MAX_TEXT, FinishedRequests
+from kvframework.service.contexts import Contexts, check_own_user
+from kvframework.service.finished import FinishedRequests
 from kvframework.service.health import problems
 from kvframework.service.listeners import EVENTS, Listeners
+from kvframework.service.records import MAX_TEXT
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 
 log = logging.getLogger(__name__)
-
-
-def check_own_user(client: ClientInfo, what: str) -> None:
-    """Raise `RequestError` unless the client is a process of the server's own user, by the kernel's word for its
-    liveness socket. `what` ends the sentence "only ... may"."""
-    if _uid(client) != os.geteuid():
-        raise RequestError(
-            f"only a process of the server's own user may {what}",
-            available=f"user {os.geteuid()} on the server's node, over ipc://",
-        )
-
-
-def _uid(client: ClientInfo) -> int | None:
-    descriptor = client.liveness_fd() if client.local else None
-    if descriptor is None:
-        return None
-    with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as peer:
-        return peer_uid(peer)
-    return None
 
 
 class StatusReport:

@@ -59,7 +59,7 @@ class Announcer:
                 self._pause()
             if isinstance(record, Registered):
                 registered.append(record)
-            else:
+            elif isinstance(record, Added | Removed | Accessed):
                 self._change(record)
         if batch.lost:
             self._look_again()

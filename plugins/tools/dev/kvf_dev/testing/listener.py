@@ -33,6 +33,8 @@ from kvframework.api.listener import (
     Record,
     Registered,
     Removed,
+    RequestRecord,
+    RequestSubject,
     ServerTerms,
 )
 from kvframework.messaging.server.listener_sockets import ListenerDoors
@@ -57,6 +59,9 @@ def _records() -> list[Record]:
         Accessed(1, [_KEY], found=True),
         Accessed(2, [_KEY, _KEY[::-1]], [True, False]),
         Removed([_KEY]),
+        RequestRecord(
+            "LOOKUP", RequestSubject(1.0, "engine", 7, 3, "r", "model", _NAMESPACE[:4], 0, 256), "hit", 2.0, 2.0
+        ),
     ]
 
 
