@@ -25,7 +25,7 @@ _PAUSE_S = 0.05
 
 class RecordRing:
     """`wanted` says whether there are listeners, `wants_contents` whether one of them wants the tokens of prompts: who
-    makes records asks that first."""
+    makes records asks that first. Without a reader nothing is kept."""
 
     def __init__(self, *, wanted: bool = False) -> None:
         self.wanted = wanted
@@ -44,7 +44,7 @@ class RecordRing:
 
     def put(self, record: Record) -> None:
         """Add a record. Never blocks for more than the moment in which a reader takes its own."""
-        if not self.wanted:
+        if not self._readers:
             return
         nbytes = _nbytes(record)
         with self._lock:

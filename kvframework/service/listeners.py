@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
+import msgspec
+
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.keys import PackedKey
 from kvframework.api.listener import ChunkShape, Listener, ListenerContext, ServerTerms
@@ -100,10 +102,10 @@ class Listeners:
         return tuple(sorted(wanted))
 
     def start(self, *, keeps: bool) -> None:
-        """Start all; `keeps`: what L1 holds outlives the server. Blocks as they do. Raises what they raise."""
+        """Start all; `keeps`: what L1 holds outlives the server. Blocks as they do. Raises what they raise; those that
+        have started then need `stop`."""
         for each in self._running:
             each.listener.start(keeps=keeps)
-        for each in self._running:
             each.thread.start()
 
     def stop(self, *, handed_over: bool) -> None:
@@ -126,5 +128,9 @@ class Listeners:
 
 
 def _status(running: _Running) -> dict[str, object]:
-    status = dict(running.listener.status())
+    try:
+        status = dict(running.listener.status())
+        msgspec.json.encode(status)
+    except Exception as error:  # noqa: BLE001  one listener must not hide the rest of the status
+        status = {"problem": f"its status fails: {error!r}"}
     return status | {"problem": running.problem} if running.problem else status

@@ -61,6 +61,9 @@ def test_a_reader_that_is_closed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) 
     reader.close()
     reader.close()
     assert not ring._held
+    other.close()
+    ring.put(RECORDS[0])
+    assert not ring._held
 
 
 def test_batches_end_with_the_server_and_the_last_one_is_whole() -> None:
