@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from kvframework.cli.serving import ServeOptions, plain_options, run_server
+if TYPE_CHECKING:
+    from kvframework.cli.serving import ServeOptions
 
 EXIT_INTERRUPTED = 130
 
@@ -16,8 +18,10 @@ EXIT_INTERRUPTED = 130
 def main() -> None:
     """Run the command and exit with its status."""
     _open_standard_streams()
-    options = plain_options(sys.argv[1:])
     try:
+        from kvframework.cli.serving import plain_options
+
+        options = plain_options(sys.argv[1:])
         if options is not None:
             _serve(options)
         else:
@@ -29,6 +33,8 @@ def main() -> None:
 
 
 def _serve(options: ServeOptions) -> None:
+    from kvframework.cli.serving import run_server
+
     try:
         run_server(options)
     except Exception as error:  # noqa: BLE001 - the last handler, as in `app`

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvframework.api.plugin import Finding
+from kvframework.api.plugin import Finding, ServerTerms
 from kvframework.config import Config, PluginTable
 from kvframework.errors import KVFrameworkError
 from kvframework.isolated import run_isolated
-from kvframework.registry import named_tables
+from kvframework.registry import named_tables, server_terms
 
 # The part of a check's time that is kept for the end of the process, after a plugin's own diagnosis.
 _TO_END_S = 1.0
@@ -27,6 +27,7 @@ class Subject(msgspec.Struct, frozen=True):
     diagnose_s: float = 0.0
     replaces: int | None = None
     kept: bool = False
+    server: ServerTerms = ServerTerms()
 
 
 def refusal(error: KVFrameworkError) -> Finding:
@@ -37,7 +38,8 @@ def refusal(error: KVFrameworkError) -> Finding:
 
 def configured(config: Config) -> list[Subject]:
     """Every table that names a plugin."""
-    return [Subject(descriptor.kind, table) for table, descriptor in named_tables(config)]
+    terms = server_terms(config)
+    return [Subject(descriptor.kind, table, server=terms) for table, descriptor in named_tables(config)]
 
 
 def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list[Finding]:
