@@ -48,7 +48,7 @@ from kvframework.storage.l1.objects import ObjectTable
 from kvframework.storage.l2.full_tier import Shares
 from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.l2.prefetch import Prefetcher
-from kvframework.storage.l2.steps import Controller, StorageThreads
+from kvframework.storage.l2.threads import Controller, StorageThreads
 from kvframework.storage.l2.tiers import AttachedTier, Tiers
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, is_record_key
 

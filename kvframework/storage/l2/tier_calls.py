@@ -13,13 +13,11 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import KVFrameworkError, TierError
 from kvframework.histogram import Histogram
-from kvframework.storage.l2.steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -287,12 +285,12 @@ class TierCalls:
                 **self.counters,
             }
 
-    def call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> Steps[R]:
-        """Call the operation with its deadline, as one step. Raises `TierError`; `CircuitOpen` if the call was
+    def call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> R:
+        """Call the operation with its deadline. Raises `TierError`; `CircuitOpen` if the call was
         refused."""
         call = self._begin(name, timeout_s or self.timeout_s)
         try:
-            result: R = yield partial(operation, call.deadline)
+            result = operation(call.deadline)
         except BaseException as error:
             with self._lock:
                 del self._pending[id(call)]

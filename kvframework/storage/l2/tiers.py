@@ -18,7 +18,6 @@ from kvframework.errors import TierError
 from kvframework.events.feed import NO_EVENTS, Events
 from kvframework.storage.l2.full_tier import Watermarks
 from kvframework.storage.l2.sealed_tier import L1, L2Store
-from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.writer import TierWriter, WriteNothing, WritePolicy, WriteThrough
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecords, decode_record, record_key
 
@@ -150,7 +149,7 @@ class Tiers:
             for namespace in store.listed_namespaces():
                 if records.get(namespace) is None:
                     value = bytearray(RECORD_BYTES)
-                    (there,) = run(store.get_steps([record_key(namespace)], [memoryview(value)]))
+                    (there,) = store.get([record_key(namespace)], [memoryview(value)])
                     record = decode_record(bytes(value)) if there else None
                     if record is not None:
                         records.add(namespace, record, learned=True)

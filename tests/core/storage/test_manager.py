@@ -10,7 +10,6 @@ import pytest
 
 from kvframework.storage import manager as manager_module
 from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l2.steps import run
 from tests.core.storage.conftest import storage_threads
 from tests.core.storage.memory import NAMESPACE, packed_key
 from tests.core.storage.node import DESC, OWNER, SIZE, Node
@@ -176,7 +175,7 @@ def test_after_close_nothing_is_taken_on_and_nothing_raises(make_node: Callable[
     assert node.manager.end_owner(OWNER) == 0
     assert node.manager.status()["l2"][0]["write_pending"] == 0  # type: ignore[index]
     with pytest.raises(OSError, match="closed"):
-        run(node.stores[0].contains_steps(K[:1]))
+        node.stores[0].contains(K[:1])
     assert {name for name, _ in node.tier.calls} <= {"ping"}
 
 

@@ -14,7 +14,6 @@ from kvframework.storage.envelope import HEADER_BYTES, unseal
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
-from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.writer import BATCH_OBJECTS, MAX_ATTEMPTS, MAX_REFUSALS, RECORD_EVERY_S, TierWriter
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, record_key
 from tests.core.storage.memory import NAMESPACE, content, packed_key
@@ -70,11 +69,11 @@ def test_while_the_circuit_is_open_nothing_spins(node: Node) -> None:
     node.tier.down = True
     for _ in range(3):
         with pytest.raises(OSError):
-            run(node.stores[0].put_steps(K[100:101], [memoryview(b"value")]))
+            node.stores[0].put(K[100:101], [memoryview(b"value")])
     node.tier.stall("put")
     node.tier.down = False
     wait_until(lambda: node.stores[0].wait_s() == 0)
-    other = threading.Thread(target=run, args=(node.stores[0].put_steps(K[100:101], [memoryview(b"value")]),))
+    other = threading.Thread(target=node.stores[0].put, args=(K[100:101], [memoryview(b"value")]))
     other.start()
     node.wait_stalled()
     before = node.store_counters.get("refused", 0)
@@ -166,10 +165,10 @@ def test_a_circuit_of_writes_that_nothing_waits_for_does_not_stay_open(node: Nod
     node.tier.max_bytes = 0
     for _ in range(3):
         with pytest.raises(OSError):
-            run(node.stores[0].put_steps(K[:1], [memoryview(b"value")]))
+            node.stores[0].put(K[:1], [memoryview(b"value")])
     assert node.stores[0].state == "open"
     wait_until(lambda: node.stores[0].wait_s() == 0)
-    run(node.stores[0].check_steps())
+    node.stores[0].check()
     assert node.stores[0].state == "closed"
 
 
@@ -320,9 +319,9 @@ def test_namespaces_of_long_ago_are_forgotten() -> None:
         namespace = number.to_bytes(16, "big")
         records.add(namespace, NamespaceRecord("llama", 1, DESC))
         writer.committed([packed_key(number, namespace=namespace)])
-        steps = writer.poll()
-        assert steps is not None
-        run(steps)
+        work = writer.poll()
+        assert work is not None
+        work()
         assert record_key(namespace) in tier.values
         assert len(writer._record_put) <= 4
     assert writer.pending == 0

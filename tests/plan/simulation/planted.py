@@ -15,10 +15,9 @@ from kvframework.storage.l1.entries import ObjectRows, StoredObject
 from kvframework.storage.l1.eviction import Tenants
 from kvframework.storage.l1.leases import LeaseBook, PinLease, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
-from kvframework.storage.l2.loading import Loader, LoadTask
+from kvframework.storage.l2.loading import Loader, LoadSteps, LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher, TierLoads
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.steps import Steps
 from kvframework.storage.l2.tier_calls import Absences, Breaker
 from kvframework.storage.l2.writer import Batch, WriteQueue
 from kvframework.storage.manager import StorageManager
@@ -162,7 +161,7 @@ def a_cancelled_load_forgets_its_end(original: Any, loader: Loader, task: LoadTa
 
 
 @plant(Loader, "load")
-def a_load_ends_twice(original: Any, loader: Loader, task: LoadTask, on_done: Any) -> Steps[None]:
+def a_load_ends_twice(original: Any, loader: Loader, task: LoadTask, on_done: Any) -> LoadSteps[None]:
     yield from original(loader, task, on_done)
     on_done()
 
@@ -249,7 +248,7 @@ def a_load_that_fails_keeps_its_place(original: Any, loader: Loader, *arguments:
     finish = loader._l1.finish_load
     loader._l1.finish_load = lambda lease, good: finish(lease, good) if good else None  # type: ignore[method-assign]
     try:
-        return (yield from original(loader, *arguments))
+        return original(loader, *arguments)
     finally:
         loader._l1.finish_load = finish  # type: ignore[method-assign]
 

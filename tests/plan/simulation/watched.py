@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvframework.api.eviction import Use
@@ -16,6 +17,7 @@ from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.l2.tier_calls import Breaker
 from kvframework.storage.manager import StorageManager
 from tests.core.storage.memory import OrderedLru, PlainMemory
+from tests.plan.simulation.jobs import Turns
 from tests.plan.simulation.model import Guard, Model, Writing, must
 from tests.plan.simulation.prompts import CONTENT
 
@@ -55,8 +57,9 @@ class WatchedLru(OrderedLru):
 class WatchedManager(StorageManager):
     """`accepted` counts how often the `on_done` of each accepted load has run."""
 
-    def __init__(self, model: Model, memory: SimMemory, *arguments: Any, **named: Any) -> None:
+    def __init__(self, model: Model, turns: Turns, memory: SimMemory, *arguments: Any, **named: Any) -> None:
         self.model = model
+        self.turns = turns
         self.bytes = memory
         self.accepted: dict[object, int] = {}
         # A load that is just being published.
@@ -83,6 +86,17 @@ class WatchedManager(StorageManager):
             for _, offset, nbytes in placed:
                 self.bytes.fill(offset, UNWRITTEN * nbytes)
         return result
+
+    def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
+        return self.turns.step("which_present", super().which_present, keys)
+
+    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
+        return self.turns.step("pin_present", super().pin_present, keys)
+
+    def reserve_load(
+        self, key: PackedKey, nbytes: int, prompt: PromptPart, client: int
+    ) -> tuple[str, memoryview] | None:
+        return self.turns.step("reserve_load", super().reserve_load, key, nbytes, prompt, client)
 
     def commit(self, lease_id: str, *, owner: int) -> int:
         writing = self.model.writings.get(lease_id)
@@ -174,7 +188,7 @@ class WatchedManager(StorageManager):
             select=select,
             on_done=told,
             on_change=on_change,
-            located=located,
+            located=located and partial(self.turns.step, "located", located),
             prompt=prompt,
             client=client,
         )
@@ -210,7 +224,7 @@ class WatchedManager(StorageManager):
             must(self.accepted[load] == 1, "on_done ran twice")
             on_done()
 
-        return load, told
+        return load, partial(self.turns.step, "on_done", told)
 
     def _guard(self, lease: PinLease) -> None:
         for stored in lease.objects:

@@ -22,7 +22,7 @@ from kvframework.storage.l2.tiers import AttachedTier
 from kvframework.storage.l2.writer import WRITE_POLICIES
 from kvframework.storage.namespaces import NamespaceRecords
 from tests.plan.simulation.dice import Dice
-from tests.plan.simulation.jobs import PassedOverJob
+from tests.plan.simulation.jobs import Job, Turns
 from tests.plan.simulation.ledger import Ledger
 from tests.plan.simulation.model import Guard, Model, Writing, must
 from tests.plan.simulation.prompts import PROMPTS
@@ -74,7 +74,8 @@ class World:
         self._promote = chance.random() < 0.8
         self._at_once = [(chance.choice([1, 2, 3]), chance.choice([1, 2, 3])) for _ in range(2)]
         capacity = chance.choice([None, 60_000])
-        self.tiers = [SimTier(0, None, self.clock), SimTier(1, capacity, self.clock)]
+        self.turns = Turns()
+        self.tiers = [SimTier(0, None, self.clock, self.turns), SimTier(1, capacity, self.clock, self.turns)]
         self._sessions = 0
         self.boot()
 
@@ -108,6 +109,7 @@ class World:
         ]
         self.manager = WatchedManager(
             self.model,
+            self.turns,
             self.memory,
             self.policy,
             attached,
@@ -129,7 +131,7 @@ class World:
         self.ledgers = [Ledger(writer, tier) for writer, tier in zip(self.writers, self.tiers, strict=True)]
         # Answers that are held back, and until when.
         self.held: list[tuple[Future[Message], float]] = []
-        self.jobs: list[PassedOverJob] = []
+        self.jobs: list[Job] = []
         self.copies = Client(Session(INTERNAL_OWNER))
         self.clients = [self.fresh_client() for _ in range(CLIENTS)]
         self.errors: list[str] = []
@@ -154,25 +156,22 @@ class World:
         controller, threads = self.manager.controllers[number]
         if sum(job.controller is controller for job in self.jobs) >= threads:
             return False
-        steps = controller.poll()
-        if steps is None:
+        work = controller.poll()
+        if work is None:
             return False
-        self.jobs.append(PassedOverJob(controller, steps))
+        self.jobs.append(Job(controller, work, self.turns))
         return True
 
-    def drive(self, job: PassedOverJob) -> bool:
+    def drive(self, job: Job) -> bool:
         """One more step of a job, or its answer, unless it has to wait. Some take far longer than others."""
         if job.delay:
             job.delay -= 1
             return False
         if self.dice.chance(3):
             job.delay = self.dice.of([4, 16, 40])
-        if not job.due:
-            job.go_on()
-            if job.ended:
-                self.jobs.remove(job)
-            return True
-        job.take()
+        job.go_on()
+        if job.ended:
+            self.jobs.remove(job)
         return True
 
     def serve(self) -> None:
@@ -209,6 +208,6 @@ class World:
     def abandon(self) -> None:
         """kill -9. What was on its way to a tier may have come there all the same."""
         for job in self.jobs:
-            if job.due and job.due not in dir(self.manager) and self.dice.chance(30):
-                job.take()
+            if " of " in job.due and self.dice.chance(30):
+                job.go_on()
             job.abandon()
