@@ -91,7 +91,7 @@ class Server:
         self._tiers: list[tuple[L2Config, Tier]] = []
         identity = partial(self._identity, hasher)
         storage = self._storage(identity)
-        transports = {table.use: self._transport(table, storage.arena_fd) for table in config.transport}
+        transports = {table.use: self._transport(table, storage.table.arena_fd) for table in config.transport}
         self.service = CacheService(
             config.server,
             storage=storage,
@@ -115,7 +115,7 @@ class Server:
             storage, NodeIdentity(self.service.boot_id, self.service.chunk_size, hasher.fingerprint)
         )
         self.running = RunningConfig(config, self._registry, self._configure)
-        self._hand_over = HandOver(lambda: storage.hand_over(identity(), self._tenant_names), self.stop)
+        self._hand_over = HandOver(lambda: storage.table.hand_over(identity(), self._tenant_names), self.stop)
         handlers = self._handlers(self._hand_over)
         self._messages = MessageServer(
             self.endpoint,
@@ -123,7 +123,7 @@ class Server:
                 handlers=handlers,
                 welcome=self.service.welcome,
                 hasher_fingerprint=hasher.fingerprint,
-                arena_for=self.service.storage.arena_for,
+                arena_for=self.service.storage.table.arena_for,
                 on_session_end=self.service.end_session,
                 on_tick=self.service.tick,
                 next_at=self.service.next_at,
@@ -143,8 +143,8 @@ class Server:
         called."""
         if self._events is not None:
             storage = self.service.storage
-            keeps = storage.kept and self._keeper is not None and self._keeper.lasts
-            self._events.start(self.service.shape_of, storage.which_present, keeps=keeps)
+            keeps = storage.table.kept and self._keeper is not None and self._keeper.lasts
+            self._events.start(self.service.shape_of, storage.table.which_present, keeps=keeps)
         for table, tier in self._tiers:
             self._creator.call("tier", table.tier, tier.attach, self._node, name="attach")
         self._messages.bind()
@@ -159,7 +159,7 @@ class Server:
             kvframework.__version__,
             os.getpid(),
             self.service.boot_id.hex()[:8],
-            ByteSize(self.service.storage.capacity),
+            ByteSize(self.service.storage.table.capacity),
             " and ".join(table.tier.use for table in self._config.l2) or "none",
             self.service.chunk_size,
             self._config.source,
@@ -174,7 +174,7 @@ class Server:
                 log.warning("[events] insecure = true: any process that reaches tcp:// reads prompts, in plain text")
         try:
             self._messages.serve_forever()
-            self.service.storage.served()
+            self.service.storage.table.served()
         finally:
             self.close(process_ends=process_ends)
             log.info("stopped")
@@ -335,7 +335,7 @@ class Server:
 
     def _messaging_status(self) -> dict[str, object]:
         sessions: Sequence[Any] = self._messages.sessions
-        pinned = self.service.storage.pinned_bytes()
+        pinned = self.service.storage.table.pinned_bytes()
         return {
             "counters": dict(self._messages.counters),
             "descriptors": self._messages.descriptors(),

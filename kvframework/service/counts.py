@@ -140,10 +140,10 @@ class Use:
         if grid is not None:
             namespace = key.namespace
             self._hot.looked_up(namespace + (key.digests[:DIGEST_BYTES] or grid.digests[0]), hit)
-        self._storage.account(client.session_id, namespace, tenant).looked_up(asked, hit)
+        self._storage.table.account(client.session_id, namespace, tenant).looked_up(asked, hit)
 
     def status(self) -> dict[str, object]:
-        accounts = self._storage.accounts()
+        accounts = self._storage.table.accounts()
         names = self._tenants.names
         # Configured tenants have a row from the start.
         tenants = _rows(((names[key[2]] or OTHER, account) for key, account in accounts), [*names[1:], OTHER])

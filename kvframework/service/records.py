@@ -28,10 +28,11 @@ from kvframework.service.finished import (
 )
 from kvframework.service.keys import KeyGrid
 from kvframework.service.recording import Recorded
+from kvframework.storage.l1.departures import FindRow
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.leases import Reservation
 from kvframework.storage.l2.loading import LoadTask
-from kvframework.storage.manager import FindRow, StorageManager
+from kvframework.storage.manager import StorageManager
 from kvframework.text import timed
 
 
@@ -135,7 +136,7 @@ class MissFacts:
 
     def of_lookup(self, asked: Asked, *, unanswered: bool) -> Why:
         """Say why a lookup missed its first missing chunk."""
-        refused = asked.grid is not None and asked.task is None and self._storage.has_tiers
+        refused = asked.grid is not None and asked.task is None and bool(self._storage.tiers.stores)
         missing = asked.missing[1] if asked.missing else _first_key(asked)
         priced = ""
         cut = asked.priced
@@ -163,7 +164,7 @@ class MissFacts:
         mine = storage.records.get(key.namespace)
         ghost = found = None
         if missing is not None:
-            ghost, prefixes = storage.absent(missing, MAX_ROWS)
+            ghost, prefixes = storage.table.absent(missing, MAX_ROWS)
             if prefixes:
                 rows = [Row(prefix, storage.records.get(prefix[:NAMESPACE_BYTES])) for prefix in prefixes]
                 found = elsewhere(missing, mine, key.model_name, rows)
@@ -215,7 +216,7 @@ class TransferAccounts:
 
     def missed(self, subject: Subject, key: CacheKey, grid: KeyGrid) -> str:
         """Add a RETRIEVE that found something missing in L1, or its client's share of it pinned; say which."""
-        missing = self._storage.in_rows(lambda row_of: grid.first_missing(row_of, grid.find(row_of)[0]))
+        missing = self._storage.table.in_rows(lambda row_of: grid.first_missing(row_of, grid.find(row_of)[0]))
         chunk_tokens = grid.desc.chunk_tokens
         why = self._miss_facts.of_retrieve(key, missing and missing[1], subject.session_id, subject.began)
         first = key.start + missing[0] * chunk_tokens if missing else -1

@@ -9,8 +9,9 @@ from kvframework.api.keys import PackedKey
 from kvframework.api.node import Loan, Node, NodeIdentity
 from kvframework.storage.envelope import HEADER_BYTES, seal
 from kvframework.storage.l1.leases import PinLease
-from kvframework.storage.manager import AT_ONCE, StorageManager
+from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import is_record_key
+from kvframework.storage.table import AT_ONCE
 
 
 class LendingNode(Node):
@@ -18,14 +19,14 @@ class LendingNode(Node):
 
     def __init__(self, storage: StorageManager, identity: NodeIdentity) -> None:
         self.identity = identity
-        self.arena_fd = storage.arena_fd
-        self.arena_bytes = storage.capacity
+        self.arena_fd = storage.table.arena_fd
+        self.arena_bytes = storage.table.capacity
         self._storage = storage
 
     def holds(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
         held: list[bool] = []
         for first in range(0, len(keys), AT_ONCE):
-            held += self._storage.which_present(keys[first : first + AT_ONCE])
+            held += self._storage.table.which_present(keys[first : first + AT_ONCE])
         records = self._storage.records
         return [
             here or (is_record_key(key) and records.get(key[:16]) is not None)
@@ -37,14 +38,14 @@ class LendingNode(Node):
         record = self._storage.records.encoded(key[:16]) if is_record_key(key) else None
         if record is not None:
             return _LentRecord(key, record[1], layout)
-        leases = self._storage.pin_present([key])
+        leases = self._storage.table.pin_present([key])
         return _LentObject(self._storage, leases[0], layout) if leases else None
 
     def models(self) -> Mapping[str, Collection[bytes]]:
         return self._storage.records.models()
 
     def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
-        self._storage.watch(came)
+        self._storage.table.watch(came)
 
 
 class _LentRecord(Loan):
@@ -64,7 +65,7 @@ class _LentObject(Loan):
         self._storage, self._layout = storage, layout
         self._key = lease.objects[0].key
         self._lease: PinLease | None = lease
-        self._value = storage.bytes_of(lease).toreadonly()
+        self._value = storage.table.bytes_of(lease).toreadonly()
         self.nbytes = HEADER_BYTES + self._value.nbytes
 
     def parts(self) -> Sequence[memoryview]:
@@ -74,7 +75,7 @@ class _LentObject(Loan):
         lease, self._lease = self._lease, None
         if lease is not None:
             self._value.release()
-            self._storage.unpin_internal([lease])
+            self._storage.table.unpin_internal([lease])
 
 
 def _sealed(key: PackedKey, value: memoryview, layout: bytes) -> Sequence[memoryview]:

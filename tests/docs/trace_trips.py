@@ -132,7 +132,7 @@ def main(redis_url: str) -> None:
                 with trace.of("LOOKUP"):
                     found = scheduler.wait(scheduler.lookup(request(), wait_s=1.0), 20)
                 assert found.hit_tokens == CHUNK
-                (loads,) = server.service.storage._prefetcher.queues
+                (loads,) = server.service.storage.tiers._prefetcher.queues
                 wait_until(lambda: len(loads.changed._waiters) == loads.threads, what="the end of the load")
                 with trace.of("RETRIEVE"):
                     worker.submit_retrieve(request(), 0, CHUNK, blocks).result(20)

@@ -321,6 +321,7 @@ MOST_DROPPED = 32
 _FIRST_S = 0.1
 _OCTAVES = 20
 
+# The objects of one row by its key prefix and digests, None for each that L1 lacks; see `ObjectRows.row`.
 FindRow = Callable[[bytes, Sequence[bytes]], "list[StoredObject | None]"]
 
 

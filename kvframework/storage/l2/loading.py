@@ -178,9 +178,17 @@ class Loader:
     """Makes the steps of loads; keeps no state of a load. `stores` are the tiers in their order, from which `at_once`
     batches are fetched at once."""
 
-    def __init__(self, l1: L1, stores: Sequence[L2Store], at_once: Sequence[int], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        l1: L1,
+        stores: Sequence[L2Store],
+        at_once: Sequence[int],
+        loaded: Callable[[Sequence[PackedKey], L2Store], None],
+        clock: Callable[[], float],
+    ) -> None:
         self._l1 = l1
         self._stores = stores
+        self._loaded = loaded
         self._at_once = dict(zip(stores, at_once, strict=True))
         self._clock = clock
 
@@ -334,7 +342,7 @@ class Loader:
                 if pin is not None:
                     pins.append(pin)
                     loaded.append(task.keys[index])
-            self._l1.loaded(loaded, store)
+            self._loaded(loaded, store)
             task.arrived(len(loaded))
             for _, _, view in places:
                 view.release()

@@ -140,13 +140,14 @@ class TierLoads:
 class Prefetcher:
     """Thread-safe, never blocks. `on_done` of every accepted task is called once, in a storage thread, even after a
     failure, a cancel or `stop`; it may submit again. `queues` are those of the tiers, in their order; `at_once` batches
-    are fetched from each."""
+    are fetched from each. `loaded` hears, in a storage thread, what came from a tier."""
 
     def __init__(
         self,
         l1: L1,
         stores: Sequence[L2Store],
         at_once: Sequence[int],
+        loaded: Callable[[Sequence[PackedKey], L2Store], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.RLock()
@@ -156,7 +157,7 @@ class Prefetcher:
         self.clock = clock
         self._l1 = l1
         self._stores = stores
-        self._loader = Loader(l1, stores, at_once, clock)
+        self._loader = Loader(l1, stores, at_once, loaded, clock)
         self._tasks: set[LoadTask] = set()
         self.queues = tuple(
             TierLoads(self, number, store, count)

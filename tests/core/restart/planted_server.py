@@ -67,9 +67,9 @@ def main() -> None:
     plant = Path(os.environ[PLANT])
     asked = plant.read_text() if plant.exists() else ""
     if asked == "never-served":
-        from kvframework.storage import manager
+        from kvframework.storage import table
 
-        manager.SERVED_S = math.inf
+        table.SERVED_S = math.inf
     elif asked == "no-room":
         from kvf_pinned import memory
 

@@ -72,12 +72,12 @@ def test_an_object_is_lent_sealed_and_pinned(node: Node, keys: list[PackedKey]) 
     loan.close()
     node.assert_idle()
     assert node.manager.clear().objects == 1
-    assert (lender.arena_fd, lender.arena_bytes) == (node.manager.arena_fd, node.manager.capacity)
+    assert (lender.arena_fd, lender.arena_bytes) == (node.manager.table.arena_fd, node.manager.table.capacity)
 
 
 def test_what_is_being_written_is_not_lent(node: Node, keys: list[PackedKey]) -> None:
     lender = LendingNode(node.manager, IDENTITY)
-    node.manager.reserve([(keys[0], SIZE)], owner=1, request_id="w", lease_s=30.0)
+    node.manager.table.reserve([(keys[0], SIZE)], owner=1, request_id="w", lease_s=30.0)
     assert list(lender.holds(keys[:1])) == [False]
     assert lender.lend(keys[0]) is None
 

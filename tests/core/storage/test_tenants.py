@@ -273,7 +273,7 @@ def test_loaded_objects_count_for_their_tenant(make_node: MakeNode) -> None:
     keys = [key_of(1, number) for number in range(4)]
     tier = MemoryTier({key: in_envelope(key, content(key, SIZE)) for key in keys})
     node = make_node(tiers=[tier], tenants=[Tenant("t1", 0, 2 * SIZE, OrderedLru())])
-    node.manager.belongs(salt(1), 1)
+    node.manager.table.belongs(salt(1), 1)
     for key in keys:
         node.load([key])
     assert node.present(keys) == 2

@@ -43,11 +43,11 @@ def test_what_is_committed_reaches_every_tier(make_node: Callable[..., Node]) ->
 
 
 def test_nothing_uncommitted_reaches_a_tier(node: Node) -> None:
-    reserved = node.manager.reserve([(K[0], SIZE)], owner=1, request_id="", lease_s=30.0)
+    reserved = node.manager.table.reserve([(K[0], SIZE)], owner=1, request_id="", lease_s=30.0)
     assert reserved.lease is not None
     node.write(K[1:2])
     wait_written(node.tier, K[1:2])
-    node.manager.abort(reserved.lease.id, owner=1)
+    node.manager.table.abort(reserved.lease.id, owner=1)
     assert K[0] not in node.tier.asked("put")
 
 

@@ -20,7 +20,7 @@ from kvframework.storage.l2.prefetch import Prefetcher, TierLoads
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.tier_calls import Absences, Breaker
 from kvframework.storage.l2.writer import Batch, WriteQueue
-from kvframework.storage.manager import StorageManager
+from kvframework.storage.table import Table
 from kvframework.storage.tickets import LookupTickets, Ticket, TicketTable
 
 Plant = Callable[[], Any]
@@ -122,15 +122,15 @@ def a_lapsed_pin_is_said_to_hold(_original: Any, table: ObjectTable, lease: PinL
     lease.objects = []
 
 
-@plant(StorageManager, "_pin_internal")
-def what_is_sent_is_not_pinned(original: Any, manager: StorageManager, key: PackedKey) -> PinLease | None:
-    lease: PinLease | None = original(manager, key)
+@plant(Table, "_pin_internal")
+def what_is_sent_is_not_pinned(original: Any, table: Table, key: PackedKey) -> PinLease | None:
+    lease: PinLease | None = original(table, key)
     if lease is not None:
-        manager._table._unpin(lease.objects, lease.payer)
+        table._table._unpin(lease.objects, lease.payer)
         lease.held = True
         kept, lease.objects = lease.objects, []
         lease.objects = [StoredObject(kept[0].key, kept[0].offset, kept[0].length, 1)]
-        manager._table.pins += 1
+        table._table.pins += 1
     return lease
 
 
@@ -224,7 +224,7 @@ def a_hit_that_grows_is_not_pinned(
 ) -> int:
     if use:
         return int(original(tickets, ticket, wanted))
-    chunks, _ = wanted.find(tickets._storage.row)
+    chunks, _ = wanted.find(tickets._storage.table.row)
     ticket.hit_tokens = chunks * wanted.chunk_tokens
     return int(chunks)
 
@@ -253,9 +253,9 @@ def a_load_that_fails_keeps_its_place(original: Any, loader: Loader, *arguments:
         loader._l1.finish_load = finish  # type: ignore[method-assign]
 
 
-@plant(StorageManager, "finish_load")
-def what_was_not_received_is_published(original: Any, manager: StorageManager, lease_id: str, good: bool) -> Any:
-    return original(manager, lease_id, True)
+@plant(Table, "finish_load")
+def what_was_not_received_is_published(original: Any, table: Table, lease_id: str, good: bool) -> Any:
+    return original(table, lease_id, True)
 
 
 @plant(envelope, "_checksum")

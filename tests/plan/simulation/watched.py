@@ -15,7 +15,8 @@ from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.leases import NO_DEADLINE, NO_PROMPT, PinLease, PromptPart, Reservation
 from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.l2.tier_calls import Breaker
-from kvframework.storage.manager import StorageManager
+from kvframework.storage.l2.tiers import Tiers
+from kvframework.storage.table import Table
 from tests.core.storage.memory import OrderedLru, PlainMemory
 from tests.plan.simulation.jobs import Turns
 from tests.plan.simulation.model import Guard, Model, Writing, must
@@ -54,14 +55,11 @@ class WatchedLru(OrderedLru):
         self._model.removed(key)
 
 
-class WatchedManager(StorageManager):
-    """`accepted` counts how often the `on_done` of each accepted load has run."""
-
+class WatchedTable(Table):
     def __init__(self, model: Model, turns: Turns, memory: SimMemory, *arguments: Any, **named: Any) -> None:
         self.model = model
         self.turns = turns
         self.bytes = memory
-        self.accepted: dict[object, int] = {}
         # A load that is just being published.
         self._loading: Writing | None = None
         super().__init__(memory, *arguments, **named)
@@ -169,6 +167,40 @@ class WatchedManager(StorageManager):
         self.model.end_owner(owner)
         return ended
 
+    def check_bytes(self, key: PackedKey, offset: int, nbytes: int) -> None:
+        must(self.bytes.bytes_at(offset, nbytes) == CONTENT[key], "what can be read is not what was stored")
+
+    def _pin_internal(self, key: PackedKey) -> PinLease | None:
+        writing, self._loading = self._loading, None
+        if writing is not None:
+            writing.unwritten = []
+            self.model.ended(writing, 1)
+        lease = super()._pin_internal(key)
+        if lease is not None:
+            self._guard(lease)
+        return lease
+
+    def _guard(self, lease: PinLease) -> None:
+        for stored in lease.objects:
+            must(self.model.objects.get(stored.key) == (stored.offset, stored.length), "a pin names another place")
+            self.check_bytes(stored.key, stored.offset, stored.length)
+        keys = [stored.key for stored in lease.objects]
+        self.model.pinned(Guard(lease.id, lease.owner, lease.request_id, lease.deadline, keys))
+
+    def _unguard(self, lease: PinLease) -> None:
+        guard = self.model.unpinned(lease.id)
+        must(not (lease.held and guard.broken), "a pin is said to have held, and did not")
+        must(lease.held == (self.clock() < guard.deadline), "a pin's deadline was not honoured")
+
+
+class WatchedTiers(Tiers):
+    """`accepted` counts how often the `on_done` of each accepted load has run."""
+
+    def __init__(self, turns: Turns, *arguments: Any, **named: Any) -> None:
+        self.turns = turns
+        self.accepted: dict[object, int] = {}
+        super().__init__(*arguments, **named)
+
     def submit_prefetch_task(
         self,
         keys: Sequence[PackedKey],
@@ -203,19 +235,6 @@ class WatchedManager(StorageManager):
             self.accepted[load] = 0
         return accepted
 
-    def check_bytes(self, key: PackedKey, offset: int, nbytes: int) -> None:
-        must(self.bytes.bytes_at(offset, nbytes) == CONTENT[key], "what can be read is not what was stored")
-
-    def _pin_internal(self, key: PackedKey) -> PinLease | None:
-        writing, self._loading = self._loading, None
-        if writing is not None:
-            writing.unwritten = []
-            self.model.ended(writing, 1)
-        lease = super()._pin_internal(key)
-        if lease is not None:
-            self._guard(lease)
-        return lease
-
     def _once(self, on_done: Callable[[], None]) -> tuple[object, Callable[[], None]]:
         load = object()
 
@@ -225,18 +244,6 @@ class WatchedManager(StorageManager):
             on_done()
 
         return load, partial(self.turns.step, "on_done", told)
-
-    def _guard(self, lease: PinLease) -> None:
-        for stored in lease.objects:
-            must(self.model.objects.get(stored.key) == (stored.offset, stored.length), "a pin names another place")
-            self.check_bytes(stored.key, stored.offset, stored.length)
-        keys = [stored.key for stored in lease.objects]
-        self.model.pinned(Guard(lease.id, lease.owner, lease.request_id, lease.deadline, keys))
-
-    def _unguard(self, lease: PinLease) -> None:
-        guard = self.model.unpinned(lease.id)
-        must(not (lease.held and guard.broken), "a pin is said to have held, and did not")
-        must(lease.held == (self.clock() < guard.deadline), "a pin's deadline was not honoured")
 
 
 class WatchedBreaker(Breaker):

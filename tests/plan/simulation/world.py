@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
+from unittest import mock
 
 from kvframework.api.futures import Future
 from kvframework.api.requests import ClientInfo, Message
@@ -14,6 +16,7 @@ from kvframework.service.finished import FinishedRequests
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.service.records import Contents
+from kvframework.storage import manager
 from kvframework.storage.l1.allocator import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.l2.full_tier import Watermarks
@@ -27,7 +30,7 @@ from tests.plan.simulation.ledger import Ledger
 from tests.plan.simulation.model import Guard, Model, Writing, must
 from tests.plan.simulation.prompts import PROMPTS
 from tests.plan.simulation.tier import SimTier
-from tests.plan.simulation.watched import SimMemory, WatchedBreaker, WatchedLru, WatchedManager
+from tests.plan.simulation.watched import SimMemory, WatchedBreaker, WatchedLru, WatchedTable, WatchedTiers
 
 UNITS = 36
 CLIENTS = 4
@@ -107,18 +110,21 @@ class World:
                 self.stores, self._policies, self._queues, self._at_once, strict=True
             )
         ]
-        self.manager = WatchedManager(
-            self.model,
-            self.turns,
-            self.memory,
-            self.policy,
-            attached,
-            records=records,
-            high_watermark=0.8,
-            low_watermark=0.6,
-            clock=self.clock,
-            threads=False,
-        )
+        watched_table = partial(WatchedTable, self.model, self.turns)
+        with (
+            mock.patch.object(manager, "Table", watched_table),
+            mock.patch.object(manager, "Tiers", partial(WatchedTiers, self.turns)),
+        ):
+            self.manager = manager.StorageManager(
+                self.memory,
+                self.policy,
+                attached,
+                records=records,
+                high_watermark=0.8,
+                low_watermark=0.6,
+                clock=self.clock,
+                threads=False,
+            )
         finished = FinishedRequests(b"", self.clock)
         self.lookups = Lookups(
             self.manager,
@@ -153,7 +159,7 @@ class World:
 
     def poll(self, number: int) -> bool:
         """Gives one of a controller's threads something to do, if one has time and there is something."""
-        controller, threads = self.manager.controllers[number]
+        controller, threads = self.manager.tiers.controllers[number]
         if sum(job.controller is controller for job in self.jobs) >= threads:
             return False
         work = controller.poll()
@@ -185,7 +191,7 @@ class World:
             tier.mode = "well"
         for _ in range(5000):
             moved = sum(self.drive(job) for job in list(self.jobs))
-            moved += sum(self.poll(number) for number in range(len(self.manager.controllers)))
+            moved += sum(self.poll(number) for number in range(len(self.manager.tiers.controllers)))
             self.serve()
             if not moved:
                 if not self.jobs and self.idle:
@@ -198,12 +204,12 @@ class World:
     def idle(self) -> bool:
         pending = sum(writer.pending for writer in self.writers)
         broken = any(store.state != "closed" for store in self.stores)
-        return not pending and not broken and not self.manager._prefetcher.in_flight
+        return not pending and not broken and not self.manager.tiers._prefetcher.in_flight
 
     def tick(self) -> None:
         self.serve()
         self.lookups.tickets.expire()
-        self.manager.tick()
+        self.manager.table.tick()
 
     def abandon(self) -> None:
         """kill -9. What was on its way to a tier may have come there all the same."""

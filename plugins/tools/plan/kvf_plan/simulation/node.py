@@ -118,7 +118,7 @@ class Node:
             clock=time.clock,
             threads=False,
         )
-        self._threads = VirtualThreads(time, self.storage.controllers, sleep)
+        self._threads = VirtualThreads(time, self.storage.tiers.controllers, sleep)
         hashing, hash_options = resolve_table(registry, config.hasher, HasherProvider)
         hasher: KeyHasher = creator.one("hasher", config.hasher, KeyHasher, hashing.create, hash_options)
         self.service = CacheService(
