@@ -43,16 +43,15 @@ from kvframework.service.lifecycle import CacheService
 from kvframework.service.operator_requests import Diagnosis, HandOver
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.journal.form import Identity
-from kvframework.storage.l1.journal.kept import Keeper, Kept, free_kept, open_kept, this_machine
+from kvframework.storage.l1.journal_format import Identity
 from kvframework.storage.l1.leases import NOTHING_PINNED
 from kvframework.storage.l2.full_tier import Watermarks
 from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
 from kvframework.storage.l2.tiers import AttachedTier
 from kvframework.storage.l2.writer import WRITE_POLICIES
-from kvframework.storage.lending import LendingNode
-from kvframework.storage.manager import StorageManager
+from kvframework.storage.manager import LendingNode, StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
+from kvframework.storage.recovery import Keeper, Kept, free_kept, open_kept, this_machine
 from kvframework.wire.protocol import REQUESTS
 
 log = logging.getLogger(__name__)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from kvframework.api.eviction import EvictionPolicy, PackedKey
+from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.keys import PackedKey
 from kvframework.api.memory import Memory
+from kvframework.api.node import Loan, Node, NodeIdentity
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
 from kvframework.events.feed import NO_EVENTS, Events
+from kvframework.storage.envelope import HEADER_BYTES, seal
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.journal.kept import NO_KEEPER, Kept
+from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.full_tier import Shares
 from kvframework.storage.l2.tiers import AttachedTier, Tiers
 from kvframework.storage.namespaces import NamespaceRecords, is_record_key
-from kvframework.storage.table import Table
+from kvframework.storage.recovery import NO_KEEPER, Kept
+from kvframework.storage.table import AT_ONCE, Table
 
 log = logging.getLogger(__name__)
+
 
 # Time beyond its timeout that a call to a tier may take before `close` stops waiting for it.
 CLOSE_GRACE_S = 1.0
@@ -141,3 +146,75 @@ class StorageManager:
 
     def status(self) -> dict[str, object]:
         return {"l1": self.table.status(), **self.tiers.status()}
+
+
+# What tiers export of L1 to other nodes: objects, pinned and under an envelope that is sealed on demand, and records of
+# namespaces. No tier is asked, so no read lease waits for another node.
+
+
+class LendingNode(Node):
+    """Lends of one storage, which outlives it. See `Node`."""
+
+    def __init__(self, storage: StorageManager, identity: NodeIdentity) -> None:
+        self.identity = identity
+        self.arena_fd = storage.table.arena_fd
+        self.arena_bytes = storage.table.capacity
+        self._storage = storage
+
+    def holds(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
+        held: list[bool] = []
+        for first in range(0, len(keys), AT_ONCE):
+            held += self._storage.table.which_present(keys[first : first + AT_ONCE])
+        records = self._storage.records
+        return [
+            here or (is_record_key(key) and records.get(key[:16]) is not None)
+            for key, here in zip(keys, held, strict=True)
+        ]
+
+    def lend(self, key: PackedKey) -> Loan | None:
+        layout = self._storage.records.layout_of(key[:16])
+        record = self._storage.records.encoded(key[:16]) if is_record_key(key) else None
+        if record is not None:
+            return _LentRecord(key, record[1], layout)
+        leases = self._storage.table.pin_present([key])
+        return _LentObject(self._storage, leases[0], layout) if leases else None
+
+    def models(self) -> Mapping[str, Collection[bytes]]:
+        return self._storage.records.models()
+
+    def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
+        self._storage.table.watch(came)
+
+
+class _LentRecord(Loan):
+    def __init__(self, key: PackedKey, value: memoryview, layout: bytes) -> None:
+        self.nbytes = HEADER_BYTES + value.nbytes
+        self._key, self._value, self._layout = key, value, layout
+
+    def parts(self) -> Sequence[memoryview]:
+        return _sealed(self._key, self._value, self._layout)
+
+    def close(self) -> None:
+        return
+
+
+class _LentObject(Loan):
+    def __init__(self, storage: StorageManager, lease: PinLease, layout: bytes) -> None:
+        self._storage, self._layout = storage, layout
+        self._key = lease.objects[0].key
+        self._lease: PinLease | None = lease
+        self._value = storage.table.bytes_of(lease).toreadonly()
+        self.nbytes = HEADER_BYTES + self._value.nbytes
+
+    def parts(self) -> Sequence[memoryview]:
+        return _sealed(self._key, self._value, self._layout)
+
+    def close(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._value.release()
+            self._storage.table.unpin_internal([lease])
+
+
+def _sealed(key: PackedKey, value: memoryview, layout: bytes) -> Sequence[memoryview]:
+    return memoryview(seal(key, [value], object_bytes=value.nbytes, layout=layout)), value

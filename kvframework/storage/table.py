@@ -24,13 +24,11 @@ from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
 from kvframework.bounded_close import call_within
 from kvframework.events.feed import NO_EVENTS, Events
-from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.departures import MOST_DROPPED, Cause, Departures, FindRow, Ghost
-from kvframework.storage.l1.entries import NO_CLIENT, Account, AccountKey, StoredObject
+from kvframework.storage.l1.entries import NO_CLIENT, Account, AccountKey, RangeAllocator, StoredObject
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.journal.form import FIRST_GENERATION, Identity
-from kvframework.storage.l1.journal.journal import Journal, description_for, lock_for_server, may_write, writer_of
-from kvframework.storage.l1.journal.kept import NO_KEEPER, Kept, Verification
+from kvframework.storage.l1.journal import Journal, description_for, lock_for_server, may_write, writer_of
+from kvframework.storage.l1.journal_format import FIRST_GENERATION, Identity
 from kvframework.storage.l1.leases import (
     INTERNAL_OWNER,
     NO_DEADLINE,
@@ -43,6 +41,7 @@ from kvframework.storage.l1.leases import (
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework.storage.l2.tiers import Tiers
 from kvframework.storage.namespaces import NamespaceRecords, decode_record
+from kvframework.storage.recovery import NO_KEEPER, Kept, Verification
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class Table:
 
     def arena_for(self, session: int) -> int:
         """Return a descriptor of the arena for a client's session, owned by the caller. A later server knows by it
-        whether the client may still write, see `kvframework.storage.l1.journal.journal`. Raises `OSError`."""
+        whether the client may still write, see `kvframework.storage.l1.journal`. Raises `OSError`."""
         generation = FIRST_GENERATION if self._journal is None else self._journal.generation
         try:
             return description_for(self._memory.fd, writer_of(generation, session))

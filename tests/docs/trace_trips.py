@@ -126,7 +126,7 @@ def main(redis_url: str) -> None:
                     wait_until(lambda: stored_in.dbsize() >= 3, what="the object in Redis")
                     # After the tier has answered, the writer unpins the object, and its thread waits for more.
                     wait_until(
-                        lambda: "storage/l2/threads.py" in trace.trips["STORE"]["storage"], what="the writer's end"
+                        lambda: "storage/l2/tiers.py" in trace.trips["STORE"]["storage"], what="the writer's end"
                     )
                 client.request("CLEAR", Clear(), Cleared)
                 with trace.of("LOOKUP"):

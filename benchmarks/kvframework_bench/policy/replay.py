@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.keys import DIGEST_BYTES, PACKED_KEY_BYTES
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, StoredObject
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework_bench.policy.requests import Request

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from kvframework.api.keys import PackedKey
 from kvframework.histogram import Histogram
-from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 
 # The stack of evicted bytes: how many bytes have left L1 since an object left, without those that came back. Pure.
 #

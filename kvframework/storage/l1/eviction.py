@@ -26,9 +26,8 @@ import msgspec
 from kvframework.api.eviction import EvictionPolicy, Hint, RequestFacts, Why
 from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey
 from kvframework.api.retain import Retain
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
 from kvframework.storage.l1.departures import LAST_EVICTION, Cause
-from kvframework.storage.l1.entries import ObjectRows, StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, ObjectRows, RangeAllocator, StoredObject, rounded
 
 # What `Retain`s say of the objects of one request, as parts that a policy gets in one call each. Pure.
 

@@ -20,9 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Use
-from kvframework.storage.l1.allocator import RangeAllocator, rounded
 from kvframework.storage.l1.departures import LAST_EVICTION, Cause
-from kvframework.storage.l1.entries import NO_CLIENT, Accounts, ObjectRows, StoredObject
+from kvframework.storage.l1.entries import NO_CLIENT, Accounts, ObjectRows, RangeAllocator, StoredObject, rounded
 from kvframework.storage.l1.eviction import (
     SALT,
     Departed,
@@ -35,8 +34,8 @@ from kvframework.storage.l1.eviction import (
     choose_window,
     parts_of,
 )
-from kvframework.storage.l1.journal.form import Found, FoundReservation
-from kvframework.storage.l1.journal.journal import Journal
+from kvframework.storage.l1.journal import Journal
+from kvframework.storage.l1.journal_format import Found, FoundReservation
 from kvframework.storage.l1.leases import (
     INTERNAL_OWNER,
     NO_DEADLINE,

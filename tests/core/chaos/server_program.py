@@ -14,8 +14,8 @@ import kvf_filesystem.tier as filesystem
 from kvf_dev.testing.faults import FaultyTier
 from kvframework.api.tier import Tier
 from kvframework.cli.main import main
+from kvframework.storage import recovery as kept
 from kvframework.storage import table as storage_table
-from kvframework.storage.l1.journal import kept
 from kvframework.storage.table import Table
 
 SLOWNESS, PLANT = "KVFRAMEWORK_CHAOS_SLOWNESS", "KVFRAMEWORK_CHAOS_PLANT"

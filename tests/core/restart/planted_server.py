@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvframework.keeper.notify import Keeper
-from kvframework.storage.l1.journal.kept import ARENA, JOURNAL
+from kvframework.storage.recovery import ARENA, JOURNAL
 
 PLANT = "KVFRAMEWORK_TEST_PLANT"
 FILE_TEXT = b"a file of somebody"

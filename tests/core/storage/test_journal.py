@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
+from kvframework.storage.l1 import journal as journal_module
+from kvframework.storage.l1 import journal_format as reading_module
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, rounded
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.journal import form as reading_module
-from kvframework.storage.l1.journal import journal as journal_module
-from kvframework.storage.l1.journal.form import (
+from kvframework.storage.l1.journal import Journal
+from kvframework.storage.l1.journal_format import (
     HEADS_AT,
     IDENTITY_AT,
     RECORDS_AT,
@@ -34,7 +35,6 @@ from kvframework.storage.l1.journal.form import (
     read_slots,
     read_start,
 )
-from kvframework.storage.l1.journal.journal import Journal
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework.storage.namespaces import RECORD_BYTES

@@ -13,11 +13,11 @@ from kvf_pinned.memory import MemfdArena
 from kvframework.api.memory import Memory
 from kvframework.config.tenants import MAX_TENANTS
 from kvframework.errors import ArenaError
-from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.journal import kept as kept_module
-from kvframework.storage.l1.journal.form import SLOTS_AT, Identity
-from kvframework.storage.l1.journal.journal import description_for, lock_for_server, may_write, own_description
-from kvframework.storage.l1.journal.kept import ARENA, JOURNAL, Kept, free_kept, open_kept
+from kvframework.storage import recovery as kept_module
+from kvframework.storage.l1.entries import ALIGNMENT
+from kvframework.storage.l1.journal import description_for, lock_for_server, may_write, own_description
+from kvframework.storage.l1.journal_format import SLOTS_AT, Identity
+from kvframework.storage.recovery import ARENA, JOURNAL, Kept, free_kept, open_kept
 from tests.core.storage.memory import packed_key
 
 CAPACITY = 1 << 20

@@ -12,7 +12,7 @@ from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.node import Loan, NodeIdentity
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.storage.envelope import HEADER_BYTES, unseal
-from kvframework.storage.lending import LendingNode
+from kvframework.storage.manager import LendingNode
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key
 from tests.core.storage.memory import content
 from tests.core.storage.node import SIZE, Node

@@ -8,7 +8,7 @@ import pytest
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, MAX_LEASES_PER_OWNER, NO_DEADLINE, WriteLease
 from kvframework.storage.l1.objects import REMEMBER_LAPSED_S, ObjectTable
 from tests.core.storage.memory import OrderedLru, packed_key

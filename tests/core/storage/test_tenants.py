@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
 from kvframework.storage.l1.departures import Cause
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, StoredObject, rounded
 from kvframework.storage.l1.eviction import MAX_SALTS, Tenant, Tenants
 from kvframework.storage.l1.leases import NO_DEADLINE, Reservation
 from kvframework.storage.l1.objects import ObjectTable

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvframework.storage.envelope import UNTOLD_LAYOUT, object_checksum
-from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.journal.kept import Verification
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.manager import StorageManager
+from kvframework.storage.recovery import Verification
 from tests.core.storage.memory import OrderedLru, PlainMemory, content, packed_key
 from tests.support.waiting import wait_until
 

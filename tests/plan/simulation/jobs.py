@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from kvf_plan.simulation.threads import VirtualThread
 from kvframework.errors import TierError
-from kvframework.storage.l2.threads import Controller, Work
+from kvframework.storage.l2.tiers import Controller, Work
 from tests.plan.simulation.model import Broken
 
 P = ParamSpec("P")

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvf_plan.simulation.events import VirtualTime
-from kvframework.storage.l2.threads import Controller, Work
+from kvframework.storage.l2.tiers import Controller, Work
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from kvframework.api.memory import Memory
 from kvframework.errors import ArenaError
 from kvframework.keeper.descriptors import free_memory, free_unused
 from kvframework.storage.envelope import UNTOLD_LAYOUT, object_checksum
-from kvframework.storage.l1.journal.form import Cold, Found, Identity, read, read_identity, read_start
-from kvframework.storage.l1.journal.journal import Journal, lock_for_server, own_description
+from kvframework.storage.l1.journal import Journal, lock_for_server, own_description
+from kvframework.storage.l1.journal_format import Cold, Found, Identity, read, read_identity, read_start
 from kvframework.storage.l1.leases import PinLease
 
 log = logging.getLogger(__name__)

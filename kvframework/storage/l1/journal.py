@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.journal.form import (
+from kvframework.storage.l1.journal_format import (
     COMMITTED,
     CONTENT_AT,
     FREE,
