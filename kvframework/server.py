@@ -49,9 +49,9 @@ from kvframework.storage.l2.full_tier import Watermarks
 from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
 from kvframework.storage.l2.tiers import AttachedTier
 from kvframework.storage.l2.writer import WRITE_POLICIES
-from kvframework.storage.manager import LendingNode, StorageManager
+from kvframework.storage.manager import PeerExport, StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
-from kvframework.storage.recovery import Keeper, Kept, free_kept, open_kept, this_machine
+from kvframework.storage.recovery import Keeper, Recovery, free_recoverable, recover, this_machine
 from kvframework.wire.protocol import REQUESTS
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Server:
             events=self._events.feed if self._events else NO_EVENTS,
             events_status=self._events.status if self._events else dict,
         )
-        self._node = LendingNode(
+        self._node = PeerExport(
             storage, NodeIdentity(self.service.boot_id, self.service.chunk_size, hasher.fingerprint)
         )
         self.running = RunningConfig(config, self._registry, self._configure)
@@ -142,7 +142,7 @@ class Server:
         called."""
         if self._events is not None:
             storage = self.service.storage
-            keeps = storage.table.kept and self._keeper is not None and self._keeper.lasts
+            keeps = storage.table.is_recoverable and self._keeper is not None and self._keeper.lasts
             self._events.start(self.service.shape_of, storage.table.which_present, keeps=keeps)
         for table, tier in self._tiers:
             self._creator.call("tier", table.tier, tier.attach, self._node, name="attach")
@@ -223,7 +223,7 @@ class Server:
         records = NamespaceRecords()
         codecs = self._codecs()
         tiers = [self._tier(table, codecs, records) for table in config.l2]
-        arena, kept = self._memory(identity)
+        arena, recovery = self._memory(identity)
         new_policy = partial(
             self._creator.one, "eviction", config.l1.eviction, EvictionPolicy, policy.create, policy_options
         )
@@ -236,7 +236,7 @@ class Server:
             high_watermark=config.l1.high_watermark,
             low_watermark=config.l1.low_watermark,
             ghosts=config.l1.ghosts,
-            kept=kept,
+            recovery=recovery,
             events=self._events.feed if self._events else NO_EVENTS,
             tenants=[
                 Tenant(tenant.name, least, most, new_policy())
@@ -244,7 +244,7 @@ class Server:
             ],
         )
 
-    def _memory(self, identity: Callable[[], Identity]) -> tuple[Memory, Kept]:
+    def _memory(self, identity: Callable[[], Identity]) -> tuple[Memory, Recovery]:
         table = self._config.l1.memory
         provider, options = resolve_table(self._registry, table, MemoryProvider)
 
@@ -254,12 +254,12 @@ class Server:
             return made
 
         if self._keeper is None:
-            return create(None), Kept(why_cold="no_keeper")
+            return create(None), Recovery(why_cold="no_keeper")
         if not provider.keeps:
-            free_kept(self._keeper)  # there is never memory for two arenas
+            free_recoverable(self._keeper)  # there is never memory for two arenas
             log.info("L1 began empty: memory_cannot")
-            return create(None), Kept(why_cold="memory_cannot")
-        return open_kept(self._keeper, identity(), self._tenant_names, create)
+            return create(None), Recovery(why_cold="memory_cannot")
+        return recover(self._keeper, identity(), self._tenant_names, create)
 
     def _identity(self, hasher: KeyHasher) -> Identity:
         table = self._config.l1.memory

@@ -159,7 +159,7 @@ class ChunkTransfers:
         """Unpin objects that ZMQ has sent."""
         pins = self._send_pins.take_sent()
         if pins:
-            self._storage.table.unpin_internal(pins)
+            self._storage.table.release(pins)
 
     def settle(self) -> bool:
         """Unpin objects that ZMQ sends within a moment; return whether that was all. Blocks for that moment."""

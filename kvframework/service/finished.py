@@ -19,7 +19,7 @@ from kvframework.api.requests import ClientInfo, Handler
 from kvframework.api.trace import sampled_parent
 from kvframework.config import TenantConfig, tenant_digest
 from kvframework.errors import RequestError
-from kvframework.storage.l1.departures import CAUSES, EVICTIONS, Ghost
+from kvframework.storage.l1.eviction_statistics import CAUSES, EVICTIONS, Ghost
 from kvframework.storage.l2.loading import TierCall
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire import messages as m

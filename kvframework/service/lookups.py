@@ -316,8 +316,8 @@ class Lookups:
 
     def _end_session(self, client: ClientInfo, payload: m.EndSession, _buffers: object) -> m.SessionEnded:
         request_id = payload.request_id or None
-        tickets = self.tickets.withdraw(client.session_id, request_id)
-        return m.SessionEnded(self._storage.table.withdraw(client.session_id, request_id), tickets)
+        tickets = self.tickets.cancel(client.session_id, request_id)
+        return m.SessionEnded(self._storage.table.cancel(client.session_id, request_id), tickets)
 
     def _wanted(self, asked: Asked, record: NamespaceRecord) -> Wanted:
         """Return the objects that a LOOKUP requests. Raises `NamespaceMismatch` unless the key names what was

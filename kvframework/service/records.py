@@ -28,8 +28,8 @@ from kvframework.service.finished import (
 )
 from kvframework.service.keys import KeyGrid
 from kvframework.service.recording import Recorded
-from kvframework.storage.l1.departures import FindRow
 from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.eviction_statistics import FindRow
 from kvframework.storage.l1.leases import Reservation
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.manager import StorageManager

@@ -20,7 +20,7 @@ from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.full_tier import Shares
 from kvframework.storage.l2.tiers import AttachedTier, Tiers
 from kvframework.storage.namespaces import NamespaceRecords, is_record_key
-from kvframework.storage.recovery import NO_KEEPER, Kept
+from kvframework.storage.recovery import NOT_RECOVERED, Recovery
 from kvframework.storage.table import AT_ONCE, Table
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class StorageManager:
         low_watermark: float = 0.9,
         ghosts: int = 0,
         tenants: Sequence[Tenant] = (),
-        kept: Kept = NO_KEEPER,
+        recovery: Recovery = NOT_RECOVERED,
         events: Events = NO_EVENTS,
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
@@ -74,7 +74,7 @@ class StorageManager:
             low_watermark=low_watermark,
             ghosts=ghosts,
             tenants=tenants,
-            kept=kept,
+            recovery=recovery,
             events=events,
             clock=clock,
         )
@@ -152,7 +152,7 @@ class StorageManager:
 # namespaces. No tier is asked, so no read lease waits for another node.
 
 
-class LendingNode(Node):
+class PeerExport(Node):
     """Lends of one storage, which outlives it. See `Node`."""
 
     def __init__(self, storage: StorageManager, identity: NodeIdentity) -> None:
@@ -175,9 +175,9 @@ class LendingNode(Node):
         layout = self._storage.records.layout_of(key[:16])
         record = self._storage.records.encoded(key[:16]) if is_record_key(key) else None
         if record is not None:
-            return _LentRecord(key, record[1], layout)
+            return _RecordLease(key, record[1], layout)
         leases = self._storage.table.pin_present([key])
-        return _LentObject(self._storage, leases[0], layout) if leases else None
+        return _ObjectLease(self._storage, leases[0], layout) if leases else None
 
     def models(self) -> Mapping[str, Collection[bytes]]:
         return self._storage.records.models()
@@ -186,7 +186,7 @@ class LendingNode(Node):
         self._storage.table.watch(came)
 
 
-class _LentRecord(Loan):
+class _RecordLease(Loan):
     def __init__(self, key: PackedKey, value: memoryview, layout: bytes) -> None:
         self.nbytes = HEADER_BYTES + value.nbytes
         self._key, self._value, self._layout = key, value, layout
@@ -198,7 +198,7 @@ class _LentRecord(Loan):
         return
 
 
-class _LentObject(Loan):
+class _ObjectLease(Loan):
     def __init__(self, storage: StorageManager, lease: PinLease, layout: bytes) -> None:
         self._storage, self._layout = storage, layout
         self._key = lease.objects[0].key
@@ -213,7 +213,7 @@ class _LentObject(Loan):
         lease, self._lease = self._lease, None
         if lease is not None:
             self._value.release()
-            self._storage.table.unpin_internal([lease])
+            self._storage.table.release([lease])
 
 
 def _sealed(key: PackedKey, value: memoryview, layout: bytes) -> Sequence[memoryview]:

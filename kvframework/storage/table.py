@@ -24,9 +24,9 @@ from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
 from kvframework.bounded_close import call_within
 from kvframework.events.feed import NO_EVENTS, Events
-from kvframework.storage.l1.departures import MOST_DROPPED, Cause, Departures, FindRow, Ghost
 from kvframework.storage.l1.entries import NO_CLIENT, Account, AccountKey, RangeAllocator, StoredObject
 from kvframework.storage.l1.eviction import Tenant
+from kvframework.storage.l1.eviction_statistics import MOST_DROPPED, Cause, EvictionStatistics, FindRow, Ghost
 from kvframework.storage.l1.journal import Journal, description_for, lock_for_server, may_write, writer_of
 from kvframework.storage.l1.journal_format import FIRST_GENERATION, Identity
 from kvframework.storage.l1.leases import (
@@ -41,7 +41,7 @@ from kvframework.storage.l1.leases import (
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework.storage.l2.tiers import Tiers
 from kvframework.storage.namespaces import NamespaceRecords, decode_record
-from kvframework.storage.recovery import NO_KEEPER, Kept, Verification
+from kvframework.storage.recovery import NOT_RECOVERED, Recovery, Verification
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,9 @@ def _locked(method: F) -> F:
 
 
 class Table:
-    """`memory` and `kept` are owned from here on and closed by `close`. `policy` orders the objects of no named tenant.
-    `ghosts` is the number of keys that left L1 that are remembered. `events` hears what came into L1, and what left."""
+    """`memory` and `recovery` are owned from here on and closed by `close`. `policy` orders the objects of no named
+    tenant. `ghosts` is the number of keys that left L1 that are remembered. `events` hears what came into L1, and what
+    left."""
 
     # Set before any other call.
     tiers: Tiers
@@ -89,7 +90,7 @@ class Table:
         low_watermark: float = 0.9,
         ghosts: int = 0,
         tenants: Sequence[Tenant] = (),
-        kept: Kept = NO_KEEPER,
+        recovery: Recovery = NOT_RECOVERED,
         events: Events = NO_EVENTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -105,22 +106,22 @@ class Table:
         self._high, self._low = high_watermark, low_watermark
         # The last tick did not reach the low watermark.
         self._lowering = False
-        self._departures = Departures(self.capacity, ghosts, records.model_of, clock)
+        self._statistics = EvictionStatistics(self.capacity, ghosts, records.model_of, clock)
         # The seconds in which engines compute a token, as far as they say, and a byte is loaded: both as of the last
         # tick, for the eviction policy.
         self.compute_s: float | None = None
         self._prices: tuple[float | None, float | None] = None, None
-        journal, done = kept.journal, self._departures.was_done
+        journal, done = recovery.journal, self._statistics.was_done
         self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, journal, lambda: self._prices, done)
         self.tenants = self._table.tenants
-        self._journal = kept.journal
+        self._journal = recovery.journal
         self._serves_at = clock() + SERVED_S
         self._shared = False
-        self._recovered = self._adopt(kept)
+        self._recovered = self._adopt(recovery)
         # For who holds the lock: the objects are the table's.
         self.row = self._table.row
-        self.looked_up = self._departures.looked_up
-        found = kept.found.slots.objects if kept.found is not None else ()
+        self.looked_up = self._statistics.looked_up
+        found = recovery.found.slots.objects if recovery.found is not None else ()
         known = [(each.key, each.checksum) for each in found if each.checksum]
         self.verification = Verification(self, known, records.layout_of)
         memory.start(self._on_ready)
@@ -142,7 +143,7 @@ class Table:
             return os.dup(self._memory.fd)
 
     @property
-    def kept(self) -> bool:
+    def is_recoverable(self) -> bool:
         """Whether a next server finds what L1 holds."""
         return self._journal is not None
 
@@ -240,7 +241,7 @@ class Table:
                 cause = Cause.REFUSED
             first = result.stopped_at
             dropped = [key for key, _ in items[first : first + MOST_DROPPED] if key not in self._table]
-            self._departures.lost(dropped, cause)
+            self._statistics.lost(dropped, cause)
         if present:
             self.tiers.used(present)
         return result
@@ -336,7 +337,7 @@ class Table:
         """Return why L1 lacks the object, as far as that is remembered; if it is not, the key prefixes, of the `most`
         latest ones, under which L1 has an object of the same chunk."""
         with self.lock:
-            ghost = self._departures.ghost(key)
+            ghost = self._statistics.ghost(key)
             return ghost, [] if ghost else self._table.prefixes_with(key[-DIGEST_BYTES:], most)
 
     @_locked
@@ -429,9 +430,9 @@ class Table:
     # ends
 
     @_locked
-    def withdraw(self, owner: int, request_id: str | None = None) -> int:
-        """End the claims of a live client (for one of its requests), see `ObjectTable.withdraw`."""
-        ended = self._table.withdraw(owner, request_id)
+    def cancel(self, owner: int, request_id: str | None = None) -> int:
+        """End the claims of a live client (for one of its requests), see `ObjectTable.cancel`."""
+        ended = self._table.cancel(owner, request_id)
         self._writers_ended()
         return ended
 
@@ -460,7 +461,7 @@ class Table:
         """Expire leases; above the high watermark, evict down to the low one, except for objects that a write policy
         must write before. Called about every 100 ms; each call is bounded, and the next ones continue."""
         self._table.expire(self.clock())
-        self._table.tell_uses()
+        self._table.report_uses()
         self._prices = self.compute_s, self.tiers.load_s()
         if self._journal is not None:
             self._tend(self._journal)
@@ -507,7 +508,7 @@ class Table:
             **table.status(),
             "recovered": {**self._recovered, **self.verification.status()},
             "journal_bytes": self._journal.nbytes if self._journal is not None else 0,
-            **self._departures.status(),
+            **self._statistics.status(),
             "counters": {
                 **self.counters,
                 "quarantined": table.quarantines,
@@ -535,7 +536,7 @@ class Table:
             objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, use=None, asked_by=owner
         )
 
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None:
+    def release(self, leases: Sequence[PinLease]) -> None:
         for part in self._in_turns(leases):
             self._table.release(part)
 
@@ -586,14 +587,14 @@ class Table:
     @_locked
     def damaged(self, key: PackedKey) -> None:
         """Record that the object's value in a tier is of no use."""
-        self._departures.lost([key], Cause.DAMAGED)
+        self._statistics.lost([key], Cause.DAMAGED)
 
     # inside
 
-    def _adopt(self, kept: Kept) -> dict[str, object]:
+    def _adopt(self, recovery: Recovery) -> dict[str, object]:
         """Take over what an earlier server held; return what `status` shows of it."""
         began = time.monotonic()
-        journal, found = kept.journal, kept.found
+        journal, found = recovery.journal, recovery.found
         if journal is not None and found is not None:
             for namespace, _, value, learned in found.namespaces:
                 record = decode_record(value)
@@ -605,14 +606,14 @@ class Table:
             self._tend(journal)
         if journal is not None:
             self._records.keep_in(journal)
-        table, seconds = self._table, kept.seconds + time.monotonic() - began
+        table, seconds = self._table, recovery.seconds + time.monotonic() - began
         if found is not None:
             log.info("L1 recovered %d objects (%s) in %.2f s", len(table), ByteSize(table.used_bytes), seconds)
         return {
             "objects": len(table),
             "bytes": table.used_bytes,
             "seconds": round(seconds, 4),
-            "why_cold": kept.why_cold,
+            "why_cold": recovery.why_cold,
         }
 
     def _tend(self, journal: Journal) -> None:
@@ -633,7 +634,7 @@ class Table:
     def _commit(self, lease_id: str, owner: int) -> list[StoredObject]:
         objects = self._table.commit(lease_id, owner=owner, now=self.clock())
         keys = [stored.key for stored in objects]
-        self._departures.back(keys)
+        self._statistics.back(keys)
         self._events.came(keys)
         for came in self._came:
             came(keys)
@@ -641,7 +642,7 @@ class Table:
         return objects
 
     def _left(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
-        self._departures.left(stored, cause, by)
+        self._statistics.left(stored, cause, by)
         self.tiers.removed(stored.key)
         self._events.went(stored.key)
 

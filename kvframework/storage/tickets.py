@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from kvframework.api.requests import PackedKey, PrefetchTask
 from kvframework.errors import LeaseUnknown, RequestError
-from kvframework.storage.l1.departures import FindRow
 from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.eviction_statistics import FindRow
 from kvframework.storage.l1.leases import NO_PROMPT, PromptPart
 from kvframework.storage.l1.objects import UNPIN_AT_ONCE
 from kvframework.storage.manager import StorageManager
@@ -234,9 +234,9 @@ class LookupTickets:
         """End the tickets of a client session that has ended, which gets no new ones; return their number."""
         with self._lock:
             self._table.end_owner(owner)
-            return self.withdraw(owner)
+            return self.cancel(owner)
 
-    def withdraw(self, owner: int, request_id: str | None = None) -> int:
+    def cancel(self, owner: int, request_id: str | None = None) -> int:
         """End a client's tickets (those of one request); return their number."""
         with self._lock:
             ending = self._table.of(owner, request_id)

@@ -384,7 +384,7 @@ class PinShares:
         else:
             self.over.discard(payer)
 
-    def room(self, payer: int) -> float:
+    def space_left(self, payer: int) -> float:
         """Return the bytes that a session may hold beyond what it holds."""
         return max(self.most - self.held.get(payer, 0), 0)
 

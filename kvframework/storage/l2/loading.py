@@ -205,7 +205,7 @@ class Loader:
             for store in self._stores:
                 task.no_longer(store)
             task.call_back()
-            self._l1.unpin_internal(pins)
+            self._l1.release(pins)
             task.done = True
             _call(task.on_change)
             task.forget()

@@ -1,7 +1,7 @@
-"""An attached L2 tier: envelope, codec and room around a `Tier` plugin, over its calls (`tier_calls.py`).
+"""An attached L2 tier: envelope, codec and space around a `Tier` plugin, over its calls (`tier_calls.py`).
 
 Called from the storage threads (writes, prefetch), never from the serving thread. Each operation blocks: a call takes
-at most the tier's timeout, except for listing a full tier to make room, which may take `SCAN_S`.
+at most the tier's timeout, except for listing a full tier to make space, which may take `SCAN_S`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier, TierUsage
 from kvframework.errors import TierError
 from kvframework.pricing.cut import TierSpeed
-from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, checksum_in, seal, unseal
+from kvframework.storage.envelope import HEADER_BYTES, UNKNOWN_LAYOUT, checksum_in, seal, unseal
 from kvframework.storage.l1.leases import PinLease, PromptPart
-from kvframework.storage.l2.full_tier import Room, Shares, Taken, Watermarks, victims
+from kvframework.storage.l2.full_tier import Shares, Space, SpaceReservation, Watermarks, victims
 from kvframework.storage.l2.tier_calls import Absences, Breaker, TierCalls
 from kvframework.storage.namespaces import is_record_key
 
@@ -104,7 +104,7 @@ class L2Store:
         breaker: Breaker | None = None,
         codec: str = NO_CODEC,
         codecs: CodecTable | None = None,
-        layout_of: Callable[[bytes], bytes] = lambda _namespace: UNTOLD_LAYOUT,
+        layout_of: Callable[[bytes], bytes] = lambda _namespace: UNKNOWN_LAYOUT,
         dtype_of: Callable[[PackedKey], str] = lambda _key: "",
         watermarks: Watermarks = Watermarks(),  # noqa: B008  frozen
         clock: Callable[[], float] = time.monotonic,
@@ -113,7 +113,7 @@ class L2Store:
         self.name = tier.name
         self.capabilities = frozenset(tier.capabilities())
         self.read_only = tier.read_only
-        self._keeps_room = self.capabilities >= {"scan", "usage"}
+        self._keeps_space = self.capabilities >= {"scan", "usage"}
         self._tier = tier
         self._calls = TierCalls(tier.name, timeout_s, breaker or Breaker(), clock)
         self.counters = self._calls.counters
@@ -137,7 +137,7 @@ class L2Store:
         self._usage: TierUsage | None = None
         self._problems: list[str] = []
         self._details: Mapping[str, object] = {}
-        self._room = Room()
+        self._space = Space()
         # What loads learn of its speed; whoever uses it holds `pricing`.
         self.speed = TierSpeed(clock())
         self.pricing = threading.Lock()
@@ -172,7 +172,7 @@ class L2Store:
     def wait_s(self, *calls: str) -> float:
         """Return the seconds until the circuits admit these calls; without any, the calls that `put` makes."""
         if not calls:
-            calls = ("usage", "put") if self._keeps_room else ("put",)
+            calls = ("usage", "put") if self._keeps_space else ("put",)
         return max(self._calls.wait_s(name) for name in calls)
 
     def probe_s(self) -> float:
@@ -269,7 +269,7 @@ class L2Store:
 
     def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
         """Store each value behind its header, sent straight from the given memory if no codec packs it. Values that
-        exceed the room of a small tier are sent in several calls, each after making room."""
+        exceed the space of a small tier are sent in several calls, each after making space."""
         parts: list[list[memoryview]] = []
         plain: dict[PackedKey, int] = {}
         for key, value in zip(keys, values, strict=True):
@@ -280,7 +280,7 @@ class L2Store:
             if name == NO_CODEC:
                 plain[key] = checksum_in(header)
         self.on_sealed(plain)
-        if not self._keeps_room:
+        if not self._keeps_space:
             return self._put_together(keys, values, parts)
         stored: list[bool] = []
         while len(stored) < len(keys):
@@ -289,12 +289,12 @@ class L2Store:
                 self._stands_for(key, sum(part.nbytes for part in each))
                 for key, each in zip(keys[rest], parts[rest], strict=True)
             ]
-            taken = self._make_room(sizes)
+            taken = self._make_space(sizes)
             now = slice(len(stored), len(stored) + taken.number)
             try:
                 stored += self._put_together(keys[now], values[now], parts[now])
             finally:
-                self._room.give_back(taken)
+                self._space.release(taken)
         return stored
 
     def _put_together(
@@ -426,26 +426,26 @@ class L2Store:
         except Exception as error:  # noqa: BLE001  a bug of the plugin
             self._problems = [f"its `problems` raised {type(error).__name__}"]
         try:
-            told = msgspec.json.encode(self._tier.status())
-            if len(told) > MAX_DETAILS_BYTES:
-                raise ValueError(f"{len(told)} bytes")
-            self._details = msgspec.json.decode(told, type=dict[str, Any])
+            details = msgspec.json.encode(self._tier.status())
+            if len(details) > MAX_DETAILS_BYTES:
+                raise ValueError(f"{len(details)} bytes")
+            self._details = msgspec.json.decode(details, type=dict[str, Any])
         except Exception as error:  # noqa: BLE001  a bug of the plugin
             self._problems.append(f"its `status` raised {type(error).__name__}")
             self._details = {}
 
-    def _make_room(self, sizes: Sequence[int]) -> Taken:
+    def _make_space(self, sizes: Sequence[int]) -> SpaceReservation:
         """Delete the least recently used values, if values of `sizes` and those of concurrent writers would fill the
-        tier beyond its high watermark. Returns the room of those that may be written now, which the caller gives
-        back."""
-        deleted = self._room.asking()
+        tier beyond its high watermark. Returns the space of those that may be written now, which the caller
+        releases."""
+        deleted = self._space.asking()
         usage = self._ask_usage()
-        taken = self._room.take(usage, sizes, self._watermarks, deleted)
+        taken = self._space.take(usage, sizes, self._watermarks, deleted)
         if taken.excess:
             try:
                 self._delete_oldest(taken.excess, usage.capacity_bytes)
             except BaseException:
-                self._room.give_back(taken)
+                self._space.release(taken)
                 raise
         return taken
 
@@ -462,9 +462,9 @@ class L2Store:
                 self.count(evicted=self.delete(part))
                 gone = nbytes * len(part) // len(leaving)
                 left -= gone
-                self._room.deleted(gone)
+                self._space.deleted(gone)
         finally:
-            self._room.deleted(left)
+            self._space.deleted(left)
 
     def _stands_for(self, key: PackedKey, nbytes: int) -> int:
         return nbytes if self.scale == 1 or is_record_key(key) else nbytes * self.scale
@@ -509,7 +509,7 @@ class L2Store:
         on_seen([key for key, _ in sure], [each not in _ABSENT for _, each in sure])
 
 
-# The operations of L1 that writers and loads use. The storage manager provides them; it stands above this room.
+# The operations of L1 that writers and loads use. `kvframework.storage.table` provides them, above this room.
 
 
 class L1(Protocol):
@@ -522,7 +522,7 @@ class L1(Protocol):
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]: ...
 
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None: ...
+    def release(self, leases: Sequence[PinLease]) -> None: ...
 
     def bytes_of(self, lease: PinLease) -> memoryview: ...
 

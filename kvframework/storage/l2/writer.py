@@ -205,7 +205,7 @@ class WriteQueue:
         return len(self._waiting) + len(self._sending) + len(self._refused)
 
     @property
-    def room(self) -> int:
+    def space(self) -> int:
         return max(self.bound - len(self._waiting) - len(self._refused), 0)
 
     def wait_s(self, now: float) -> float:
@@ -218,16 +218,16 @@ class WriteQueue:
         for key in keys:
             if self._holds(key):
                 continue
-            if self.room:
+            if self.space:
                 self._waiting[key] = None
             else:
                 self._count(write_dropped=1)
 
     def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        """Return those of `keys` that L1 must keep until they are written; they are queued, as far as there is room."""
+        """Return those of `keys` that L1 must keep until they are written; queued, as far as there is space."""
         unwritten = self.policy.leaving(keys)
         fresh = [key for key in unwritten if not self._holds(key)]
-        self.offer(fresh[: self.room])
+        self.offer(fresh[: self.space])
         return unwritten
 
     def removed(self, key: PackedKey) -> None:
@@ -377,7 +377,7 @@ class TierWriter:
         self._touching: list[PackedKey] = []
         self._idle_work_at = 0.0
         # Only one thread at a time does touches and checks.
-        self._aside = False
+        self._in_background = False
 
     @property
     def pending(self) -> int:
@@ -420,7 +420,7 @@ class TierWriter:
                 self._touches.update(dict.fromkeys(keys))
 
     def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        """Return those of `keys` that L1 must keep until they are written; they are queued as far as there is room."""
+        """Return those of `keys` that L1 must keep until they are written; queued as far as there is space."""
         with self.changed:
             self.changed.notify_all()
             return self._queue.leaving(keys)
@@ -447,7 +447,7 @@ class TierWriter:
         """Return the seconds until there is work that a circuit admits."""
         now = self._clock()
         with self.changed:
-            return min(self._sending_s(now), math.inf if self._aside else self._aside_s(now))
+            return min(self._sending_s(now), math.inf if self._in_background else self._background_s(now))
 
     def poll(self) -> Callable[[], None] | None:
         """Return the next unit of work for this caller, None when idle. Several may run at once."""
@@ -456,31 +456,31 @@ class TierWriter:
             if self.closing:
                 return None
             batch = self._queue.take(now) if self._sending_s(now) <= 0 else None
-            aside = not self._aside and self._aside_s(now) <= 0
-            self._aside |= aside
-            return partial(self._turn, batch, aside) if batch is not None or aside else None
+            background = not self._in_background and self._background_s(now) <= 0
+            self._in_background |= background
+            return partial(self._turn, batch, background) if batch is not None or background else None
 
     def _sending_s(self, now: float) -> float:
         waiting_s = self._queue.wait_s(now)
         return waiting_s if waiting_s == math.inf else max(waiting_s, self.store.wait_s())
 
-    def _aside_s(self, now: float) -> float:
+    def _background_s(self, now: float) -> float:
         idle_s = max(self._idle_work_at - now, 0.0)
         return min(idle_s, self.store.wait_s("touch")) if self._touching else idle_s
 
-    def _turn(self, batch: Batch | None, aside: bool) -> None:
+    def _turn(self, batch: Batch | None, background: bool) -> None:
         try:
             if batch is not None:
                 self._send_batch(batch)
-            if aside and not self.closing:
-                self._work_aside()
+            if background and not self.closing:
+                self._work_in_background()
         finally:
-            if aside:
+            if background:
                 with self.changed:
-                    self._aside = False
+                    self._in_background = False
                     self.changed.notify_all()
 
-    def _work_aside(self) -> None:
+    def _work_in_background(self) -> None:
         if self._touching and self.store.wait_s("touch") <= 0:
             self._send_touches()
         elif self._clock() >= self._idle_work_at:
@@ -504,7 +504,7 @@ class TierWriter:
             if len(mine) < len(leases):
                 others = [lease for lease in leases if lease.objects[0].key not in mine]
                 leases = [lease for lease in leases if lease.objects[0].key in mine]
-                self._l1.unpin_internal(others)
+                self._l1.release(others)
             answered = True
             while leases and answered and not self.closing:
                 answered = self._send_group(_take_bytes(leases, BATCH_BYTES // self.store.scale))
@@ -513,7 +513,7 @@ class TierWriter:
                 self._queue.give_up_batch(batch)
             raise
         finally:
-            self._l1.unpin_internal(leases)
+            self._l1.release(leases)
             with self.changed:
                 self._queue.put_back(batch)
                 self.changed.notify_all()
@@ -536,7 +536,7 @@ class TierWriter:
                     self._queue.give_up(keys)
             return False
         finally:
-            self._l1.unpin_internal(group)
+            self._l1.release(group)
 
     def _put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
         try:

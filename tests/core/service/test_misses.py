@@ -22,7 +22,7 @@ from kvframework.service.finished import (
     decide,
     elsewhere,
 )
-from kvframework.storage.l1.departures import CAUSES, Ghost
+from kvframework.storage.l1.eviction_statistics import CAUSES, Ghost
 from kvframework.storage.l2.loading import TierCall
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire.messages import REASONS

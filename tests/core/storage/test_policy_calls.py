@@ -11,9 +11,9 @@ import pytest
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
 from kvframework.api.keys import SALT_BYTES
-from kvframework.storage.l1.departures import Cause
 from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.eviction import Tenant
+from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework.storage.manager import StorageManager

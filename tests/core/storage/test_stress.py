@@ -33,7 +33,7 @@ def live(node: Node, owner: int, answered: list[object], accepted: list[object])
         elif action == 7:
             left = node.manager.table.reserve([(key, SIZE) for key in keys], owner=owner, request_id="x", lease_s=30.0)
             node.manager.table.pin(keys[:1], owner=owner, request_id="x", lease_s=30.0)
-            node.manager.table.withdraw(owner, "x")
+            node.manager.table.cancel(owner, "x")
             if left.lease is not None:
                 node.manager.table.abort(left.lease.id, owner=owner)
         elif action == 8:

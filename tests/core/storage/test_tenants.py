@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.departures import Cause
 from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, StoredObject, rounded
 from kvframework.storage.l1.eviction import MAX_SALTS, Tenant, Tenants
+from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import NO_DEADLINE, Reservation
 from kvframework.storage.l1.objects import ObjectTable
 from tests.core.storage.memory import OrderedLru, content, packed_key
@@ -255,7 +255,7 @@ def test_the_watermark_leaves_what_is_guaranteed() -> None:
 
 def test_without_named_tenants_there_is_one_policy_and_no_rule() -> None:
     alone = Tenants(OrderedLru())
-    assert (alone.spare(0), alone.spare(), alone.room(0, 1)) == (None, None, float("inf"))
+    assert (alone.spare(0), alone.spare(), alone.space_left(0, 1)) == (None, None, float("inf"))
     assert not alone.any_named
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvframework.storage.envelope import UNTOLD_LAYOUT, object_checksum
+from kvframework.storage.envelope import UNKNOWN_LAYOUT, object_checksum
 from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.recovery import Verification
@@ -40,7 +40,7 @@ def test_whole_objects_stay_and_damaged_ones_go(storage: StorageManager) -> None
     known = [(key, checksum(key)) for key in KEYS]
     known[7] = (KEYS[7], 1)
     # The layout was not known when it was written.
-    known[8] = (KEYS[8], checksum(KEYS[8], UNTOLD_LAYOUT))
+    known[8] = (KEYS[8], checksum(KEYS[8], UNKNOWN_LAYOUT))
     verification = check(storage, known)
     wait_until(lambda: verification.verified == len(KEYS) - 1, 30, "the check")
     assert verification.stop(30)

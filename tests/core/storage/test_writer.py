@@ -333,7 +333,7 @@ class Held:
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
         return [PinLease("", 0, "", 0.0, [StoredObject(key, 0, SIZE)]) for key in keys]
 
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None:
+    def release(self, leases: Sequence[PinLease]) -> None:
         return
 
     def bytes_of(self, lease: PinLease) -> memoryview:

@@ -64,7 +64,7 @@ def time_ends_nothing(_original: Any, _table: ObjectTable, _now: float) -> None:
     return
 
 
-@plant(ObjectTable, "withdraw")
+@plant(ObjectTable, "cancel")
 def a_session_that_ends_may_still_publish(
     _original: Any, table: ObjectTable, owner: int, request_id: str | None = None
 ) -> int:

@@ -100,7 +100,7 @@ class WatchedTable(Table):
         writing = self.model.writings.get(lease_id)
         published = super().commit(lease_id, owner=owner)
         assert writing is not None
-        must(published or writing.withdrawn or self.clock() >= writing.deadline, "a lease that held was not published")
+        must(published or writing.cancelled or self.clock() >= writing.deadline, "a lease that held was not published")
         self.model.ended(writing, published)
         return published
 
@@ -152,14 +152,14 @@ class WatchedTable(Table):
         self._unguard(lease)
         return lease
 
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None:
-        super().unpin_internal(leases)
+    def release(self, leases: Sequence[PinLease]) -> None:
+        super().release(leases)
         for lease in leases:
             self._unguard(lease)
 
-    def withdraw(self, owner: int, request_id: str | None = None) -> int:
-        ended = super().withdraw(owner, request_id)
-        self.model.withdraw(owner, request_id)
+    def cancel(self, owner: int, request_id: str | None = None) -> int:
+        ended = super().cancel(owner, request_id)
+        self.model.cancel(owner, request_id)
         return ended
 
     def end_owner(self, owner: int) -> int:

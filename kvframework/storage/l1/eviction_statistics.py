@@ -324,7 +324,7 @@ _OCTAVES = 20
 FindRow = Callable[[bytes, Sequence[bytes]], "list[StoredObject | None]"]
 
 
-class Departures:
+class EvictionStatistics:
     """See the module. `capacity` in bytes; `most_ghosts` 0 keeps no ghosts, and without them no curve. `model_of` names
     the model of a namespace, "" for none."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvframework.storage.l1.departures import Ghost
+from kvframework.storage.l1.eviction_statistics import Ghost
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from tests.core.storage.memory import content, packed_key
