@@ -128,7 +128,7 @@ def arena_is_kept(config: Config) -> bool:
     """Ask the `kvframework hold` of the endpoint whether it keeps L1 for the next server; systemd's store cannot be
     asked. Blocks for a second at most."""
     from kvframework.keeper.control import CONTROL_SUFFIX, ask
-    from kvframework.storage.l1.journal.kept import ARENA
+    from kvframework.storage.recovery import ARENA
 
     try:
         reply = ask(keeper_path(config.server.endpoint) + CONTROL_SUFFIX, {"do": "status"}, _ANSWER_S)

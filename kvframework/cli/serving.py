@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvframework.config import Config
     from kvframework.keeper.notify import Keeper
     from kvframework.server import Server
-    from kvframework.storage.l1.journal.kept import Keeper as L1Keeper
+    from kvframework.storage.recovery import Keeper as L1Keeper
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def _started(settings: Config, signals: StopSignals, keeper: Keeper | None, take
     from kvframework.preflight import refusals, running_server
     from kvframework.registry import PluginRegistry
     from kvframework.server import Server
-    from kvframework.storage.l1.journal.kept import ARENA, free_kept
+    from kvframework.storage.recovery import ARENA, free_recoverable
 
     _raise_descriptor_limit()
     _keep_freed_memory()
@@ -138,7 +138,7 @@ def _started(settings: Config, signals: StopSignals, keeper: Keeper | None, take
         raise refusal
     holding: L1Keeper | None = keeper
     if keeper is not None and settings.l1.keep == "off":
-        free_kept(keeper)  # what an earlier configuration gave it
+        free_recoverable(keeper)  # what an earlier configuration gave it
         holding = None
     if running is not None:
         from kvframework.cli.takeover import take_over

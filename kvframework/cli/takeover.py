@@ -14,11 +14,11 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kvframework.errors import EndpointError, KVFrameworkError
-from kvframework.storage.l1.journal.journal import own_description
+from kvframework.storage.l1.journal import own_description
 
 if TYPE_CHECKING:
     from kvframework.client import KVClient
-    from kvframework.storage.l1.journal.kept import Keeper
+    from kvframework.storage.recovery import Keeper
 
 log = logging.getLogger(__name__)
 
