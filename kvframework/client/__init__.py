@@ -2,7 +2,6 @@
 parts."""
 
 from kvframework.api.transfer import LoadGrant
-from kvframework.client.connection import KVClient
 from kvframework.client.file_digests import FileDigest, FileState, Progress, digest_files
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.instance import CanonicalInstance, register_canonical
@@ -28,6 +27,7 @@ from kvframework.client.model_identity import (
 )
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.shards import ModelPart
+from kvframework.client.transfers import KVClient
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys
 from kvframework.pricing.prefill import EngineSpeed, PrefillMeter

@@ -19,9 +19,8 @@ from kvframework.api.keys import CacheKey, compute_namespace
 from kvframework.api.layout import LayerTensors, Layout, LayoutProvider, MemoryLayoutDesc
 from kvframework.api.transport import AnyTransportProvider, Registration, Transfer, TransferContext
 from kvframework.client.canary import check_by_reading, check_by_writing
-from kvframework.client.connection import KVClient
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
-from kvframework.client.transfers import bare_transfer
+from kvframework.client.transfers import KVClient, bare_transfer
 from kvframework.devices.halves import engine_half
 from kvframework.errors import (
     AlreadyRegistered,
@@ -40,7 +39,7 @@ from kvframework.wire import messages as m
 from kvframework.wire.registration import non_gpu_layout
 
 if TYPE_CHECKING:
-    from kvframework.client.connection import KVClient
+    from kvframework.client.transfers import KVClient
 
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,8 @@ from kvframework.api.futures import Future
 from kvframework.api.keys import CacheKey
 from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import error_code
-from kvframework.client.connection import KVClient
 from kvframework.client.hashing import Grants, RequestHashes, grants_of
-from kvframework.client.transfers import checked_start
+from kvframework.client.transfers import KVClient, checked_start
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
 from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.limit import LogLimit

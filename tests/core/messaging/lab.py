@@ -173,7 +173,7 @@ def connected(endpoint: str, *, up: bool = True, **options: Any) -> Iterator[Con
 
 
 def ask(connection: Connection, name: str, text: str = "", timeout: float = 20.0) -> Future[Any]:
-    return connection.request(f"test.{name}", Text(text), timeout=timeout)
+    return connection.begin(f"test.{name}", Text(text), timeout=timeout)
 
 
 class RawClient:
