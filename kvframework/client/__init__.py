@@ -6,11 +6,14 @@ from kvframework.client.file_digests import FileDigest, FileState, Progress, dig
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.instance import CanonicalInstance, register_canonical
 from kvframework.client.integration import (
+    Attachment,
     EngineOptions,
+    ErrorNotes,
     Seconds,
     WatchedCall,
     current_trace,
     engine_options,
+    harmless,
     watch_calls,
 )
 from kvframework.client.model_identity import (
@@ -34,11 +37,13 @@ from kvframework.pricing.prefill import EngineSpeed, PrefillMeter
 
 __all__ = [
     "WEIGHT_SUFFIXES",
+    "Attachment",
     "CanonicalInstance",
     "CurveKeys",
     "EngineKind",
     "EngineOptions",
     "EngineSpeed",
+    "ErrorNotes",
     "FileDigest",
     "FileState",
     "KVClient",
@@ -59,6 +64,7 @@ __all__ = [
     "digest_files",
     "engine_options",
     "fingerprint",
+    "harmless",
     "model_files",
     "model_identity",
     "named_identity",

@@ -256,12 +256,12 @@ def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:
 def worker_of(**fields: Any) -> Any:
     """A worker's connector that has started, without an engine."""
     from kvf_vllm.connector import KvFrameworkConnector
-    from kvf_vllm.harmless import ErrorNotes
     from kvf_vllm.worker import WorkerSide
+    from kvframework.client import ErrorNotes
 
     connector = object.__new__(KvFrameworkConnector)
     worker = WorkerSide(FakeInstance(), block_size=BLOCK)
-    given = {"_scheduler": None, "_client": None, "_resets": None, "_updates": None, "_errors": ErrorNotes()}
+    given = {"_scheduler": None, "_client": None, "_resets": None, "_updates": None, "errors": ErrorNotes()}
     vars(connector).update(given, _worker=worker, _instance=SimpleNamespace(close=lambda: None), **fields)
     return connector
 
