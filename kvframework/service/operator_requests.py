@@ -28,7 +28,7 @@ from kvframework.errors import RequestError
 from kvframework.kernels import missing_kernels
 from kvframework.logs.form import log_status, recent_lines
 from kvframework.masking import Redaction
-from kvframework.messaging.descriptors import peer_uid
+from kvframework.messaging.polling import peer_uid
 from kvframework.service.contexts import Contexts
 from kvframework.service.finished import MAX_TEXT, FinishedRequests
 from kvframework.service.health import problems

@@ -32,8 +32,8 @@ from kvframework.messaging.client.dial import BULK, CONTROL, BulkSocket, dial, m
 from kvframework.messaging.client.link import Answer, Link, OnLate, RequestFuture
 from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, Reports
 from kvframework.messaging.curve import LoadedKeys
-from kvframework.messaging.descriptors import FOR_A_CONNECTION, as_out_of_resources, need
 from kvframework.messaging.frames_io import Socket
+from kvframework.messaging.polling import FOR_A_CONNECTION, as_out_of_resources, need
 from kvframework.wire.messages import CancelReply, Hello, HelloReply
 from kvframework.wire.protocol import LOCAL, ClientDeadlines
 

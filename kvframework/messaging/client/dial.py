@@ -32,7 +32,7 @@ from kvframework.messaging import frames_io
 from kvframework.messaging.client.link import Answer, Link
 from kvframework.messaging.client.liveness import Heartbeat
 from kvframework.messaging.curve import LoadedKeys
-from kvframework.messaging.descriptors import FOR_A_CONNECTION, as_out_of_resources, need
+from kvframework.messaging.polling import FOR_A_CONNECTION, as_out_of_resources, need
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Goodbye, Hello, HelloReply
 

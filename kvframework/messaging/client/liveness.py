@@ -17,7 +17,7 @@ from kvframework.api.transport import LostKind
 from kvframework.config import trusted_server_uid
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
-from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA, close_after_fork, peer_uid
+from kvframework.messaging.polling import WITH_ARENA, WITHOUT_ARENA, close_after_fork, peer_uid
 from kvframework.wire.messages import (
     LOST_AMOUNTS,
     LOST_CALLS,

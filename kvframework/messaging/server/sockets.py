@@ -30,7 +30,7 @@ from kvframework.config import (
 from kvframework.errors import EndpointError, HelloRequired
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.descriptors import close_after_fork
+from kvframework.messaging.polling import close_after_fork
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, ErrorPayload, error_payload, join
 
 # The files of an `ipc://` endpoint: its socket, its liveness socket, and the lock that reserves it for one server.

@@ -22,7 +22,7 @@ from kvframework.errors import (
     UnknownRequest,
 )
 from kvframework.messaging.server import loop as server
-from kvframework.messaging.server.dispatch import OWN_REQUESTS, check_handlers
+from kvframework.messaging.server.loop import OWN_REQUESTS, check_handlers
 from kvframework.service.health import MESSAGING_TROUBLE
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from kvframework.wire.messages import Cancel, CancelReply
