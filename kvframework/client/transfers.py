@@ -47,7 +47,7 @@ log.addFilter(LogLimit())
 
 R = TypeVar("R")
 _offset = attrgetter("offset")
-# The least time, in seconds, that a grant has left for its copy: with less the pins are asked for anew.
+# The least time, in seconds, that a grant has left for its copy: with less the pins are asked for again.
 SPARE_S = 5.0
 # The same where the engine copies in pieces, and takes its time.
 PIECES_S = 15.0

@@ -19,7 +19,7 @@ from kvframework.errors import EndpointError
 from kvframework.events.history import Numbered
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.admission import ZapHandler, drop_newcomers
+from kvframework.messaging.server.admission import ZapHandler, drop_new_connections
 from kvframework.messaging.server.sockets import EndpointFiles, bound_tcp, socket_umask
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ class EventSockets:
 
 
 def _admit_at(listener: socket.socket, readers: bool) -> None:
-    drop_newcomers(listener, everybody=not readers)
+    drop_new_connections(listener, everybody=not readers)
 
 
 def _when_free(take: Callable[[], None]) -> None:
