@@ -204,7 +204,7 @@ def test_metrics_of_several_engines_are_one_and_what_they_do_not_know_harms_none
 def test_the_interface_of_the_last_release_is_the_one_that_is_followed() -> None:
     import vllm
     from kvf_vllm.interface import FOLLOWED, installed_fingerprint
-    from kvf_vllm.supported import EQUAL
+    from kvf_vllm.options import EQUAL
 
     found = installed_fingerprint()
     assert len(found) == 32

@@ -20,9 +20,8 @@ from kvf_sglang.cache import KV, PageCache, Worker, engine_name, name_of
 from kvf_sglang.facts import identify, kv_heads, model_facts
 from kvf_sglang.lookups import LOOKUP_S, RecentLookups
 from kvf_sglang.offloads import Offloads
-from kvf_sglang.options import LINKER, parse_options
+from kvf_sglang.options import LINKER, check_linker_version, parse_options
 from kvf_sglang.pools import device_form_of
-from kvf_sglang.supported import check_linker_version
 from kvf_sglang.weight_updates import watch
 from kvframework.client import ErrorNotes, harmless
 

@@ -12,8 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolT
 import sglang
 from kvf_sglang.cache import KV, NOTHING, PageCache, Worker, engine_name, name_of
 from kvf_sglang.facts import identify, kv_heads, model_facts
-from kvf_sglang.options import parse_options
-from kvf_sglang.supported import check_version, interface_of
+from kvf_sglang.options import check_version, interface_of, parse_options
 from kvf_sglang.weight_updates import watch
 from kvframework.client import ErrorNotes, harmless
 

@@ -35,7 +35,7 @@ except ImportError:  # vLLM before 0.32 does not ask for the source of hits
 from kvf_vllm.adapter_names import AdapterNames
 from kvf_vllm.adapters import settings_of
 from kvf_vllm.attach import AttachedInstance
-from kvf_vllm.canonical import CanonicalBlocks
+from kvf_vllm.canonical import CanonicalBlocks, prove_planes
 from kvf_vllm.facts import (
     check_parallel,
     check_sleep,
@@ -53,13 +53,11 @@ from kvf_vllm.loaded_adapters import LoadedAdapters
 from kvf_vllm.logs import join_log
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
-from kvf_vllm.options import VllmOptions, parse_options
-from kvf_vllm.proof import prove_planes
+from kvf_vllm.options import VllmOptions, caches_adapters_by_path, check_version, parse_options
 from kvf_vllm.published import published
 from kvf_vllm.registration import NAME, register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan, StepReport
-from kvf_vllm.supported import caches_adapters_by_path, check_version
 from kvf_vllm.weight_updates import CacheResets, WeightUpdates
 from kvf_vllm.weights import EngineWeights
 from kvf_vllm.worker import WorkerSide
