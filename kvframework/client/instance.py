@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -37,10 +37,6 @@ from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.limit import LogLimit
 from kvframework.wire import messages as m
 from kvframework.wire.registration import non_gpu_layout
-
-if TYPE_CHECKING:
-    from kvframework.client.transfers import KVClient
-
 
 log = logging.getLogger(__name__)
 
