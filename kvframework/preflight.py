@@ -110,7 +110,7 @@ def running_server(config: Config) -> RunningServer | None:
     endpoint = config.server.endpoint or default_endpoint()
     if not endpoint.startswith("ipc://"):
         return None
-    from kvframework.client.connection import KVClient  # a server that starts needs no client
+    from kvframework.client import KVClient  # a server that starts needs no client
 
     try:
         if os.stat(endpoint.removeprefix("ipc://")).st_uid != os.geteuid():

@@ -32,8 +32,7 @@ from kvframework.errors import PluginBroken
 from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.form import change_logging
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.dispatch import Served, check_handlers
-from kvframework.messaging.server.loop import MessageServer
+from kvframework.messaging.server.loop import MessageServer, Served, check_handlers
 from kvframework.observe_supervisor import ObserveSupervisor
 from kvframework.record_ring import RecordRing
 from kvframework.registry.check import Creator, codec_tables, resolve_table, server_terms
