@@ -110,7 +110,7 @@ def running_server(config: Config) -> RunningServer | None:
     endpoint = config.server.endpoint or default_endpoint()
     if not endpoint.startswith("ipc://"):
         return None
-    from kvframework.client.connection import KVClient  # a server that starts needs no client
+    from kvframework.client import KVClient  # a server that starts needs no client
 
     try:
         if os.stat(endpoint.removeprefix("ipc://")).st_uid != os.geteuid():
@@ -128,7 +128,7 @@ def arena_is_kept(config: Config) -> bool:
     """Ask the `kvframework hold` of the endpoint whether it keeps L1 for the next server; systemd's store cannot be
     asked. Blocks for a second at most."""
     from kvframework.keeper.control import CONTROL_SUFFIX, ask
-    from kvframework.storage.l1.journal.kept import ARENA
+    from kvframework.storage.recovery import ARENA
 
     try:
         reply = ask(keeper_path(config.server.endpoint) + CONTROL_SUFFIX, {"do": "status"}, _ANSWER_S)

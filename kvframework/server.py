@@ -30,8 +30,7 @@ from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
 from kvframework.logs.form import change_logging
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.dispatch import Served, check_handlers
-from kvframework.messaging.server.loop import MessageServer
+from kvframework.messaging.server.loop import MessageServer, Served, check_handlers
 from kvframework.observe_supervisor import ObserveSupervisor
 from kvframework.record_ring import RecordRing
 from kvframework.registry.check import Creator, codec_tables, resolve_table, server_terms
@@ -42,16 +41,15 @@ from kvframework.service.listeners import Listeners, ServerContext
 from kvframework.service.operator_requests import Diagnosis, HandOver
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.journal.form import Identity
-from kvframework.storage.l1.journal.kept import Keeper, Kept, free_kept, open_kept, this_machine
+from kvframework.storage.l1.journal_format import Identity
 from kvframework.storage.l1.leases import NOTHING_PINNED
 from kvframework.storage.l2.full_tier import Watermarks
 from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
 from kvframework.storage.l2.tiers import AttachedTier
 from kvframework.storage.l2.writer import WRITE_POLICIES
-from kvframework.storage.lending import LendingNode
-from kvframework.storage.manager import StorageManager
+from kvframework.storage.manager import PeerExport, StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
+from kvframework.storage.recovery import Keeper, Recovery, free_recoverable, recover, this_machine
 from kvframework.wire.protocol import REQUESTS
 
 log = logging.getLogger(__name__)
@@ -86,7 +84,7 @@ class Server:
         self._tiers: list[tuple[L2Config, Tier]] = []
         identity = partial(self._identity, hasher)
         storage = self._storage(identity)
-        transports = {table.use: self._transport(table, storage.arena_fd) for table in config.transport}
+        transports = {table.use: self._transport(table, storage.table.arena_fd) for table in config.transport}
         self.service = CacheService(
             config.server,
             storage=storage,
@@ -107,11 +105,11 @@ class Server:
         )
         for table in config.listeners:
             self._listen(table, hasher, curve)
-        self._node = LendingNode(
+        self._node = PeerExport(
             storage, NodeIdentity(self.service.boot_id, self.service.chunk_size, hasher.fingerprint)
         )
         self.running = RunningConfig(config, self._registry, self._configure)
-        self._hand_over = HandOver(lambda: storage.hand_over(identity(), self._tenant_names), self.stop)
+        self._hand_over = HandOver(lambda: storage.table.hand_over(identity(), self._tenant_names), self.stop)
         handlers = self._handlers(self._hand_over)
         self._messages = MessageServer(
             self.endpoint,
@@ -119,7 +117,7 @@ class Server:
                 handlers=handlers,
                 welcome=self.service.welcome,
                 hasher_fingerprint=hasher.fingerprint,
-                arena_for=self.service.storage.arena_for,
+                arena_for=self.service.storage.table.arena_for,
                 on_session_end=self.service.end_session,
                 on_tick=self.service.tick,
                 next_at=self.service.next_at,
@@ -137,7 +135,7 @@ class Server:
     def bind(self) -> None:
         """Start the listeners and bind the sockets. Raises `EndpointError`, and what a listener raises. Afterwards
         `serve_forever` must be called."""
-        keeps = self.service.storage.kept and self._keeper is not None and self._keeper.lasts
+        keeps = self.service.storage.table.is_recoverable and self._keeper is not None and self._keeper.lasts
         self._listeners.start(keeps=keeps)
         self.service.start()
         for table, tier in self._tiers:
@@ -154,7 +152,7 @@ class Server:
             kvframework.__version__,
             os.getpid(),
             self.service.boot_id.hex()[:8],
-            ByteSize(self.service.storage.capacity),
+            ByteSize(self.service.storage.table.capacity),
             " and ".join(table.tier.use for table in self._config.l2) or "none",
             self.service.chunk_size,
             self._config.source,
@@ -165,7 +163,7 @@ class Server:
             log.warning("insecure = true: any client that reaches the TCP port is served, in plain text")
         try:
             self._messages.serve_forever()
-            self.service.storage.served()
+            self.service.storage.table.served()
         finally:
             self.close(process_ends=process_ends)
             log.info("stopped")
@@ -214,7 +212,7 @@ class Server:
             table.where,
             server_terms(self._config),
             hasher,
-            present=self.service.storage.which_present,
+            present=self.service.storage.table.which_present,
             shape=self.service.shape_of,
             doors=self._listeners.doors,
             keys=curve,
@@ -229,7 +227,7 @@ class Server:
         records = NamespaceRecords()
         codecs = self._codecs()
         tiers = [self._tier(table, codecs, records) for table in config.l2]
-        arena, kept = self._memory(identity)
+        arena, recovery = self._memory(identity)
         new_policy = partial(
             self._creator.one, "eviction", config.l1.eviction, EvictionPolicy, policy.create, policy_options
         )
@@ -242,15 +240,15 @@ class Server:
             high_watermark=config.l1.high_watermark,
             low_watermark=config.l1.low_watermark,
             ghosts=config.l1.ghosts,
-            kept=kept,
             ring=self._listeners.ring,
+            recovery=recovery,
             tenants=[
                 Tenant(tenant.name, least, most, new_policy())
                 for tenant, (least, most) in zip(config.tenants, shares, strict=True)
             ],
         )
 
-    def _memory(self, identity: Callable[[], Identity]) -> tuple[Memory, Kept]:
+    def _memory(self, identity: Callable[[], Identity]) -> tuple[Memory, Recovery]:
         table = self._config.l1.memory
         provider, options = resolve_table(self._registry, table, MemoryProvider)
 
@@ -260,12 +258,12 @@ class Server:
             return made
 
         if self._keeper is None:
-            return create(None), Kept(why_cold="no_keeper")
+            return create(None), Recovery(why_cold="no_keeper")
         if not provider.keeps:
-            free_kept(self._keeper)  # there is never memory for two arenas
+            free_recoverable(self._keeper)  # there is never memory for two arenas
             log.info("L1 began empty: memory_cannot")
-            return create(None), Kept(why_cold="memory_cannot")
-        return open_kept(self._keeper, identity(), self._tenant_names, create)
+            return create(None), Recovery(why_cold="memory_cannot")
+        return recover(self._keeper, identity(), self._tenant_names, create)
 
     def _identity(self, hasher: KeyHasher) -> Identity:
         table = self._config.l1.memory
@@ -340,7 +338,7 @@ class Server:
 
     def _messaging_status(self) -> dict[str, object]:
         sessions: Sequence[Any] = self._messages.sessions
-        pinned = self.service.storage.pinned_bytes()
+        pinned = self.service.storage.table.pinned_bytes()
         return {
             "counters": dict(self._messages.counters),
             "descriptors": self._messages.descriptors(),

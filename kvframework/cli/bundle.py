@@ -20,7 +20,7 @@ import msgspec
 
 import kvframework
 from kvframework.cli.usage import quiet_connection, server_endpoint
-from kvframework.client.connection import KVClient
+from kvframework.client import KVClient
 from kvframework.config import load_config
 from kvframework.doctor.checkup import examine
 from kvframework.errors import ConfigError, ConfigFileError, KVFrameworkError

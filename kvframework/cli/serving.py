@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvframework.config import Config
     from kvframework.keeper.notify import Keeper
     from kvframework.server import Server
-    from kvframework.storage.l1.journal.kept import Keeper as L1Keeper
+    from kvframework.storage.recovery import Keeper as L1Keeper
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def _started(settings: Config, signals: StopSignals, keeper: Keeper | None, take
     from kvframework.preflight import refusals, running_server
     from kvframework.registry import PluginRegistry
     from kvframework.server import Server
-    from kvframework.storage.l1.journal.kept import ARENA, free_kept
+    from kvframework.storage.recovery import ARENA, free_recoverable
 
     _raise_descriptor_limit()
     _keep_freed_memory()
@@ -195,7 +195,7 @@ def _started(settings: Config, signals: StopSignals, keeper: Keeper | None, take
         raise refusal
     holding: L1Keeper | None = keeper
     if keeper is not None and settings.l1.keep == "off":
-        free_kept(keeper)  # what an earlier configuration gave it
+        free_recoverable(keeper)  # what an earlier configuration gave it
         holding = None
     if running is not None:
         holding = take_over(settings.server.endpoint or default_endpoint(), running.pid, holding)
@@ -255,7 +255,7 @@ class HandedOver:
         self.lasts = keeper is not None
 
     def kept(self, names: Collection[str]) -> dict[str, int]:
-        from kvframework.storage.l1.journal.journal import own_description
+        from kvframework.storage.l1.journal import own_description
 
         held = {} if self._keeper is None else self._keeper.kept(names)
         for fd in held.values():

@@ -27,7 +27,7 @@ CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded 
 
 def server_endpoint(endpoint: str | None, config: Path | None) -> str:
     """Return the endpoint of the server that a command addresses: the option, the variable, the configuration."""
-    from kvframework.client.connection import ENDPOINT_VARIABLE
+    from kvframework.client.session import ENDPOINT_VARIABLE
     from kvframework.config import default_endpoint, load_config
 
     return endpoint or os.environ.get(ENDPOINT_VARIABLE) or load_config(config).server.endpoint or default_endpoint()

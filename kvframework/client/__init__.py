@@ -2,16 +2,18 @@
 parts."""
 
 from kvframework.api.transfer import LoadGrant
-from kvframework.client.connection import KVClient
 from kvframework.client.file_digests import FileDigest, FileState, Progress, digest_files
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.instance import CanonicalInstance, register_canonical
 from kvframework.client.integration import (
+    Attachment,
     EngineOptions,
+    ErrorNotes,
     Seconds,
     WatchedCall,
     current_trace,
     engine_options,
+    harmless,
     watch_calls,
 )
 from kvframework.client.model_identity import (
@@ -28,17 +30,20 @@ from kvframework.client.model_identity import (
 )
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.shards import ModelPart
+from kvframework.client.transfers import KVClient
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys
 from kvframework.pricing.prefill import EngineSpeed, PrefillMeter
 
 __all__ = [
     "WEIGHT_SUFFIXES",
+    "Attachment",
     "CanonicalInstance",
     "CurveKeys",
     "EngineKind",
     "EngineOptions",
     "EngineSpeed",
+    "ErrorNotes",
     "FileDigest",
     "FileState",
     "KVClient",
@@ -59,6 +64,7 @@ __all__ = [
     "digest_files",
     "engine_options",
     "fingerprint",
+    "harmless",
     "model_files",
     "model_identity",
     "named_identity",

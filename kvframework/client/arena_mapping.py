@@ -16,7 +16,7 @@ from typing import Protocol
 
 from kvframework.api.copying import address_of
 from kvframework.api.memory import SharedMapping, available_memory, map_shared
-from kvframework.messaging.descriptors import close_after_fork
+from kvframework.messaging.polling import close_after_fork
 
 # The arena's resident pages, mapped in this process before a copy needs them.
 #

@@ -37,23 +37,23 @@ class Progress:
         self._total = total
         self._done = 0
         self._lock = threading.Lock()
-        self._started = self._told = time.monotonic()
-        self._told_at_all = total >= _WORTH_TELLING
-        if self._told_at_all:
+        self._started = self._logged_at = time.monotonic()
+        self._logs = total >= _WORTH_TELLING
+        if self._logs:
             log.info("%s, %.1f GB", what, total / 1e9)
 
     def add(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
             now = time.monotonic()
-            due = self._told_at_all and now - self._told >= _EVERY_S
+            due = self._logs and now - self._logged_at >= _EVERY_S
             if due:
-                self._told = now
+                self._logged_at = now
         if due:
             self._log.info("%s: %.1f of %.1f GB", self._what, self._done / 1e9, self._total / 1e9)
 
     def end(self) -> None:
-        if self._told_at_all:
+        if self._logs:
             seconds = max(time.monotonic() - self._started, 1e-9)
             self._log.info("%s: done in %.1f s, %.2f GB/s", self._what, seconds, self._done / 1e9 / seconds)
 

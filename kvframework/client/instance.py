@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,9 +19,8 @@ from kvframework.api.keys import CacheKey, compute_namespace
 from kvframework.api.layout import EngineView, LayerTensors, Layout, LayoutProvider, MemoryLayoutDesc
 from kvframework.api.transport import AnyTransportProvider, Registration, Transfer, TransferContext
 from kvframework.client.canary import check_by_reading, check_by_writing
-from kvframework.client.connection import KVClient
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
-from kvframework.client.transfers import bare_transfer
+from kvframework.client.transfers import KVClient, bare_transfer
 from kvframework.devices.halves import engine_half
 from kvframework.errors import (
     AlreadyRegistered,
@@ -37,10 +36,6 @@ from kvframework.errors import (
 from kvframework.logs.limit import LogLimit
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import non_gpu_layout
-
-if TYPE_CHECKING:
-    from kvframework.client.connection import KVClient
-
 
 log = logging.getLogger(__name__)
 

@@ -1,24 +1,35 @@
-"""What an engine's integration needs besides the adapters: its options, the engine's calls that it watches, and the
-engine's trace."""
+"""What an engine's integration needs besides the adapters: its options, the engine's calls that it watches, the trace,
+calls that cannot harm the engine, and a registration that waits for a server."""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import logging
 import sys
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
 from kvframework.api.keys import sampled_parent
 from kvframework.api.options import Options
-from kvframework.errors import ConfigFieldError
+from kvframework.client.transfers import KVClient
+from kvframework.errors import ConfigFieldError, KVFrameworkError, ServerGone
+
+log = logging.getLogger(__name__)
 
 PREFIX = "kvframework."
+# Pause before a registration that was refused is tried again; and how long one try waits for a server.
+RETRY_S, _UP_S = 5.0, 0.5
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
@@ -140,3 +151,144 @@ def current_trace() -> str:
         return sampled_parent(f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}")
     except Exception:  # noqa: BLE001  a tracer of another kind, or one that is being imported
         return ""
+
+
+# Calls of an integration whose exceptions do not reach the engine.
+
+
+class ErrorNotes(Counter[str]):
+    """The errors of `harmless` methods, counted as "method: kind of error"; the first of each is logged. `counted` is
+    called for every one."""
+
+    def __init__(self, counted: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def note(self, where: str, error: Exception) -> None:
+        kind = f"{where}: {type(error).__name__}"
+        self[kind] += 1
+        self._counted()
+        if self[kind] == 1:
+            known = isinstance(error, KVFrameworkError)
+            log.error(
+                "%s failed, the engine continues without the cache there: %s",
+                where.lstrip("_"),
+                error if known else repr(error),
+                exc_info=None if known else error,
+            )
+
+
+class Noting(Protocol):
+    """An object with `harmless` methods."""
+
+    errors: ErrorNotes
+
+
+def harmless(
+    default: Callable[[], object] = lambda: None, then: Callable[..., object] | None = None
+) -> Callable[[F], F]:
+    """Decorates a method so that it returns `default()` where it would raise, and `errors` of its object counts. `then`
+    is called first, with the method's arguments; its result replaces the default unless it is None or `then` raises."""
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def guarded(self: Noting, *args: object, **kwargs: object) -> object:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the cache's
+                self.errors.note(method.__name__, error)
+            try:
+                answer = then(self, *args, **kwargs) if then is not None else None
+            except Exception as error:  # noqa: BLE001
+                self.errors.note(method.__name__, error)
+                answer = None
+            return default() if answer is None else answer
+
+        return cast("F", guarded)
+
+    return decorate
+
+
+class Attachment(Generic[T]):
+    """A registration with a server that may start later, refuse it, or fail: until it succeeds the engine goes on
+    without the cache. For the engine's thread; `value` may be read in any.
+
+    `register` is called once `client` is connected, by one thread at a time, and its result is `value` from then on.
+    Whatever it raises is logged, once for each reason, behind `missing`; then it is called again: as soon as there is a
+    server, or after `RETRY_S` where there is one.
+    """
+
+    def __init__(self, client: KVClient, register: Callable[[], T], *, missing: str) -> None:
+        self.value: T | None = None
+        self._client = client
+        self._register = register
+        self._missing = missing
+        self._logged: set[str] = set()
+        self._registering = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def begin(self, wait_s: float) -> None:
+        """Registers in this thread, which waits for a server for `wait_s` seconds at most; in the background if that
+        fails."""
+        stop = self._stop = threading.Event()
+        if self._tried(stop, wait_s) is not None:
+            self.begin_in_background()
+
+    def begin_in_background(self, prepare: Callable[[threading.Event], None] = lambda _stop: None) -> None:
+        """Registers in another thread, in place of what that does now. Each try, and there is always one, calls
+        `prepare` first, which may take long: `stop` sets its argument, and does not wait for it. Never blocks."""
+        self._stop.set()
+        before, stop = self._thread, threading.Event()
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            while (error := self._tried(stop, _UP_S, prepare)) is not None and not stop.is_set():
+                if not isinstance(error, ServerGone):
+                    stop.wait(RETRY_S)
+
+        self._stop = stop
+        self._thread = threading.Thread(target=run, name="kvf-attach", daemon=True)
+        self._thread.start()
+
+    def replace(self, stop: threading.Event, change: Callable[[], None]) -> None:
+        """For `prepare`: makes `change` end what is registered, and registers again. Not after `stop`."""
+        with self._registering:
+            if not stop.is_set():
+                self.value = None
+                change()
+
+    def stop(self, wait_s: float) -> T | None:
+        """Ends the tries, and returns what is registered, which the caller ends. Waits for a call of
+        `register` or `replace` for `wait_s` seconds at most. Idempotent."""
+        self._stop.set()
+        if self._registering.acquire(timeout=wait_s):
+            self._registering.release()
+        value, self.value = self.value, None
+        return value
+
+    def _tried(
+        self, stop: threading.Event, wait_s: float, prepare: Callable[[threading.Event], None] = lambda _stop: None
+    ) -> Exception | None:
+        """Try once; return the error of a failure."""
+        try:
+            prepare(stop)
+            if self.value is not None:
+                return None
+            if not self._client.wait_up(wait_s):
+                self._client.raise_down()
+            with self._registering:
+                if not stop.is_set():
+                    self.value = self._register()
+        except Exception as error:
+            if str(error) not in self._logged and not (self._logged and isinstance(error, ServerGone)):
+                self._logged.add(str(error))
+                known = isinstance(error, KVFrameworkError)
+                log.warning("%s: %s", self._missing, error, exc_info=None if known else error)
+            return error
+        return None

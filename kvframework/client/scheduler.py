@@ -17,9 +17,8 @@ from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey
 from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import error_code
-from kvframework.client.connection import KVClient
 from kvframework.client.hashing import Grants, RequestHashes, grants_of
-from kvframework.client.transfers import checked_start
+from kvframework.client.transfers import KVClient, checked_start
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
 from kvframework.pricing.prefill import EngineSpeed
@@ -187,9 +186,9 @@ class SchedulerAdapter:
         if result.ticket and self._client.one_way:
             self._client.free_soon(result.ticket, *(each.lease for each in result.take_grants()))
         elif result.ticket:
-            self._tell("FREE_LOOKUP_LOCKS", m.TicketRef(result.ticket), m.Freed)
+            self._send("FREE_LOOKUP_LOCKS", m.TicketRef(result.ticket), m.Freed)
 
-    def let_go(self, ticket: str) -> None:
+    def release_ticket(self, ticket: str) -> None:
         """Free a ticket that no caller waits for any more, also of a plugin's request. Never blocks, never raises:
         callbacks of the connection may call it."""
         if ticket and self._client.one_way:
@@ -200,7 +199,7 @@ class SchedulerAdapter:
     def end_request(self, request_id: str) -> None:
         """End all that this client holds under a request id. Request ids of other clients are not touched."""
         if request_id:
-            self._tell("END_SESSION", m.EndSession(request_id), m.SessionEnded)
+            self._send("END_SESSION", m.EndSession(request_id), m.SessionEnded)
 
     def _wait(self, result: LookupResult, deadline: float, more_than: int = _ALL) -> LookupResult:
         """Ask until nothing is pending, the hit is longer than `more_than` tokens, or the deadline has passed."""
@@ -233,7 +232,7 @@ class SchedulerAdapter:
             self._failed(ServerGone("the server does not answer"))
             return None
         try:
-            late = self._free_late if name == "LOOKUP" else self._give_back
+            late = self._release_late if name == "LOOKUP" else self._release_grants
             boot_id, began = self._client.boot_id if self._instances else None, time.monotonic()
             reply = self._client.request(name, payload, m.LookupReply, timeout=timeout, on_late=late)
             if not 0 <= reply.hit_tokens <= before.asked_tokens:
@@ -248,18 +247,18 @@ class SchedulerAdapter:
         if reply.grants and before.key is not None and boot_id is not None and self._client.boot_id == boot_id:
             before.grants.add(grants_of(reply, before.key, self.chunk_tokens, boot_id, began))
         else:
-            self._give_back(reply)
+            self._release_grants(reply)
         return LookupResult(
             reply.hit_tokens, reply.ticket, reply.pending, before.asked_tokens, before.start, before.grants, before.key
         )
 
-    def _free_late(self, reply: m.LookupReply) -> None:
-        """Free the ticket of a LOOKUP that was answered after its deadline: no caller knows the ticket."""
-        self.let_go(reply.ticket)
-        self._give_back(reply)
+    def _release_late(self, reply: m.LookupReply) -> None:
+        """Release what a LOOKUP has granted that was answered after its deadline: no caller knows the ticket."""
+        self.release_ticket(reply.ticket)
+        self._release_grants(reply)
 
-    def _give_back(self, reply: m.LookupReply) -> None:
-        """Give back the grants of an answer that no caller gets. The ticket of a question is still the caller's."""
+    def _release_grants(self, reply: m.LookupReply) -> None:
+        """Release the grants of an answer that no caller gets. The ticket of a question is still the caller's."""
         if reply.grants:
             self._client.free_soon(*(each.lease for each in reply.grants))
 
@@ -267,7 +266,7 @@ class SchedulerAdapter:
         self.failures += 1
         self._client.lost("lookups", error_code(error))
 
-    def _tell(self, name: str, payload: m.TicketRef | m.EndSession, response: type[m.Freed | m.SessionEnded]) -> None:
+    def _send(self, name: str, payload: m.TicketRef | m.EndSession, response: type[m.Freed | m.SessionEnded]) -> None:
         if not self._client.usable:
             # A silent server receives it when it recovers; no call waits for that again and again.
             self._client.send(name, payload)

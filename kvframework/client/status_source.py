@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvframework.client.connection import KVClient
+from kvframework.client.transfers import KVClient
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 

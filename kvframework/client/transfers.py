@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -19,30 +18,41 @@ from kvframework.api.transfer import ChunkContent, LoadGrant
 from kvframework.api.transport import (
     ArenaRange,
     BlockIds,
-    EngineDrivenLink,
+    EngineLink,
     GroupBlocks,
     LoadOutcome,
     LoadPlan,
     Registration,
-    ServerDrivenLink,
     StoreOutcome,
     StorePlan,
     Transfer,
     error_code,
 )
+from kvframework.api.types import Message
 from kvframework.client.arena_mapping import MappedArena
-from kvframework.client.calls import ServerCalls, as_response, granted, mapped, only, settled
 from kvframework.client.hashing import content_name, granted_ranges
+from kvframework.client.session import ServerSession, as_response, mapped, only
 from kvframework.errors import BadBlockIds, BadRange, DeadlineExceeded, KVFrameworkError, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
-from kvframework.messaging.client.pending import Answer
+from kvframework.messaging.client.link import Answer
 from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import checked_blocks, pack_block_ids, pack_indices, unpack_indices
 
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
+log.addFilter(LogLimit())
+
+R = TypeVar("R")
 _offset = attrgetter("offset")
+# The least time, in seconds, that a grant has left for its copy: with less the pins are asked for again.
+SPARE_S = 5.0
+# The same where the engine copies in pieces, and takes its time.
+PIECES_S = 15.0
+_NO_ARENA = memoryview(b"")
+_HELD = LoadOutcome(True)
+_PINS_LOST = LoadOutcome(False, "the pins on the objects lapsed while they were read")
 
 
 def checked_tokens(registration: Registration, request_id: str, start: int, end: int) -> tuple[int, int]:
@@ -166,40 +176,21 @@ def _as_int(number: SupportsIndex, name: str) -> int:
         raise BadRange(f"{name} is {number!r}", available="integers") from None
 
 
-# The calls of the transports, engine-driven and server-driven, on a client's connection.
+class KVClient(ServerSession, EngineLink):
+    """A client session. Thread-safe. Starts connecting at once, and reconnects by itself whenever the server has ended.
 
-# The calls of engine-driven transports: objects are prepared, copied by the engine, and committed, see
-# `EngineDrivenLink`.
-#
-# The copy is the transport's. A grant of the server that comes too late for its caller is given back.
+    `endpoint` None: $KVFRAMEWORK_ENDPOINT, then the default private endpoint of this user. `deadline_scale` makes
+    deadlines longer or shorter, 0.1 to 100; None: $KVFRAMEWORK_DEADLINE_SCALE, else 1. `deadlines` is the resulting
+    table. After a lookup's deadline, lookups fail at once until the server answers a PING; other calls do so once the
+    server was silent for as long as they wait. `curve` are the key files for a tcp:// endpoint; None: those of
+    $KVFRAMEWORK_CURVE_SECRET (this client's secret key) and $KVFRAMEWORK_CURVE_SERVER (the server's public key), if
+    set. `requests` are specs of plugins' requests, which `request` then accepts beside the core's. Raises
+    `EndpointError`, `ConfigFieldError` and `CurveKeyError`.
+    """
 
-# The least time, in seconds, that a grant has left for its copy: with less the pins are asked for anew.
-SPARE_S = 5.0
-# The same where the engine copies in pieces, and takes its time.
-PIECES_S = 15.0
-_NO_ARENA = memoryview(b"")
-_HELD = LoadOutcome(True)
-_PINS_LOST = LoadOutcome(False, "the pins on the objects lapsed while they were read")
-
-
-class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
-    """The requests of both engine-driven paths: through the mapped arena, and as chunks over the wire."""
-
-    _arena: MappedArena | None
-
-    @property
-    @abstractmethod
-    def one_way(self) -> bool:
-        """Whether the server takes requests that it does not answer, and tickets to free with others. Never blocks."""
-
-    def free_soon(self, *tickets: str) -> None:
-        """Free tickets, and grants by their leases, with the next LOOKUP or PING, ahead of the next store, at a server
-        that takes them so. Never blocks."""
-        self._connection.freed.add(tickets)
-
-    @property
-    def maps_arena(self) -> bool:
-        return self._arena is not None
+    # Engine-driven transports: objects are prepared, copied by the engine, and committed, see `EngineDrivenLink`.
+    #
+    # A grant of the server that comes too late for its caller is released.
 
     def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
         arena = self._arena
@@ -208,28 +199,28 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
             return Future.failed(ServerGone("the server's arena is not mapped in this process"))
         left_out = transfer.first_chunks
         payload = m.Prepare(transfer.key, transfer.registration.instance_id, left_out if any(left_out) else ())
-        sent = self._begin("PREPARE_STORE", payload, on_late=only(m.StorePlan, self._abort_late))
+        sent = self._begin("PREPARE_STORE", payload, on_late=only(m.StorePlan, lambda late: self._abort(late.lease)))
 
         def plan_of(answer: Answer) -> StorePlan:
-            told = as_response(answer.payload, m.StorePlan)
+            reply = as_response(answer.payload, m.StorePlan)
             try:
                 self._check_same(arena)
-                check_ranges(transfer, told.ranges, arena.view.nbytes)
-                check_held(transfer, told.ranges, told.outcome)
+                check_ranges(transfer, reply.ranges, arena.view.nbytes)
+                check_held(transfer, reply.ranges, reply.outcome)
             except KVFrameworkError:
-                self._abort_late(told)
+                self._abort(reply.lease)
                 raise
             return StorePlan(
                 arena.view,
-                told.ranges,
-                told.outcome,
+                reply.ranges,
+                reply.outcome,
                 commit=partial(
-                    self._commit_store, m.Commit(told.lease, transfer.content), len(told.ranges), told.outcome
+                    self._commit_store, m.Commit(reply.lease, transfer.content), len(reply.ranges), reply.outcome
                 ),
-                abort=partial(self._abort_store, told.lease),
+                abort=partial(self._abort, reply.lease),
             )
 
-        return granted(sent, plan_of, StorePlan.abort)
+        return mapped(sent, plan_of, release=StorePlan.abort)
 
     def prepare_load(self, transfer: Transfer) -> Future[LoadPlan]:
         arena, grant = self._arena, transfer.grant
@@ -239,41 +230,43 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
             self.free_soon(grant.lease)
         payload = m.Prepare(transfer.key, transfer.registration.instance_id)
         began = time.monotonic()
-        sent = self._begin("PREPARE_RETRIEVE", payload, on_late=only(m.RetrievePlan, self._unpin_late))
+        sent = self._begin(
+            "PREPARE_RETRIEVE", payload, on_late=only(m.RetrievePlan, lambda late: self._unpin(late.lease))
+        )
 
         def plan_of(answer: Answer) -> LoadPlan:
-            told = as_response(answer.payload, m.RetrievePlan)
+            reply = as_response(answer.payload, m.RetrievePlan)
             try:
                 self._check_same(arena)
                 return self._load_plan(
                     transfer,
-                    told,
+                    reply,
                     arena,
-                    lambda: self._loaded(m.Commit(told.lease, transfer.content), arena, began, began + told.lease_s),
+                    lambda: self._loaded(m.Commit(reply.lease, transfer.content), arena, began, began + reply.lease_s),
                 )
             except KVFrameworkError:
-                self._unpin_late(told)
+                self._unpin(reply.lease)
                 raise
 
-        return granted(sent, plan_of, LoadPlan.abort)
+        return mapped(sent, plan_of, release=LoadPlan.abort)
 
     def _load_plan(
         self,
         transfer: Transfer,
-        told: m.RetrievePlan,
+        reply: m.RetrievePlan,
         arena: MappedArena | None,
         commit: Callable[[], Future[LoadOutcome]],
     ) -> LoadPlan:
-        if told.hit:
-            check_ranges(transfer, told.ranges, arena.view.nbytes if arena is not None else None)
-            check_complete(transfer, told.ranges)
+        if reply.hit:
+            check_ranges(transfer, reply.ranges, arena.view.nbytes if arena is not None else None)
+            check_complete(transfer, reply.ranges)
         return LoadPlan(
             arena.view if arena is not None else _NO_ARENA,
-            told.ranges if told.hit else (),
-            reason=told.reason,
+            reply.ranges if reply.hit else (),
+            reason=reply.reason,
             commit=commit,
-            abort=partial(self._unpin_late, told),
-            receive=partial(self._receive_chunks, told),
+            abort=partial(self._unpin, reply.lease),
+            receive=partial(self._receive_chunks, reply),
         )
 
     def _is_good(self, grant: LoadGrant, transfer: Transfer, arena: MappedArena) -> bool:
@@ -298,12 +291,12 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
             took_s = time.monotonic() - started
             return self._loaded(m.Commit(grant.lease, transfer.content, took_s), arena, grant.began, grant.until)
 
-        told = m.RetrievePlan(True, grant.lease)
+        reply = m.RetrievePlan(True, grant.lease)
         try:
-            told = m.RetrievePlan(True, grant.lease, tuple(granted_ranges(transfer, grant)))
-            return Future.resolved(self._load_plan(transfer, told, arena, commit))
+            reply = m.RetrievePlan(True, grant.lease, tuple(granted_ranges(transfer, grant)))
+            return Future.resolved(self._load_plan(transfer, reply, arena, commit))
         except KVFrameworkError as error:
-            self._unpin_late(told)
+            self._unpin(reply.lease)
             return Future.failed(error.with_traceback(None))
 
     def missing_chunks(self, transfer: Transfer) -> Future[list[int]]:
@@ -326,6 +319,9 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
         sent = self._bulk("STORE_CPU_CHUNKS", payload, buffers, sum(memoryview(buffer).nbytes for buffer in buffers))
         return mapped(sent, lambda answer: as_response(answer.payload, m.ChunksStored).outcome)
 
+    def _bulk(self, name: str, payload: Message, buffers: Sequence[Buffer], nbytes: int) -> Future[Answer]:
+        return self._connection.begin(name, payload, buffers, timeout=self.deadlines.of_bulk(nbytes), bulk=True)
+
     def _check_same(self, arena: MappedArena | None) -> None:
         """Raise `ServerGone` unless the mapped arena is still `arena`: ranges mean nothing in another server's
         memory."""
@@ -335,21 +331,18 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
     def _commit_store(self, commit: m.Commit, objects: int, others: StoreOutcome) -> Future[StoreOutcome]:
         def failed(error: BaseException) -> StoreOutcome:
             # After the COMMIT: nothing stays reserved, whatever its outcome.
-            self._abort_store(commit.lease)
+            self._abort(commit.lease)
             if isinstance(error, DeadlineExceeded):
                 return others + StoreOutcome(unknown=objects, error=error.code)
             return others + StoreOutcome(dropped=objects, error=error_code(error))
 
         # Urgent: a doubt about the server must not leave the range reserved until this process ends.
         sent = self._begin("COMMIT_STORE", commit, urgent=True)
-        return settled(sent, lambda answer: others + as_response(answer.payload, m.Committed).outcome, failed)
+        return mapped(sent, lambda answer: others + as_response(answer.payload, m.Committed).outcome, failed=failed)
 
-    def _abort_store(self, lease: str) -> None:
+    def _abort(self, lease: str) -> None:
         if lease:
             self.send("ABORT", m.LeaseRef(lease))
-
-    def _abort_late(self, told: m.StorePlan) -> None:
-        self._abort_store(told.lease)
 
     def _loaded(self, commit: m.Commit, arena: MappedArena | None, began: float, until: float) -> Future[LoadOutcome]:
         """End a load whose pins were asked for at `began`, and last until that time, of the monotonic clock, if nothing
@@ -357,26 +350,23 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
         # That would be the end of this session, an END_SESSION, or this COMMIT. Where it is known that they held, the
         # answer is of no use.
         if self.one_way and arena is not None and self._arena is arena:
-            held = time.monotonic() < until and arena.is_served and self._withdrawals.none_since(began)
+            held = time.monotonic() < until and arena.is_served and self._connection.released_nothing_since(began)
             if held and self._connection.post("COMMIT_RETRIEVE", commit):
                 return Future.resolved(_HELD)
-        return self._commit_load(commit)
-
-    def _commit_load(self, commit: m.Commit) -> Future[LoadOutcome]:
         sent = self._begin("COMMIT_RETRIEVE", commit, urgent=True)
-        return settled(
+        return mapped(
             sent,
             lambda answer: _HELD if as_response(answer.payload, m.RetrieveCommitted).held else _PINS_LOST,
-            LoadOutcome.failed,
+            failed=LoadOutcome.failed,
         )
 
-    def _unpin_late(self, told: m.RetrievePlan) -> None:
-        if told.lease:
-            self.send("COMMIT_RETRIEVE", m.Commit(told.lease))
+    def _unpin(self, lease: str) -> None:
+        if lease:
+            self.send("COMMIT_RETRIEVE", m.Commit(lease))
 
-    def _receive_chunks(self, told: m.RetrievePlan, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
-        payload = m.RetrieveCpuChunks(told.lease, pack_indices(positions))
-        lengths = [told.ranges[at].length for at in positions]
+    def _receive_chunks(self, reply: m.RetrievePlan, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
+        payload = m.RetrieveCpuChunks(reply.lease, pack_indices(positions))
+        lengths = [reply.ranges[at].length for at in positions]
         sent = self._bulk("RETRIEVE_CPU_CHUNKS", payload, (), sum(lengths))
 
         def received(answer: Answer) -> Sequence[memoryview]:
@@ -388,20 +378,8 @@ class EngineDrivenCalls(ServerCalls, EngineDrivenLink):
 
         return mapped(sent, received)
 
-
-# The calls of server-driven transports: STORE and RETRIEVE carry block ids, and the server moves the bytes, see
-# `ServerDrivenLink`.
-#
-# A future of a transfer resolves only once the server no longer touches the engine's blocks.
-
-log = logging.getLogger(__name__)
-log.addFilter(LogLimit())
-
-R = TypeVar("R")
-
-
-class ServerDrivenCalls(ServerCalls, ServerDrivenLink):
-    """The requests of the server-driven path."""
+    # Server-driven transports: STORE and RETRIEVE carry block ids, and the server moves the bytes, see
+    # `ServerDrivenLink`. A future of a transfer resolves only once the server no longer touches the engine's blocks.
 
     def store(
         self, transfer: Transfer, *, event: bytes = b"", stream_hook: StreamHook | None = None
@@ -444,7 +422,7 @@ class ServerDrivenCalls(ServerCalls, ServerDrivenLink):
         payload = m.TransferRequest(transfer.key, instance_id, packed, event, skip_tokens, transfer.content)
         deadlines = self.deadlines
         silence_s = deadlines.store_s if name == "STORE" else deadlines.load_s
-        sent = self._connection.request(name, payload, timeout=deadlines.of(name), silence_s=silence_s)
+        sent = self._connection.begin(name, payload, timeout=deadlines.of(name), silence_s=silence_s)
         future: Promise[R] = Promise(sent.cancel, stream_hook=stream_hook)
 
         def answered(reply: Future[Answer]) -> None:

@@ -18,12 +18,11 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.layout import EngineView, LayerTensors
 from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import BlockIds, LoadOutcome, LostKind, Registration, StoreOutcome, Transfer, error_code
-from kvframework.client.connection import KVClient
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.instance import Instance, InstanceIdentity
 from kvframework.client.scheduler import SchedulerAdapter
 from kvframework.client.shards import ModelPart
-from kvframework.client.transfers import checked_skip, checked_tokens, checked_transfer
+from kvframework.client.transfers import KVClient, checked_skip, checked_tokens, checked_transfer
 from kvframework.errors import (
     BadBlockIds,
     BadLayout,

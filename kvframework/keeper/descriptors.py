@@ -21,7 +21,7 @@ def free_memory(fd: int) -> None:
 
 def free_unused(descriptors: Collection[int]) -> bool:
     """Free the memory of files as `free_memory` does. False, and nothing is freed, while a server uses one of them: it
-    has a lock on its arena, see `storage.l1.journal.journal`."""
+    has a lock on its arena, see `storage.l1.journal`."""
     files = [fd for fd in descriptors if not os.fstat(fd).st_nlink]
     with contextlib.ExitStack() as stack:
         for fd in files:

@@ -10,7 +10,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
+from kvframework.config import parse_endpoint
 from kvframework.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ _PUBLIC, _SECRET = "curve-public", "curve-secret"
 _KEY_CHARACTERS = 40
 _MAX_FILE_BYTES = 4096
 LOOK_AGAIN_S = 0.5
+SECRET_VARIABLE = "KVFRAMEWORK_CURVE_SECRET"  # noqa: S105 - a name
+SERVER_VARIABLE = "KVFRAMEWORK_CURVE_SERVER"
 
 
 class CurveKeyError(ConfigError):
@@ -130,6 +133,27 @@ class LoadedKeys:
         dealer.setsockopt(zmq.CURVE_SERVERKEY, self.server)
         dealer.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
         dealer.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret))
+
+
+def keys_for(endpoint: str, given: CurveKeys | None, environ: Mapping[str, str] = os.environ) -> LoadedKeys | None:
+    """Return the keys for a connection to `endpoint`: those given, else those that the environment names; None for a
+    server of this node. Blocking. Raises `EndpointError` and
+    `CurveKeyError`."""
+    if parse_endpoint(endpoint, where="endpoint").kind == "ipc":
+        return None
+    if given is not None:
+        return given.load()
+    server, secret = environ.get(SERVER_VARIABLE, ""), environ.get(SECRET_VARIABLE, "")
+    if not server and not secret:
+        logger.warning("no CURVE keys for %s: all that is sent there can be read on its way", endpoint)
+        return None
+    if not server or not secret:
+        raise CurveKeyError(
+            f"{SECRET_VARIABLE if server else SERVER_VARIABLE} is not set",
+            where=endpoint,
+            hint=f"set {SERVER_VARIABLE} to the server's public key file and {SECRET_VARIABLE} to your secret one",
+        )
+    return CurveKeys(Path(server), Path(secret)).load()
 
 
 def read_public(path: Path) -> bytes:

@@ -146,7 +146,7 @@ class ChunkTransfers:
         self._keys = keys
         self._accounts = accounts
         self._contents = contents
-        self._send_pins = SendPins(storage.arena)
+        self._send_pins = SendPins(storage.table.arena)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-copy")
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -159,7 +159,7 @@ class ChunkTransfers:
         """Unpin objects that ZMQ has sent."""
         pins = self._send_pins.take_sent()
         if pins:
-            self._storage.unpin_internal(pins)
+            self._storage.table.release(pins)
 
     def settle(self) -> bool:
         """Unpin objects that ZMQ sends within a moment; return whether that was all. Blocks for that moment."""
@@ -182,7 +182,7 @@ class ChunkTransfers:
             return self._missing(grid)
         self._contents.check_key(payload.key, grid.desc.chunk_tokens, payload.content)
         sent = _checked_objects(grid, payload.objects, buffers)
-        result = self._storage.reserve_some(
+        result = self._storage.table.reserve_some(
             grid.sized(),
             sent,
             owner=INTERNAL_OWNER,
@@ -206,13 +206,13 @@ class ChunkTransfers:
             added = added_tokens((index // groups for index, _ in result.placed), grid)
             self._pool.submit(self._fill, future, result.lease.id, outcome, copies, added, ended, named)
         except BaseException:
-            self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
+            self._storage.table.abort(result.lease.id, owner=INTERNAL_OWNER)
             raise
         return future
 
     def _missing(self, grid: KeyGrid) -> m.ChunksStored:
         # A use: the room for the missing ones is not made of the present ones, which would end the prefix.
-        here = self._storage.use_present(grid.flat)
+        here = self._storage.table.use_present(grid.flat)
         missing = [index for index, present in enumerate(here) if not present]
         return m.ChunksStored(StoreOutcome(present=len(here) - len(missing)), pack_indices(missing))
 
@@ -229,11 +229,11 @@ class ChunkTransfers:
         """Copy the bytes, commit, and answer (in a copy thread)."""
         try:
             for offset, source in copies:
-                copy_past_caches(self._storage.arena[offset : offset + source.nbytes], source)
-            stored = self._storage.commit(lease, owner=INTERNAL_OWNER)
+                copy_past_caches(self._storage.table.arena[offset : offset + source.nbytes], source)
+            stored = self._storage.table.commit(lease, owner=INTERNAL_OWNER)
         except BaseException as error:
             future.set_exception(error)
-            self._storage.abort(lease, owner=INTERNAL_OWNER)
+            self._storage.table.abort(lease, owner=INTERNAL_OWNER)
             ended("failed")
             raise
         ended("partial" if outcome.dropped else "stored", added_tokens=added)
@@ -241,7 +241,7 @@ class ChunkTransfers:
         future.set_result(m.ChunksStored(msgspec.structs.replace(outcome, stored=stored)))
 
     def _retrieve(self, client: ClientInfo, payload: m.RetrieveCpuChunks, _buffers: object) -> m.ChunksSent | Reply:
-        pinned = self._storage.pinned(payload.lease, owner=client.session_id)
+        pinned = self._storage.table.pinned(payload.lease, owner=client.session_id)
         if pinned is None:
             return m.ChunksSent(False)
         _check_count(payload.objects)
@@ -271,7 +271,7 @@ class ChunkTransfers:
                 hint="receive what comes before asking for more",
             )
         # The client's own pins lapse, however slowly it reads.
-        pin = self._storage.pin_again(payload.lease, wanted, owner=client.session_id)
+        pin = self._storage.table.pin_again(payload.lease, wanted, owner=client.session_id)
         if pin is None:
             return m.ChunksSent(False)
         views = self._send_pins.views(client.session_id, [(place.offset, place.length) for place in places], [pin])

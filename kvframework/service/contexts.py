@@ -14,7 +14,7 @@ from kvframework.api.layout import KVLayout, Layout, MemoryLayoutDesc, canonical
 from kvframework.api.requests import CacheKey, ClientInfo, InstanceContext
 from kvframework.api.transport import ServerContext
 from kvframework.errors import NamespaceMismatch, NotRegistered, RequestError, TransportMismatch
-from kvframework.messaging.descriptors import peer_uid
+from kvframework.messaging.polling import peer_uid
 from kvframework.service.keys import KeyGrid, KeyResolver, check_key
 
 # Of a model's name in the status document, which has to fit a message whatever clients register.

@@ -145,11 +145,11 @@ class Use:
         if namespace:
             self._hot.looked_up(record.prefix, hit)
         tenant = self._tenant_numbers[subject.tenant]
-        self._storage.account(subject.session_id, namespace, tenant).looked_up(subject.asked_tokens, hit)
+        self._storage.table.account(subject.session_id, namespace, tenant).looked_up(subject.asked_tokens, hit)
 
     def status(self) -> dict[str, object]:
         self._requests.count()
-        accounts = self._storage.accounts()
+        accounts = self._storage.table.accounts()
         names = self._tenants.names
         # Configured tenants have a row from the start.
         tenants = _rows(((names[key[2]] or OTHER, account) for key, account in accounts), [*names[1:], OTHER])

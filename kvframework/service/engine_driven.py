@@ -92,11 +92,11 @@ class Grants:
             left -= len(own)
             if left < 0 or len(self._open) >= MAX_OPEN or self._of_asker[asker] >= MAX_OF_ASKER:
                 break
-            if self._storage.over_share(asker):
+            if self._storage.table.over_share(asker):
                 break  # its tickets may lapse; a load that was granted may not
             offsets = pack_offsets([stored.offset for stored in own])
             try:
-                lease = self._storage.pin_objects(
+                lease = self._storage.table.pin_objects(
                     own, owner=owner, request_id=key.request_id, lease_s=lease_s, use=None, asked_by=asker
                 ).id
             except RequestError:
@@ -119,7 +119,7 @@ class Grants:
             return None
         self._forget(lease, granted)
         if granted.asked_by != granted.owner:
-            self._storage.work_for(granted.owner, granted.asked_by)
+            self._storage.table.work_for(granted.owner, granted.asked_by)
         return granted
 
     def give_back(self, client: ClientInfo, lease: str) -> bool:
@@ -131,7 +131,7 @@ class Grants:
         self._forget(lease, granted)
         self._contents.ended(lease)
         try:
-            self._storage.unpin(lease, owner=granted.owner)
+            self._storage.table.unpin(lease, owner=granted.owner)
         except LeaseUnknown:
             return False  # the session of its instance has ended
         return True
@@ -254,7 +254,7 @@ class EngineDrivenTransfers:
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         wanted = grid.stored(payload.first_chunks)
         sized = grid.sized()
-        result = self._storage.reserve(
+        result = self._storage.table.reserve(
             [sized[index] for index in wanted],
             owner=client.session_id,
             request_id=payload.key.request_id,
@@ -280,16 +280,16 @@ class EngineDrivenTransfers:
         return 1.0 if alone else self._store_share
 
     def _commit_store(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.Committed:
-        promised = self._storage.lease_size(payload.lease, owner=client.session_id)
+        promised = self._storage.table.lease_size(payload.lease, owner=client.session_id)
         self._contents.check(payload.lease, payload.content)
-        published = self._storage.commit(payload.lease, owner=client.session_id)
+        published = self._storage.table.commit(payload.lease, owner=client.session_id)
         self._accounts.ended(payload.lease, ok=published > 0)
         self._contents.ended(payload.lease, payload.content, ok=published > 0)
         lapsed = promised - published
         return m.Committed(StoreOutcome(stored=published, dropped=lapsed, error=LeaseUnknown.code if lapsed else ""))
 
     def _abort(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Aborted:
-        freed = self._storage.abort(payload.lease, owner=client.session_id)
+        freed = self._storage.table.abort(payload.lease, owner=client.session_id)
         self._accounts.ended(payload.lease, ok=False)
         self._contents.ended(payload.lease)
         return m.Aborted(freed)
@@ -299,7 +299,7 @@ class EngineDrivenTransfers:
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         lease_s = self._retrieve_lease_s  # may change meanwhile, and the client relies on its reply
         lease = pin_whole(self._storage, payload.key, grid, client.session_id, lease_s=lease_s)
-        self._storage.count(retrieves=1, retrieve_misses=lease is None)
+        self._storage.table.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             return m.RetrievePlan(False, reason=self._accounts.missed(subject, payload.key, grid))
         ranges = pinned_ranges(grid, lease.objects)
@@ -312,11 +312,11 @@ class EngineDrivenTransfers:
         self._contents.check(lease, payload.content)
         granted = self._grants.take(client, lease)
         if granted is None:
-            held = self._storage.unpin(lease, owner=owner).held
+            held = self._storage.table.unpin(lease, owner=owner).held
             self._accounts.ended(lease, ok=held)
         else:
-            held = self._storage.unpin(lease, owner=owner, use="retrieve", prompt=granted.prompt).held
-            self._storage.count(retrieves=1)
+            held = self._storage.table.unpin(lease, owner=owner, use="retrieve", prompt=granted.prompt).held
+            self._storage.table.count(retrieves=1)
             self._accounts.granted(
                 client, granted.subject, payload.took_s, objects=granted.objects, nbytes=granted.nbytes, ok=held
             )
@@ -358,7 +358,7 @@ def pin_whole(
     """Pin the objects that a hit of the whole key uses; None if any of them is missing, or the share of L1 of the
     session that asks is pinned."""
     found = found_part(key, grid, grid.chunks)
-    return storage.pin_found(
+    return storage.table.pin_found(
         grid.whole, owner=owner, request_id=key.request_id, lease_s=lease_s, prompt=found, asked_by=asked_by
     )
 

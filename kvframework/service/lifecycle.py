@@ -84,7 +84,7 @@ class CacheService(CacheServices):
         self.storage = storage
         self.hasher = hasher
         self._pin_share = config.pin_share
-        storage.configure_share(config.pin_share)
+        storage.table.configure_share(config.pin_share)
         self._transports = transports
         self._tenants = TenantNames(tenants)
         self._resolver = KeyResolver(hasher, storage.records.orders, self._owned if tenants else None)
@@ -178,7 +178,7 @@ class CacheService(CacheServices):
             store_share=config.store_share,
         )
         self._pin_share = config.pin_share
-        self.storage.configure_share(config.pin_share)
+        self.storage.table.configure_share(config.pin_share)
         self._lookups.tickets.configure(ticket_s=config.ticket_s)
         self._lookups.pricing.on = config.price
         self._lookups.recording.configure(most_bytes=config.trace_memory)
@@ -188,7 +188,7 @@ class CacheService(CacheServices):
         client has used an earlier server."""
         self._lookups.tickets.begin_owner(client.session_id)
         self._use.begin_session(client)
-        self._miss_facts.begin_session(client.session_id, from_before=returns and self.storage.began_empty)
+        self._miss_facts.begin_session(client.session_id, from_before=returns and self.storage.table.began_empty)
         return m.HelloReply(
             version=version,
             boot_id=self.boot_id,
@@ -218,7 +218,7 @@ class CacheService(CacheServices):
         self._request_log.count()  # on the session's own accounts, as long as it has any
         # A client outlives this server: it may write into what it has reserved, which the next one has to know, and
         # reads what it has pinned, which no load that is under way may replace.
-        leases = 0 if self._stopping else self.storage.end_owner(client.session_id)
+        leases = 0 if self._stopping else self.storage.table.end_owner(client.session_id)
         self._losses.end_session(client.session_id)
         self._use.end_session(client)
         self._lookups.end_session(client.session_id)
@@ -256,7 +256,7 @@ class CacheService(CacheServices):
         """Maintain leases, tickets and watermarks; called about every 100 ms, on the serving thread."""
         self._lookups.tickets.expire()
         self._chunks.tick()
-        self.storage.tick()
+        self.storage.table.tick()
         self._lookups.recording.expire()
         now = time.monotonic()
         if self._report.is_due(now):
@@ -266,7 +266,7 @@ class CacheService(CacheServices):
                 log.warning("in the last %.0f s: %s", EVERY_S, grown)
 
     def _say_cuts(self) -> None:
-        for session_id, pinned in self.storage.pinned_bytes().items():
+        for session_id, pinned in self.storage.table.pinned_bytes().items():
             cut = pinned.cut - self._cuts.get(session_id, 0)
             if cut > 0:
                 self._cuts[session_id] = pinned.cut
@@ -336,7 +336,7 @@ class CacheService(CacheServices):
         return record.desc if record else None
 
     def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
-        return self.storage.which_present(keys)
+        return self.storage.table.which_present(keys)
 
     def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
         return self._lookups.tickets.pin(client.session_id, keys, request_id)
@@ -344,7 +344,7 @@ class CacheService(CacheServices):
     def submit_prefetch_task(
         self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
     ) -> PrefetchTask | None:
-        return self.storage.submit_prefetch_task(keys, layout_desc, select=select)
+        return self.storage.tiers.submit_prefetch_task(keys, layout_desc, select=select)
 
     def _ping(self, client: ClientInfo, payload: m.Ping, _buffers: Sequence[memoryview]) -> m.Pong:
         self._losses.heard(client, payload.lost)
@@ -359,7 +359,7 @@ class CacheService(CacheServices):
         tenant = self._tenants.number(cache_salt)
         if tenant:
             for salt in salts:
-                self.storage.belongs(salt, tenant)
+                self.storage.table.belongs(salt, tenant)
 
     def _known_desc(self, namespace: bytes) -> MemoryLayoutDesc:
         desc = self.layout_desc(namespace)

@@ -228,7 +228,7 @@ class Lookups:
         if payload.speed is not None:
             self.pricing.asked(asked, payload.speed)
         owner, request_id = client.session_id, key.request_id
-        with self._storage.lock:  # whatever changes the ticket afterwards finds its wait
+        with self._storage.table.lock:  # whatever changes the ticket afterwards finds its wait
             if record is None:
                 answer = self.tickets.look_up_record(
                     owner, request_id, key.namespace, lambda found: self._wanted(asked, found)
@@ -248,7 +248,7 @@ class Lookups:
 
     def _query(self, client: ClientInfo, payload: m.PrefetchQuery, _buffers: object) -> m.LookupReply | Future[Message]:
         owner, more_than = client.session_id, payload.more_than
-        with self._storage.lock:
+        with self._storage.table.lock:
             answer, asked = self._asked_again(payload.ticket, owner)
             held = self._hold(
                 lambda now: not now.pending or 0 <= more_than < now.hit_tokens,
@@ -273,7 +273,7 @@ class Lookups:
             return m.LookupReply(answer.hit_tokens, answer.ticket, answer.pending)
         grid, lease_s = asked.grid, self.tickets.ticket_s
         assert grid is not None
-        with self._storage.lock:
+        with self._storage.table.lock:
             objects = self.tickets.pinned(answer.ticket, asked.client.session_id)
             hit = answer.hit_tokens // grid.desc.chunk_tokens
             if not objects:
@@ -318,8 +318,8 @@ class Lookups:
 
     def _end_session(self, client: ClientInfo, payload: m.EndSession, _buffers: object) -> m.SessionEnded:
         request_id = payload.request_id or None
-        tickets = self.tickets.withdraw(client.session_id, request_id)
-        return m.SessionEnded(self._storage.withdraw(client.session_id, request_id), tickets)
+        tickets = self.tickets.cancel(client.session_id, request_id)
+        return m.SessionEnded(self._storage.table.cancel(client.session_id, request_id), tickets)
 
     def _wanted(self, asked: PendingLookup, record: NamespaceRecord) -> Wanted:
         """Return the objects that a LOOKUP requests. Raises `NamespaceMismatch` unless the key names what was
@@ -337,7 +337,7 @@ class Lookups:
             # Without windows the first object that lacks ends every longer hit.
             if asked.missing and not grid.has_windows and self._storage.tiers.lacked(asked.missing[1]):
                 return None
-            asked.task = self._storage.submit_prefetch_task(
+            asked.task = self._storage.tiers.submit_prefetch_task(
                 grid.flat,
                 grid.desc,
                 select=lambda available: grid.needed(grid.hit(available, asked.priced and asked.priced.chunks)),

@@ -11,7 +11,7 @@ from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.listener import MissReason
 from kvframework.service.records import PendingLookup
-from kvframework.storage.l1.departures import CAUSES, EVICTIONS, Ghost
+from kvframework.storage.l1.eviction_statistics import CAUSES, EVICTIONS, Ghost
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.text import timed
@@ -182,7 +182,7 @@ class MissFacts:
 
     def of_lookup(self, asked: PendingLookup, *, unanswered: bool) -> MissReason:
         """Say why a lookup missed its first missing chunk."""
-        refused = asked.grid is not None and asked.task is None and self._storage.has_tiers
+        refused = asked.grid is not None and asked.task is None and bool(self._storage.tiers.stores)
         missing = asked.missing[1] if asked.missing else _first_key(asked)
         priced = ""
         cut = asked.priced
@@ -210,7 +210,7 @@ class MissFacts:
         mine = storage.records.get(key.namespace)
         ghost = found = None
         if missing is not None:
-            ghost, prefixes = storage.absent(missing, MAX_ROWS)
+            ghost, prefixes = storage.table.absent(missing, MAX_ROWS)
             if prefixes:
                 rows = [Row(prefix, storage.records.get(prefix[:NAMESPACE_BYTES])) for prefix in prefixes]
                 found = elsewhere(missing, mine, key.model_name, rows)

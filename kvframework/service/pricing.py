@@ -99,7 +99,7 @@ class Pricing:
                 rate = engine.rate(now)
                 wait_s += sum(engine.loading.values())
             # For the eviction policy; one engine that is mistaken has little weight among others.
-            self._storage.compute_s = 1 / median(
+            self._storage.table.compute_s = 1 / median(
                 [each.speed.tokens_per_s for each in self._engines.values()] or [speed.tokens_per_s]
             )
         tokens = stride * grid.desc.chunk_tokens

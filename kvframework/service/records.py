@@ -23,9 +23,10 @@ from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.service.keys import KeyGrid
 from kvframework.service.recording import Recorded
 from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.eviction_statistics import FindRow
 from kvframework.storage.l1.leases import Reservation
 from kvframework.storage.l2.loading import LoadTask
-from kvframework.storage.manager import FindRow, StorageManager
+from kvframework.storage.manager import StorageManager
 
 log = logging.getLogger(__name__)
 
@@ -283,7 +284,7 @@ class TransferRecords:
 
     def missed(self, subject: RequestSubject, key: CacheKey, grid: KeyGrid) -> str:
         """Add a RETRIEVE that found something missing in L1, or its client's share of it pinned; say which."""
-        missing = self._storage.in_rows(lambda row_of: grid.first_missing(row_of, grid.find(row_of)[0]))
+        missing = self._storage.table.in_rows(lambda row_of: grid.first_missing(row_of, grid.find(row_of)[0]))
         chunk_tokens = grid.desc.chunk_tokens
         why = self._why_missed(key, missing and missing[1], subject.session_id, subject.began)
         first = key.start + missing[0] * chunk_tokens if missing else -1

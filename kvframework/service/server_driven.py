@@ -104,7 +104,7 @@ class ServerDrivenTransfers:
         context, grid, blocks = self._checked(client, payload, storing=True)
         wanted = grid.stored([each.first // each.per_object for each in blocks])
         sized = grid.sized()
-        result = self._storage.reserve(
+        result = self._storage.table.reserve(
             [sized[index] for index in wanted],
             owner=INTERNAL_OWNER,
             request_id=payload.key.request_id,
@@ -123,10 +123,10 @@ class ServerDrivenTransfers:
 
         def finish(ok: bool) -> m.TransferReply:
             if not ok:
-                self._storage.abort(lease_id, owner=INTERNAL_OWNER)
+                self._storage.table.abort(lease_id, owner=INTERNAL_OWNER)
                 ended("failed")
                 return m.TransferReply(False, missing, "cancelled or failed")
-            outcome = outcome_of(result, self._storage.commit(lease_id, owner=INTERNAL_OWNER))
+            outcome = outcome_of(result, self._storage.table.commit(lease_id, owner=INTERNAL_OWNER))
             ended(store_outcome(result), added_tokens=added_tokens((place.chunk for place in ranges), grid))
             self._contents.named(payload.key, payload.content)
             return m.TransferReply(outcome.ok, outcome)
@@ -145,14 +145,14 @@ class ServerDrivenTransfers:
             )
         check_skip(context.layout, payload.skip_first_n_tokens)
         lease = pin_whole(self._storage, payload.key, grid, INTERNAL_OWNER, lease_s=None, asked_by=client.session_id)
-        self._storage.count(retrieves=1, retrieve_misses=lease is None)
+        self._storage.table.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:
             return m.TransferReply(False, reason=self._accounts.missed(subject, payload.key, grid))
         ranges = pinned_ranges(grid, lease.objects)
         ended = self._ended("RETRIEVE", subject, ranges)
 
         def finish(ok: bool) -> m.TransferReply:
-            self._storage.unpin(lease.id, owner=INTERNAL_OWNER)
+            self._storage.table.unpin(lease.id, owner=INTERNAL_OWNER)
             ended("hit" if ok else "failed")
             if ok:
                 self._contents.named(payload.key, payload.content)
@@ -175,16 +175,16 @@ class ServerDrivenTransfers:
             (ObjectKey(context.namespace, _CANARY_SALT, 0, group, secrets.token_bytes(32)).pack(), each.nbytes)
             for group, each in enumerate(desc.groups)
         ]
-        result = self._storage.reserve(scratch, owner=INTERNAL_OWNER, request_id="", lease_s=None)
+        result = self._storage.table.reserve(scratch, owner=INTERNAL_OWNER, request_id="", lease_s=None)
         if result.lease is None or result.dropped:
             if result.lease is not None:
-                self._storage.abort(result.lease.id, owner=INTERNAL_OWNER)
+                self._storage.table.abort(result.lease.id, owner=INTERNAL_OWNER)
             raise StorageError("L1 has no room for one chunk", hint="raise [l1] capacity")
         lease_id = result.lease.id
         ranges = tuple(ArenaRange(0, group, offset, desc.groups[group].nbytes) for group, offset in result.placed)
         job = CopyJob(
             is_store=True,
-            arena=self._storage.arena,
+            arena=self._storage.table.arena,
             ranges=ranges,
             blocks=[GroupBlocks([block] * count, count, 0, block) for block, count in zip(blocks, counts, strict=True)],
             event=payload.event,
@@ -201,7 +201,7 @@ class ServerDrivenTransfers:
                     )
                 )
             finally:
-                self._storage.abort(lease_id, owner=INTERNAL_OWNER)
+                self._storage.table.abort(lease_id, owner=INTERNAL_OWNER)
 
         return _run(context, job, finish)
 
@@ -242,7 +242,7 @@ class ServerDrivenTransfers:
     ) -> CopyJob:
         return CopyJob(
             is_store=is_store,
-            arena=self._storage.arena,
+            arena=self._storage.table.arena,
             ranges=ranges,
             blocks=blocks,
             event=payload.event,

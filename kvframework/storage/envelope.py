@@ -19,7 +19,7 @@ from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.types import Buffer
 
 FORMAT_VERSION = 2
-UNTOLD_LAYOUT = bytes(16)
+UNKNOWN_LAYOUT = bytes(16)
 
 _MAGIC = b"KVFO"
 _FIELDS = struct.Struct("<4sHH16s16s16sQQ")
@@ -48,7 +48,12 @@ def object_checksum(key: PackedKey, value: memoryview, layout: bytes) -> int:
 
 
 def seal(
-    key: PackedKey, packed: Sequence[Buffer], *, object_bytes: int, codec: str = NO_CODEC, layout: bytes = UNTOLD_LAYOUT
+    key: PackedKey,
+    packed: Sequence[Buffer],
+    *,
+    object_bytes: int,
+    codec: str = NO_CODEC,
+    layout: bytes = UNKNOWN_LAYOUT,
 ) -> bytes:
     """Return the header to store before `packed`."""
     size = sum([memoryview(part).nbytes for part in packed])
@@ -58,7 +63,7 @@ def seal(
 
 
 def unseal(
-    header: Buffer, key: PackedKey, place: memoryview, *, received: int, layout: bytes = UNTOLD_LAYOUT
+    header: Buffer, key: PackedKey, place: memoryview, *, received: int, layout: bytes = UNKNOWN_LAYOUT
 ) -> tuple[str, memoryview]:
     """Return the codec's name, and the beginning of `place` that holds the packed bytes. `received` bytes of the value
     were read into header and place together; bytes behind them are from earlier use.
@@ -75,7 +80,7 @@ def unseal(
         raise Damaged(f"format version {version}, expected {FORMAT_VERSION}")
     if namespace != key[:16]:
         raise Damaged("another namespace")
-    if UNTOLD_LAYOUT not in (written, layout) and written != layout:
+    if UNKNOWN_LAYOUT not in (written, layout) and written != layout:
         raise Damaged("another object layout")
     if object_bytes != place.nbytes or size > place.nbytes:
         raise Damaged(f"{object_bytes} bytes in {size}, expected {place.nbytes}")

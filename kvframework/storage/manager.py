@@ -1,89 +1,33 @@
-"""L1 as a whole: arena, object table, eviction, and the transfers to and from L2.
-
-Thread-safe: one lock around the object table, held for microseconds and never during I/O. Called from the serving
-thread and from the storage threads.
-"""
+"""What a server keeps: `table`, L1, and `tiers`, L2; and what spans both."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import functools
 import logging
-import math
-import os
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
-from kvframework.api.eviction import EvictionPolicy, PackedKey, Use
-from kvframework.api.keys import DIGEST_BYTES
-from kvframework.api.layout import MemoryLayoutDesc
-from kvframework.api.listener import Added, Removed
+from kvframework.api.eviction import EvictionPolicy
+from kvframework.api.keys import PackedKey
 from kvframework.api.memory import Memory
-from kvframework.api.options import ByteSize
-from kvframework.api.requests import Select
+from kvframework.api.tier import Loan, Node, NodeIdentity
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
-from kvframework.overdue import call_within
 from kvframework.record_ring import NO_RECORDS, RecordRing
-from kvframework.storage.l1.allocator import RangeAllocator
-from kvframework.storage.l1.departures import MOST_DROPPED, Cause, Departures, Ghost
-from kvframework.storage.l1.entries import NO_CLIENT, Account, AccountKey, StoredObject
+from kvframework.storage.envelope import HEADER_BYTES, seal
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.journal.form import FIRST_GENERATION, Identity
-from kvframework.storage.l1.journal.journal import Journal, description_for, lock_for_server, may_write, writer_of
-from kvframework.storage.l1.journal.kept import NO_KEEPER, Kept, Verification
-from kvframework.storage.l1.leases import (
-    INTERNAL_OWNER,
-    NO_DEADLINE,
-    NO_PROMPT,
-    PinLease,
-    Pinned,
-    PromptPart,
-    Reservation,
-)
-from kvframework.storage.l1.objects import ObjectTable
+from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.full_tier import Shares
-from kvframework.storage.l2.loading import LoadTask, Located
-from kvframework.storage.l2.prefetch import Prefetcher
-from kvframework.storage.l2.steps import Controller, StorageThreads
 from kvframework.storage.l2.tiers import AttachedTier, Tiers
-from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, is_record_key
+from kvframework.storage.namespaces import NamespaceRecords, is_record_key
+from kvframework.storage.recovery import NOT_RECOVERED, Recovery
+from kvframework.storage.table import AT_ONCE, Table
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
-# The objects of one row by its key prefix and digests, None for each that L1 lacks; see `ObjectRows.row`.
-FindRow = Callable[[bytes, Sequence[bytes]], "list[StoredObject | None]"]
 
 # Time beyond its timeout that a call to a tier may take before `close` stops waiting for it.
 CLOSE_GRACE_S = 1.0
-# A server that has lived for this long has not failed to start.
-SERVED_S = 1.0
-# Least time that the arena's plugin gets to close.
-ARENA_END_S = 0.2
-# Work on many objects holds the lock for this number at a time, a few milliseconds, with this pause in between.
-AT_ONCE = 512
-TURN_S = 0.001
-# Objects that one tick evicts, a bound on the time it takes from the serving thread.
-EVICT_AT_ONCE = 2048
-
-COUNTERS = ("stored", "dropped", "aborted", "loaded", "retrieves", "retrieve_misses")
-
-
-def _locked(method: F) -> F:
-    """Decorator: call the method under the storage lock."""
-
-    @functools.wraps(method)
-    def call(self: StorageManager, /, *arguments: Any, **named: Any) -> Any:
-        with self.lock:
-            return method(self, *arguments, **named)
-
-    return cast("F", call)
 
 
 class ClearedObjects(NamedTuple):
@@ -99,11 +43,9 @@ class ClearedObjects(NamedTuple):
 
 
 class StorageManager:
-    """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
-    `policy` orders the objects of no named tenant. `ghosts` is the number of keys that left L1 that are remembered.
-    Without `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the
-    number of its threads. `kept` is owned, too. `ring` gets the records of what comes into L1 and the tiers, and leaves
-    them."""
+    """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores. The
+    other arguments are those of `Table`. Without `threads` nothing happens in the background: a simulation drives
+    `tiers.controllers` itself."""
 
     def __init__(
         self,
@@ -116,419 +58,38 @@ class StorageManager:
         low_watermark: float = 0.9,
         ghosts: int = 0,
         tenants: Sequence[Tenant] = (),
-        kept: Kept = NO_KEEPER,
+        recovery: Recovery = NOT_RECOVERED,
         ring: RecordRing = NO_RECORDS,
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
         # One without records is false.
         self.records = NamespaceRecords() if records is None else records
-        self.lock = threading.RLock()
-        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
-        self._ring = ring
-        self._came: list[Callable[[Sequence[PackedKey]], None]] = []
-        self._memory = memory
-        self._arena = memory.view()
         self.clock = clock
-        self._high, self._low = high_watermark, low_watermark
-        # The last tick did not reach the low watermark.
-        self._lowering = False
-        self.tiers = Tiers(self, tiers, self.records, clock, ring)
-        self._departures = Departures(self.capacity, ghosts, self.records.model_of, clock)
-        # The seconds in which engines compute a token, as far as they say, and a byte is loaded: both as of the last
-        # tick, for the eviction policy.
-        self.compute_s: float | None = None
-        self._prices: tuple[float | None, float | None] = None, None
-        journal, done = kept.journal, self._departures.was_done
-        self._table = ObjectTable(RangeAllocator(), policy, self._left, tenants, journal, lambda: self._prices, done)
-        self._journal = kept.journal
-        self._serves_at = clock() + SERVED_S
-        self._shared = False
-        self._recovered = self._adopt(kept)
+        self.table = Table(
+            memory,
+            policy,
+            self.records,
+            high_watermark=high_watermark,
+            low_watermark=low_watermark,
+            ghosts=ghosts,
+            tenants=tenants,
+            recovery=recovery,
+            ring=ring,
+            clock=clock,
+        )
+        self.tiers = self.table.tiers = Tiers(self.table, tiers, self.records, clock, ring)
         for tier in tiers:
-            if len(tier.shares[0]) == len(self._table.tenants.names):
-                tier.store.shares = Shares(self._table.tenants.of, *tier.shares)
-        # For this room only, while it holds the lock: the objects are the table's.
-        self.row = self._table.row
-        self.looked_up = self._departures.looked_up
-        self.loaded = self.tiers.loaded
-        self._prefetcher = Prefetcher(self, self.tiers.stores, [tier.loads for tier in tiers], clock)
-        writing = [(writer, tier.writes) for writer, tier in zip(self.tiers.writers, tiers, strict=True)]
-        loading = [(queue, queue.threads) for queue in self._prefetcher.queues]
-        self.controllers: list[tuple[Controller, int]] = [*writing, *loading]
-        self._threads = StorageThreads(self.controllers) if threads else None
-        found = kept.found.slots.objects if kept.found is not None else ()
-        known = [(each.key, each.checksum) for each in found if each.checksum]
-        self._verification = Verification(self, known, self.records.layout_of)
+            if len(tier.shares[0]) == len(self.table.tenants.names):
+                tier.store.shares = Shares(self.table.tenants.of, *tier.shares)
         if threads:
-            self._verification.start()
-        memory.start(self._on_ready)
+            self.tiers.start()
+            self.table.verification.start()
 
-    @property
-    def arena(self) -> memoryview:
-        """The whole arena, for server-driven transports; valid until `close`."""
-        return self._arena
-
-    @property
-    def arena_fd(self) -> int:
-        return self._memory.fd
-
-    def arena_for(self, session: int) -> int:
-        """Return a descriptor of the arena for a client's session, owned by the caller. A later server knows by it
-        whether the client may still write, see `kvframework.storage.l1.journal.journal`. Raises `OSError`."""
-        generation = FIRST_GENERATION if self._journal is None else self._journal.generation
-        try:
-            return description_for(self._memory.fd, writer_of(generation, session))
-        except OSError:
-            if self._journal is not None:
-                raise
-            self._shared = True  # the description of all: no other server can know who still writes
-            return os.dup(self._memory.fd)
-
-    @property
-    def kept(self) -> bool:
-        """Whether a next server finds what L1 holds."""
-        return self._journal is not None
-
-    @property
-    def began_empty(self) -> bool:
-        """Whether L1 began without any object of an earlier server."""
-        return not self._recovered["objects"]
-
-    @_locked
-    def hand_over(self, identity: Identity, tenants: Sequence[str]) -> tuple[int, int]:
-        """Return the descriptors of the arena and of the journal, borrowed; without a keeper the journal begins here,
-        which takes some microseconds an object. Raises `OSError`, and `ValueError` for too many tenants."""
-        if self._journal is None:
-            if self._shared or not lock_for_server(self._memory.fd):
-                raise OSError(errno.EBUSY, "clients share this server's description of the arena")
-            journal = Journal.create(identity.of(self._memory.fd), tenants)
-            self._table.keep_in(journal)
-            self._journal = journal
-            self.records.keep_in(journal)
-        return self._memory.fd, self._journal.fd
-
-    @property
-    def capacity(self) -> int:
-        return int(self._memory.capacity)
-
-    @property
-    def has_tiers(self) -> bool:
-        return bool(self.tiers.stores)
-
-    @_locked
-    def count(self, **amounts: int) -> None:
-        """Add to the counters that `status` shows."""
-        self.counters.update(amounts)
-
-    @_locked
-    def configure_share(self, pin_share: float) -> None:
-        """Change the share of L1 that one session may keep from eviction while others need room, see `PinShares`."""
-        self._table.shares.configure(pin_share * self.capacity)
-
-    @_locked
-    def work_for(self, session: int, payer: int) -> None:
-        """Let what a session pins count for another one of its engine."""
-        self._table.shares.work_for(session, payer)
-
-    def over_share(self, session: int) -> bool:
-        """Whether a session holds more than its share of L1."""
-        return self._table.shares.payer(session) in self._table.shares.over
-
-    @_locked
-    def pinned_bytes(self) -> dict[int, Pinned]:
-        """Return what each session keeps from eviction."""
-        return self._table.shares.by_session()
-
-    @_locked
     def configure(self, *, high_watermark: float, low_watermark: float, tiers: Sequence[L2Keys]) -> None:
         """Change the watermarks, and the settings of each tier that its objects allow to change."""
-        self._high, self._low = high_watermark, low_watermark
+        self.table.configure(high_watermark=high_watermark, low_watermark=low_watermark)
         self.tiers.configure(tiers)
-
-    # writing
-
-    @_locked
-    def reserve(
-        self,
-        items: Sequence[tuple[PackedKey, int]],
-        *,
-        owner: int,
-        request_id: str,
-        lease_s: float | None,
-        share: float = 1.0,
-        client: int = NO_CLIENT,
-        payer: int = NO_CLIENT,
-        use: Use = "store",
-        prompt: PromptPart = NO_PROMPT,
-    ) -> Reservation:
-        """Reserve ranges, see `ObjectTable.reserve`; `lease_s` None means no deadline (the server itself writes).
-        `share` of the capacity bounds the owner's reserved bytes; `client` is the session whose account has them."""
-        deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-        present = [key for key, _ in items if key in self._table] if self.tiers.watches_uses else ()
-        used = self._table.used_bytes
-        most = None if share >= 1.0 else int(share * self.capacity)
-        result = self._table.reserve(
-            items,
-            owner=owner,
-            request_id=request_id,
-            deadline=deadline,
-            most_bytes=most,
-            client=client,
-            payer=payer,
-            use=use,
-            prompt=prompt,
-        )
-        if used <= self._high * self.capacity < self._table.used_bytes:
-            # Reported at once, so that later victims can be written before their eviction.
-            self.tiers.leaving(self._table.candidates(int(self._low * self.capacity)))
-        self.counters["dropped"] += result.dropped
-        if result.stopped_at is not None:
-            cause = Cause.DROPPED_SHARE if result.over_share else Cause.DROPPED_FULL
-            if result.refused:
-                cause = Cause.REFUSED
-            first = result.stopped_at
-            dropped = [key for key, _ in items[first : first + MOST_DROPPED] if key not in self._table]
-            self._departures.lost(dropped, cause)
-        if present:
-            self.tiers.used(present)
-        return result
-
-    def reserve_some(
-        self,
-        items: Sequence[tuple[PackedKey, int]],
-        some: Collection[int],
-        *,
-        owner: int,
-        request_id: str,
-        lease_s: float | None,
-        client: int = NO_CLIENT,
-        prompt: PromptPart = NO_PROMPT,
-    ) -> Reservation:
-        """Reserve ranges for the items with the indices `some`, see `reserve`. Other present items are pinned with the
-        lease, so that the end of a prefix never evicts its beginning; they do not count in the result."""
-        with self.lock:
-            here = self._table.which([key for key, _ in items])
-            chosen = [index for index, present in enumerate(here) if present or index in some]
-            result = self.reserve(
-                [items[index] for index in chosen],
-                owner=owner,
-                request_id=request_id,
-                lease_s=lease_s,
-                client=client,
-                prompt=prompt._replace(chunks=prompt.of(chosen)),
-            )
-        result.present -= len(chosen) - len(some)
-        result.placed = [(chosen[at], offset) for at, offset in result.placed]
-        return result
-
-    def belongs(self, salt: bytes, tenant: int) -> None:
-        """Remember that objects whose keys have this salt are of the tenant with this number, from 1, in the order of
-        `tenants`. Takes the lock only for a salt that is not remembered."""
-        if not self._table.tenants.knows(salt):
-            with self.lock:
-                self._table.tenants.learn(salt, tenant)
-
-    @_locked
-    def lease_size(self, lease_id: str, *, owner: int) -> int:
-        """Return the number of objects of a write lease. Raises `LeaseUnknown`."""
-        return self._table.lease_size(lease_id, owner=owner)
-
-    @_locked
-    def commit(self, lease_id: str, *, owner: int) -> int:
-        """Publish a lease and queue its objects for L2; return the number published, 0 if the lease had expired."""
-        objects = self._commit(lease_id, owner)
-        self.counters["stored"] += len(objects)
-        self.tiers.committed([stored.key for stored in objects])
-        return len(objects)
-
-    @_locked
-    def abort(self, lease_id: str, *, owner: int) -> int:
-        freed = self._table.abort(lease_id, owner=owner)
-        self._writers_ended()
-        self.counters["aborted"] += freed
-        return freed
-
-    # reading
-
-    @_locked
-    def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
-        return self._table.which(keys)
-
-    @_locked
-    def use_present(self, keys: Sequence[PackedKey]) -> list[bool]:
-        """Return which of `keys` L1 has; counts as a use of each."""
-        here = self._table.use(keys)
-        if self.tiers.watches_uses:
-            self.tiers.used([key for key, present in zip(keys, here, strict=True) if present])
-        return here
-
-    def account(self, client: int, namespace: bytes, tenant: int) -> Account:
-        """Return the account of a client session, see `Accounts`; takes the lock only to make it."""
-        accounts = self._table.accounts
-        account = accounts.get((client, namespace, tenant))
-        if account is None:
-            with self.lock:
-                account = accounts.of(client, namespace, tenant)
-        return account
-
-    def accounts(self) -> list[tuple[AccountKey, Account]]:
-        """Return all accounts; their numbers go on changing."""
-        return self._table.accounts.items()
-
-    @_locked
-    def in_rows(self, look: Callable[[FindRow], T]) -> T:
-        """Return what `look` finds in the rows of L1."""
-        return look(self.row)
-
-    def absent(self, key: PackedKey, most: int) -> tuple[Ghost | None, list[bytes]]:
-        """Return why L1 lacks the object, as far as that is remembered; if it is not, the key prefixes, of the `most`
-        latest ones, under which L1 has an object of the same chunk."""
-        with self.lock:
-            ghost = self._departures.ghost(key)
-            return ghost, [] if ghost else self._table.prefixes_with(key[-DIGEST_BYTES:], most)
-
-    @_locked
-    def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
-        """Pin all keys, which counts as a use of each; pins none and returns None if one is missing, or the owner's
-        share of L1 is pinned."""
-        objects = self._table.find(keys)
-        if objects is None:
-            return None
-        lease = self.pin_objects(objects, owner=owner, request_id=request_id, lease_s=lease_s)
-        return lease if self._table.keep_within_share(lease) else None
-
-    def pin_objects(
-        self,
-        objects: list[StoredObject],
-        *,
-        owner: int,
-        request_id: str,
-        lease_s: float | None,
-        use: Use | None = "lookup",
-        prompt: PromptPart = NO_PROMPT,
-        asked_by: int | None = None,
-        hit: bool = False,
-    ) -> PinLease:
-        """Pin objects that `row` has found since the caller took the lock, see `ObjectTable.pin_objects`; a `use` of
-        each, unless that is None."""
-        with self.lock:
-            deadline = NO_DEADLINE if lease_s is None else self.clock() + lease_s
-            lease = self._table.pin_objects(
-                objects,
-                owner=owner,
-                request_id=request_id,
-                deadline=deadline,
-                use=use,
-                prompt=prompt,
-                asked_by=asked_by,
-                hit=hit,
-            )
-            if use and self.tiers.watches_uses:
-                self.tiers.used([stored.key for stored in objects])
-        return lease
-
-    @_locked
-    def pin_found(
-        self,
-        find: Callable[[FindRow], list[StoredObject] | None],
-        *,
-        owner: int,
-        request_id: str,
-        lease_s: float | None,
-        prompt: PromptPart = NO_PROMPT,
-        asked_by: int | None = None,
-    ) -> PinLease | None:
-        """Pin the objects that `find` finds in the rows of L1, which counts as a use of each; None if `find` returns
-        None, or the share of L1 of the session that asks is pinned."""
-        objects = find(self.row)
-        if objects is None:
-            return None
-        self._table.reads(owner if asked_by is None else asked_by, request_id, objects)
-        lease = self.pin_objects(
-            objects,
-            owner=owner,
-            request_id=request_id,
-            lease_s=lease_s,
-            use="retrieve",
-            prompt=prompt,
-            asked_by=asked_by,
-        )
-        return lease if self._table.keep_within_share(lease) else None
-
-    @_locked
-    def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
-        """Return the objects under a pin lease, None if it has lapsed. Raises `LeaseUnknown`."""
-        return self._table.pinned(lease_id, owner=owner, now=self.clock())
-
-    @_locked
-    def unpin(self, lease_id: str, *, owner: int, use: Use | None = None, prompt: PromptPart = NO_PROMPT) -> PinLease:
-        """End a pin lease, see `ObjectTable.unpin`. Raises `LeaseUnknown`."""
-        lease = self._table.unpin(lease_id, owner=owner, now=self.clock(), use=use, prompt=prompt)
-        if use and self.tiers.watches_uses:
-            self.tiers.used([stored.key for stored in lease.objects])
-        return lease
-
-    def submit_prefetch_task(
-        self,
-        keys: Sequence[PackedKey],
-        layout_desc: MemoryLayoutDesc,
-        *,
-        select: Select | None = None,
-        on_done: Callable[[], None] = lambda: None,
-        on_change: Callable[[], object] = lambda: None,
-        located: Located | None = None,
-        prompt: PromptPart = NO_PROMPT,
-        client: int = NO_CLIENT,
-    ) -> LoadTask | None:
-        """Load the objects of `keys` that L1 lacks from L2, in the background, keeping their order.
-
-        Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have reported
-        what they hold, the indices worth having (default: all); it is called again after a loss. `on_done` runs once in
-        a storage thread while the chosen objects that were found are still pinned, even after a failure or a cancel;
-        `on_change`, `located`, `prompt` and `client`: see `LoadTask`. Returns None if there is no tier, too much is in
-        flight, or the manager is closed.
-        """
-        by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
-        sizes = [by_group[key[36:40]] for key in keys]
-        task = LoadTask(
-            keys, sizes, select or (lambda available: range(len(available))), on_change, located, prompt, client
-        )
-        return task if self._prefetcher.submit(task, on_done) else None
-
-    def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
-        """Read a namespace's record from L2 and add it to `records`; `on_done` runs in a storage thread."""
-
-        def finish(record: NamespaceRecord | None) -> None:
-            try:
-                if record is not None:
-                    self.records.add(namespace, record, learned=True)
-            finally:
-                on_done()
-
-        return self._prefetcher.submit_record(namespace, finish)
-
-    @_locked
-    def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
-        """Call `came`, under the lock, with the objects of L1 now, and with those that come, from then on."""
-        came([stored.key for stored in self._table.objects()])
-        self._came.append(came)
-
-    # ends
-
-    @_locked
-    def withdraw(self, owner: int, request_id: str | None = None) -> int:
-        """End the claims of a live client (for one of its requests), see `ObjectTable.withdraw`."""
-        ended = self._table.withdraw(owner, request_id)
-        self._writers_ended()
-        return ended
-
-    @_locked
-    def end_owner(self, owner: int) -> int:
-        """End all leases of a client that has ended; return their number."""
-        ended = self._table.end_owner(owner)
-        self._writers_ended()
-        return ended
 
     def clear(self, *, l2: bool = False, model: str = "") -> ClearedObjects:
         """Drop the objects, of one model or all, present at the call that are unused at their turn.
@@ -551,37 +112,10 @@ class StorageManager:
         def wanted(key: PackedKey) -> bool:
             return (not model or key[:16] in of_model) and not is_record_key(key)
 
-        with self.lock:
-            objects = self._table.objects()
-        objects = [stored for stored in objects if wanted(stored.key)]
-        dropped: dict[PackedKey, int] = {}
-        in_use = 0
-        for part in self._in_turns(objects):
-            gone, used = self._table.drop_unused(part)
-            dropped.update((stored.key, stored.length) for stored in gone)
-            in_use += used
+        dropped, in_use = self.table.drop_unused(wanted)
         values, value_bytes = self.tiers.clear(dropped, wanted) if l2 else (0, 0)
         unlisted = tuple(store.name for store in self.tiers.stores if l2 and not store.lists)
         return ClearedObjects(len(dropped), in_use, sum(dropped.values()), values, value_bytes, unlisted)
-
-    @_locked
-    def tick(self) -> None:
-        """Expire leases; above the high watermark, evict down to the low one, except for objects that a write policy
-        must write before. Called about every 100 ms; each call is bounded, and the next ones continue."""
-        self._table.expire(self.clock())
-        self._table.tell_uses()
-        known = [prices[0] for prices in (store.speed.prices() for store in self.tiers.stores) if prices is not None]
-        self._prices = self.compute_s, min(known, default=None)
-        if self._journal is not None:
-            self._tend(self._journal)
-        self._writers_ended()
-        above = self._high < 1.0 and self._table.used_bytes > self._high * self.capacity
-        if above or self._lowering:
-            victims = self._table.candidates(int(self._low * self.capacity))
-            kept = self.tiers.leaving(victims)
-            going = [key for key in victims if key not in kept]
-            self._table.evict(going[:EVICT_AT_ONCE])
-            self._lowering = len(going) > EVICT_AT_ONCE
 
     def close(self, drain_s: float = 0.0, end_s: float | None = None, *, process_ends: bool = False) -> None:
         """Wait up to `drain_s` for pending writes to L2, then close the tiers, which ends the calls in flight, stop all
@@ -592,212 +126,95 @@ class StorageManager:
         still write there. If the process ends right afterwards, the kernel frees memory that ends with it.
         """
         self.tiers.drain(drain_s)
-        if self._journal is not None:
-            with self.lock:
-                self._journal.write_uses()
+        self.table.write_uses()
         self.tiers.stop()
-        self._prefetcher.stop()
-        longest = max((store.timeout_s for store in self.tiers.stores), default=0.0)
-        end_s = CLOSE_GRACE_S + longest if end_s is None else end_s
+        end_s = CLOSE_GRACE_S + self.tiers.longest_call_s if end_s is None else end_s
         deadline = time.monotonic() + end_s
         # A closing tier ends its calls in flight after that.
         self.tiers.close(end_s / 2)
-        ended = self._verification.stop(deadline - time.monotonic())
-        if self._threads is not None and not (self._threads.join(deadline - time.monotonic()) and ended):
+        ended = self.table.verification.stop(deadline - time.monotonic())
+        if self.tiers.join(deadline - time.monotonic()) and ended:
+            self.table.close(deadline, process_ends=process_ends)
+        else:
             log.error("a tier blocks a storage thread past its deadline; the arena stays mapped")
-            return
-        if process_ends:
-            with contextlib.suppress(BufferError):  # a transport's, see `Memory.leave`
-                self._arena.release()
-            if call_within(max(deadline - time.monotonic(), ARENA_END_S), {"the arena": self._memory.leave}):
-                log.error("closing the arena takes too long")
-            return
-        try:
-            self._arena.release()
-            self._memory.close()
-        except BufferError:
-            log.error("a transport keeps views of the arena after its last request; the arena stays mapped")
 
     @property
     def at_rest(self) -> bool:
         """Whether nothing is left to do in the background: no write to L2 waits, no load is under way, and L1 is not
         above its high watermark."""
-        above = self._high < 1.0 and self._table.used_bytes > self._high * self.capacity
-        writing = any(writer.pending for writer in self.tiers.writers)
-        return not (above or self._lowering or writing or self._prefetcher.in_flight)
+        return not self.table.is_full and self.tiers.at_rest
 
-    @_locked
     def status(self) -> dict[str, object]:
-        table = self._table
-        return {
-            "l1": {
-                "capacity_bytes": self.capacity,
-                **table.status(),
-                "recovered": {**self._recovered, **self._verification.status()},
-                "journal_bytes": self._journal.nbytes if self._journal is not None else 0,
-                **self._departures.status(),
-                "counters": {
-                    **self.counters,
-                    "quarantined": table.quarantines,
-                    "lapsed": table.lapses,
-                    "over_share": table.shares.all_cuts,
-                },
-            },
-            "l2": self.tiers.status(),
-            "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
-        }
+        return {"l1": self.table.status(), **self.tiers.status()}
 
-    # for writers and prefetch
 
-    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
-        """Pin each of `keys` that is in L1, without counting as an access for eviction."""
-        leases = [self._pin_internal(key) for part in self._in_turns(keys) for key in part]
-        return [lease for lease in leases if lease is not None]
+# What tiers export of L1 to other nodes: objects, pinned and under an envelope that is sealed on demand, and records of
+# namespaces. No tier is asked, so no read lease waits for another node.
 
-    @_locked
-    def pin_again(self, lease_id: str, indices: Sequence[int], *, owner: int) -> PinLease | None:
-        """Pin for the server itself the objects that the client `owner` has pinned under a lease; None if that has
-        lapsed. Does not count as an access for eviction. Raises `LeaseUnknown`."""
-        pinned = self.pinned(lease_id, owner=owner)
-        if pinned is None:
-            return None
-        objects = [pinned[index] for index in indices]
-        return self._table.pin_objects(
-            objects, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE, use=None, asked_by=owner
-        )
 
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None:
-        for part in self._in_turns(leases):
-            self._table.release(part)
+class PeerExport(Node):
+    """Lends of one storage, which outlives it. See `Node`."""
 
-    def bytes_of(self, lease: PinLease) -> memoryview:
-        stored = lease.objects[0]
-        return self._arena[stored.offset : stored.offset + stored.length]
+    def __init__(self, storage: StorageManager, identity: NodeIdentity) -> None:
+        self.identity = identity
+        self.arena_fd = storage.table.arena_fd
+        self.arena_bytes = storage.table.capacity
+        self._storage = storage
 
-    def reserve_load(
-        self, key: PackedKey, nbytes: int, prompt: PromptPart, client: int
-    ) -> tuple[str, memoryview] | None:
-        """Return a place to load one object into, for a client; None if it is present, being written, or there is no
-        room."""
-        result = self.reserve(
-            [(key, nbytes)], owner=INTERNAL_OWNER, request_id="", lease_s=None, payer=client, use="load", prompt=prompt
-        )
-        if result.lease is None:
-            return None
-        offset = result.placed[0][1]
-        return result.lease.id, self._arena[offset : offset + nbytes]
+    def holds(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
+        held: list[bool] = []
+        for first in range(0, len(keys), AT_ONCE):
+            held += self._storage.table.which_present(keys[first : first + AT_ONCE])
+        records = self._storage.records
+        return [
+            here or (is_record_key(key) and records.get(key[:16]) is not None)
+            for key, here in zip(keys, held, strict=True)
+        ]
 
-    @_locked
-    def finish_load(self, lease_id: str, good: bool) -> PinLease | None:
-        """Publish and pin a loaded object, or free its place."""
-        if not good:
-            self._table.abort(lease_id, owner=INTERNAL_OWNER)
-            self._writers_ended()
-            return None
-        objects = self._commit(lease_id, INTERNAL_OWNER)
-        self.counters["loaded"] += len(objects)
-        return self._pin_internal(objects[0].key)
+    def lend(self, key: PackedKey) -> Loan | None:
+        layout = self._storage.records.layout_of(key[:16])
+        record = self._storage.records.encoded(key[:16]) if is_record_key(key) else None
+        if record is not None:
+            return _RecordLease(key, record[1], layout)
+        leases = self._storage.table.pin_present([key])
+        return _ObjectLease(self._storage, leases[0], layout) if leases else None
 
-    @_locked
-    def any_writing(self, keys: Sequence[PackedKey]) -> bool:
-        """Whether one of `keys` is reserved and not published; `Prefetcher.writers_ended` follows its end."""
-        return self._table.any_writing(keys)
+    def models(self) -> Mapping[str, Collection[bytes]]:
+        return self._storage.records.models()
 
-    def sealed(self, checksums: Mapping[PackedKey, int]) -> None:
-        """Record the checksums of objects for the next server."""
-        if self._journal is not None:
-            with self.lock:
-                self._table.sealed(checksums)
+    def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
+        self._storage.table.watch(came)
 
-    @_locked
-    def drop_damaged(self, key: PackedKey) -> bool:
-        """Drop an object whose bytes are not what they were; False while it is pinned."""
-        return self._table.drop(key, Cause.DAMAGED) or key not in self._table
 
-    @_locked
-    def damaged(self, key: PackedKey) -> None:
-        """Record that the object's value in a tier is of no use."""
-        self._departures.lost([key], Cause.DAMAGED)
+class _RecordLease(Loan):
+    def __init__(self, key: PackedKey, value: memoryview, layout: bytes) -> None:
+        self.nbytes = HEADER_BYTES + value.nbytes
+        self._key, self._value, self._layout = key, value, layout
 
-    def _adopt(self, kept: Kept) -> dict[str, object]:
-        """Take over what an earlier server held; return what `status` shows of it."""
-        began = time.monotonic()
-        journal, found = kept.journal, kept.found
-        if journal is not None and found is not None:
-            for namespace, _, value, learned in found.namespaces:
-                record = decode_record(value)
-                if record is not None:
-                    self.records.add(namespace, record, learned=learned)
-            names = self._table.tenants.names
-            tenants = [names.index(name) if name in names else 0 for name in found.start.tenants]
-            self._table.adopt(found, tenants, now=self.clock())
-            self._tend(journal)
-        if journal is not None:
-            self.records.keep_in(journal)
-        table, seconds = self._table, kept.seconds + time.monotonic() - began
-        if found is not None:
-            log.info("L1 recovered %d objects (%s) in %.2f s", len(table), ByteSize(table.used_bytes), seconds)
-        return {
-            "objects": len(table),
-            "bytes": table.used_bytes,
-            "seconds": round(seconds, 4),
-            "why_cold": kept.why_cold,
-        }
+    def parts(self) -> Sequence[memoryview]:
+        return _sealed(self._key, self._value, self._layout)
 
-    def _tend(self, journal: Journal) -> None:
-        journal.write_uses()
-        for writer in self._table.earlier_writers:
-            if not writer or not may_write(self._memory.fd, writer):
-                self._table.writer_ended(writer)
-        if self.clock() >= self._serves_at:
-            self._serves_at = math.inf
-            journal.served()
+    def close(self) -> None:
+        return
 
-    @_locked
-    def served(self) -> None:
-        """Record for the next server that this one's start has not failed: it has been asked to end."""
-        if self._journal is not None:
-            self._journal.served()
 
-    def _commit(self, lease_id: str, owner: int) -> list[StoredObject]:
-        objects = self._table.commit(lease_id, owner=owner, now=self.clock())
-        keys = [stored.key for stored in objects]
-        self._departures.back(keys)
-        if self._ring.wanted:
-            self._ring.put(Added(keys))
-        for came in self._came:
-            came(keys)
-        self._writers_ended()
-        return objects
+class _ObjectLease(Loan):
+    def __init__(self, storage: StorageManager, lease: PinLease, layout: bytes) -> None:
+        self._storage, self._layout = storage, layout
+        self._key = lease.objects[0].key
+        self._lease: PinLease | None = lease
+        self._value = storage.table.bytes_of(lease).toreadonly()
+        self.nbytes = HEADER_BYTES + self._value.nbytes
 
-    def _left(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
-        self._departures.left(stored, cause, by)
-        self.tiers.removed(stored.key)
-        if self._ring.wanted:
-            self._ring.put(Removed((stored.key,)))
+    def parts(self) -> Sequence[memoryview]:
+        return _sealed(self._key, self._value, self._layout)
 
-    def _writers_ended(self) -> None:
-        """Report ended writers to the loads that wait for one; the caller holds the lock."""
-        # A load that begins to wait now checks by itself.
-        if any(queue.waiting for queue in self._prefetcher.queues):
-            self._prefetcher.writers_ended(self._table.any_writing)
+    def close(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._value.release()
+            self._storage.table.release([lease])
 
-    def _pin_internal(self, key: PackedKey) -> PinLease | None:
-        return self._table.hold(key)
 
-    def _in_turns(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
-        """Yield parts of `items`, each to be handled while this holds the lock; other threads get it in between."""
-        if 0 < len(items) <= AT_ONCE:
-            with self.lock:
-                yield items
-            return
-        for first in range(0, len(items), AT_ONCE):
-            if first:
-                # A thread that only releases a lock takes it again before a waiting thread has woken up.
-                time.sleep(TURN_S)
-            with self.lock:
-                yield items[first : first + AT_ONCE]
-
-    @_locked
-    def _on_ready(self, limit: int) -> None:
-        self._table.allocator.grow(limit)
+def _sealed(key: PackedKey, value: memoryview, layout: bytes) -> Sequence[memoryview]:
+    return memoryview(seal(key, [value], object_bytes=value.nbytes, layout=layout)), value

@@ -19,7 +19,7 @@ from kvframework.api.layout import CANONICAL, MAX_GROUPS, MAX_OBJECT_BYTES, Memo
 from kvframework.api.types import Message
 from kvframework.config import closest
 from kvframework.errors import BadDtype, NamespaceMismatch, RequestError
-from kvframework.storage.envelope import UNTOLD_LAYOUT, layout_fingerprint
+from kvframework.storage.envelope import UNKNOWN_LAYOUT, layout_fingerprint
 
 RECORD_BYTES = 8192
 MAX_NAMESPACES = 4096
@@ -178,8 +178,8 @@ class NamespaceRecords:
                 del self._retained[namespace]
 
     def layout_of(self, namespace: bytes) -> bytes:
-        """Return the fingerprint of the namespace's object layout, `UNTOLD_LAYOUT` if it is not known."""
-        return self._fingerprints.get(namespace, UNTOLD_LAYOUT)
+        """Return the fingerprint of the namespace's object layout, `UNKNOWN_LAYOUT` if it is not known."""
+        return self._fingerprints.get(namespace, UNKNOWN_LAYOUT)
 
     def dtype_of(self, key: PackedKey) -> str:
         """Return the dtype of the elements of an object, "" where it is not known: of an engine's own packing, of a

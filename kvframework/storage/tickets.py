@@ -16,9 +16,10 @@ from typing import NamedTuple
 from kvframework.api.requests import PackedKey, PrefetchTask
 from kvframework.errors import LeaseUnknown, RequestError
 from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.eviction_statistics import FindRow
 from kvframework.storage.l1.leases import NO_PROMPT, PromptPart
 from kvframework.storage.l1.objects import UNPIN_AT_ONCE
-from kvframework.storage.manager import FindRow, StorageManager
+from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord, record_key
 
 # The table of tickets: the pins of each LOOKUP, its deadline, and whether a load for it is in flight.
@@ -207,7 +208,7 @@ class LookupTickets:
         self._on_growth = on_growth
         # The tickets for which objects have arrived since the last answer.
         self._grown: dict[str, Wanted] = {}
-        self._lock = storage.lock
+        self._lock = storage.table.lock
         self._clock = storage.clock
         self._table = TicketTable(ticket_s)
 
@@ -233,9 +234,9 @@ class LookupTickets:
         """End the tickets of a client session that has ended, which gets no new ones; return their number."""
         with self._lock:
             self._table.end_owner(owner)
-            return self.withdraw(owner)
+            return self.cancel(owner)
 
-    def withdraw(self, owner: int, request_id: str | None = None) -> int:
+    def cancel(self, owner: int, request_id: str | None = None) -> int:
         """End a client's tickets (those of one request); return their number."""
         with self._lock:
             ending = self._table.of(owner, request_id)
@@ -260,7 +261,7 @@ class LookupTickets:
         with self._lock:
             if not keys or not self._table.is_owner(owner):
                 return ""
-            lease = self._storage.pin(keys, owner=owner, request_id=request_id, lease_s=self._table.ticket_s)
+            lease = self._storage.table.pin(keys, owner=owner, request_id=request_id, lease_s=self._table.ticket_s)
             if lease is None:
                 return ""
             now = self._clock()
@@ -293,14 +294,14 @@ class LookupTickets:
                 self._on_change(ticket.id)
 
             absent = self._storage.tiers.lacked(record_key(namespace))
-            if not absent and self._may_load(ticket) and self._storage.submit_record_task(namespace, known):
+            if not absent and self._may_load(ticket) and self._storage.tiers.submit_record_task(namespace, known):
                 self._table.load_begun(ticket, None)
             return self._answer(ticket)
 
     def pinned(self, ticket_id: str, owner: int) -> list[StoredObject]:
         """Return the objects that a ticket pins, [] if it has ended. The list is the table's."""
         with self._lock, contextlib.suppress(LeaseUnknown):
-            return self._storage.pinned(self._table.get(ticket_id, owner).pins, owner=owner) or []
+            return self._storage.table.pinned(self._table.get(ticket_id, owner).pins, owner=owner) or []
         return []
 
     def is_loading(self, ticket_id: str, owner: int) -> bool:
@@ -326,7 +327,7 @@ class LookupTickets:
 
     def _ask(self, ticket: Ticket, wanted: Wanted) -> None:
         hit = self._pin(ticket, wanted)
-        self._storage.looked_up(self._storage.row, wanted.prefix, wanted.digests, hit, wanted.chunk_tokens)
+        self._storage.table.looked_up(self._storage.table.row, wanted.prefix, wanted.digests, hit, wanted.chunk_tokens)
         if hit < len(wanted.digests) and self._may_load(ticket):
             task = wanted.load(lambda: self._loaded(ticket, wanted), lambda: self._changed(ticket, wanted))
             if task is not None:
@@ -352,15 +353,15 @@ class LookupTickets:
 
     def _may_load(self, ticket: Ticket) -> bool:
         """Whether the ticket may load from L2; else it is answered from L1."""
-        return self._storage.has_tiers and self._table.may_load(ticket.owner)
+        return bool(self._storage.tiers.stores) and self._table.may_load(ticket.owner)
 
     def _pin(self, ticket: Ticket, wanted: Wanted, *, use: bool = True) -> int:
         """Pin the present hit in L1, in place of the ticket's former pins; return its chunks. Once more while it grows
         is no `use`."""
-        hit, objects = wanted.find(self._storage.row)
+        hit, objects = wanted.find(self._storage.table.row)
         lease_id = ""
         if hit:
-            lease_id = self._storage.pin_objects(
+            lease_id = self._storage.table.pin_objects(
                 objects,
                 owner=ticket.owner,
                 request_id=ticket.request_id,
@@ -387,7 +388,7 @@ class LookupTickets:
 
     def _unpin(self, owner: int, lease_id: str) -> int:
         try:
-            return len(self._storage.unpin(lease_id, owner=owner).objects) if lease_id else 0
+            return len(self._storage.table.unpin(lease_id, owner=owner).objects) if lease_id else 0
         except LeaseUnknown:
             # It lapsed, and was forgotten to make room.
             return 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvframework.api.plugin import API_VERSION
 from kvframework.storage.envelope import FORMAT_VERSION
-from kvframework.storage.l1.journal.form import SCHEMA
+from kvframework.storage.l1.journal_format import SCHEMA
 from kvframework.wire.messages import PROTOCOL_VERSION
 from tests.support.doc_tables import rows
 

@@ -126,13 +126,13 @@ def main(redis_url: str) -> None:
                     wait_until(lambda: stored_in.dbsize() >= 3, what="the object in Redis")
                     # After the tier has answered, the writer unpins the object, and its thread waits for more.
                     wait_until(
-                        lambda: "storage/l2/steps.py" in trace.trips["STORE"]["storage"], what="the writer's end"
+                        lambda: "storage/l2/tiers.py" in trace.trips["STORE"]["storage"], what="the writer's end"
                     )
                 client.request("CLEAR", Clear(), Cleared)
                 with trace.of("LOOKUP"):
                     found = scheduler.wait(scheduler.lookup(request(), wait_s=1.0), 20)
                 assert found.hit_tokens == CHUNK
-                (loads,) = server.service.storage._prefetcher.queues
+                (loads,) = server.service.storage.tiers._prefetcher.queues
                 wait_until(lambda: len(loads.changed._waiters) == loads.threads, what="the end of the load")
                 with trace.of("RETRIEVE"):
                     worker.submit_retrieve(request(), 0, CHUNK, blocks).result(20)

@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 
 from kvf_sglang.lookups import LOOKUP_S
-from kvf_sglang.options import SglangOptions, parse_options
+from kvf_sglang.options import KNOWN, SglangOptions, parse_options
 from kvf_sglang.pools import _KEYS_AND_VALUES, _LATENT, _STATE_LAYOUTS
-from kvf_sglang.supported import KNOWN
 
 DOC = (Path(__file__).resolve().parents[2] / "docs" / "engines" / "sglang.md").read_text()
 

@@ -14,8 +14,7 @@ import pytest
 
 from kvf_sglang.cache import Worker
 from kvf_sglang.facts import CHANGING, identify, model_facts
-from kvf_sglang.options import SglangOptions, parse_options
-from kvf_sglang.supported import FINGERPRINT, KNOWN, check_version
+from kvf_sglang.options import FINGERPRINT, KNOWN, SglangOptions, check_version, parse_options
 from kvframework.client import ModelFacts, changed_since, fingerprint, model_files, process_started
 from kvframework.errors import ConfigFieldError, VersionMismatch
 

@@ -443,7 +443,7 @@ def test_a_backend_is_detached_while_its_weights_are_read(server: ServerProcess)
     slowly: dict[str, Any] = {"identity": slow, "attached": False, "deadline_scale": 100.0}
     with Engine(server.endpoint, MHATokenToKVPoolHost(), **slowly) as engine:
         assert reading.wait(60)
-    thread = engine.cache._attachments._thread
+    thread = engine.cache._attachments._pools[KV]._thread
     assert thread is not None
     assert thread.is_alive()
     go_on.set()

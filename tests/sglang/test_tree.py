@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvf_hashers import SglangPages
-from kvf_sglang.supported import FINGERPRINT
+from kvf_sglang.options import FINGERPRINT
 from tests.sglang.model import make
 from tests.sglang.test_engine import MODELS
 from tests.support.server_process import ServerProcess
@@ -151,6 +151,6 @@ def test_the_storage_interface_is_the_known_one(model: Path) -> None:
     everything.install()
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
-    from kvf_sglang.supported import interface_of
+    from kvf_sglang.options import interface_of
 
     assert interface_of(HiCacheStorage) == FINGERPRINT

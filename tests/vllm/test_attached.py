@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvf_vllm import attach
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks, LayerForm
 from kvf_vllm.layouts import BlockForm, GroupFacts, Handover, OpaqueBlocks, block_tensors
@@ -19,7 +18,7 @@ from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.layout import NO_BLOCK
-from kvframework.client import KVClient, KvIdentity, WorkerAdapter
+from kvframework.client import KVClient, KvIdentity, WorkerAdapter, integration
 from kvframework.errors import BadLayout
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -351,7 +350,7 @@ def test_a_broken_plugin_does_not_stop_the_engine(
         raise ImportError("half of a plugin")
 
     monkeypatch.setattr(WorkerAdapter, "register_kv_caches", broken)
-    monkeypatch.setattr(attach, "RETRY_S", 0.01)
+    monkeypatch.setattr(integration, "RETRY_S", 0.01)
     engine = Engine(server)
     try:
         assert engine.match(FakeRequest("a", list(range(CHUNK)))) == 0

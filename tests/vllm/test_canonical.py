@@ -30,7 +30,7 @@ def imports() -> None:
     import torch
 
     from kvf_cpu_gather.context import CpuGather
-    from kvf_vllm.proof import prove_planes
+    from kvf_vllm.canonical import prove_planes
 
 
 KERNELS = [None, load_kernel(2)]

@@ -26,8 +26,7 @@ from kvf_vllm.facts import (
 )
 from kvf_vllm.identity import identify
 from kvf_vllm.layouts import GroupFacts, OpaqueBlocks, packing_name
-from kvf_vllm.options import VllmOptions, parse_options
-from kvf_vllm.supported import EQUAL, check_version
+from kvf_vllm.options import EQUAL, VllmOptions, check_version, parse_options
 from kvframework.client import ModelFacts, ModelPart, fingerprint, model_files, named_identity
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError, VersionMismatch
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from kvf_vllm.options import VllmOptions, parse_options
+from kvf_vllm.options import BEYOND, FIRST, VllmOptions, parse_options
 from kvf_vllm.registration import MODULE, NAME
-from kvf_vllm.supported import BEYOND, FIRST
 from kvf_vllm.tally import COUNTERS, SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,19 +10,19 @@ from types import ModuleType
 
 import pytest
 
-from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.registration import MODULE, NAME, register
+from kvframework.client import ErrorNotes, harmless
+from kvframework.errors import ServerGone
 
 
 class Connector:
     def __init__(self) -> None:
-        self.errors: list[str] = []
-        self.notes = ErrorNotes()
+        self.counted = 0
+        self.errors = ErrorNotes(self.count)
         self.cleaned: list[object] = []
 
-    def note_error(self, where: str, error: Exception) -> None:
-        self.errors.append(where)
-        self.notes.note(where, error)
+    def count(self) -> None:
+        self.counted += 1
 
     @harmless(lambda: (0, False), then=lambda self, request: self.cleaned.append(request))
     def matched(self, request: object) -> object:
@@ -38,19 +38,27 @@ class Connector:
     def planned(self, number: int) -> int:
         raise TypeError
 
+    @harmless(bool)
+    def _asked(self) -> bool:
+        raise ServerGone("no server")
+
 
 def test_what_is_raised_is_counted_logged_once_and_answered(caplog: pytest.LogCaptureFixture) -> None:
     connector = Connector()
     assert connector.matched("good") == (7, True)
     assert (connector.matched("bad"), connector.matched("worse")) == ((0, False), (0, False))
     assert connector.cleaned == ["bad", "worse"]
-    assert connector.errors == ["matched", "matched"]
+    assert (connector.errors, connector.counted) == ({"matched: ValueError": 2}, 2)
     assert [record.message for record in caplog.records] == [
         "matched failed, the engine continues without the cache there: ValueError('bad')"
     ]
     assert connector.taken() == []
-    assert connector.errors[2:] == ["taken", "taken"]
+    assert connector.errors["taken: OSError"] == connector.errors["taken: AttributeError"] == 1
     assert connector.planned(4) == 5
+    assert connector._asked() is False
+    last = caplog.records[-1]
+    assert last.message.startswith("asked failed, ")
+    assert last.exc_info is None
 
 
 def test_a_process_that_is_asked_to_end_ends() -> None:

@@ -204,7 +204,7 @@ def test_metrics_of_several_engines_are_one_and_what_they_do_not_know_harms_none
 def test_the_interface_of_the_last_release_is_the_one_that_is_followed() -> None:
     import vllm
     from kvf_vllm.interface import FOLLOWED, installed_fingerprint
-    from kvf_vllm.supported import EQUAL
+    from kvf_vllm.options import EQUAL
 
     found = installed_fingerprint()
     assert len(found) == 32
@@ -256,12 +256,12 @@ def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:
 def worker_of(**fields: Any) -> Any:
     """A worker's connector that has started, without an engine."""
     from kvf_vllm.connector import KvFrameworkConnector
-    from kvf_vllm.harmless import ErrorNotes
     from kvf_vllm.worker import WorkerSide
+    from kvframework.client import ErrorNotes
 
     connector = object.__new__(KvFrameworkConnector)
     worker = WorkerSide(FakeInstance(), block_size=BLOCK)
-    given = {"_scheduler": None, "_client": None, "_resets": None, "_updates": None, "_errors": ErrorNotes()}
+    given = {"_scheduler": None, "_client": None, "_resets": None, "_updates": None, "errors": ErrorNotes()}
     vars(connector).update(given, _worker=worker, _instance=SimpleNamespace(close=lambda: None), **fields)
     return connector
 

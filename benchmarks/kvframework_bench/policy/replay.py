@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.keys import DIGEST_BYTES, PACKED_KEY_BYTES
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, StoredObject
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework_bench.policy.requests import Request
@@ -36,7 +35,7 @@ class Replay:
     def _one(self, at: float, digests: list[bytes], request_id: str) -> int:
         table = self._table
         table.expire(at)
-        table.tell_uses()
+        table.report_uses()
         row = table.row(_PREFIX, digests)
         hit = row.index(None) if None in row else len(row)
         found: list[StoredObject] = [stored for stored in row[:hit] if stored is not None]

@@ -29,13 +29,11 @@ from kvframework.errors import (
     UnknownRequest,
 )
 from kvframework.messaging.client.dial import BULK, CONTROL, BulkSocket, dial, make_context
-from kvframework.messaging.client.link import Link
-from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, WhyDown
-from kvframework.messaging.client.pending import Answer, RequestFuture
-from kvframework.messaging.client.reported import FreedTickets, Losses, ShortPrompts
+from kvframework.messaging.client.link import Answer, Link, OnLate, RequestFuture
+from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, Reports
 from kvframework.messaging.curve import LoadedKeys
-from kvframework.messaging.descriptors import FOR_A_CONNECTION, as_out_of_resources, need
 from kvframework.messaging.frames_io import Socket
+from kvframework.messaging.polling import FOR_A_CONNECTION, as_out_of_resources, need
 from kvframework.wire.messages import CancelReply, Hello, HelloReply
 from kvframework.wire.protocol import LOCAL, ClientDeadlines
 
@@ -48,15 +46,51 @@ _UNREACHABLE_PAUSE_S = 0.25
 _REFUSED_PAUSE_S = 2.0
 _LATER_S = 0.01
 _CLOSE_S = 10.0
+LOG_AGAIN_S = 60.0
+
+
+class WhyDown:
+    """`error` is that of the last attempt, None after a successful one; `unanswered` is the error of the present
+    attempt if its HELLO gets no answer."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.error: Exception | None = None
+        self.unanswered: ServerGone | None = None
+        self._endpoint = endpoint
+        self._log_again_at = 0.0
+
+    @property
+    def most_telling(self) -> Exception | None:
+        """The most specific reason: a refusal before silence, silence before a server that was not found."""
+        if self.error is not None and not isinstance(self.error, ServerGone):
+            return self.error
+        return self.unanswered or self.error
+
+    def note(self, error: Exception, *, quiet: bool) -> None:
+        """Record the error of an attempt. Unless `quiet`, log it: loudly, unless there is just no server; again after a
+        while, since a cache without hits is easily overlooked."""
+        now = time.monotonic()
+        if not quiet and (str(error) != str(self.error) or now >= self._log_again_at):
+            self._log_again_at = now + LOG_AGAIN_S
+            if isinstance(error, ServerGone):
+                logger.info("no server at %s: %s", self._endpoint, error.fact)
+            elif isinstance(error, OutOfResources):
+                logger.warning("no connection to %s for now: %s", self._endpoint, error)
+            elif isinstance(error, KVFrameworkError):
+                logger.error("the server at %s cannot be used: %s", self._endpoint, error)
+            else:
+                logger.error("connecting to %s failed", self._endpoint, exc_info=error)
+        self.error = error
+        self.unanswered = None
 
 
 class Connection:
-    """A connection that reconnects by itself. `start()`, then `request(...)` from any thread, then `close()`.
+    """A connection that reconnects by itself. `start()`, then requests from any thread, then `close()`.
 
     `on_up(reply, arena_fd)` is called after every successful HELLO, in the supervisor thread; it owns `arena_fd`. Until
     it returns only `urgent` requests are sent. If it raises, the connection is dropped and tried again. `on_down()`
-    follows every `on_up` that returned. Entries of `losses` and `short` are reported to the server. A forked child
-    cannot use its parent's connection and does not disturb it.
+    follows every `on_up` that returned. `reports` go to the server. A forked child cannot use its parent's connection
+    and does not disturb it.
 
     While this process has too few descriptors or threads left for a connection, there is none, and it is tried again.
     """
@@ -72,9 +106,7 @@ class Connection:
         deadlines: ClientDeadlines = LOCAL,
         keys: LoadedKeys | None = None,
     ) -> None:
-        self.losses = Losses()
-        self.short = ShortPrompts()
-        self.freed = FreedTickets()
+        self.reports = Reports()
         self._why = WhyDown(endpoint)
         self._endpoint = endpoint
         self._hello = hello
@@ -147,34 +179,6 @@ class Connection:
         link = self._link
         return link.liveness_fd() if link is not None else None
 
-    def request(
-        self,
-        name: str,
-        payload: Message,
-        buffers: Sequence[Buffer] = (),
-        *,
-        timeout: float,
-        urgent: bool = False,
-        silence_s: float = 0.0,
-        on_late: Callable[[Message], None] | None = None,
-    ) -> Future[Answer]:
-        """Send a request and return its future; never blocks and never raises.
-
-        The future resolves to the response and its buffers, or fails: with the error that
-        the server named, `DeadlineExceeded` after `timeout` seconds (the connection is "suspect" then, until a PING is
-        answered), or `ServerGone` (at once if the connection is down, or suspect and the request not `urgent`, unless
-        the server has been silent for less than `silence_s`). Its callbacks run in the thread that receives the answer:
-        the I/O thread, or a caller's in `ask`. Big buffers are sent without a copy: they must stay unchanged until an
-        answer. `cancel()` on it sends CANCEL; the future then resolves with the server's answer to the request.
-        `on_late` is called in the I/O thread with a response that arrives after the timeout; it must release what the
-        response grants, since nothing else can.
-        """
-        try:
-            spec, link = self._spec(name, buffers), self._usable(urgent, silence_s)
-        except KVFrameworkError as error:
-            return Future.failed(error.with_traceback(None))
-        return link.submit(spec, payload, buffers, timeout, on_late)
-
     def ask(
         self,
         name: str,
@@ -182,31 +186,51 @@ class Connection:
         *,
         timeout: float,
         urgent: bool = False,
-        on_late: Callable[[Message], None] | None = None,
+        on_late: OnLate | None = None,
     ) -> Message:
         """Send a request and wait for its answer: the calling thread sends and receives by itself, so that no other
-        thread has to wake. Raises the error with which the future of `request` would fail. Not for callbacks of
+        thread has to wake. Raises the error with which the future of `begin` would fail. Not for callbacks of
         futures."""
         spec = self._spec(name)
-        return self._usable(urgent).ask(spec, payload, timeout, on_late)
+        return self._usable(urgent).ask(spec, payload, timeout=timeout, on_late=on_late)
 
     def begin(
         self,
         name: str,
         payload: Message,
+        buffers: Sequence[Buffer] = (),
         *,
         timeout: float,
-        turn: float,
+        turn: float = 0.0,
         urgent: bool = False,
-        on_late: Callable[[Message], None] | None = None,
+        silence_s: float = 0.0,
+        bulk: bool = False,
+        on_late: OnLate | None = None,
     ) -> Future[Answer]:
-        """Send a request and wait for at most `turn` seconds, as `ask` does: most often the returned future is
-        resolved. Also sent while the server has been silent for less than `timeout`. Never raises."""
+        """Send a request and return its future. Never raises. Waits for at most `turn` seconds, as `ask` does: most
+        often the future is resolved then.
+
+        The future resolves to the response and its buffers, or fails: with the error that
+        the server named, `DeadlineExceeded` after `timeout` seconds (the connection is "suspect" then, until a PING is
+        answered), or `ServerGone` (at once if the connection is down, or suspect and the request not `urgent`, unless
+        the server has been silent for less than `silence_s`). Its callbacks run in the thread that receives the answer:
+        the I/O thread, or a caller's that waits. Big buffers are sent without a copy: they must stay unchanged until an
+        answer. `cancel()` on it sends CANCEL; the future then resolves with the server's answer to the request.
+        `on_late` is called in the I/O thread with a response that arrives after the timeout; it must release what the
+        response grants, since nothing else can.
+
+        `bulk` sends it over the session's second socket, which is reserved for big frames, and blocks for a handshake
+        when there is none yet. After a timeout on it all its requests in flight fail, and only those. A future of it
+        that has failed does not release the buffers: ZMQ may still read them, so never write to them again.
+        """
         try:
-            spec, link = self._spec(name), self._usable(urgent, timeout)
+            spec = self._spec(name, buffers)
+            if bulk:
+                return self._bulk_of_session().begin(spec, payload, buffers, timeout)
+            link = self._usable(urgent, silence_s)
         except KVFrameworkError as error:
             return Future.failed(error.with_traceback(None))
-        return link.begin(spec, payload, timeout, turn, on_late)
+        return link.begin(spec, payload, buffers, timeout=timeout, turn=turn, on_late=on_late)
 
     def post(self, name: str, payload: Message) -> bool:
         """Send a request of `ONE_WAY_REQUESTS` that the server does not answer: to one with the feature `one_way`.
@@ -217,30 +241,18 @@ class Connection:
             return False
 
     def reachable(self, silence_s: float) -> bool:
-        """Whether `request` and `begin` would send: "up", or silent for less than this number of seconds. Never
-        blocks."""
+        """Whether `begin` would send: "up", or silent for less than this number of seconds. Never blocks."""
         try:
             self._usable(urgent=False, silence_s=silence_s)
         except ServerGone:
             return False
         return True
 
-    def bulk_request(
-        self, name: str, payload: Message, buffers: Sequence[Buffer] = (), *, timeout: float
-    ) -> Future[Answer]:
-        """Send a request like `request`, over the session's second socket, which is reserved for big frames. Blocks for
-        a handshake when there is none yet. After a timeout on it all its requests in flight fail, and only those.
-
-        A future that has failed does not release the buffers: ZMQ may still read them, so never write to them again.
-        """
-        try:
-            spec = self._spec(name, buffers)
-        except KVFrameworkError as error:
-            return Future.failed(error.with_traceback(None))
-        bulk = self._bulk
-        if bulk is None or self.state == "down":
-            return Future.failed(ServerGone(f"the connection is {self.state}", where=self._endpoint))
-        return bulk.submit(spec, payload, buffers, timeout)
+    def released_nothing_since(self, began: float) -> bool:
+        """Whether no END_SESSION of this session can have released what was pinned from `began` on, of the monotonic
+        clock."""
+        link = self._link
+        return link is not None and link.releases.none_since(began)
 
     def cancel(self, future: Future[Answer]) -> Future[Answer]:
         """Send CANCEL for a request made here, even one whose future has failed with `DeadlineExceeded` already.
@@ -290,6 +302,12 @@ class Connection:
                     self._start_thread()
             finally:
                 self._starting.release()
+
+    def _bulk_of_session(self) -> BulkSocket:
+        bulk = self._bulk
+        if bulk is None or self.state == "down":
+            raise ServerGone(f"the connection is {self.state}", where=self._endpoint)
+        return bulk
 
     def _usable(self, urgent: bool, silence_s: float = 0.0) -> Link:
         """Return the link that a request may use now. Raises `ServerGone`."""
@@ -351,9 +369,7 @@ class Connection:
                 heartbeat,
                 self._notify,
                 gone_s=deadlines.gone_s,
-                losses=self.losses,
-                short=self.short,
-                freed=self.freed,
+                reports=self.reports,
             )
             link.start()
             undo.pop_all()

@@ -29,11 +29,10 @@ from kvframework.config import (
 )
 from kvframework.errors import KVFrameworkError, OutOfResources, ProtocolError, ServerFull, ServerGone, VersionMismatch
 from kvframework.messaging import frames_io
-from kvframework.messaging.client.link import Link
+from kvframework.messaging.client.link import Answer, Link
 from kvframework.messaging.client.liveness import Heartbeat
-from kvframework.messaging.client.pending import Answer
 from kvframework.messaging.curve import LoadedKeys
-from kvframework.messaging.descriptors import FOR_A_CONNECTION, as_out_of_resources, need
+from kvframework.messaging.polling import FOR_A_CONNECTION, as_out_of_resources, need
 from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Goodbye, Hello, HelloReply
 
@@ -221,8 +220,8 @@ class BulkSocket:
         self._link: Link | None = None
         self._closed = False
 
-    def submit(self, spec: RequestSpec, payload: Message, buffers: Sequence[Buffer], timeout: float) -> Future[Answer]:
-        """Submit like `Link.submit`, after a handshake if there is no socket. Never raises."""
+    def begin(self, spec: RequestSpec, payload: Message, buffers: Sequence[Buffer], timeout: float) -> Future[Answer]:
+        """Send a request like `Link.begin`, after a handshake if there is no socket. Never raises."""
         try:
             link = self._opened()
         except KVFrameworkError as error:
@@ -235,7 +234,7 @@ class BulkSocket:
             if out is None:
                 raise
             return Future.failed(out)
-        return link.submit(spec, payload, buffers, timeout)
+        return link.begin(spec, payload, buffers, timeout=timeout)
 
     def close(self) -> None:
         """Close the socket. Idempotent. Waits for a handshake in progress."""

@@ -1,6 +1,6 @@
 """`Link`: one connection to one boot of a server, from HELLO to its end, and the I/O thread that serves it.
 
-The I/O thread owns the liveness socket, the heartbeat and all deadlines except those of callers in `ask`, which send
+The I/O thread owns the liveness socket, the heartbeat and all deadlines except those of callers that wait, which send
 and receive by themselves. Other callers append to an outbox and wake the I/O thread, which receives the answers that no
 caller waits for. Any thread sends what is in the outbox ahead of a message of its own, so that the requests of one
 thread keep their order. When the link ends, for any reason, every future of it fails with `ServerGone`; a link is never
@@ -18,13 +18,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import zmq
 from msgspec.structs import replace
 
-from kvframework.api.futures import Future
+from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import Buffer, Message, RequestSpec
 from kvframework.errors import (
+    DeadlineExceeded,
     HelloRequired,
     InvalidPayload,
     KVFrameworkError,
@@ -33,25 +35,200 @@ from kvframework.errors import (
 )
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging import frames_io
-from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, Silence
-from kvframework.messaging.client.pending import Answer, LateAnswers, Outgoing, Pending
-from kvframework.messaging.client.reported import FreedTickets, Losses, ShortPrompts
+from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, Reports, Silence
 from kvframework.messaging.frames_io import SharedDealer, milliseconds
-from kvframework.messaging.polling import Wakeup
+from kvframework.messaging.polling import Deadlines, Wakeup
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, Envelope, ErrorPayload, decode, error_from, join, split
 from kvframework.wire.messages import Cancel, Goodbye, Ping, Pong
-from kvframework.wire.protocol import REQUESTS, ROOM_REQUESTS
+from kvframework.wire.protocol import HINT, REQUESTS, ROOM_REQUESTS
 
 logger = logging.getLogger(__name__)
 logger.addFilter(LogLimit())
 
 _MESSAGES_PER_ROUND = 64
+_MAX_LATE = 4096
 _LAST_RESORT_S = 1.0  # for a thread that is about to resolve a future, and is being held up
 _AFTER_THE_SERVER_S = 1.0  # the server's own deadline passes first
 _PING = REQUESTS["PING"]
 _CANCEL = REQUESTS["CANCEL"]
 _GOODBYE = REQUESTS["GOODBYE"]
 _GOODBYE_S = 0.2
+
+OnLate = Callable[[Message], None]
+
+
+class Answer(NamedTuple):
+    """What the server answered: the response, and the raw buffers behind it."""
+
+    payload: Message
+    buffers: Sequence[memoryview] = ()
+
+
+class RequestFuture(Promise[Answer]):
+    """The future of a request that was sent. `cancel()` asks the server, which answers the request as always."""
+
+    __slots__ = ("_send_cancel", "request_id", "resting")
+
+    def __init__(self, send_cancel: Callable[[int], Future[Answer]], request_id: int) -> None:
+        super().__init__()
+        self._send_cancel = send_cancel
+        self.request_id = request_id
+        self.resting = False  # whether its caller only waits, so that a signal may interrupt it without harm
+
+    def cancel(self) -> None:
+        if not self.query():
+            self._send_cancel(self.request_id)
+
+    def cancelled(self) -> Future[Answer]:
+        """Send CANCEL and return the future of its answer, which comes once the server no longer touches anything for
+        the request."""
+        return self._send_cancel(self.request_id)
+
+    def rest(self, timeout: float) -> None:
+        """Wait until it is resolved, at most `timeout` seconds."""
+        self.resting = True
+        self.wait(max(timeout, 0.0))
+        self.resting = False
+
+
+class Outgoing(NamedTuple):
+    """A request; `deadline` is on the monotonic clock. `on_late` receives an answer that arrives after it."""
+
+    request_id: int
+    frames: list[Any]
+    spec: RequestSpec
+    future: RequestFuture
+    timeout: float
+    deadline: float
+    on_late: OnLate | None = None
+
+    def answer(self, envelope: Envelope) -> Answer:
+        """Return the server's response. Raises the error that it named, and `ProtocolError` or `InvalidPayload` for a
+        reply that does not answer this request."""
+        if envelope.type == ERROR_TYPE:
+            raise error_from(decode(envelope.payload, ErrorPayload, where=self.spec.name))
+        if envelope.type != self.spec.name:
+            raise ProtocolError(f"the server answered with {envelope.type!r}", where=self.spec.name)
+        return Answer(self.response(envelope), envelope.buffers)
+
+    def response(self, envelope: Envelope) -> Message:
+        return decode(envelope.payload, self.spec.response, where=f"response of {self.spec.name}")
+
+    def resolve(self, outcome: Answer | KVFrameworkError) -> None:
+        """Resolve the future, in the calling thread. A callback that fails is logged."""
+        try:
+            if isinstance(outcome, KVFrameworkError):
+                self.future.set_exception(outcome)
+            else:
+                self.future.set_result(outcome)
+        except Exception:
+            logger.exception("a callback of a %s future failed", self.spec.name)
+
+    def expire(self) -> None:
+        """Fail the future, as its deadline has passed."""
+        self.resolve(DeadlineExceeded(f"no answer within {self.timeout:.4g} s", where=self.spec.name, hint=HINT))
+
+
+class Pending:
+    """The unanswered requests. The thread that removes a request must resolve it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: dict[int, Outgoing] = {}
+        self._deadlines: Deadlines[int] = Deadlines()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, item: Outgoing, *, watched: bool) -> bool:
+        """Add a request. `watched` means that `due` returns it at its deadline; else its caller handles that. False
+        after `close`."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._items[item.request_id] = item
+            if watched:
+                self._deadlines.set(item.request_id, item.deadline)
+            return True
+
+    def watch(self, item: Outgoing) -> None:
+        """Leave the deadline of a request to `due`, since its caller no longer waits; no effect once it was
+        answered."""
+        with self._lock:
+            if item.request_id in self._items:
+                self._deadlines.set(item.request_id, item.deadline)
+
+    def take(self, request_id: int) -> Outgoing | None:
+        """Remove a request; None if another thread has taken it."""
+        with self._lock:
+            self._deadlines.discard(request_id)
+            return self._items.pop(request_id, None)
+
+    def lapse(self, item: Outgoing, into: deque[Outgoing | Envelope]) -> bool:
+        """Atomically move a timed-out request to `into`; False if another thread has taken it. A thread that does not
+        find it here finds it in `into`."""
+        with self._lock:
+            if item.request_id not in self._items:
+                return False
+            into.append(item)
+            self._deadlines.discard(item.request_id)
+            del self._items[item.request_id]
+            return True
+
+    def next_deadline(self) -> float | None:
+        """Return the earliest deadline of the watched requests."""
+        with self._lock:
+            return self._deadlines.next()
+
+    def due(self, now: float) -> list[Outgoing]:
+        """Remove and return the watched requests whose deadline has passed."""
+        with self._lock:
+            return [self._items.pop(request_id) for request_id in self._deadlines.due(now)]
+
+    def close(self) -> list[Outgoing]:
+        """Remove and return all requests; later ones are refused."""
+        with self._lock:
+            self._closed = True
+            items = list(self._items.values())
+            self._items.clear()
+            return items
+
+
+class SessionReleases:
+    """The END_SESSIONs of a link's session, each of which may release what a load has pinned before: other requests may
+    overtake them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._last = -math.inf
+
+    def none_since(self, began: float) -> bool:
+        """Whether none has released what was pinned from `began` on, a time of the monotonic clock, and none will."""
+        return not self._open and self._last < began
+
+    def begin(self, future: Future[Answer], on_late: OnLate | None) -> OnLate:
+        """Note one that is about to be sent, with its future; return its `on_late`: one that fails at its deadline may
+        yet be answered, and is open until then."""
+        with self._lock:
+            self._open += 1
+
+        def answered(reply: Future[Answer]) -> None:
+            if not isinstance(reply.exception(), DeadlineExceeded):
+                self._end()
+
+        def late(reply: Message) -> None:
+            self._end()
+            if on_late is not None:
+                on_late(reply)
+
+        future.add_done_callback(answered)
+        return late
+
+    def _end(self) -> None:
+        with self._lock:
+            self._open, self._last = self._open - 1, time.monotonic()
 
 
 class _EndOfLink(Exception):
@@ -70,20 +247,15 @@ class Link:
         changed: Callable[[], None],
         *,
         gone_s: float = math.inf,
-        losses: Losses | None = None,
-        short: ShortPrompts | None = None,
-        freed: FreedTickets | None = None,
+        reports: Reports | None = None,
     ) -> None:
         self.boot_id = boot_id
         self._silence = Silence(changed)
         self._prompt = True
         self._gone_s = gone_s
-        self._losses = losses or Losses()
-        self._losses.begin()
-        self._short = short or ShortPrompts()
-        self._short.begin()
-        self._freed = freed or FreedTickets()
-        self._freed.begin()
+        self._reports = reports or Reports()
+        self._reports.begin()
+        self.releases = SessionReleases()
         self.reason: KVFrameworkError | None = None
         self.ended = threading.Event()
         self._dealer = SharedDealer(dealer)
@@ -102,7 +274,8 @@ class Link:
         self._wakeup = Wakeup()
         # Work that callers leave to the I/O thread: answers without a caller, and requests that were given up.
         self._handed_over: deque[Envelope | Outgoing] = deque()
-        self._late = LateAnswers()
+        # The newest requests that were given up and have an `on_late`. I/O thread only.
+        self._late: dict[int, Outgoing] = {}
         # The PINGs that are not answered.
         self._pings: dict[int, Ping] = {}
         self._callers = self._dealer.watch(zmq.Poller())
@@ -134,36 +307,10 @@ class Link:
         may not end before it has left."""
         return threading.current_thread() is self._thread or threading.get_ident() in self._within
 
-    def submit(
-        self,
-        spec: RequestSpec,
-        payload: Message,
-        buffers: Sequence[Buffer],
-        timeout: float,
-        on_late: Callable[[Message], None] | None = None,
-    ) -> Future[Answer]:
-        """Send a request, from any thread, without blocking. A request that cannot be sent yields a failed future."""
-        try:
-            item = Outgoing.of(self.cancel, next(self._ids), spec, payload, buffers, timeout, on_late)
-        except KVFrameworkError as error:
-            return Future.failed(error.with_traceback(None))
-        entered = self._enter()
-        try:
-            with self._lock:
-                if self._closed:
-                    return Future.failed(self.gone())
-                self._outbox.append(item)
-            self._wakeup.signal()
-        finally:
-            self._leave(entered)
-        return item.future
-
-    def ask(
-        self, spec: RequestSpec, payload: Message, timeout: float, on_late: Callable[[Message], None] | None = None
-    ) -> Message:
-        """Send a request and wait for its answer. Raises the error with which the future of `submit` would fail. Not
-        for the I/O thread, nor for callbacks of futures."""
-        item = Outgoing.of(self.cancel, next(self._ids), spec, payload, (), timeout, on_late)
+    def ask(self, spec: RequestSpec, payload: Message, *, timeout: float, on_late: OnLate | None = None) -> Message:
+        """Send a request and wait for its answer. Raises the error with which the future of `begin` would fail. Not for
+        the I/O thread, nor for callbacks of futures."""
+        item = self._outgoing(spec, payload, (), timeout, on_late)
         self._wait_here(item, item.deadline)
         try:
             return item.future.result(_LAST_RESORT_S).payload
@@ -175,19 +322,32 @@ class Link:
         self,
         spec: RequestSpec,
         payload: Message,
+        buffers: Sequence[Buffer] = (),
+        *,
         timeout: float,
-        turn: float,
-        on_late: Callable[[Message], None] | None = None,
+        turn: float = 0.0,
+        on_late: OnLate | None = None,
     ) -> Future[Answer]:
-        """Like `ask` for at most `turn` seconds; a future that is still pending then continues as that of `submit`.
-        Does not wait while the server takes longer than such a turn, nor in callbacks of futures."""
-        if turn <= 0 or self.suspect or not self._prompt or self.runs_here():
-            return self.submit(spec, payload, (), timeout, on_late)
+        """Send a request from any thread and return its future, which has failed for one that cannot be sent. Waits as
+        `ask` does for at most `turn` seconds; not while the server takes longer than such a turn, nor in callbacks of
+        futures."""
         try:
-            item = Outgoing.of(self.cancel, next(self._ids), spec, payload, (), timeout, on_late)
+            item = self._outgoing(spec, payload, buffers, timeout, on_late)
         except KVFrameworkError as error:
             return Future.failed(error.with_traceback(None))
-        self._wait_here(item, min(item.deadline, self._clock() + turn))
+        if turn > 0 and self._prompt and not self.suspect and not self.runs_here():
+            self._wait_here(item, min(item.deadline, self._clock() + turn))
+            return item.future
+        entered = self._enter()
+        try:
+            with self._lock:
+                if not self._closed:
+                    self._outbox.append(item)
+                    self._wakeup.signal()
+                    return item.future
+        finally:
+            self._leave(entered)
+        item.resolve(self.gone())
         return item.future
 
     def post(self, spec: RequestSpec, payload: Message) -> bool:
@@ -210,10 +370,6 @@ class Link:
         """See `Silence.seconds`."""
         return self._silence.seconds()
 
-    def cancel(self, request_id: int) -> Future[Answer]:
-        """Send CANCEL; its answer comes once the server no longer touches anything for that request."""
-        return self.submit(_CANCEL, Cancel(request_id), (), _CANCEL.deadline_s + _AFTER_THE_SERVER_S)
-
     def liveness_fd(self) -> int | None:
         """See `Connection.liveness_fd`."""
         return self._liveness.duplicate() if self._liveness is not None else None
@@ -221,15 +377,15 @@ class Link:
     def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
         """Report to the server what it could not notice otherwise: losses, the end, and the reason if this client
         cannot use the server. Waits for a moment. Not in the I/O thread."""
-        ping = self._ping()
-        if ping != Ping():
-            with contextlib.suppress(KVFrameworkError):
-                self.submit(_PING, ping, (), _GOODBYE_S).result(2 * _GOODBYE_S)
-                self._acknowledged(ping)
-        if self._liveness is None or why is not None:
-            goodbye = Goodbye(why.code, why.fact) if why is not None else Goodbye()
-            with contextlib.suppress(KVFrameworkError):
-                self.submit(_GOODBYE, goodbye, (), _GOODBYE_S).result(2 * _GOODBYE_S)
+        ping = self._reports.ping()
+        with contextlib.suppress(KVFrameworkError):
+            if ping != Ping():
+                self.begin(_PING, ping, timeout=_GOODBYE_S).result(2 * _GOODBYE_S)
+                self._reports.answered(ping)
+        with contextlib.suppress(KVFrameworkError):
+            if self._liveness is None or why is not None:
+                goodbye = Goodbye(why.code, why.fact) if why is not None else Goodbye()
+                self.begin(_GOODBYE, goodbye, timeout=_GOODBYE_S).result(2 * _GOODBYE_S)
 
     def close(self) -> None:
         """End the link and wait for its thread, unless called by it. Idempotent."""
@@ -258,7 +414,7 @@ class Link:
                     self._pending.watch(item)
                     self._wakeup.signal()
                 else:
-                    self._give_up(item)
+                    self._expire_here(item)
         except BaseException as error:
             # A signal's handler raised. Outside of a wait, half a message may have been sent or received.
             self._dealer.follow()
@@ -307,15 +463,35 @@ class Link:
             if self._clock() >= until:
                 return
 
-    def _give_up(self, item: Outgoing) -> None:
+    def _expire_here(self, item: Outgoing) -> None:
         if self._pending.lapse(item, self._handed_over):
             self._silence.begin(item.deadline - item.timeout)
             self._wakeup.signal()
         else:
             item.future.rest(_LAST_RESORT_S)  # another thread is about to resolve it
-        item.resolve(item.unanswered())
+        item.expire()
 
     # in any thread
+
+    def _outgoing(
+        self, spec: RequestSpec, payload: Message, buffers: Sequence[Buffer], timeout: float, on_late: OnLate | None
+    ) -> Outgoing:
+        """Encode a request, ready to send. Raises `InvalidPayload` or `MessageTooLarge`."""
+        request_id = next(self._ids)
+        try:
+            frames = frames_io.outgoing(join(request_id, spec.name, payload, buffers))
+        except KVFrameworkError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidPayload(str(error), where=spec.name) from error
+        future = RequestFuture(self._cancel, request_id)
+        if spec.name == "END_SESSION":
+            on_late = self.releases.begin(future, on_late)
+        return Outgoing(request_id, frames, spec, future, timeout, time.monotonic() + timeout, on_late)
+
+    def _cancel(self, request_id: int) -> Future[Answer]:
+        """Send CANCEL; its answer comes once the server no longer touches anything for that request."""
+        return self.begin(_CANCEL, Cancel(request_id), timeout=_CANCEL.deadline_s + _AFTER_THE_SERVER_S)
 
     def _enter(self) -> bool:
         """Note that this thread is within a request; return whether it was not yet."""
@@ -330,7 +506,7 @@ class Link:
             self._within.discard(threading.get_ident())
 
     def _send_outbox(self) -> None:
-        """Send what `submit` has left, oldest first. Raises `zmq.ZMQError` once the link has ended."""
+        """Send what `begin` has left, oldest first. Raises `zmq.ZMQError` once the link has ended."""
         if not self._outbox:
             return
         refused = []
@@ -350,11 +526,11 @@ class Link:
 
     def _send(self, item: Outgoing) -> None:
         """Send a request. One that needs room follows the tickets that were freed before it. Raises `zmq.ZMQError`."""
-        while item.spec.name in ROOM_REQUESTS and (free := self._freed.take()):
+        while item.spec.name in ROOM_REQUESTS and (free := self._reports.take_freed()):
             try:
                 self._dealer.send(join(next(self._ids), _PING.name, Ping(free=free)))
             except zmq.ZMQError:
-                self._freed.add(free)
+                self._reports.free(free)
                 raise
         self._dealer.send(item.frames)
 
@@ -430,12 +606,29 @@ class Link:
         for _ in range(len(self._handed_over)):
             what = self._handed_over.popleft()
             if isinstance(what, Outgoing):
-                self._heartbeat.ask_now()
-                self._late.expect(what)
+                self._give_up(what)
             elif what.request_id in self._pings:
                 self._on_pong(what)
             else:
-                self._late.give_back(what)
+                self._on_late(what)
+
+    def _give_up(self, item: Outgoing) -> None:
+        """No caller waits for this request any more."""
+        self._heartbeat.ask_now()
+        if item.on_late is not None:
+            self._late[item.request_id] = item
+            if len(self._late) > _MAX_LATE:
+                del self._late[next(iter(self._late))]
+
+    def _on_late(self, envelope: Envelope) -> None:
+        """Pass a late answer to `on_late` of its request, once. Errors grant nothing."""
+        item = self._late.pop(envelope.request_id, None)
+        if item is None or item.on_late is None or envelope.type != item.spec.name:
+            return
+        try:
+            item.on_late(item.response(envelope))
+        except Exception:
+            logger.exception("what a late answer to %s granted could not be released", item.spec.name)
 
     def _full(self, item: Outgoing) -> KVFrameworkError:
         self._silence.begin()
@@ -474,26 +667,16 @@ class Link:
             elif decode(envelope.payload, Pong, where=_PING.name).boot_id != self.boot_id:
                 raise _EndOfLink(ServerGone("the server was restarted"))
             else:
-                self._acknowledged(ping)
+                self._reports.answered(ping)
         except InvalidPayload as error:
             raise _EndOfLink(error) from None
         self._silence.end()
 
-    def _ping(self) -> Ping:
-        """Return a PING with all that its server does not know yet."""
-        return Ping(self._losses.report(), *self._short.report())
-
-    def _acknowledged(self, ping: Ping) -> None:
-        """Record that the server has answered a PING."""
-        self._losses.acknowledged(ping.lost)
-        self._short.acknowledged(ping.short_count)
-
     def _expire(self, now: float) -> None:
         for item in self._pending.due(now):
-            self._heartbeat.ask_now()
-            self._late.expect(item)
+            self._give_up(item)
             self._silence.begin(item.deadline - item.timeout)
-            item.resolve(item.unanswered())
+            item.expire()
 
     def _beat(self, now: float) -> None:
         self._silence.log(now)
@@ -506,12 +689,12 @@ class Link:
             return
         request_id = next(self._ids)
         try:
-            ping = self._pings[request_id] = self._ping()
-            free = self._freed.take()
+            ping = self._pings[request_id] = self._reports.ping()
+            free = self._reports.take_freed()
             self._send_outbox()  # requests that name those tickets
             self._dealer.send(join(request_id, _PING.name, replace(ping, free=free) if free else ping))
         except zmq.Again:
-            self._freed.add(free)
+            self._reports.free(free)
             self._pings.pop(request_id, None)
             if self._heartbeat.overdue(now):
                 raise _EndOfLink(ServerGone("the connection is broken")) from None

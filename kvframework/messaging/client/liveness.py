@@ -1,9 +1,5 @@
-"""Whether a client's server lives: the liveness socket, the schedule of PINGs, the server's silence, and the reason why
-a connection is down.
-
-Runs in the engine process. The supervisor thread connects the socket and writes the reason; the connection's I/O thread
-watches the socket. It brings the arena's descriptor, and its end means the server's death.
-"""
+"""Whether a client's server lives: the schedule of PINGs and what they carry, the server's silence, and the liveness
+socket, which brings the arena's descriptor, and whose end means the server's death. Engine process."""
 
 from __future__ import annotations
 
@@ -14,14 +10,34 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
+from kvframework.api.transport import LostKind
 from kvframework.config import trusted_server_uid
-from kvframework.errors import EndpointError, KVFrameworkError, OutOfResources, ProtocolError, ServerGone
+from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
-from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA, close_after_fork, peer_uid
+from kvframework.messaging.polling import WITH_ARENA, WITHOUT_ARENA, close_after_fork, peer_uid
+from kvframework.wire.messages import (
+    LOST_AMOUNTS,
+    LOST_CALLS,
+    MAX_FREED,
+    MAX_LOST,
+    MAX_LOST_CODE,
+    MAX_SHORT,
+    MAX_SHORT_ID,
+    MOST_LOST,
+    Lost,
+    Ping,
+    ShortPrompt,
+)
+
+logger = logging.getLogger(__name__)
+logger.addFilter(LogLimit())
 
 _SLOWEST_S = 2.0
+SILENCE_S = 1.0  # silence shorter than this is not logged
+_OTHERS = "other"  # the code of losses for which there is no entry of their own
 
 
 class Heartbeat:
@@ -72,17 +88,10 @@ class Heartbeat:
             self._next = 0.0
 
 
-# The silence of a server: whether it has left a request unanswered, since when, and the log lines about it.
-# Thread-safe, no I/O.
-
-logger = logging.getLogger(__name__)
-logger.addFilter(LogLimit())
-
-SILENCE_S = 1.0  # silence shorter than this is not logged
-
-
 class Silence:
-    """`changed` is called when `suspect` has changed, in the thread that changes it. Silence is not death: a link ends
+    """Whether a server has left a request unanswered, since when, and the log lines about it. Thread-safe.
+
+    `changed` is called when `suspect` has changed, in the thread that changes it. Silence is not death: a link ends
     for other reasons."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
@@ -131,6 +140,83 @@ class Silence:
         if self.suspect and not self._logged and now - self._suspect_since >= SILENCE_S:
             self._logged = True
             logger.warning("the server does not answer: every lookup is a miss until it does")
+
+
+class Reports:
+    """What the PINGs of a client's sessions carry besides: its losses, its short prompts, the tickets to free.
+    Thread-safe, and a signal's handler may use it.
+
+    Losses are failed calls by kind and error code. Short prompts have no whole chunk, so no LOOKUP names them. A PING
+    has the totals of its session, unless an answered one had the same: a repeated one counts once. Tickets go along
+    with a LOOKUP or a PING, and no caller waits; they end with their session.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._lost: dict[str, Lost] = {}
+        self._short: deque[ShortPrompt] = deque(maxlen=MAX_SHORT)
+        self._short_count = 0
+        self._answered = Ping()
+        self._freed: deque[str] = deque()
+
+    def begin(self) -> None:
+        """Start a new session: its totals are what no earlier one has reported and heard to have arrived."""
+        with self._lock:
+            known = {each.code: each for each in self._answered.lost}
+            left = [_combined(lost, known[code], -1) if code in known else lost for code, lost in self._lost.items()]
+            self._lost = {lost.code: lost for lost in left if any(getattr(lost, name) for name in LOST_CALLS)}
+            self._short_count -= self._answered.short_count
+            self._answered = Ping()
+            self._freed.clear()
+
+    def lost(self, kind: LostKind, code: str, nbytes: int) -> None:
+        """Add one failed call, and the bytes that it was to move."""
+        code = code[:MAX_LOST_CODE]
+        with self._lock:
+            if code not in self._lost and len(self._lost) >= MAX_LOST - 1:
+                code = _OTHERS
+            one = Lost(code, nbytes=nbytes, **{kind: 1})
+            self._lost[code] = _combined(self._lost.get(code) or Lost(code), one, 1)
+
+    def too_short(self, request_id: str, tokens: int) -> None:
+        """Add a short prompt, unless it is the last one: a scheduler may ask for one request again and again."""
+        prompt = ShortPrompt(request_id[:MAX_SHORT_ID], tokens)
+        with self._lock:
+            if not self._short or self._short[-1] != prompt:
+                self._short_count = min(self._short_count + 1, MOST_LOST)
+                self._short.append(prompt)
+
+    def ping(self) -> Ping:
+        """Return a PING with all that the server of this session does not know yet."""
+        with self._lock:
+            lost = tuple(self._lost.values())
+            unknown = self._short_count - self._answered.short_count
+            short = (self._short_count, tuple(self._short)[-min(unknown, MAX_SHORT) :]) if unknown else (0, ())
+            return Ping(() if lost == self._answered.lost else lost, *short)
+
+    def answered(self, ping: Ping) -> None:
+        """Record that the server of this session has answered a PING."""
+        with self._lock:
+            before = self._answered
+            self._answered = Ping(ping.lost or before.lost, max(ping.short_count, before.short_count))
+
+    def free(self, tickets: Iterable[str]) -> None:
+        """Add tickets; more than once does no harm."""
+        with self._lock:
+            self._freed.extend(tickets)
+
+    def take_freed(self) -> tuple[str, ...]:
+        """Remove and return the next tickets, `MAX_FREED` at most, oldest first. A caller that cannot send them returns
+        them by `free`."""
+        if not self._freed:
+            return ()
+        with self._lock:
+            return tuple(self._freed.popleft() for _ in range(min(len(self._freed), MAX_FREED)))
+
+
+def _combined(one: Lost, other: Lost, sign: int) -> Lost:
+    amounts = {name: min(max(getattr(one, name) + sign * getattr(other, name), 0), MOST_LOST) for name in LOST_AMOUNTS}
+    return Lost(one.code, **amounts)
 
 
 class LivenessLink:
@@ -207,41 +293,3 @@ def _receive_arena(sock: socket.socket, path: str) -> int | None:
     raise ProtocolError(
         "the liveness socket delivered no descriptor", where=path, hint="is the limit of open files reached?"
     )
-
-
-TELL_AGAIN_S = 60.0
-
-
-class WhyDown:
-    """`error` is that of the last attempt, None after a successful one; `unanswered` is the error of the present
-    attempt if its HELLO gets no answer."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.error: Exception | None = None
-        self.unanswered: ServerGone | None = None
-        self._endpoint = endpoint
-        self._tell_again_at = 0.0
-
-    @property
-    def most_telling(self) -> Exception | None:
-        """The most specific reason: a refusal before silence, silence before a server that was not found."""
-        if self.error is not None and not isinstance(self.error, ServerGone):
-            return self.error
-        return self.unanswered or self.error
-
-    def note(self, error: Exception, *, quiet: bool) -> None:
-        """Record the error of an attempt. Unless `quiet`, log it: loudly, unless there is just no server; again after a
-        while, since a cache without hits is easily overlooked."""
-        now = time.monotonic()
-        if not quiet and (str(error) != str(self.error) or now >= self._tell_again_at):
-            self._tell_again_at = now + TELL_AGAIN_S
-            if isinstance(error, ServerGone):
-                logger.info("no server at %s: %s", self._endpoint, error.fact)
-            elif isinstance(error, OutOfResources):
-                logger.warning("no connection to %s for now: %s", self._endpoint, error)
-            elif isinstance(error, KVFrameworkError):
-                logger.error("the server at %s cannot be used: %s", self._endpoint, error)
-            else:
-                logger.error("connecting to %s failed", self._endpoint, exc_info=error)
-        self.error = error
-        self.unanswered = None

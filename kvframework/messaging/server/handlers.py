@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvframework.api.futures import Future, Promise
@@ -33,9 +34,17 @@ from kvframework.wire.frames import MAX_BUFFER_BYTES, Envelope, decode
 from kvframework.wire.messages import Cancel, CancelReply
 from kvframework.wire.protocol import REQUESTS
 
+logger = logging.getLogger(__name__)
+
 CallKey = tuple[int, int]
+# The histograms reach from 10 us to 10 s.
+FIRST_S, OCTAVES = 1e-5, 20
+# Per session.
+MAX_IN_FLIGHT = 4096
+MAX_BYTES_IN_FLIGHT = 2 * MAX_BUFFER_BYTES
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """A request and its progress.
 
@@ -44,48 +53,26 @@ class Call:
     receipt.
     """
 
-    __slots__ = (
-        "answered",
-        "buffers",
-        "cancelled",
-        "done",
-        "future",
-        "handler",
-        "identity",
-        "job",
-        "key",
-        "nbytes",
-        "payload",
-        "received",
-        "request_id",
-        "session",
-        "started",
-        "waiters",
-    )
+    session: ClientSession
+    identity: bytes
+    request_id: int
+    handler: Handler[Any]
+    payload: Message | None
+    buffers: Sequence[memoryview]
+    received: float
+    started: bool = False
+    answered: bool = False
+    done: bool = False
+    cancelled: bool = False
+    job: futures.Future[None] | None = None
+    future: Future[Message] | None = None
+    waiters: list[Promise[Message]] = field(default_factory=list)
+    key: CallKey = field(init=False)
+    nbytes: int = field(init=False)
 
-    def __init__(
-        self,
-        session: ClientSession,
-        identity: bytes,
-        request_id: int,
-        handler: Handler[Any],
-        payload: Message,
-        buffers: Sequence[memoryview],
-        received: float = 0.0,
-    ) -> None:
-        self.key: CallKey = (session.session_id, request_id)
-        self.session = session
-        self.identity = identity
-        self.request_id = request_id
-        self.handler = handler
-        self.payload: Message | None = payload
-        self.buffers = buffers
-        self.received = received
-        self.nbytes = sum(buffer.nbytes for buffer in buffers) if buffers else 0
-        self.started = self.answered = self.done = self.cancelled = False
-        self.job: futures.Future[None] | None = None
-        self.future: Future[Message] | None = None
-        self.waiters: list[Promise[Message]] = []
+    def __post_init__(self) -> None:
+        self.key = (self.session.session_id, self.request_id)
+        self.nbytes = sum(buffer.nbytes for buffer in self.buffers)
 
     def run(self) -> HandlerResult | BaseException:
         """Call the handler; return its result or the exception that it raised. Called once, in the serving or in a pool
@@ -121,14 +108,9 @@ def outcome_of(future: Future[Message]) -> HandlerResult | BaseException:
     return error if error is not None else future.result(0)
 
 
-# The durations of requests, from the receipt to the answer, by type. Filled by the serving thread, read by any.
-
-# From 10 us to 10 s.
-FIRST_S, OCTAVES = 1e-5, 20
-
-
 class RequestDurations:
-    """A histogram for each of the request types `names`, which are known from the start."""
+    """The durations of requests, from the receipt to the answer: a histogram for each of the request types `names`.
+    Filled by the serving thread, read by any."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._histograms = {name: Histogram(FIRST_S, OCTAVES) for name in names}
@@ -142,13 +124,6 @@ class RequestDurations:
     def status(self) -> dict[str, Any]:
         """Return the histograms by request type, see `Histogram.octaves`."""
         return {name: histogram.octaves() for name, histogram in self._histograms.items()}
-
-
-logger = logging.getLogger(__name__)
-
-# Per session.
-MAX_IN_FLIGHT = 4096
-MAX_BYTES_IN_FLIGHT = 2 * MAX_BUFFER_BYTES
 
 
 class InFlight:
@@ -285,15 +260,12 @@ class InFlight:
             self._settle(call, call.run())
             return
         self._track(call)
-        call.job = self._pool_of(call.handler.spec.name).submit(self._run_in_pool, call)
+        call.job = self._pool_of(call.handler.spec.name).submit(lambda: self._hand_over(call, call.run()))
 
     def _pool_of(self, name: str) -> ThreadPoolExecutor:
         if name not in self._pools:
             self._pools[name] = ThreadPoolExecutor(self._workers, thread_name_prefix="kvf-worker")
         return self._pools[name]
-
-    def _run_in_pool(self, call: Call) -> None:
-        self._hand_over(call, call.run())
 
     def _hand_over(self, call: Call, result: HandlerResult | BaseException) -> None:
         self._results.append((call, result))

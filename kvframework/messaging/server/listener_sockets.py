@@ -18,7 +18,7 @@ from kvframework.api.listener import Sockets
 from kvframework.errors import EndpointError
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.admission import ZapHandler, drop_newcomers
+from kvframework.messaging.server.admission import ZapHandler, drop_new_connections
 from kvframework.messaging.server.sockets import EndpointFiles, bound_tcp, socket_umask
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class ListenerSockets(Sockets):
 
 
 def _admit_at(listener: sockets.socket, peers: bool) -> None:
-    drop_newcomers(listener, everybody=not peers)
+    drop_new_connections(listener, everybody=not peers)
 
 
 def _when_free(take: Callable[[], T]) -> T:

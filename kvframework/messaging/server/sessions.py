@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvframework.api.requests import ClientInfo
 from kvframework.errors import HelloRequired, ProtocolError, ServerFull
-from kvframework.messaging.descriptors import (
+from kvframework.messaging.polling import (
     WITH_ARENA,
     WITHOUT_ARENA,
     close_after_fork,

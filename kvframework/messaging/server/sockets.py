@@ -30,7 +30,7 @@ from kvframework.config import (
 from kvframework.errors import EndpointError, HelloRequired
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.descriptors import close_after_fork
+from kvframework.messaging.polling import close_after_fork
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, ErrorPayload, error_payload, join
 
 # The files of an `ipc://` endpoint: its socket, its liveness socket, and the lock that reserves it for one server.
@@ -87,10 +87,10 @@ class EndpointFiles:
             for path in (self.path, self.liveness, self._full):
                 self._remove_stale(path)
         except OSError as error:
-            self._give_lock_back()
+            self._release_lock()
             raise EndpointError(f"{error.strerror}: {error.filename}", where=self.endpoint) from error
         except EndpointError:
-            self._give_lock_back()
+            self._release_lock()
             raise
         close_after_fork(self)
 
@@ -105,7 +105,7 @@ class EndpointFiles:
         for path in (self.path, self.liveness, self._full):
             with contextlib.suppress(OSError):
                 os.unlink(path)
-        self._give_lock_back()
+        self._release_lock()
 
     def close_in_child(self) -> None:
         if self._lock >= 0:
@@ -128,7 +128,7 @@ class EndpointFiles:
                 return lock
             os.close(lock)  # the holder removed the file after it was opened here
 
-    def _give_lock_back(self) -> None:
+    def _release_lock(self) -> None:
         if self._lock < 0:
             return
         with contextlib.suppress(OSError):

@@ -25,9 +25,8 @@ import msgspec
 
 from kvframework.api.eviction import EvictionPolicy, Hint, RequestFacts, Why
 from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey, Retain
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
-from kvframework.storage.l1.departures import LAST_EVICTION, Cause
-from kvframework.storage.l1.entries import ObjectRows, StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, ObjectRows, RangeAllocator, StoredObject, rounded
+from kvframework.storage.l1.eviction_statistics import LAST_EVICTION, Cause
 
 # What `Retain`s say of the objects of one request, as parts that a policy gets in one call each. Pure.
 
@@ -134,7 +133,7 @@ class Tenants:
         """Return whose an object with this key is; 0 for a salt that is not remembered."""
         return self._salts.get(key[SALT], 0) if self._salts else 0
 
-    def room(self, tenant: int, limit: int) -> float:
+    def space_left(self, tenant: int, limit: int) -> float:
         """Return the bytes that the tenant may hold beyond what it holds, infinity if it may hold all `limit` bytes of
         L1: then L1 is its bound."""
         most = self._most[tenant]
@@ -158,8 +157,8 @@ class Tenants:
             return
         for tenant in {stored.tenant for stored in objects}:
             own = [stored for stored in objects if stored.tenant == tenant]
-            told = msgspec.structs.replace(facts, tenant=self.names[tenant], held=self.used[tenant])
-            self._accessed(tenant, own, told)
+            of_tenant = msgspec.structs.replace(facts, tenant=self.names[tenant], held=self.used[tenant])
+            self._accessed(tenant, own, of_tenant)
 
     def _accessed(self, tenant: int, objects: Sequence[StoredObject], facts: RequestFacts) -> None:
         if facts.hint == "keep":
@@ -231,7 +230,7 @@ def _affordable(objects: Iterator[StoredObject], most: int, *, all_leave: bool) 
 # learn of all of them afterwards, at once.
 
 
-class Departed:
+class PendingRemovals:
     """Objects by reason, in the order in which they left. Empty between two calls of the table."""
 
     def __init__(self, tenants: Tenants) -> None:
@@ -245,8 +244,8 @@ class Departed:
         else:
             self._others.append((stored, "cleared" if cause is Cause.CLEARED else "removed"))
 
-    def tell(self) -> None:
-        """Tell the policies."""
+    def report(self) -> None:
+        """Report them to the policies."""
         if self._evicted:
             evicted, self._evicted = self._evicted, []
             self._tenants.removed(evicted, "evicted")
@@ -260,8 +259,8 @@ class Departed:
 # Reports of uses to the eviction policy: few uses at once, many in batches. Pure.
 
 # Uses that are reported to the policy in one call: a millisecond or two; and the number of batches that may wait.
-TELL_AT_ONCE = 1 << 13
-MOST_UNTOLD = 16
+REPORT_AT_ONCE = 1 << 13
+MOST_UNREPORTED = 16
 
 
 class Uses:
@@ -271,29 +270,29 @@ class Uses:
         self._tenants = tenants
         self._objects = objects
         # Batches of uses too large to report at once, oldest first, each in the order of the policy's calls.
-        self._untold: deque[tuple[list[StoredObject], RequestFacts]] = deque()
+        self._unreported: deque[tuple[list[StoredObject], RequestFacts]] = deque()
 
     def add(self, objects: list[StoredObject], facts: RequestFacts) -> None:
         """Report uses of objects, given in the order of a prompt; the policy receives the end of the prompt first."""
-        if len(objects) <= TELL_AT_ONCE:
+        if len(objects) <= REPORT_AT_ONCE:
             self._tenants.accessed(objects[::-1], facts)
             return
-        if len(self._untold) == MOST_UNTOLD:
-            self._tell(*self._untold.popleft())
-        self._untold.append((objects[::-1], facts))
+        if len(self._unreported) == MOST_UNREPORTED:
+            self._report(*self._unreported.popleft())
+        self._unreported.append((objects[::-1], facts))
 
-    def tell_some(self) -> None:
-        """Report some of the waiting uses to the policy, `TELL_AT_ONCE` at most."""
-        if self._untold:
-            batch, facts = self._untold.popleft()
-            if len(batch) > TELL_AT_ONCE:
-                self._untold.appendleft((batch[TELL_AT_ONCE:], facts))
-            self._tell(batch[:TELL_AT_ONCE], facts)
+    def report_some(self) -> None:
+        """Report some of the waiting uses to the policy, `REPORT_AT_ONCE` at most."""
+        if self._unreported:
+            batch, facts = self._unreported.popleft()
+            if len(batch) > REPORT_AT_ONCE:
+                self._unreported.appendleft((batch[REPORT_AT_ONCE:], facts))
+            self._report(batch[:REPORT_AT_ONCE], facts)
 
-    def _tell(self, used: Sequence[StoredObject], facts: RequestFacts) -> None:
+    def _report(self, used: Sequence[StoredObject], facts: RequestFacts) -> None:
         here = [stored for stored in used if self._objects.get(stored.key) is stored]
-        for first in range(0, len(here), TELL_AT_ONCE):
-            self._tenants.accessed(here[first : first + TELL_AT_ONCE], facts)
+        for first in range(0, len(here), REPORT_AT_ONCE):
+            self._tenants.accessed(here[first : first + REPORT_AT_ONCE], facts)
 
 
 # The victims of one STORE: each policy is asked for them once, however many objects it stores, and those are chosen

@@ -17,8 +17,7 @@ from typing import NamedTuple, TypeVar
 from kvframework.api.eviction import PackedKey, Use
 from kvframework.api.keys import Retain
 from kvframework.errors import LeaseUnknown, RequestError
-from kvframework.storage.l1.allocator import rounded
-from kvframework.storage.l1.entries import NO_ACCOUNT, Account, StoredObject
+from kvframework.storage.l1.entries import NO_ACCOUNT, Account, StoredObject, rounded
 
 INTERNAL_OWNER = 0
 MAX_LEASES_PER_OWNER = 4096
@@ -385,7 +384,7 @@ class PinShares:
         else:
             self.over.discard(payer)
 
-    def room(self, payer: int) -> float:
+    def space_left(self, payer: int) -> float:
         """Return the bytes that a session may hold beyond what it holds."""
         return max(self.most - self.held.get(payer, 0), 0)
 

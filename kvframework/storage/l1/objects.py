@@ -5,7 +5,7 @@ storage manager serialises calls). Invariants, tested against a model:
 
 * Only committed objects are readable; reserved ranges never are.
 * A range has one owner: a free range, a write lease, or one readable object.
-* An expired or withdrawn write lease publishes nothing, and its ranges stay quarantined until COMMIT, ABORT or the
+* An expired or cancelled write lease publishes nothing, and its ranges stay quarantined until COMMIT, ABORT or the
 owner's end, since a stopped writer may wake up and write.
 * Pinned objects are neither evicted nor dropped. Pins end with their lease; a lease says whether it held throughout.
 
@@ -20,13 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Use
-from kvframework.storage.l1.allocator import RangeAllocator, rounded
-from kvframework.storage.l1.departures import LAST_EVICTION, Cause
-from kvframework.storage.l1.entries import NO_CLIENT, Accounts, ObjectRows, StoredObject
+from kvframework.storage.l1.entries import NO_CLIENT, Accounts, ObjectRows, RangeAllocator, StoredObject, rounded
 from kvframework.storage.l1.eviction import (
     SALT,
-    Departed,
     Part,
+    PendingRemovals,
     Tenant,
     Tenants,
     Uses,
@@ -35,8 +33,9 @@ from kvframework.storage.l1.eviction import (
     choose_window,
     parts_of,
 )
-from kvframework.storage.l1.journal.form import Found, FoundReservation
-from kvframework.storage.l1.journal.journal import Journal
+from kvframework.storage.l1.eviction_statistics import LAST_EVICTION, Cause
+from kvframework.storage.l1.journal import Journal
+from kvframework.storage.l1.journal_format import Found, FoundReservation
 from kvframework.storage.l1.leases import (
     INTERNAL_OWNER,
     NO_DEADLINE,
@@ -102,14 +101,14 @@ class ObjectTable:
         self._held: dict[str, PinLease] = {}
         self._numbers = itertools.count(1)
         self._uses = Uses(self.tenants, self._objects)
-        self._departed = Departed(self.tenants)
+        self._pending_removals = PendingRemovals(self.tenants)
         # The victims of the STORE that is being placed; no free range has as many bytes as `_full`.
         self._walks = VictimWalks(self.tenants, self._objects)
         # That of L1, if there is no rule.
         self._walk: VictimWalk | None = None
         self._full: float = math.inf
         # Reports some of the waiting uses to the policy.
-        self.tell_uses = self._uses.tell_some
+        self.report_uses = self._uses.report_some
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -166,8 +165,8 @@ class ObjectTable:
         the one whose share of L1 they count in, without one `client`; `use` and `prompt` are for the policy, which may
         refuse the last ones. Raises `RequestError` if the owner holds too many leases.
         """
-        self._make_room(owner)
-        room = math.inf if most_bytes is None else most_bytes - self._reserved_bytes(owner)
+        self._forget_lapsed(owner)
+        space = math.inf if most_bytes is None else most_bytes - self._reserved_bytes(owner)
         lease = self._leases.open_write(owner, request_id, deadline)
         lease.use, lease.prompt = use, prompt
         self._needing = lease.payer = self.shares.payer(payer or client)
@@ -183,7 +182,7 @@ class ObjectTable:
         if lease.present:
             self._pin(lease.present, lease.payer)
         if self.shares.is_bound(lease.payer, self._now):
-            room = min(room, self.shares.room(lease.payer))
+            space = min(space, self.shares.space_left(lease.payer))
         if prompt.retain and lease.present:
             lease.present_chunks = prompt.of([index for index, stored in enumerate(here) if stored is not None])
         writing, of, length = self._writing, -1, 0
@@ -199,14 +198,14 @@ class ObjectTable:
                 else:
                     if nbytes != of:
                         of, length = nbytes, rounded(nbytes)
-                    offset = self._place(length, key, tenant) if length <= room and index < end else None
+                    offset = self._place(length, key, tenant) if length <= space and index < end else None
                     if offset is None:
                         result.stopped_at = index
                         result.refused = index >= end
-                        result.over_share = length > min(room, self.tenants.room(tenant, self.allocator.limit))
+                        result.over_share = length > min(space, self.tenants.space_left(tenant, self.allocator.limit))
                         self._count_unplaced(items[index:], result)
                         break
-                    room -= length
+                    space -= length
                     lease.nbytes += length
                     lease.items.append((key, offset, nbytes))
                     result.placed.append((index, offset))
@@ -219,7 +218,7 @@ class ObjectTable:
         finally:
             self._walks.end()
             self._walk, self._full = None, math.inf
-            self._departed.tell()
+            self._pending_removals.report()
         self.shares.add(lease.payer, lease.nbytes)
         lease.chunks = prompt.of([index for index, _ in result.placed])
         if lease.items and self._journal is not None:
@@ -227,7 +226,9 @@ class ObjectTable:
         if not lease.items:
             result.lease = None
             self._leases.close(lease)
-            self._used(self._let_go(lease), use, request_id, tenant, prompt._replace(chunks=lease.present_chunks))
+            self._used(
+                self._release_present(lease), use, request_id, tenant, prompt._replace(chunks=lease.present_chunks)
+            )
         return result
 
     def lease_size(self, lease_id: str, *, owner: int) -> int:
@@ -262,7 +263,7 @@ class ObjectTable:
                 of, length = nbytes, rounded(nbytes)
             total += length
         account.added(len(objects), total)
-        present = self._let_go(lease)
+        present = self._release_present(lease)
         facts = self._facts(lease.use, lease.request_id, lease.tenant, lease.prompt.chunk_tokens)
         if lease.prompt.retain:
             self._inserted_hinted(objects, lease, facts)
@@ -300,7 +301,7 @@ class ObjectTable:
         self, keys: Sequence[PackedKey], *, owner: int, request_id: str, deadline: float, use: Use | None = "lookup"
     ) -> PinLease | None:
         """Pin all of `keys`; pins none and returns None if one is missing. Counts as a `use` of each, unless that is
-        None; a large number of uses is reported to the policy later (`tell_uses`), while most of the objects are pinned
+        None; a large number of uses is reported to the policy later (`report_uses`): most of the objects are pinned
         anyway."""
         found = self.find(keys)
         if found is None:
@@ -324,7 +325,7 @@ class ObjectTable:
         A `hit` may lapse when others need room. Raises `RequestError` if that session holds too many leases or
         pins."""
         who = owner if asked_by is None else asked_by
-        self._make_room(who)
+        self._forget_lapsed(who)
         payer = self.shares.payer(who)
         lease = self._leases.open_pin(owner, request_id, deadline, objects, asked_by=who, payer=payer, hit=hit)
         self._pin(objects, payer)
@@ -381,7 +382,7 @@ class ObjectTable:
                 self._drop_pin_lease(self._leases.pin(lease.id, INTERNAL_OWNER))
 
     def keep_within_share(self, lease: PinLease) -> bool:
-        """Return whether a lease may stay that cannot lapse; if not, it ends. While others need room, the session's
+        """Return whether a lease may stay that cannot lapse; if not, it ends. While others need space, the session's
         oldest hits lapse for it first."""
         shares, payer = self.shares, lease.payer
         if payer not in shares.over or not shares.is_bound(payer, self._now):
@@ -424,7 +425,7 @@ class ObjectTable:
                 self._drop_pin_lease(lease)
         return len(leases)
 
-    def withdraw(self, owner: int, request_id: str | None = None) -> int:
+    def cancel(self, owner: int, request_id: str | None = None) -> int:
         """End the claims of a live owner (of one request if given); return their number.
 
         Its pins end. Its write leases will not be published, but the owner may still be writing: the ranges are
@@ -450,7 +451,7 @@ class ObjectTable:
         dropped = [stored for stored in here if not stored.pins]
         for stored in dropped:
             self._remove(stored, Cause.CLEARED)
-        self._departed.tell()
+        self._pending_removals.report()
         return dropped, len(here) - len(dropped)
 
     def drop(self, key: PackedKey, cause: Cause = Cause.CLEARED) -> bool:
@@ -575,7 +576,7 @@ class ObjectTable:
                 return first.offset
             if first is not None:
                 walk.put_back(first)
-        over = length - tenants.room(tenant, self.allocator.limit)
+        over = length - tenants.space_left(tenant, self.allocator.limit)
         if over > 0 and not self._shrink(tenant, over, key):
             return None
         offset = self.allocator.allocate(length) if length < self._full else None
@@ -646,12 +647,12 @@ class ObjectTable:
             if stored is not None and not stored.pins:
                 self._remove(stored, cause)
                 dropped += 1
-        self._departed.tell()
+        self._pending_removals.report()
         return dropped
 
     def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None, taken: int = 0) -> None:
         """Remove an object, and free its range unless another one of its tenant takes all `taken` bytes of it;
-        `Departed.tell` follows."""
+        `PendingRemovals.report` follows."""
         if stored.used < 0.0 and cause <= LAST_EVICTION:
             cause = Cause.HINTED
         self._objects.remove(stored)
@@ -666,7 +667,7 @@ class ObjectTable:
         account.objects -= 1
         account.nbytes -= length
         account.evicted += cause <= LAST_EVICTION
-        self._departed.add(stored, cause)
+        self._pending_removals.add(stored, cause)
         self._on_remove(stored, cause, by)
 
     def _free(self, offset: int, nbytes: int, tenant: int) -> None:
@@ -751,7 +752,7 @@ class ObjectTable:
         if not lease.quarantined:
             lease.quarantined = True
             self.quarantines += late
-            self._let_go(lease)
+            self._release_present(lease)
             for key, _, nbytes in lease.items:
                 del self._writing[key]
                 self.quarantined_bytes += rounded(nbytes)
@@ -761,7 +762,7 @@ class ObjectTable:
             self.lapses += 1
             self._unpin(self._leases.lapse(lease), lease.payer)
 
-    def _let_go(self, lease: WriteLease) -> list[StoredObject]:
+    def _release_present(self, lease: WriteLease) -> list[StoredObject]:
         """Unpin the objects that were present before a lease; return them."""
         present, lease.present = lease.present, []
         if present:
@@ -770,7 +771,7 @@ class ObjectTable:
 
     def _drop_write_lease(self, lease: WriteLease) -> None:
         self._leases.close(lease)
-        self._let_go(lease)
+        self._release_present(lease)
         self.shares.add(lease.payer, -lease.nbytes)
         if self._journal is not None:
             self._journal.release(lease.slots)
@@ -792,7 +793,7 @@ class ObjectTable:
             self._lapse(lease)
         return lease
 
-    def _make_room(self, session: int) -> None:
+    def _forget_lapsed(self, session: int) -> None:
         """Forget the lapsed pin leases that a session asked for before they keep it from opening new ones."""
         if self._leases.is_full(session):
             for lease in self._leases.asked(session):

@@ -1,4 +1,4 @@
-"""The room in one L2 tier: what leaves a full one, and what of it writers have taken."""
+"""The space in one L2 tier: what leaves a full one, and what of it writers have taken."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Watermarks:
     low: float = 0.85
 
     def excess(self, usage: TierUsage, sizes: Iterable[int]) -> int:
-        """Return the bytes to delete before values of `sizes` are written, 0 if there is room. Values larger than the
+        """Return the bytes to delete before values of `sizes` are written, 0 if there is space. Values larger than the
         whole tier are ignored."""
         wanted = usage.used_bytes + sum(nbytes for nbytes in sizes if nbytes <= self.high * usage.capacity_bytes)
         if wanted <= self.high * usage.capacity_bytes:
@@ -30,13 +30,13 @@ class Watermarks:
         return max(wanted - int(self.low * usage.capacity_bytes), 0)
 
     def at_once(self, usage: TierUsage, sizes: Iterable[int]) -> int:
-        """Return how many values, the first of `sizes`, may be written before room is made again: those that fit below
-        `low`, at least one. Values larger than the whole tier take no room."""
-        room, number = self.low * usage.capacity_bytes, 0
+        """Return how many values, the first of `sizes`, may be written before space is made again: those that fit below
+        `low`, at least one. Values larger than the whole tier take no space."""
+        space, number = self.low * usage.capacity_bytes, 0
         for nbytes in sizes:
             if nbytes <= self.high * usage.capacity_bytes:
-                room -= nbytes
-                if room < 0 and number:
+                space -= nbytes
+                if space < 0 and number:
                     break
             number += 1
         return number
@@ -45,7 +45,7 @@ class Watermarks:
 @dataclass(frozen=True)
 class Shares:
     """The shares of a tier's capacity that its tenants have, by their numbers, 0 for all without a name: what others do
-    not take from each as long as they have something to give themselves, and the most that each keeps once room is
+    not take from each as long as they have something to give themselves, and the most that each keeps once space is
     made. `tenant_of` returns the number for a key."""
 
     tenant_of: Callable[[PackedKey], int] = lambda _key: 0
@@ -103,14 +103,14 @@ def _used_at(entry: TierEntry) -> float:
     return entry.used_at or 0.0
 
 
-# The room in one tier, of which several writers take at once. Pure but for its lock; thread-safe.
+# The space in one tier, of which several writers take at once. Pure but for its lock; thread-safe.
 #
-# Each writer asks the tier how full it is, then takes room. The tier's answer is older than what the others have done
+# Each writer asks the tier how full it is, then takes space. The tier's answer is older than what the others have done
 # meanwhile: bytes that they write are not in it yet, and bytes that they delete still are.
 
 
-class Taken(NamedTuple):
-    """Room for the first `number` values: `nbytes`, to be given back once they are written. The writer deletes
+class SpaceReservation(NamedTuple):
+    """Space for the first `number` values: `nbytes`, to be released once they are written. The writer deletes
     `excess` bytes first."""
 
     number: int
@@ -118,7 +118,7 @@ class Taken(NamedTuple):
     excess: int
 
 
-class Room:
+class Space:
     """Bytes that writers have taken and not given back, and bytes that they delete. `asking` comes before the question
     how full the tier is, `take` after its answer."""
 
@@ -133,23 +133,23 @@ class Room:
         with self._lock:
             return self._deleted
 
-    def take(self, usage: TierUsage, sizes: Sequence[int], watermarks: Watermarks, deleted: int) -> Taken:
-        """Take room for values of `sizes`, or for the first of them. `deleted` is what `asking` returned."""
+    def take(self, usage: TierUsage, sizes: Sequence[int], watermarks: Watermarks, deleted: int) -> SpaceReservation:
+        """Take space for values of `sizes`, or for the first of them. `deleted` is what `asking` returned."""
         number = watermarks.at_once(usage, sizes)
         nbytes = sum(sizes[:number])
         with self._lock:
-            # What another deletes makes this room as well: two that each delete all of it would empty the tier.
+            # What another deletes makes this space as well: two that each delete all of it would empty the tier.
             left = max(usage.used_bytes - (self._condemned - deleted), 0)
             excess = watermarks.excess(TierUsage(left + self._taken, usage.capacity_bytes), sizes[:number])
             self._taken += nbytes
             self._condemned += excess
-        return Taken(number, nbytes, excess)
+        return SpaceReservation(number, nbytes, excess)
 
     def deleted(self, nbytes: int) -> None:
         """Book bytes of an excess as gone, also those that stay after all."""
         with self._lock:
             self._deleted += nbytes
 
-    def give_back(self, taken: Taken) -> None:
+    def release(self, taken: SpaceReservation) -> None:
         with self._lock:
             self._taken -= taken.nbytes

@@ -1,9 +1,9 @@
 """The steps of one load: which tier is asked for which objects, which of them are worth loading, and the reaction to
 losses.
 
-Every call to a tier is one step. Three more kinds of step direct the driver: `AskNext` before the calls to a tier, so
-that a thread of this tier makes them, `WaitForWriters`, which needs no thread, and `Apart`, the batches of a load,
-which several threads fetch at once. Reservations and pins of a load end with it.
+A load is a generator, since it goes from a thread of one tier to one of another. Three kinds of step direct its driver:
+`AskNext` before the calls to a tier, so that a thread of this tier makes them, `WaitForWriters`, which needs no thread,
+and `Apart`, the batches of a load, which several threads fetch at once. Reservations and pins of a load end with it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from kvframework.api.listener import TierCall
 from kvframework.api.requests import PackedKey, PrefetchTask, Select
@@ -21,7 +22,6 @@ from kvframework.errors import TierError
 from kvframework.pricing.cut import Load
 from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart
 from kvframework.storage.l2.sealed_tier import L1, L2Store
-from kvframework.storage.l2.steps import Step, Steps, do
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Apart:
 
 # Learns, once the tiers have said what they have, which objects L1 has and where each of the others is.
 Located = Callable[[Sequence[bool], Mapping[int, L2Store]], object]
-LoadSteps = Generator[Step | AskNext | WaitForWriters | Apart, Any, R]
+LoadSteps = Generator[AskNext | WaitForWriters | Apart, None, R]
 
 
 class LoadTask(PrefetchTask):
@@ -166,9 +166,17 @@ class Loader:
     """Makes the steps of loads; keeps no state of a load. `stores` are the tiers in their order, from which `at_once`
     batches are fetched at once."""
 
-    def __init__(self, l1: L1, stores: Sequence[L2Store], at_once: Sequence[int], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        l1: L1,
+        stores: Sequence[L2Store],
+        at_once: Sequence[int],
+        loaded: Callable[[Sequence[PackedKey], L2Store], None],
+        clock: Callable[[], float],
+    ) -> None:
         self._l1 = l1
         self._stores = stores
+        self._loaded = loaded
         self._at_once = dict(zip(stores, at_once, strict=True))
         self._clock = clock
 
@@ -180,12 +188,12 @@ class Loader:
         except Exception:
             log.exception("a load failed")
         try:
-            yield from do(on_done)
+            on_done()
         finally:
             for store in self._stores:
                 task.no_longer(store)
             task.call_back()
-            self._l1.unpin_internal(pins)
+            self._l1.release(pins)
             task.done = True
             _call(task.on_change)
             task.forget()
@@ -197,14 +205,14 @@ class Loader:
             record = yield from self._record(namespace)
         except Exception:
             log.exception("a record was not read")
-        yield from do(on_done, record)
+        on_done(record)
 
     def _load_into(self, task: LoadTask, pins: list[PinLease]) -> LoadSteps[None]:
-        available = yield from do(self._l1.which_present, task.keys)
+        available = self._l1.which_present(task.keys)
         missing = [index for index, here in enumerate(available) if not here]
         source = yield from self._locate(task, missing, self._stores)
         if task.located is not None:
-            yield from do(task.located, tuple(available), source)
+            task.located(tuple(available), source)
         for index in source:
             available[index] = True
         worth = Worth(task, available)
@@ -212,7 +220,7 @@ class Loader:
         task.decided = True
         if source:
             _call(task.on_change)
-        pins += yield from do(self._l1.pin_present, [task.keys[index] for index in chosen if index not in source])
+        pins += self._l1.pin_present([task.keys[index] for index in chosen if index not in source])
         wanted: Counter[L2Store] = Counter()
         for index in chosen:
             if index in source:
@@ -249,8 +257,8 @@ class Loader:
             yield AskNext(store)
             try:
                 store.spare_the_request("contains")
-                asking = store.contains_steps([task.keys[index] for index in ask])
-                found = yield from self._noted(task, store, "contains", len(ask), asking)
+                asking = partial(store.contains, [task.keys[index] for index in ask])
+                found = self._noted(task, store, "contains", len(ask), asking)
             except TierError:
                 continue
             source.update((index, store) for index, yes in zip(ask, found, strict=True) if yes)
@@ -282,19 +290,19 @@ class Loader:
     ) -> LoadSteps[None]:
         """Load a batch and add the objects then in L1 to `pins`, including those that other tasks or clients wrote
         meanwhile."""
-        elsewhere = yield from self._fetch(task, store, batch, pins)
+        elsewhere = self._fetch(task, store, batch, pins)
         if not elsewhere:
             return
         keys = [task.keys[index] for index in elsewhere]
         yield WaitForWriters(keys, store.timeout_s)
-        written = yield from do(self._l1.pin_present, keys)
+        written = self._l1.pin_present(keys)
         pins += written
         here = {lease.objects[0].key for lease in written}
         abandoned = [index for index in elsewhere if task.keys[index] not in here]
         if abandoned and not task.cancelled:
-            yield from self._fetch(task, store, abandoned, pins)
+            self._fetch(task, store, abandoned, pins)
 
-    def _fetch(self, task: LoadTask, store: L2Store, batch: Sequence[int], pins: list[PinLease]) -> Steps[list[int]]:
+    def _fetch(self, task: LoadTask, store: L2Store, batch: Sequence[int], pins: list[PinLease]) -> list[int]:
         """Load the objects for which there is a place, and add them to `pins`; return the indices of the others."""
         places: list[tuple[int, str, memoryview]] = []
         good: list[bool] = []
@@ -303,7 +311,7 @@ class Loader:
             store.spare_the_request("get_into")
             for index in batch:
                 part = PromptPart(task.prompt.of([index]), task.prompt.chunk_tokens)
-                place = yield from do(self._l1.reserve_load, task.keys[index], task.sizes[index], part, task.client)
+                place = self._l1.reserve_load(task.keys[index], task.sizes[index], part, task.client)
                 if place is None:
                     elsewhere.append(index)
                 else:
@@ -311,8 +319,8 @@ class Loader:
             if places:
                 keys = [task.keys[index] for index, _, _ in places]
                 views = [view for _, _, view in places]
-                getting = self._timed(task, store, views, store.get_steps(keys, views))
-                good = yield from self._noted(task, store, "get", len(keys), getting)
+                getting = partial(self._get, task, store, keys, views)
+                good = self._noted(task, store, "get", len(keys), getting)
         except TierError:
             log.debug("tier %s failed during a load", store.name)
         finally:
@@ -322,35 +330,35 @@ class Loader:
                 if pin is not None:
                     pins.append(pin)
                     loaded.append(task.keys[index])
-            self._l1.loaded(loaded, store)
+            self._loaded(loaded, store)
             task.arrived(len(loaded))
             for _, _, view in places:
                 view.release()
         return elsewhere
 
     def _noted(
-        self, task: LoadTask, store: L2Store, operation: str, values: int, steps: Steps[list[bool]]
-    ) -> Steps[list[bool]]:
+        self, task: LoadTask, store: L2Store, operation: str, values: int, call: Callable[[], list[bool]]
+    ) -> list[bool]:
         """Make a call to a tier, and add it to the task."""
         began, answers = self._clock(), None
         try:
-            answers = yield from steps
+            answers = call()
             return answers
         finally:
             if len(task.calls) < MAX_CALLS:
                 seconds, ok = self._clock() - began, answers is not None
                 task.calls.append(TierCall(store.name, operation, began, seconds, values, sum(answers or ()), ok))
 
-    def _timed(
-        self, task: LoadTask, store: L2Store, views: Sequence[memoryview], steps: Steps[list[bool]]
-    ) -> Steps[list[bool]]:
-        """Learn the tier's speed from a call that loads."""
+    def _get(
+        self, task: LoadTask, store: L2Store, keys: Sequence[PackedKey], views: Sequence[memoryview]
+    ) -> list[bool]:
+        """Load, and learn the tier's speed from it."""
         with store.pricing:
             nbytes = store.scale * sum(view.nbytes for view in views)
             call = store.speed.begin(nbytes, self._clock(), task.loads.get(store))
         loaded = 0
         try:
-            good = yield from steps
+            good = store.get(keys, views)
             loaded = store.scale * sum(view.nbytes for view, ok in zip(views, good, strict=True) if ok)
             return good
         finally:
@@ -363,7 +371,7 @@ class Loader:
             yield AskNext(store)
             try:
                 store.spare_the_request("get_into")
-                found = yield from store.get_steps([record_key(namespace)], [memoryview(value)])
+                found = store.get([record_key(namespace)], [memoryview(value)])
             except TierError:
                 continue
             record = decode_record(bytes(value)) if found[0] else None

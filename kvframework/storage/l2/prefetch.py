@@ -1,6 +1,6 @@
 """The queues of loads from the L2 tiers: one load for each LOOKUP that L1 could answer only in part.
 
-The steps of a load are in `loading.py`. Each tier has its own load threads (`steps.py`); a load is always driven by
+The steps of a load are in `loading.py`. Each tier has its own load threads (`threads.py`); a load is always driven by
 a thread of the tier that it asks: it moves from queue to queue, so that a slow tier delays no load of another. The
 batches of a load are driven apart, several at once; the next one queues behind the batches of other loads, so loads
 take turns. A tier has one thread more than batches are fetched from it at once, so what others ask is answered
@@ -20,11 +20,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l2.loading import Apart, AskNext, Loader, LoadSteps, LoadTask, WaitForWriters
+from kvframework.storage.l2.loading import AskNext, Loader, LoadSteps, LoadTask, WaitForWriters
 from kvframework.storage.l2.sealed_tier import L1, L2Store
-from kvframework.storage.l2.steps import Steps
 from kvframework.storage.namespaces import NamespaceRecord
 
 MAX_TASKS = 256
@@ -83,17 +83,16 @@ class TierLoads:
             waits_s = soonest if soonest == math.inf else max(soonest - self._prefetcher.clock(), 0.0)
             return min(waits_s, self._probe_s)
 
-    def poll(self) -> Steps[None] | None:
-        """Return the steps of the next load, to be driven until it ends, waits, or asks another tier. Several may run
-        at once."""
+    def poll(self) -> Callable[[], object] | None:
+        """Return the work on the next load, until it ends, waits, or asks another tier. Several may run at once."""
         with self.changed:
             if self.waiting:
                 now = self._prefetcher.clock()
                 self.wake(lambda load: load.waits_until <= now)
             load = self._next()
             if load is not None:
-                return self._drive(load)
-            return self._probe() if self._probe_s <= 0 else None
+                return partial(self._drive, load)
+            return self._store.answers if self._probe_s <= 0 else None
 
     def add(self, load: _Load, *, first: bool = False) -> None:
         """Queue a load; with `first`, before those that have not begun. The caller holds the lock."""
@@ -129,12 +128,9 @@ class TierLoads:
     def _probe_s(self) -> float:
         return math.inf if self._prefetcher.closing else self._store.probe_s()
 
-    def _probe(self) -> Steps[None]:
-        yield from self._store.answers_steps()
-
-    def _drive(self, load: _Load) -> Steps[None]:
+    def _drive(self, load: _Load) -> None:
         try:
-            yield from self._prefetcher.drive(load, self._number)
+            self._prefetcher.drive(load, self._number)
         finally:
             if load.whole is not None:
                 with self.changed:
@@ -144,13 +140,14 @@ class TierLoads:
 class Prefetcher:
     """Thread-safe, never blocks. `on_done` of every accepted task is called once, in a storage thread, even after a
     failure, a cancel or `stop`; it may submit again. `queues` are those of the tiers, in their order; `at_once` batches
-    are fetched from each."""
+    are fetched from each. `loaded` hears, in a storage thread, what came from a tier."""
 
     def __init__(
         self,
         l1: L1,
         stores: Sequence[L2Store],
         at_once: Sequence[int],
+        loaded: Callable[[Sequence[PackedKey], L2Store], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.RLock()
@@ -160,7 +157,7 @@ class Prefetcher:
         self.clock = clock
         self._l1 = l1
         self._stores = stores
-        self._loader = Loader(l1, stores, at_once, clock)
+        self._loader = Loader(l1, stores, at_once, loaded, clock)
         self._tasks: set[LoadTask] = set()
         self.queues = tuple(
             TierLoads(self, number, store, count)
@@ -193,20 +190,19 @@ class Prefetcher:
                 queue.wake(lambda _load: True)
                 queue.changed.notify_all()
 
-    def drive(self, load: _Load, number: int) -> Steps[None]:
+    def drive(self, load: _Load, number: int) -> None:
         """Drive a load that asks the tier `number`, until it ends, waits, or asks another tier. The thread of the last
         batch goes on with the whole load."""
         going: _Load | None = load
         while going is not None:
-            going = yield from self._drive(going, number)
+            going = self._drive(going, number)
 
-    def _drive(self, load: _Load, number: int) -> Steps[_Load | None]:
-        answer: object = None
+    def _drive(self, load: _Load, number: int) -> _Load | None:
         error, load.error = load.error, None
         try:
             while True:
-                step = load.steps.send(answer) if error is None else load.steps.throw(error)
-                answer = error = None
+                step = next(load.steps) if error is None else load.steps.throw(error)
+                error = None
                 if isinstance(step, WaitForWriters):
                     if self._wait(load, number, step):
                         return None
@@ -214,14 +210,9 @@ class Prefetcher:
                     if self._stores[number] is not step.store:
                         self._hand_over(load, step.store)
                         return None
-                elif isinstance(step, Apart):
+                else:
                     self._split(load, number, step.parts)
                     return None
-                else:
-                    try:
-                        answer = yield step
-                    except Exception as failure:  # noqa: BLE001  the load decides
-                        error = failure
         except StopIteration:
             return self._ended(load, number)
         except Exception as bug:

@@ -1,8 +1,7 @@
-"""An attached L2 tier: envelope, codec and room around a `Tier` plugin, over its calls (`tier_calls.py`).
+"""An attached L2 tier: envelope, codec and space around a `Tier` plugin, over its calls (`tier_calls.py`).
 
-Called from the storage threads (writes, prefetch), never from the serving thread. Each operation has two forms: as
-steps, of which every call to the tier is one, and blocking. A call takes at most the tier's timeout, except for listing
-a full tier to make room, which may take `SCAN_S`.
+Called from the storage threads (writes, prefetch), never from the serving thread. Each operation blocks: a call takes
+at most the tier's timeout, except for listing a full tier to make space, which may take `SCAN_S`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier, TierUsage
 from kvframework.errors import TierError
 from kvframework.pricing.cut import TierSpeed
-from kvframework.storage.envelope import HEADER_BYTES, UNTOLD_LAYOUT, checksum_in, seal, unseal
+from kvframework.storage.envelope import HEADER_BYTES, UNKNOWN_LAYOUT, checksum_in, seal, unseal
 from kvframework.storage.l1.leases import PinLease, PromptPart
-from kvframework.storage.l2.full_tier import Room, Shares, Taken, Watermarks, victims
-from kvframework.storage.l2.steps import Steps, run
+from kvframework.storage.l2.full_tier import Shares, Space, SpaceReservation, Watermarks, victims
 from kvframework.storage.l2.tier_calls import Absences, Breaker, TierCalls
 from kvframework.storage.namespaces import is_record_key
 
@@ -106,7 +104,7 @@ class L2Store:
         breaker: Breaker | None = None,
         codec: str = NO_CODEC,
         codecs: CodecTable | None = None,
-        layout_of: Callable[[bytes], bytes] = lambda _namespace: UNTOLD_LAYOUT,
+        layout_of: Callable[[bytes], bytes] = lambda _namespace: UNKNOWN_LAYOUT,
         dtype_of: Callable[[PackedKey], str] = lambda _key: "",
         watermarks: Watermarks = Watermarks(),  # noqa: B008  frozen
         clock: Callable[[], float] = time.monotonic,
@@ -115,7 +113,7 @@ class L2Store:
         self.name = tier.name
         self.capabilities = frozenset(tier.capabilities())
         self.read_only = tier.read_only
-        self._keeps_room = self.capabilities >= {"scan", "usage"}
+        self._keeps_space = self.capabilities >= {"scan", "usage"}
         self._tier = tier
         self._calls = TierCalls(tier.name, timeout_s, breaker or Breaker(), clock)
         self.counters = self._calls.counters
@@ -139,7 +137,7 @@ class L2Store:
         self._usage: TierUsage | None = None
         self._problems: list[str] = []
         self._details: Mapping[str, object] = {}
-        self._room = Room()
+        self._space = Space()
         # What loads learn of its speed; whoever uses it holds `pricing`.
         self.speed = TierSpeed(clock())
         self.pricing = threading.Lock()
@@ -174,16 +172,16 @@ class L2Store:
     def wait_s(self, *calls: str) -> float:
         """Return the seconds until the circuits admit these calls; without any, the calls that `put` makes."""
         if not calls:
-            calls = ("usage", "put") if self._keeps_room else ("put",)
+            calls = ("usage", "put") if self._keeps_space else ("put",)
         return max(self._calls.wait_s(name) for name in calls)
 
     def probe_s(self) -> float:
-        """Return the seconds until `answers_steps` may end what keeps loads from the tier; infinite if nothing does."""
+        """Return the seconds until `answers` may end what keeps loads from the tier; infinite if nothing does."""
         return self._calls.probe_s()
 
     def spare_the_request(self, name: str) -> None:
         """Raise `CircuitOpen` unless the tier answers reads as far as is known: a request that tried it would wait,
-        which `answers_steps` does instead."""
+        which `answers` does instead."""
         self._calls.refuse_unless_closed(name)
 
     def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
@@ -193,17 +191,16 @@ class L2Store:
             return 0, 0
         sizes = dict(dropped)
         if self.lists:
-            listing = self._calls.call(
+            sizes |= self._calls.call(
                 "scan",
                 lambda at: {each.key: each.nbytes for each in self._tier.scan(deadline=at) if wanted(each.key)},
                 timeout_s=SCAN_S,
             )
-            sizes |= run(listing)
         keys = list(sizes)
         deleted: list[PackedKey] = []
         for first in range(0, len(keys), DELETE_AT_ONCE):
             part = keys[first : first + DELETE_AT_ONCE]
-            outcomes = run(self._each("delete", part, partial(self._delete, part)))
+            outcomes = self._each("delete", part, partial(self._delete, part))
             deleted += [key for key, outcome in zip(part, outcomes, strict=True) if outcome is Outcome.DELETED]
         return len(deleted), sum(sizes[key] for key in deleted)
 
@@ -211,10 +208,8 @@ class L2Store:
         """Return the namespaces of the values in a tier that can list them, else none. Blocks for a listing."""
         if not self.lists:
             return set()
-        return run(
-            self._calls.call(
-                "scan", lambda at: {each.key[:16] for each in self._tier.scan(deadline=at)}, timeout_s=SCAN_S
-            )
+        return self._calls.call(
+            "scan", lambda at: {each.key[:16] for each in self._tier.scan(deadline=at)}, timeout_s=SCAN_S
         )
 
     @property
@@ -231,21 +226,21 @@ class L2Store:
             now = self._clock()
             return [self._absences.lacked(key, now) for key in keys]
 
-    def contains_steps(self, keys: Sequence[PackedKey]) -> Steps[list[bool]]:
+    def contains(self, keys: Sequence[PackedKey]) -> list[bool]:
         """Ask which of `keys` the tier has, without those that it `lacked` a moment ago."""
         lacked = self.lacked(keys)
         asked = [key for key, absent in zip(keys, lacked, strict=True) if not absent]
         if not asked:
             return [False] * len(keys)
-        outcomes = yield from self._ask("contains", asked, lambda at: self._tier.contains(asked, deadline=at))
+        outcomes = self._ask("contains", asked, lambda at: self._tier.contains(asked, deadline=at))
         self.count(misses=outcomes.count(Outcome.MISSING))
         for key, outcome in zip(asked, outcomes, strict=True):
             if outcome is Outcome.DAMAGED:
-                yield from self._discard(key, "it was not stored by this framework")
+                self._discard(key, "it was not stored by this framework")
         found = iter(outcomes)
         return [not absent and next(found) is Outcome.FOUND for absent in lacked]
 
-    def get_steps(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> Steps[list[bool]]:
+    def get(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> list[bool]:
         """Fill each range from the tier; True where its bytes are verified as those that were stored.
 
         Values are received straight into the ranges. Packed bytes are copied out once and unpacked into their place. A
@@ -260,21 +255,21 @@ class L2Store:
                 raise TierError("the tier does not report how many bytes it received", where=self.name)
             return answers
 
-        outcomes = yield from self._ask("get_into", keys, receive)
+        outcomes = self._ask("get_into", keys, receive)
         if Outcome.FAILED in outcomes:
             self._calls.read_trouble = self._clock(), "a value could not be read"
         good = []
         for key, header, view, outcome in zip(keys, headers, ranges, outcomes, strict=True):
-            good.append((yield from self._open(key, header, view, outcome)))
+            good.append(self._open(key, header, view, outcome))
         read = [self._stands_for(key, view.nbytes) for key, view, ok in zip(keys, ranges, good, strict=True) if ok]
         self.count(hits=len(read), bytes_read=sum(read))
         if len(read) < len(keys):
             self.count(misses=outcomes.count(Outcome.MISSING), read_failed=outcomes.count(Outcome.FAILED))
         return good
 
-    def put_steps(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
+    def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
         """Store each value behind its header, sent straight from the given memory if no codec packs it. Values that
-        exceed the room of a small tier are sent in several calls, each after making room."""
+        exceed the space of a small tier are sent in several calls, each after making space."""
         parts: list[list[memoryview]] = []
         plain: dict[PackedKey, int] = {}
         for key, value in zip(keys, values, strict=True):
@@ -285,8 +280,8 @@ class L2Store:
             if name == NO_CODEC:
                 plain[key] = checksum_in(header)
         self.on_sealed(plain)
-        if not self._keeps_room:
-            return (yield from self._put_together(keys, values, parts))
+        if not self._keeps_space:
+            return self._put_together(keys, values, parts)
         stored: list[bool] = []
         while len(stored) < len(keys):
             rest = slice(len(stored), None)
@@ -294,19 +289,19 @@ class L2Store:
                 self._stands_for(key, sum(part.nbytes for part in each))
                 for key, each in zip(keys[rest], parts[rest], strict=True)
             ]
-            taken = yield from self._make_room(sizes)
+            taken = self._make_space(sizes)
             now = slice(len(stored), len(stored) + taken.number)
             try:
-                stored += yield from self._put_together(keys[now], values[now], parts[now])
+                stored += self._put_together(keys[now], values[now], parts[now])
             finally:
-                self._room.give_back(taken)
+                self._space.release(taken)
         return stored
 
     def _put_together(
         self, keys: Sequence[PackedKey], values: Sequence[memoryview], parts: Sequence[Sequence[memoryview]]
-    ) -> Steps[list[bool]]:
+    ) -> list[bool]:
         try:
-            outcomes = yield from self._each("put", keys, lambda at: self._tier.put(keys, parts, deadline=at))
+            outcomes = self._each("put", keys, lambda at: self._tier.put(keys, parts, deadline=at))
         finally:
             # A call that failed may have written.
             with self._remembering:
@@ -321,32 +316,32 @@ class L2Store:
             self.count(store_failed=len(keys) - len(sizes))
         return stored
 
-    def delete_steps(self, keys: Sequence[PackedKey]) -> Steps[int]:
-        outcomes = yield from self._each("delete", keys, lambda at: self._tier.delete(keys, deadline=at))
+    def delete(self, keys: Sequence[PackedKey]) -> int:
+        outcomes = self._each("delete", keys, lambda at: self._tier.delete(keys, deadline=at))
         return outcomes.count(Outcome.DELETED)
 
-    def touch_steps(self, keys: Sequence[PackedKey]) -> Steps[None]:
-        yield from self._calls.call("touch", lambda at: self._tier.touch(keys, deadline=at))
+    def touch(self, keys: Sequence[PackedKey]) -> None:
+        self._calls.call("touch", lambda at: self._tier.touch(keys, deadline=at))
 
-    def answers_steps(self) -> Steps[bool]:
+    def answers(self) -> bool:
         """Whether the tier answers at all, now."""
         try:
-            yield from self._calls.call("ping", lambda at: self._tier.ping(deadline=at))
+            self._calls.call("ping", lambda at: self._tier.ping(deadline=at))
         except TierError:
             return False
         return True
 
-    def check_steps(self) -> Steps[None]:
+    def check(self) -> None:
         """Check that the tier works, unless it has just shown it, and how full it is. Raises nothing. The caller
         ensures that no write waits."""
         self._ask_for_facts()
         try:
             stale = self._clock() - self._calls.answered_at >= CHECK_EVERY_S
-            if stale and not (yield from self.answers_steps()):
+            if stale and not self.answers():
                 return
             self._calls.presume_writable()
             if "usage" in self.capabilities:
-                yield from self._ask_usage()
+                self._ask_usage()
         except TierError:
             log.debug("tier %s: it does not work at the moment", self.name)
 
@@ -377,10 +372,10 @@ class L2Store:
             **self._calls.status(),
         }
 
-    def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: int | Outcome) -> Steps[bool]:
+    def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: int | Outcome) -> bool:
         if isinstance(outcome, Outcome):
             if outcome is Outcome.DAMAGED:
-                yield from self._discard(key, "it was not stored by this framework")
+                self._discard(key, "it was not stored by this framework")
             return False
         try:
             name, packed = unseal(header, key, place, received=outcome, layout=self._layout_of(key[:16]))
@@ -393,7 +388,7 @@ class L2Store:
                 return False
             codec.decode_into(joined([packed]), place)
         except ValueError as error:
-            yield from self._discard(key, str(error))
+            self._discard(key, str(error))
             return False
         except Exception as error:  # noqa: BLE001  a bug of the codec is no evidence about this value or the others
             self.count(codec_failed=1)
@@ -408,7 +403,7 @@ class L2Store:
             self._foreign.add(codec)
             log.warning("tier %s: values packed by codec %r are misses: it is not in [codecs] allow", self.name, codec)
 
-    def _discard(self, key: PackedKey, problem: str) -> Steps[None]:
+    def _discard(self, key: PackedKey, problem: str) -> None:
         self.count(corrupt=1)
         self.on_damaged(key)
         if self.read_only:
@@ -420,7 +415,7 @@ class L2Store:
             return
         log.warning("tier %s: a value is unusable and is deleted: %s (key %s)", self.name, problem, key.hex())
         try:
-            yield from self.delete_steps([key])
+            self.delete([key])
         except TierError:
             log.debug("tier %s: could not delete it", self.name)
 
@@ -431,74 +426,74 @@ class L2Store:
         except Exception as error:  # noqa: BLE001  a bug of the plugin
             self._problems = [f"its `problems` raised {type(error).__name__}"]
         try:
-            told = msgspec.json.encode(self._tier.status())
-            if len(told) > MAX_DETAILS_BYTES:
-                raise ValueError(f"{len(told)} bytes")
-            self._details = msgspec.json.decode(told, type=dict[str, Any])
+            details = msgspec.json.encode(self._tier.status())
+            if len(details) > MAX_DETAILS_BYTES:
+                raise ValueError(f"{len(details)} bytes")
+            self._details = msgspec.json.decode(details, type=dict[str, Any])
         except Exception as error:  # noqa: BLE001  a bug of the plugin
             self._problems.append(f"its `status` raised {type(error).__name__}")
             self._details = {}
 
-    def _make_room(self, sizes: Sequence[int]) -> Steps[Taken]:
+    def _make_space(self, sizes: Sequence[int]) -> SpaceReservation:
         """Delete the least recently used values, if values of `sizes` and those of concurrent writers would fill the
-        tier beyond its high watermark. Returns the room of those that may be written now, which the caller gives
-        back."""
-        deleted = self._room.asking()
-        usage = yield from self._ask_usage()
-        taken = self._room.take(usage, sizes, self._watermarks, deleted)
+        tier beyond its high watermark. Returns the space of those that may be written now, which the caller
+        releases."""
+        deleted = self._space.asking()
+        usage = self._ask_usage()
+        taken = self._space.take(usage, sizes, self._watermarks, deleted)
         if taken.excess:
             try:
-                yield from self._delete_oldest(taken.excess, usage.capacity_bytes)
+                self._delete_oldest(taken.excess, usage.capacity_bytes)
             except BaseException:
-                self._room.give_back(taken)
+                self._space.release(taken)
                 raise
         return taken
 
-    def _delete_oldest(self, nbytes: int, capacity: int) -> Steps[None]:
+    def _delete_oldest(self, nbytes: int, capacity: int) -> None:
         left = nbytes
         try:
-            leaving = yield from self._calls.call(
+            leaving = self._calls.call(
                 "scan",
                 lambda at: victims(self._tier.scan(deadline=at), nbytes, capacity, self.shares),
                 timeout_s=SCAN_S,
             )
             for first in range(0, len(leaving), DELETE_AT_ONCE):
                 part = leaving[first : first + DELETE_AT_ONCE]
-                self.count(evicted=(yield from self.delete_steps(part)))
+                self.count(evicted=self.delete(part))
                 gone = nbytes * len(part) // len(leaving)
                 left -= gone
-                self._room.deleted(gone)
+                self._space.deleted(gone)
         finally:
-            self._room.deleted(left)
+            self._space.deleted(left)
 
     def _stands_for(self, key: PackedKey, nbytes: int) -> int:
         return nbytes if self.scale == 1 or is_record_key(key) else nbytes * self.scale
 
-    def _ask_usage(self) -> Steps[TierUsage]:
-        self._usage = yield from self._calls.call("usage", lambda at: self._tier.usage(deadline=at))
+    def _ask_usage(self) -> TierUsage:
+        self._usage = self._calls.call("usage", lambda at: self._tier.usage(deadline=at))
         return self._usage
 
-    def _ask(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> Steps[list[R]]:
+    def _ask(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> list[R]:
         """Call a reading operation like `_each`, and remember what is missing."""
         missing: list[PackedKey] = []
         with self._remembering:
             question = self._absences.ask()
         try:
-            outcomes = yield from self._each(name, keys, operation)
+            outcomes = self._each(name, keys, operation)
             missing += [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISSING]
             return outcomes
         finally:
             with self._remembering:
                 self._absences.answered(question, missing, self._clock())
 
-    def _each(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> Steps[list[R]]:
+    def _each(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> list[R]:
         def checked(deadline: float) -> list[R]:
             outcomes = operation(deadline)
             if len(outcomes) != len(keys):
                 raise TierError(f"the tier answered {len(outcomes)} outcomes for {len(keys)} keys", where=self.name)
             return outcomes
 
-        outcomes = yield from self._calls.call(name, checked)
+        outcomes = self._calls.call(name, checked)
         if self.on_seen is not None:
             self._see(self.on_seen, keys, outcomes)
         return outcomes
@@ -514,7 +509,7 @@ class L2Store:
         on_seen([key for key, _ in sure], [each not in _ABSENT for _, each in sure])
 
 
-# The operations of L1 that writers and loads use. The storage manager provides them; it stands above this room.
+# The operations of L1 that writers and loads use. `kvframework.storage.table` provides them, above this room.
 
 
 class L1(Protocol):
@@ -527,7 +522,7 @@ class L1(Protocol):
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]: ...
 
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None: ...
+    def release(self, leases: Sequence[PinLease]) -> None: ...
 
     def bytes_of(self, lease: PinLease) -> memoryview: ...
 
@@ -540,5 +535,3 @@ class L1(Protocol):
     def sealed(self, checksums: Mapping[PackedKey, int]) -> None: ...
 
     def damaged(self, key: PackedKey) -> None: ...
-
-    def loaded(self, keys: Sequence[PackedKey], source: L2Store) -> None: ...

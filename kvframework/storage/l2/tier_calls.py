@@ -13,13 +13,11 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import KVFrameworkError, TierError
 from kvframework.histogram import Histogram
-from kvframework.storage.l2.steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +165,7 @@ OPERATIONS = (*LOADING, "put", "delete", "touch", "ping", "usage", "scan")
 # From the best to the worst.
 STATES = ("closed", "half-open", "open")
 # The operations that each of the two circuits stops.
-_TOLD = ("reads", "writes")
+_CALLS = ("reads", "writes")
 COUNTERS = (
     "hits",
     "misses",
@@ -223,7 +221,7 @@ class TierCalls:
         self._pending: dict[int, Call] = {}
         self._closed = False
         # Bugs of the plugin whose traceback is in the log: pairs of call and exception type.
-        self._told_bugs: set[tuple[str, type[Exception]]] = set()
+        self._logged_bugs: set[tuple[str, type[Exception]]] = set()
         self._lock = threading.Lock()
 
     @property
@@ -287,12 +285,12 @@ class TierCalls:
                 **self.counters,
             }
 
-    def call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> Steps[R]:
-        """Call the operation with its deadline, as one step. Raises `TierError`; `CircuitOpen` if the call was
+    def call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> R:
+        """Call the operation with its deadline. Raises `TierError`; `CircuitOpen` if the call was
         refused."""
         call = self._begin(name, timeout_s or self.timeout_s)
         try:
-            result: R = yield partial(operation, call.deadline)
+            result = operation(call.deadline)
         except BaseException as error:
             with self._lock:
                 del self._pending[id(call)]
@@ -346,7 +344,7 @@ class TierCalls:
             self.last_error = str(error)
             self._note(name, "a call failed")
         if opened and not quiet:
-            log.error("tier %s is down for %s: %s", self.name, _TOLD[name == "put"], error)
+            log.error("tier %s is down for %s: %s", self.name, _CALLS[name == "put"], error)
         else:
             log.log(logging.DEBUG if quiet or was != "closed" else logging.WARNING, "tier %s: %s", self.name, error)
 
@@ -369,8 +367,8 @@ class TierCalls:
         with self._lock:
             self.counters["bugs"] += 1
             kind, quiet = (name, type(error)), self._closed
-            fresh = kind not in self._told_bugs
-            self._told_bugs.add(kind)
+            fresh = kind not in self._logged_bugs
+            self._logged_bugs.add(kind)
         if fresh and not quiet:
             log.error("tier %s: %s raised %s, a bug in the plugin", self.name, name, cause, exc_info=error)
         return TierError(f"{name} raised {cause}, a bug in the plugin", where=self.name, hint="ask the plugin's author")
@@ -392,7 +390,7 @@ class TierCalls:
             back = was != "closed" == circuit.state
             self._durations[name].add(ended - began)
         if back:
-            log.warning("tier %s is back for %s after %.0f s", self.name, _TOLD[name == "put"], ended - since)
+            log.warning("tier %s is back for %s after %.0f s", self.name, _CALLS[name == "put"], ended - since)
 
 
 def _in_ms(durations: Histogram) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""All L2 tiers in their order: reports events of L1 to each tier's writer, and gives prefetch the stores.
+"""All L2 tiers in their order, with their writers, loads and threads.
 
 Events come from the serving thread and the storage threads; of the methods only `clear`, `learn` and `drain` block.
 """
@@ -6,24 +6,104 @@ Events come from the serving thread and the storage threads; of the methods only
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from kvframework.api.keys import PackedKey
+from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.listener import Accessed
+from kvframework.api.requests import Select
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
 from kvframework.overdue import call_within
 from kvframework.record_ring import NO_RECORDS, RecordRing
+from kvframework.storage.l1.entries import NO_CLIENT
+from kvframework.storage.l1.leases import NO_PROMPT, PromptPart
 from kvframework.storage.l2.full_tier import Watermarks
+from kvframework.storage.l2.loading import LoadTask, Located
+from kvframework.storage.l2.prefetch import Prefetcher
 from kvframework.storage.l2.sealed_tier import L1, L2Store
-from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.writer import TierWriter, WriteNothing, WritePolicy, WriteThrough
-from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecords, decode_record, record_key
+from kvframework.storage.namespaces import (
+    RECORD_BYTES,
+    NamespaceRecord,
+    NamespaceRecords,
+    decode_record,
+    record_key,
+)
 
 log = logging.getLogger(__name__)
+
+# The storage threads of each tier, for its writes and its loads: each calls what its controller gives it; the
+# controllers make all decisions.
+
+
+# A unit of work: it blocks as long as the tier does, and runs to completion.
+Work = Callable[[], object]
+
+
+class Controller(Protocol):
+    """A source of work for threads. `changed` is notified whenever there may be work, and when `closing` turns True."""
+
+    name: str
+    changed: threading.Condition
+
+    @property
+    def closing(self) -> bool:
+        """Whether threads without work should end."""
+
+    def wait_s(self) -> float:
+        """Return the seconds until there is work; infinite if that depends on others."""
+
+    def poll(self) -> Work | None:
+        """Return the next unit of work, None when idle."""
+
+
+class StorageThreads:
+    """Threads that start at once; each ends when its controller is closing and has no more work."""
+
+    def __init__(self, controllers: Iterable[tuple[Controller, int]]) -> None:
+        """Take each controller with the number of its threads."""
+        self._threads = [
+            threading.Thread(target=_drive, args=(controller,), name=f"kvf-{controller.name}-{number}", daemon=True)
+            for controller, count in controllers
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end; return False if one is still running after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def _drive(controller: Controller) -> None:
+    while (work := _next(controller)) is not None:
+        try:
+            work()
+        except Exception:
+            log.exception("%s failed", controller.name)
+        # What it refers to is not kept while the thread waits.
+        del work
+
+
+def _next(controller: Controller) -> Work | None:
+    """Wait for the controller's next unit of work; None once it is closing and has no more."""
+    with controller.changed:
+        while True:
+            work = controller.poll()
+            if work is not None or controller.closing:
+                return work
+            wait_s = controller.wait_s()
+            controller.changed.wait(None if wait_s == math.inf else wait_s)
 
 
 @dataclass(frozen=True)
@@ -73,8 +153,19 @@ class Tiers:
             )
             for tier in attached
         ]
+        self._prefetcher = Prefetcher(l1, self.stores, [tier.loads for tier in attached], self.loaded, clock)
+        self._records = records
+        writing = [(writer, tier.writes) for writer, tier in zip(self.writers, attached, strict=True)]
+        loading = [(queue, queue.threads) for queue in self._prefetcher.queues]
+        # Each with the number of its threads.
+        self.controllers: list[tuple[Controller, int]] = [*writing, *loading]
+        self._threads: StorageThreads | None = None
         self._watching_uses = [writer for writer in self.writers if writer.watches_uses]
         self._watching_l1 = [writer for writer in self.writers if writer.watches_removals]
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._threads = StorageThreads(self.controllers)
 
     def configure(self, tables: Sequence[L2Keys]) -> None:
         """Change what each tier's keys say and its objects allow, see `kvframework.running_config`."""
@@ -100,6 +191,65 @@ class Tiers:
             if at >= since:
                 return f"{store.name}: {what}"
         return ""
+
+    def load_s(self) -> float | None:
+        """Return the seconds in which the fastest tier loads a byte, as far as any is known."""
+        known = [prices[0] for prices in (store.speed.prices() for store in self.stores) if prices is not None]
+        return min(known, default=None)
+
+    def submit_prefetch_task(
+        self,
+        keys: Sequence[PackedKey],
+        layout_desc: MemoryLayoutDesc,
+        *,
+        select: Select | None = None,
+        on_done: Callable[[], None] = lambda: None,
+        on_change: Callable[[], object] = lambda: None,
+        located: Located | None = None,
+        prompt: PromptPart = NO_PROMPT,
+        client: int = NO_CLIENT,
+    ) -> LoadTask | None:
+        """Load the objects of `keys` that L1 lacks from L2, in the background, keeping their order.
+
+        Object sizes follow from `layout_desc` by each key's layer group. `select` picks, once the tiers have reported
+        what they hold, the indices worth having (default: all); it is called again after a loss. `on_done` runs once in
+        a storage thread while the chosen objects that were found are still pinned, even after a failure or a cancel;
+        `on_change`, `located`, `prompt` and `client`: see `LoadTask`. Returns None if there is no tier, too much is in
+        flight, or the tiers are closed.
+        """
+        by_group = {index.to_bytes(4, "little"): group.nbytes for index, group in enumerate(layout_desc.groups)}
+        sizes = [by_group[key[36:40]] for key in keys]
+        task = LoadTask(
+            keys, sizes, select or (lambda available: range(len(available))), on_change, located, prompt, client
+        )
+        return task if self._prefetcher.submit(task, on_done) else None
+
+    def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
+        """Read a namespace's record from L2 and add it to `records`; `on_done` runs in a storage thread."""
+
+        def finish(record: NamespaceRecord | None) -> None:
+            try:
+                if record is not None:
+                    self._records.add(namespace, record, learned=True)
+            finally:
+                on_done()
+
+        return self._prefetcher.submit_record(namespace, finish)
+
+    def writers_ended(self, any_writing: Callable[[Sequence[PackedKey]], bool]) -> None:
+        """See `Prefetcher.writers_ended`."""
+        # A load that begins to wait now checks by itself.
+        if any(queue.waiting for queue in self._prefetcher.queues):
+            self._prefetcher.writers_ended(any_writing)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no write waits, and no load is under way."""
+        return not (self._prefetcher.in_flight or any(writer.pending for writer in self.writers))
+
+    @property
+    def longest_call_s(self) -> float:
+        return max((store.timeout_s for store in self.stores), default=0.0)
 
     def committed(self, keys: Sequence[PackedKey]) -> None:
         for writer in self.writers:
@@ -151,16 +301,19 @@ class Tiers:
             for namespace in store.listed_namespaces():
                 if records.get(namespace) is None:
                     value = bytearray(RECORD_BYTES)
-                    (there,) = run(store.get_steps([record_key(namespace)], [memoryview(value)]))
+                    (there,) = store.get([record_key(namespace)], [memoryview(value)])
                     record = decode_record(bytes(value)) if there else None
                     if record is not None:
                         records.add(namespace, record, learned=True)
 
-    def status(self) -> list[dict[str, object]]:
-        return [
-            {**tier.store.status(), **writer.status(), "loads": tier.loads, "writes": tier.writes}
-            for tier, writer in zip(self.attached, self.writers, strict=True)
-        ]
+    def status(self) -> dict[str, object]:
+        return {
+            "l2": [
+                {**tier.store.status(), **writer.status(), "loads": tier.loads, "writes": tier.writes}
+                for tier, writer in zip(self.attached, self.writers, strict=True)
+            ],
+            "prefetch": {"in_flight": self._prefetcher.in_flight, "refused": self._prefetcher.refused},
+        }
 
     def drain(self, timeout_s: float) -> None:
         """Wait for pending writes, up to `timeout_s`."""
@@ -170,9 +323,14 @@ class Tiers:
                 log.warning("%d objects were not written to %s", writer.pending, writer.store.name)
 
     def stop(self) -> None:
-        """Stop writing after the calls in flight. Does not wait."""
+        """Stop writing and loading after the calls in flight. Does not wait."""
         for writer in self.writers:
             writer.stop()
+        self._prefetcher.stop()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads to end; return False if one is still running after `timeout_s`."""
+        return self._threads is None or self._threads.join(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Close the tiers, which ends their calls in flight; wait for that up to `timeout_s`."""

@@ -2,7 +2,7 @@
 
 The write policy decides which objects are written, and when. Objects are pinned only while they are being sent; waiting
 ones may be evicted and are then counted as lost. A full queue drops new objects with a count, so a slow or dead tier
-never delays a STORE. Driven by one or several storage threads (`steps.py`), each with its own batch. Lock order: the
+never delays a STORE. Driven by one or several storage threads (`threads.py`), each with its own batch. Lock order: the
 storage lock, then `changed`.
 """
 
@@ -15,12 +15,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import TierError
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.sealed_tier import L1, L2Store
-from kvframework.storage.l2.steps import Steps, do
 from kvframework.storage.l2.tier_calls import CircuitOpen
 from kvframework.storage.namespaces import NamespaceRecords, record_key
 
@@ -205,7 +205,7 @@ class WriteQueue:
         return len(self._waiting) + len(self._sending) + len(self._refused)
 
     @property
-    def room(self) -> int:
+    def space(self) -> int:
         return max(self.bound - len(self._waiting) - len(self._refused), 0)
 
     def wait_s(self, now: float) -> float:
@@ -218,16 +218,16 @@ class WriteQueue:
         for key in keys:
             if self._holds(key):
                 continue
-            if self.room:
+            if self.space:
                 self._waiting[key] = None
             else:
                 self._count(write_dropped=1)
 
     def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        """Return those of `keys` that L1 must keep until they are written; they are queued, as far as there is room."""
+        """Return those of `keys` that L1 must keep until they are written; queued, as far as there is space."""
         unwritten = self.policy.leaving(keys)
         fresh = [key for key in unwritten if not self._holds(key)]
-        self.offer(fresh[: self.room])
+        self.offer(fresh[: self.space])
         return unwritten
 
     def removed(self, key: PackedKey) -> None:
@@ -377,7 +377,7 @@ class TierWriter:
         self._touching: list[PackedKey] = []
         self._idle_work_at = 0.0
         # Only one thread at a time does touches and checks.
-        self._aside = False
+        self._in_background = False
 
     @property
     def pending(self) -> int:
@@ -420,7 +420,7 @@ class TierWriter:
                 self._touches.update(dict.fromkeys(keys))
 
     def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        """Return those of `keys` that L1 must keep until they are written; they are queued as far as there is room."""
+        """Return those of `keys` that L1 must keep until they are written; queued as far as there is space."""
         with self.changed:
             self.changed.notify_all()
             return self._queue.leaving(keys)
@@ -447,44 +447,44 @@ class TierWriter:
         """Return the seconds until there is work that a circuit admits."""
         now = self._clock()
         with self.changed:
-            return min(self._sending_s(now), math.inf if self._aside else self._aside_s(now))
+            return min(self._sending_s(now), math.inf if self._in_background else self._background_s(now))
 
-    def poll(self) -> Steps[None] | None:
+    def poll(self) -> Callable[[], None] | None:
         """Return the next unit of work for this caller, None when idle. Several may run at once."""
         now = self._clock()
         with self.changed:
             if self.closing:
                 return None
             batch = self._queue.take(now) if self._sending_s(now) <= 0 else None
-            aside = not self._aside and self._aside_s(now) <= 0
-            self._aside |= aside
-            return self._turn(batch, aside) if batch is not None or aside else None
+            background = not self._in_background and self._background_s(now) <= 0
+            self._in_background |= background
+            return partial(self._turn, batch, background) if batch is not None or background else None
 
     def _sending_s(self, now: float) -> float:
         waiting_s = self._queue.wait_s(now)
         return waiting_s if waiting_s == math.inf else max(waiting_s, self.store.wait_s())
 
-    def _aside_s(self, now: float) -> float:
+    def _background_s(self, now: float) -> float:
         idle_s = max(self._idle_work_at - now, 0.0)
         return min(idle_s, self.store.wait_s("touch")) if self._touching else idle_s
 
-    def _turn(self, batch: Batch | None, aside: bool) -> Steps[None]:
+    def _turn(self, batch: Batch | None, background: bool) -> None:
         try:
             if batch is not None:
-                yield from self._send_batch(batch)
-            if aside and not self.closing:
-                yield from self._work_aside()
+                self._send_batch(batch)
+            if background and not self.closing:
+                self._work_in_background()
         finally:
-            if aside:
+            if background:
                 with self.changed:
-                    self._aside = False
+                    self._in_background = False
                     self.changed.notify_all()
 
-    def _work_aside(self) -> Steps[None]:
+    def _work_in_background(self) -> None:
         if self._touching and self.store.wait_s("touch") <= 0:
-            yield from self._send_touches()
+            self._send_touches()
         elif self._clock() >= self._idle_work_at:
-            yield from self.store.check_steps()
+            self.store.check()
             self._collect_touches()
             self._idle_work_at = self._clock() + IDLE_WORK_EVERY_S
 
@@ -495,34 +495,34 @@ class TierWriter:
             self._queue.offer(keys)
             self.changed.notify_all()
 
-    def _send_batch(self, batch: Batch) -> Steps[None]:
+    def _send_batch(self, batch: Batch) -> None:
         leases: list[PinLease] = []
         try:
-            leases = yield from do(self._l1.pin_present, batch.keys)
+            leases = self._l1.pin_present(batch.keys)
             with self.changed:
                 mine = set(self._queue.found(batch, [lease.objects[0].key for lease in leases]))
             if len(mine) < len(leases):
                 others = [lease for lease in leases if lease.objects[0].key not in mine]
                 leases = [lease for lease in leases if lease.objects[0].key in mine]
-                self._l1.unpin_internal(others)
+                self._l1.release(others)
             answered = True
             while leases and answered and not self.closing:
-                answered = yield from self._send_group(_take_bytes(leases, BATCH_BYTES // self.store.scale))
+                answered = self._send_group(_take_bytes(leases, BATCH_BYTES // self.store.scale))
         except Exception:
             with self.changed:
                 self._queue.give_up_batch(batch)
             raise
         finally:
-            self._l1.unpin_internal(leases)
+            self._l1.release(leases)
             with self.changed:
                 self._queue.put_back(batch)
                 self.changed.notify_all()
 
-    def _send_group(self, group: Sequence[PinLease]) -> Steps[bool]:
+    def _send_group(self, group: Sequence[PinLease]) -> bool:
         """Send a group; return whether the tier answered. `group` is unpinned in any case."""
         keys = [lease.objects[0].key for lease in group]
         try:
-            stored = yield from self._put(keys, [self._l1.bytes_of(lease) for lease in group])
+            stored = self._put(keys, [self._l1.bytes_of(lease) for lease in group])
             with self.changed:
                 self._queue.answered(keys, stored, self._clock())
             return True
@@ -531,19 +531,19 @@ class TierWriter:
         except TierError:
             with self.changed:
                 hopeless = self._queue.failed(keys)
-            if hopeless and (yield from self.store.answers_steps()):
+            if hopeless and self.store.answers():
                 with self.changed:
                     self._queue.give_up(keys)
             return False
         finally:
-            self._l1.unpin_internal(group)
+            self._l1.release(group)
 
-    def _put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
+    def _put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
         try:
             for namespace in sorted(_namespaces(keys)):
                 if self._wants_record(namespace):
-                    yield from self._put_record(namespace)
-            return (yield from self.store.put_steps(keys, values))
+                    self._put_record(namespace)
+            return self.store.put(keys, values)
         finally:
             for value in values:
                 value.release()
@@ -559,13 +559,13 @@ class TierWriter:
             self._record_put[namespace] = now
             return True
 
-    def _put_record(self, namespace: bytes) -> Steps[None]:
+    def _put_record(self, namespace: bytes) -> None:
         """Put the namespace's record."""
         stored = False
         try:
             record = self._records.encoded(namespace)
             if record is not None:
-                stored = (yield from self.store.put_steps([record[0]], [record[1]]))[0]
+                stored = self.store.put([record[0]], [record[1]])[0]
         finally:
             if not stored:
                 with self.changed:
@@ -577,11 +577,11 @@ class TierWriter:
             touches, self._touches = self._touches, {}
         self._touching = [*map(record_key, sorted(_namespaces(touches))), *touches]
 
-    def _send_touches(self) -> Steps[None]:
+    def _send_touches(self) -> None:
         """Send one batch of touches, so that no more than this comes between two writes."""
         batch, self._touching = self._touching[:TOUCH_AT_ONCE], self._touching[TOUCH_AT_ONCE:]
         try:
-            yield from self.store.touch_steps(batch)
+            self.store.touch(batch)
         except TierError:
             self._touching = []
 

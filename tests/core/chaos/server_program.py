@@ -14,9 +14,9 @@ import kvf_filesystem.tier as filesystem
 from kvf_dev.testing.faults import FaultyTier
 from kvframework.api.tier import Tier
 from kvframework.cli.main import main
-from kvframework.storage import manager as storage_manager
-from kvframework.storage.l1.journal import kept
-from kvframework.storage.manager import StorageManager
+from kvframework.storage import recovery as kept
+from kvframework.storage import table as storage_table
+from kvframework.storage.table import Table
 
 SLOWNESS, PLANT = "KVFRAMEWORK_CHAOS_SLOWNESS", "KVFRAMEWORK_CHAOS_PLANT"
 # A bug occurs once in this number of calls.
@@ -52,9 +52,9 @@ def slow_disk() -> None:
 def wrong_byte() -> None:
     """Change a byte of a published object."""
 
-    def committed(manager: Any, result: int, _objects: list[Any]) -> int:
+    def committed(table: Any, result: int, _objects: list[Any]) -> int:
         for stored in _objects[:1]:
-            manager._arena[stored.offset + stored.length // 2] ^= 1
+            table.arena[stored.offset + stored.length // 2] ^= 1
         return result
 
     _after_commit(committed)
@@ -63,10 +63,10 @@ def wrong_byte() -> None:
 def lost_commit() -> None:
     """Report objects as stored without storing them."""
 
-    def committed(manager: Any, result: int, objects: list[Any]) -> int:
-        with manager.lock:
+    def committed(table: Any, result: int, objects: list[Any]) -> int:
+        with table.lock:
             for stored in objects:
-                manager._table.drop(stored.key)
+                table._table.drop(stored.key)
         return result
 
     _after_commit(committed)
@@ -75,8 +75,8 @@ def lost_commit() -> None:
 def leaked_pin() -> None:
     """Never release an object that was pinned again."""
 
-    def committed(manager: Any, result: int, objects: list[Any]) -> int:
-        manager.pin_present([stored.key for stored in objects[:1]])
+    def committed(table: Any, result: int, objects: list[Any]) -> int:
+        table.pin_present([stored.key for stored in objects[:1]])
         return result
 
     _after_commit(committed)
@@ -85,16 +85,16 @@ def leaked_pin() -> None:
 def leaked_range() -> None:
     """Leak memory of the arena, which is then neither free nor used."""
 
-    def committed(manager: Any, result: int, _objects: list[Any]) -> int:
-        with manager.lock:
-            manager._table.allocator.allocate(4096)
+    def committed(table: Any, result: int, _objects: list[Any]) -> int:
+        with table.lock:
+            table._table.allocator.allocate(4096)
         return result
 
     _after_commit(committed)
 
 
 def leaked_descriptor() -> None:
-    def committed(_manager: Any, result: int, _objects: list[Any]) -> int:
+    def committed(_table: Any, result: int, _objects: list[Any]) -> int:
         for _ in range(10):
             os.open(os.devnull, os.O_RDONLY)
         return result
@@ -103,7 +103,7 @@ def leaked_descriptor() -> None:
 
 
 def traceback() -> None:
-    def committed(_manager: Any, result: int, _objects: list[Any]) -> int:
+    def committed(_table: Any, result: int, _objects: list[Any]) -> int:
         try:
             raise RuntimeError("planted")
         except RuntimeError:
@@ -115,7 +115,7 @@ def traceback() -> None:
 
 def ignored_writers() -> None:
     """Take the clients of an earlier server for ended: what they may still write is given to others."""
-    storage_manager.may_write = lambda _fd, _writer: False
+    storage_table.may_write = lambda _fd, _writer: False
 
 
 def forgetful_start() -> None:
@@ -133,20 +133,20 @@ def forgetful_start() -> None:
 
 
 def _after_commit(planted: Callable[[Any, int, list[Any]], int]) -> None:
-    commit = StorageManager.commit
+    commit = Table.commit
     calls = 0
 
-    def committed(manager: StorageManager, lease_id: str, *, owner: int) -> int:
+    def committed(table: Table, lease_id: str, *, owner: int) -> int:
         nonlocal calls
-        with manager.lock:
-            keys = [key for key, _, _ in manager._table._leases.write(lease_id, owner).items]
-            result = commit(manager, lease_id, owner=owner)
+        with table.lock:
+            keys = [key for key, _, _ in table._table._leases.write(lease_id, owner).items]
+            result = commit(table, lease_id, owner=owner)
             calls += 1
             if result and calls % RARELY == 0:
-                result = planted(manager, result, manager._table.find(keys))
+                result = planted(table, result, table._table.find(keys))
         return result
 
-    StorageManager.commit = committed  # type: ignore[method-assign]
+    Table.commit = committed  # type: ignore[method-assign]
 
 
 BUGS = {bug.__name__: bug for bug in (wrong_byte, lost_commit, leaked_pin, leaked_range, leaked_descriptor, traceback)}

@@ -33,26 +33,24 @@ class Watch:
         self._lock = threading.Lock()
         self._over = threading.Event()
         connection = client._connection
-        self._watch_futures(connection, "request")
-        self._watch_futures(connection, "bulk_request")
-        self._watch_futures(connection, "begin")
+        self._watch_futures(connection)
         self._watch_calls(client)
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
-    def _watch_futures(self, connection: Any, method: str) -> None:
-        original = getattr(connection, method)
+    def _watch_futures(self, connection: Any) -> None:
+        original = connection.begin
 
-        def watched(name: str, *args: Any, timeout: float, **options: Any) -> Future[Any]:
+        def watched(name: str, *args: Any, timeout: float, turn: float = 0.0, **options: Any) -> Future[Any]:
             began = time.monotonic()
-            future: Future[Any] = original(name, *args, timeout=timeout, **options)
+            future: Future[Any] = original(name, *args, timeout=timeout, turn=turn, **options)
             with self._lock:
                 self._pending[future] = (name, began, time.monotonic() + timeout + ALLOWANCE_S)
             future.add_done_callback(self._resolved)
-            if method == "begin":
+            if turn:
                 future.add_done_callback(partial(self._note_failure, name))
             return future
 
-        setattr(connection, method, watched)
+        connection.begin = watched
 
     def _watch_calls(self, client: KVClient) -> None:
         original = client.request

@@ -10,9 +10,9 @@ import pytest
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import ArenaRange, LoadOutcome, LoadPlan, StoreOutcome, StorePlan
-from kvframework.client.calls import granted, mapped, settled
+from kvframework.client.session import mapped
 from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone
-from kvframework.messaging.client.pending import Answer
+from kvframework.messaging.client.link import Answer
 from kvframework.wire import messages as m
 
 ANSWER = Answer(m.Empty())
@@ -65,15 +65,15 @@ def rubbish(_answer: Answer) -> Any:
 
 def test_an_answer_that_cannot_be_converted_fails_its_future() -> None:
     sent = Future.resolved(ANSWER)
-    for future in (mapped(sent, rubbish), granted(sent, rubbish, lambda _: None)):
+    for future in (mapped(sent, rubbish), mapped(sent, rubbish, release=lambda _: None)):
         assert isinstance(future.exception(), ZeroDivisionError)
-    assert settled(sent, rubbish, LoadOutcome.failed).result(0) == LoadOutcome(False, "unforeseen", "error")
+    assert mapped(sent, rubbish, failed=LoadOutcome.failed).result(0) == LoadOutcome(False, "unforeseen", "error")
 
 
 def test_a_grant_that_comes_behind_its_cancel_is_given_back_once() -> None:
     sent: Promise[Answer] = Promise()
     given_back: list[str] = []
-    future = granted(sent, lambda _: "lease", given_back.append)
+    future = mapped(sent, lambda _: "lease", release=given_back.append)
     future.cancel()
     assert isinstance(future.exception(), Cancelled)
     sent.set_result(ANSWER)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvframework.api.futures import Future
 from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import LoadPlan, Transfer
@@ -439,16 +439,20 @@ def test_grants_of_an_answer_after_its_deadline_are_given_back(engine: Engine, m
 
 
 def test_an_end_of_the_session_that_arrives_after_the_grant_is_known(engine: Engine) -> None:
-    connection, held = engine.worker._connection, []
-    send = connection.request
+    link, held = engine.worker._connection._link, []
+
+    class Outbox(deque[Any]):
+        def append(self, item: Any) -> None:
+            held.append(item)
+
+    assert link is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            connection, "request", lambda *arguments, **options: held.append((arguments, options)) or Future()
-        )
+        patch.setattr(link, "_outbox", Outbox())
         engine.worker.send("END_SESSION", m.EndSession())
     plan = engine.load(*engine.look_up().take_grants())
-    (arguments, options) = held[0]
-    assert send(*arguments, **options).result(5)
+    link._outbox.append(held[0])
+    link._wakeup.signal()
+    assert held[0].future.result(5)
     assert not plan.commit().result().ok
 
 

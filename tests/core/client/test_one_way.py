@@ -168,7 +168,7 @@ def test_what_is_posted_comes_after_what_was_submitted(engine: Engine) -> None:
         told = engine.client.request(
             "PREPARE_STORE", m.Prepare(engine.transfer.key, engine.transfer.registration.instance_id), m.StorePlan
         )
-        committed = connection.request("COMMIT_STORE", m.Commit(told.lease), timeout=60)
+        committed = connection.begin("COMMIT_STORE", m.Commit(told.lease), timeout=60)
         assert connection.post("ABORT", m.LeaseRef(told.lease))
         reply = committed.result(60).payload
         assert isinstance(reply, m.Committed)

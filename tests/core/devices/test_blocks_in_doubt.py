@@ -49,7 +49,7 @@ def test_unregistering_waits_for_copies_that_are_under_way(rig: SimulatedRig, cl
     with rig.holding_copies():
         future = engine.store(request, engine.source())
         wait_until(rig.held, PATIENCE_S, "a copy that is held")
-        answer = client._connection.request("UNREGISTER_KV_CACHE", m.Unregister(2), timeout=PATIENCE_S)
+        answer = client._connection.begin("UNREGISTER_KV_CACHE", m.Unregister(2), timeout=PATIENCE_S)
         with pytest.raises(TimeoutError):
             answer.result(0.3)
         assert rig.open_elsewhere() == 2

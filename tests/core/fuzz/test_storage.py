@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.storage.envelope import HEADER_BYTES, Damaged, layout_fingerprint, seal, unseal
 from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
-from kvframework.storage.l2.steps import run
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record
 from tests.core.fuzz.bounds import bounded, check_words
 from tests.core.fuzz.effort import fuzzed
@@ -100,7 +99,7 @@ def read(header: bytes, packed: bytes, size: int = OBJECT_BYTES) -> tuple[bool, 
     zstd = pytest.importorskip("kvf_codecs.zstd")
     store = L2Store(Told(header, packed), timeout_s=5, codecs=CodecTable({"zstd": lambda: zstd.ZstdCodec(1)}))
     arena = memoryview(bytearray(b"\xaa" * (size + 64)))
-    good = run(store.get_steps([KEY], [arena[32 : 32 + size]]))
+    good = store.get([KEY], [arena[32 : 32 + size]])
     assert bytes(arena[:32]) == bytes(arena[-32:]) == b"\xaa" * 32
     return good == [True], bytes(arena[32 : 32 + size])
 

@@ -10,7 +10,7 @@ import kvframework
 from kvframework import errors
 from kvframework.api.requests import Message, RequestSpec
 from kvframework.errors import KVFrameworkError
-from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA
+from kvframework.messaging.polling import WITH_ARENA, WITHOUT_ARENA
 from kvframework.messaging.server.sessions import TOKEN_BYTES
 from kvframework.wire import messages as m
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, join

@@ -16,8 +16,7 @@ from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import Handler, Message, Reply, RequestSpec
 from kvframework.errors import BadRange, Cancelled
 from kvframework.messaging.client.connection import Connection
-from kvframework.messaging.server.dispatch import Served
-from kvframework.messaging.server.loop import MessageServer
+from kvframework.messaging.server.loop import MessageServer, Served
 from kvframework.messaging.server.sessions import ClientSession
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, decode, join, split
 from kvframework.wire.messages import Hello, HelloReply, Pong
@@ -173,7 +172,7 @@ def connected(endpoint: str, *, up: bool = True, **options: Any) -> Iterator[Con
 
 
 def ask(connection: Connection, name: str, text: str = "", timeout: float = 20.0) -> Future[Any]:
-    return connection.request(f"test.{name}", Text(text), timeout=timeout)
+    return connection.begin(f"test.{name}", Text(text), timeout=timeout)
 
 
 class RawClient:

@@ -40,8 +40,8 @@ def test_only_urgent_requests_go_through_while_on_up_runs(lab: Lab) -> None:
 
     def on_up(reply: HelloReply, fd: int | None) -> None:
         seen.append(connection.state)
-        seen.append(connection.request("test.ECHO", Text("early"), timeout=60).exception())
-        seen.append(connection.request("test.ECHO", Text("urgent"), timeout=60, urgent=True).result(20))
+        seen.append(connection.begin("test.ECHO", Text("early"), timeout=60).exception())
+        seen.append(connection.begin("test.ECHO", Text("urgent"), timeout=60, urgent=True).result(20))
         seen.append((reply.hasher_fingerprint, reply.version, fd))
 
     connection = Connection(lab.endpoint, Hello("t", 1), table=TABLE, on_up=on_up, on_down=lambda: None)
@@ -244,7 +244,7 @@ def test_an_oversized_frame_breaks_the_connection_which_heals(lab: Lab, monkeypa
     monkeypatch.setattr("kvframework.messaging.frames_io.MAX_BUFFER_BYTES", 1 << 40)
     with connected(lab.endpoint, ping_every_s=0.05, silent_s=0.2) as connection:
         boot = lab.server.sessions[0]
-        future = connection.request("test.BUFFERS", Text(), [memoryview(bytearray((1 << 30) + 1))], timeout=60)
+        future = connection.begin("test.BUFFERS", Text(), [memoryview(bytearray((1 << 30) + 1))], timeout=60)
         with pytest.raises(ServerGone):
             future.result(20)
         assert connection.wait_up(20)
@@ -355,9 +355,9 @@ def test_a_second_socket_that_does_not_come_in_costs_the_session_nothing(lab: La
         files = lab.server._files
         assert files is not None
         files.show(False)  # as the gate does while descriptors run low
-        refused = connection.bulk_request("test.ECHO", Text("big"), timeout=60)
+        refused = connection.begin("test.ECHO", Text("big"), timeout=60, bulk=True)
         assert isinstance(refused.exception(), ServerFull)
         assert ask(connection, "ECHO", "on").result(20).payload == Text("on")
         assert len(lab.server.sessions) == 1
         files.show(True)
-        assert connection.bulk_request("test.ECHO", Text("big"), timeout=60).result(20).payload == Text("big")
+        assert connection.begin("test.ECHO", Text("big"), timeout=60, bulk=True).result(20).payload == Text("big")

@@ -18,8 +18,7 @@ from kvframework.api.types import Message
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.messaging import frames_io
 from kvframework.messaging.client.connection import Connection
-from kvframework.messaging.client.link import Link
-from kvframework.messaging.client.pending import Outgoing
+from kvframework.messaging.client.link import Link, Outgoing
 from kvframework.wire.frames import Envelope
 from tests.core.messaging.lab import Lab, Text, connected
 from tests.support.waiting import wait_until
@@ -161,7 +160,7 @@ def test_what_comes_while_its_caller_gives_up_is_late_once(lab: Lab) -> None:
 
 
 def ask_urgently(connection: Connection) -> None:
-    connection.request("test.ECHO", Text(), timeout=60, urgent=True).result(20)
+    connection.begin("test.ECHO", Text(), timeout=60, urgent=True).result(20)
 
 
 @pytest.mark.parametrize("step", ["send", "wait", "receive"])
@@ -200,5 +199,5 @@ def test_a_handler_closes_the_connection_whose_thread_sends_without_waiting(
         else:
             monkeypatch.setattr(link_of(connection), "_outbox", Outbox())
             with pytest.raises(ServerGone):
-                connection.request("test.ECHO", Text("a"), timeout=60).result(SOON_S)
+                connection.begin("test.ECHO", Text("a"), timeout=60).result(SOON_S)
         assert connection.state == "down"

@@ -20,7 +20,7 @@ import pytest
 from kvframework.config import ipc_path
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.messaging.client.liveness import LivenessLink
-from kvframework.messaging.descriptors import WITH_ARENA, WITHOUT_ARENA
+from kvframework.messaging.polling import WITH_ARENA, WITHOUT_ARENA
 from kvframework.messaging.server import sessions as server_side
 from kvframework.messaging.server.sessions import LivenessServer
 from kvframework.messaging.server.sockets import EndpointFiles

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvframework.api.requests import ClientInfo
 from kvframework.errors import InvalidPayload
-from kvframework.messaging.client.reported import Losses
+from kvframework.messaging.client.liveness import Reports
 from kvframework.service.counts import MAX_RECENT, RECENT_S, ClientLosses
 from kvframework.wire.frames import decode
 from kvframework.wire.messages import MAX_LOST, MOST_LOST, Lost, Ping
@@ -39,48 +39,48 @@ STEPS = st.lists(
 def test_what_was_lost_is_counted_once(steps: list[tuple[object, ...]]) -> None:
     """PINGs that were heard and whose answers were not are told again, in the same session; before a new one all that
     was heard was answered."""
-    losses, server = Losses(), ClientLosses()
+    reports, server = Reports(), ClientLosses()
     session, expected, calls = Session(), dict.fromkeys(("lookups", "loads", "stores"), 0), 0
-    losses.begin()
+    reports.begin()
 
-    def heard() -> tuple[Lost, ...]:
-        report = losses.report()
-        server.heard(session, report)
-        return report
+    def heard() -> Ping:
+        ping = reports.ping()
+        server.heard(session, ping.lost)
+        return ping
 
     for step in steps:
         match step:
             case ("add", str(kind), int(code)):
-                losses.add(kind, f"code.{code}", 10)  # type: ignore[arg-type]
+                reports.lost(kind, f"code.{code}", 10)  # type: ignore[arg-type]
                 expected[kind] += 1
                 calls += 1
             case ("heard and told",):
-                losses.acknowledged(heard())
+                reports.answered(heard())
             case ("heard",):
                 heard()
             case ("new session",):
-                losses.acknowledged(heard())
+                reports.answered(heard())
                 server.end_session(session.session_id)
                 session = Session(session.session_id + 1)
-                losses.begin()
-        assert len(losses.report()) <= MAX_LOST
-    losses.acknowledged(heard())
-    assert losses.report() == ()
+                reports.begin()
+        assert len(reports.ping().lost) <= MAX_LOST
+    reports.answered(heard())
+    assert reports.ping() == Ping()
     status = server.status()
     assert {kind: status[kind] for kind in expected} == expected
     assert status["bytes"] == 10 * calls
 
 
 def test_what_came_while_an_answer_was_on_its_way_is_told_next() -> None:
-    losses = Losses()
-    losses.begin()
-    losses.add("stores", "run.deadline", 5)
-    first = losses.report()
-    losses.add("stores", "run.deadline", 5)
-    losses.acknowledged(first)
-    assert losses.report() == (Lost("run.deadline", stores=2, nbytes=10),)
-    losses.begin()
-    assert losses.report() == (Lost("run.deadline", stores=1, nbytes=5),)
+    reports = Reports()
+    reports.begin()
+    reports.lost("stores", "run.deadline", 5)
+    first = reports.ping()
+    reports.lost("stores", "run.deadline", 5)
+    reports.answered(first)
+    assert reports.ping().lost == (Lost("run.deadline", stores=2, nbytes=10),)
+    reports.begin()
+    assert reports.ping().lost == (Lost("run.deadline", stores=1, nbytes=5),)
 
 
 @pytest.mark.parametrize(

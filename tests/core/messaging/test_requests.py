@@ -22,7 +22,7 @@ from kvframework.errors import (
     UnknownRequest,
 )
 from kvframework.messaging.server import loop as server
-from kvframework.messaging.server.dispatch import OWN_REQUESTS, check_handlers
+from kvframework.messaging.server.loop import OWN_REQUESTS, check_handlers
 from kvframework.service.health import MESSAGING_TROUBLE
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from kvframework.wire.messages import Cancel, CancelReply
@@ -42,9 +42,7 @@ def test_a_round_trip(lab: Lab) -> None:
 def test_buffers_travel_both_ways_and_come_as_views(lab: Lab) -> None:
     big = bytearray(b"ab") * 500_000
     with connected(lab.endpoint) as connection:
-        future = connection.request(
-            "test.BUFFERS", Text("t"), [b"", b"small", big, memoryview(big)[5:70_000]], timeout=5
-        )
+        future = connection.begin("test.BUFFERS", Text("t"), [b"", b"small", big, memoryview(big)[5:70_000]], timeout=5)
         future.result(20)
         assert isinstance(future.result().buffers, list)
         assert [type(buffer) for buffer in future.result().buffers] == [memoryview] * 4
@@ -60,11 +58,11 @@ def test_what_cannot_be_sent_fails_at_once_and_harms_nothing(lab: Lab) -> None:
     with connected(lab.endpoint) as connection:
         strided = memoryview(bytearray(200_000))[::2]
         for future, error in [
-            (connection.request("test.BUFFERS", Text(), [b"x" * 70_000, strided], timeout=60), InvalidPayload),
-            (connection.request("test.BUFFERS", Text(), [b""] * 5, timeout=60), MalformedFrames),
-            (connection.request("test.NOTHING", Text(), timeout=60), UnknownRequest),
-            (connection.request("test.ECHO", Text("x" * MAX_PAYLOAD_BYTES), timeout=60), MessageTooLarge),
-            (connection.request("test.ECHO", Text("\ud800"), timeout=60), InvalidPayload),
+            (connection.begin("test.BUFFERS", Text(), [b"x" * 70_000, strided], timeout=60), InvalidPayload),
+            (connection.begin("test.BUFFERS", Text(), [b""] * 5, timeout=60), MalformedFrames),
+            (connection.begin("test.NOTHING", Text(), timeout=60), UnknownRequest),
+            (connection.begin("test.ECHO", Text("x" * MAX_PAYLOAD_BYTES), timeout=60), MessageTooLarge),
+            (connection.begin("test.ECHO", Text("\ud800"), timeout=60), InvalidPayload),
         ]:
             assert isinstance(future.exception(), error)
         assert ask(connection, "ECHO", "on").result(20).payload.text == "on"
@@ -231,7 +229,7 @@ def test_nobody_cancels_the_calls_of_another(lab: Lab) -> None:
     with connected(lab.endpoint) as connection, connected(lab.endpoint) as other:
         future = ask(connection, "DEFERRED", "a")
         wait_until(lambda: "a" in lab.work.open)
-        stranger = other.request("CANCEL", Cancel(future.request_id), timeout=60)  # type: ignore[attr-defined]
+        stranger = other.begin("CANCEL", Cancel(future.request_id), timeout=60)  # type: ignore[attr-defined]
         assert stranger.result(20).payload == CancelReply(found=False)
         assert not lab.work.cancelled
         lab.work.resolve("a")

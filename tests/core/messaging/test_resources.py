@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvframework.errors import OutOfResources
-from kvframework.messaging import descriptors as counts
+from kvframework.messaging import polling as counts
 from kvframework.messaging.client import dial
 from tests.core.messaging.lab import Lab
 from tests.support.processes import descriptors

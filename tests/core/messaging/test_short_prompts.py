@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframework.api.requests import ClientInfo
-from kvframework.messaging.client.reported import ShortPrompts as Untold
+from kvframework.messaging.client.liveness import Reports
 from kvframework.messaging.server.sessions import SessionTable
 from kvframework.service.counts import LookupCounts, ShortPrompts
 from kvframework.service.finished import FinishedRequests
@@ -46,37 +46,37 @@ steps = st.lists(st.sampled_from(["add", "heard", "heard and acknowledged", "new
 def test_a_prompt_is_counted_once(course: list[str]) -> None:
     """A PING of an ended session that was heard and not acknowledged is told again: the next session's server may be
     another one."""
-    untold, server, session = Untold(), Server(), 1
+    reports, server, session = Reports(), Server(), 1
     added = repeated = heard = 0
     for step in course:
         if step == "add":
             added += 1
-            untold.add(f"r{added}", added)
+            reports.too_short(f"r{added}", added)
         elif step == "new session":
             repeated += heard
             heard, session = 0, session + 1
-            untold.begin()
+            reports.begin()
         else:
-            count, last = untold.report()
+            ping = reports.ping()
             before = server.counted
-            server.prompts.heard(Session(session), Ping((), count, last))
+            server.prompts.heard(Session(session), ping)
             heard += server.counted - before
             if step == "heard and acknowledged":
-                untold.acknowledged(count)
+                reports.answered(ping)
                 heard = 0
-                assert untold.report() == (0, ())
-    server.prompts.heard(Session(session), Ping((), *untold.report()))
+                assert reports.ping() == Ping()
+    server.prompts.heard(Session(session), reports.ping())
     assert server.counted == added + repeated
     if not repeated and added <= MAX_SHORT:
         assert server.ids == [f"r{number}" for number in range(1, added + 1)]
 
 
 def test_the_last_ones_are_named_and_all_are_counted() -> None:
-    untold, server = Untold(), Server()
+    reports, server = Reports(), Server()
     for number in range(50):
-        untold.add(f"r{number}", number)
-        untold.add(f"r{number}", number)
-    server.prompts.heard(Session(1), Ping((), *untold.report()))
+        reports.too_short(f"r{number}", number)
+        reports.too_short(f"r{number}", number)
+    server.prompts.heard(Session(1), reports.ping())
     assert server.counted == 50
     assert server.ids == [f"r{number}" for number in range(50 - MAX_SHORT, 50)]
 
@@ -90,9 +90,9 @@ def test_a_server_believes_no_decrease(count: int) -> None:
 
 
 def test_a_long_request_id_is_cut() -> None:
-    untold = Untold()
-    untold.add("r" * 5000, 1)
-    assert len(untold.report()[1][0].request_id) == 128
+    reports = Reports()
+    reports.too_short("r" * 5000, 1)
+    assert len(reports.ping().short[0].request_id) == 128
 
 
 def test_the_table_knows_the_tokens_of_its_sessions_for_a_while() -> None:

@@ -16,7 +16,6 @@ from kvf_dev.testing.transport.engine import KitEngine
 from kvf_dev.testing.transport.node import PATIENCE_S, client_of, held_by, serving, status_of, wait_until
 from kvframework.api import hookspecs
 from kvframework.client import KVClient
-from kvframework.client.transfers import EngineDrivenCalls
 from kvframework.errors import ServerGone, TransportMismatch
 from tests.core.registry.fake_distributions import install
 from tests.core.registry.test_hook_examples import example
@@ -54,7 +53,7 @@ def test_it_stores_and_loads(rig: SimulatedRig, client: KVClient) -> None:
 def test_without_the_arena_it_is_refused_at_once(
     rig: SimulatedRig, client: KVClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EngineDrivenCalls, "maps_arena", property(lambda _: False))
+    monkeypatch.setattr(KVClient, "maps_arena", property(lambda _: False))
     with pytest.raises(TransportMismatch, match="which is not mapped here"):
         KitEngine(rig, client, 1, NHD)
     assert status_of(client)["instances"] == []

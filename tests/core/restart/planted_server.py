@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvframework.keeper.notify import Keeper
-from kvframework.storage.l1.journal.kept import ARENA, JOURNAL
+from kvframework.storage.recovery import ARENA, JOURNAL
 
 PLANT = "KVFRAMEWORK_TEST_PLANT"
 FILE_TEXT = b"a file of somebody"
@@ -67,9 +67,9 @@ def main() -> None:
     plant = Path(os.environ[PLANT])
     asked = plant.read_text() if plant.exists() else ""
     if asked == "never-served":
-        from kvframework.storage import manager
+        from kvframework.storage import table
 
-        manager.SERVED_S = math.inf
+        table.SERVED_S = math.inf
     elif asked == "no-room":
         from kvf_pinned import memory
 

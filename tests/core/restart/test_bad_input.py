@@ -16,7 +16,7 @@ from resource import RLIM_INFINITY, RLIMIT_FSIZE, prlimit
 import msgspec
 import pytest
 
-from kvframework.storage.l1.journal.form import (
+from kvframework.storage.l1.journal_format import (
     HEADS_AT,
     IDENTITY_AT,
     IDENTITY_BYTES,

@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from kvframework.client import KVClient
 from kvframework.errors import ServerFull
 from kvframework.messaging.server import admission
-from kvframework.messaging.server.admission import MAX_NETWORKS, Doors, Gate, drop_newcomers, network_of, shown
+from kvframework.messaging.server.admission import (
+    MAX_NETWORKS,
+    Admission,
+    Gate,
+    drop_new_connections,
+    network_of,
+    shown,
+)
 from kvframework.wire import messages as m
 from tests.core.wire_path.remote import RemoteServer, remote_server
 from tests.events.node import Router
@@ -208,11 +215,11 @@ def test_the_kernel_drops_newcomers_of_whom_it_was_told(family: str, host: str, 
                 (False, [network_of(host)]),
                 (False, [others[0], network_of(host)]),
             ):
-                drop_newcomers(listener, everybody=everybody, networks=networks)
+                drop_new_connections(listener, everybody=everybody, networks=networks)
                 with pytest.raises(TimeoutError):
                     socket.create_connection(place, timeout=0.05)
             for networks in (others, ()):
-                drop_newcomers(listener, everybody=False, networks=networks)
+                drop_new_connections(listener, everybody=False, networks=networks)
                 socket.create_connection(place, timeout=5).close()
             served, _ = listener.accept()
             with served:
@@ -275,7 +282,7 @@ PEERS = st.dictionaries(st.sampled_from([bytes([number] * 4) for number in range
 
 @given(st.lists(st.tuples(st.integers(0, 5000), st.none() | PEERS), max_size=8), st.integers(64, 4096))
 def test_doors_shut_at_their_share_and_open_a_little_below(looks: list[tuple[int, None]], limit: int) -> None:
-    now = Doors()
+    now = Admission()
     for in_use, peers in looks:
         before, now = now, now.after(in_use, limit, peers)
         for is_open, share in (
@@ -296,5 +303,5 @@ def test_doors_shut_at_their_share_and_open_a_little_below(looks: list[tuple[int
 
 def test_the_greediest_are_held_off_where_there_are_too_many() -> None:
     peers = {number.to_bytes(4, "big"): number for number in range(1000)}
-    shut_out = Doors().after(0, 1024, peers).shut_out
+    shut_out = Admission().after(0, 1024, peers).shut_out
     assert [count for _, count in shut_out] == list(range(999, 999 - MAX_NETWORKS, -1))

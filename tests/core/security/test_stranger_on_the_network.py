@@ -16,7 +16,7 @@ import zmq
 from kvframework import errors
 from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.client import KVClient
-from kvframework.messaging.client.liveness import WhyDown
+from kvframework.messaging.client.connection import WhyDown
 from kvframework.messaging.curve import AdmittedClients, CurveKeyError, write_pair
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join, split

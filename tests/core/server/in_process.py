@@ -33,7 +33,7 @@ def serving(
         thread.start()
         storage = server.service.storage
         try:
-            wait_until(lambda: storage.status()["l1"]["ready_bytes"] == storage.capacity, what="the arena")
+            wait_until(lambda: storage.status()["l1"]["ready_bytes"] == storage.table.capacity, what="the arena")
             yield server
         finally:
             server.stop()

@@ -17,7 +17,7 @@ from kvframework.config import read_layers, tenant_digest
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginNotFound, RequestError
 from kvframework.messaging.curve import write_pair
 from kvframework.server import Server
-from kvframework.service import operator_requests
+from kvframework.service import contexts
 from kvframework.wire import messages as m
 from tests.core.server.in_process import serving
 from tests.docs.configuration_tables import BLOCK, TABLES
@@ -173,15 +173,15 @@ IN_FORCE: dict[str, tuple[Callable[[Node], object], object]] = {
     "server.retrieve_lease_s": (lambda node: lease_s(node)[1], 8.0),
     "server.store_share": (lambda node: node.server.service._engine_driven._store_share, 0.25),
     "server.pin_share": (
-        lambda node: node.server.service.storage._table.shares.most / node.server.service.storage.capacity,
+        lambda node: node.server.service.storage.table._table.shares.most / node.server.service.storage.table.capacity,
         0.25,
     ),
     "server.ticket_s": (lambda node: node.server.service._lookups.tickets._table.ticket_s, 9.0),
     "server.trace_memory": (lambda node: node.server.service._lookups.recording._most_bytes, 1 << 20),
     "server.price": (lambda node: node.client.status()["price"]["on"], True),
     "server.session_timeout_s": (lambda node: node.server._messages._table.timeout_s, 0.2),
-    "l1.high_watermark": (lambda node: node.server.service.storage._high, 0.95),
-    "l1.low_watermark": (lambda node: node.server.service.storage._low, 0.4),
+    "l1.high_watermark": (lambda node: node.server.service.storage.table._high, 0.95),
+    "l1.low_watermark": (lambda node: node.server.service.storage.table._low, 0.4),
     "l2.0.timeout_s": (lambda node: of_the_tier(node).store.timeout_s, 3.0),
     "l2.0.write_queue": (lambda node: of_the_tier(node)._queue.bound, 77),
     "l2.0.promote": (lambda node: node.client.status()["l2"][0]["promote"], False),
@@ -247,7 +247,7 @@ def test_only_the_server_s_own_user_may(node: Node, request_: tuple[str, Any]) -
         with pytest.raises(RequestError, match="own user"):
             unknown.call(*request_)
     with (
-        mock.patch.object(operator_requests, "_uid", return_value=12345),
+        mock.patch.object(contexts, "_uid", return_value=12345),
         pytest.raises(RequestError, match="own user"),
     ):
         node.client.call(*request_)

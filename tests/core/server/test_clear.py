@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvframework.storage import manager as manager_module
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage import table as table_module
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.wire import messages as m
 from tests.core.server.in_process import serving
 from tests.core.storage.memory import packed_key
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
 
-OTHERS = 3 * manager_module.AT_ONCE
+OTHERS = 3 * table_module.AT_ONCE
 
 
 def test_lookups_and_pings_are_answered_between_the_slices_of_a_clear(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,13 +28,13 @@ def test_lookups_and_pings_are_answered_between_the_slices_of_a_clear(monkeypatc
         first, last = (key_for(registered, [token] * 256, request_id="r") for token in (1, 2))
         client.store(first, b"a")
         storage = server.service.storage
-        lease = storage.reserve(
+        lease = storage.table.reserve(
             [(packed_key(number), ALIGNMENT) for number in range(OTHERS)], owner=0, request_id="", lease_s=None
         ).lease
         assert lease is not None
-        assert storage.commit(lease.id, owner=0) == OTHERS
+        assert storage.table.commit(lease.id, owner=0) == OTHERS
         client.store(last, b"b")
-        monkeypatch.setattr(manager_module, "time", pause)
+        monkeypatch.setattr(table_module, "time", pause)
         with WireClient(server.endpoint, timeout=60.0) as cleaner:
             clear = cleaner.send("CLEAR", m.Clear())
             try:
@@ -58,9 +58,11 @@ def test_what_is_stored_during_a_clear_stays(monkeypatch: pytest.MonkeyPatch) ->
         keys = [packed_key(number) for number in range(OTHERS)]
 
         def store(chosen: list[bytes]) -> None:
-            lease = storage.reserve([(key, ALIGNMENT) for key in chosen], owner=0, request_id="", lease_s=None).lease
+            lease = storage.table.reserve(
+                [(key, ALIGNMENT) for key in chosen], owner=0, request_id="", lease_s=None
+            ).lease
             assert lease is not None
-            storage.commit(lease.id, owner=0)
+            storage.table.commit(lease.id, owner=0)
 
         store(keys)
         pauses: list[float] = []
@@ -70,7 +72,7 @@ def test_what_is_stored_during_a_clear_stays(monkeypatch: pytest.MonkeyPatch) ->
                 store([keys[0], packed_key(OTHERS)])
             pauses.append(seconds)
 
-        monkeypatch.setattr(manager_module, "time", SimpleNamespace(sleep=store_again, monotonic=time.monotonic))
+        monkeypatch.setattr(table_module, "time", SimpleNamespace(sleep=store_again, monotonic=time.monotonic))
         assert storage.clear()[:2] == (OTHERS, 0)
         assert len(pauses) == 2
-        assert storage.which_present([*keys, packed_key(OTHERS)]) == [True] + [False] * (OTHERS - 1) + [True]
+        assert storage.table.which_present([*keys, packed_key(OTHERS)]) == [True] + [False] * (OTHERS - 1) + [True]

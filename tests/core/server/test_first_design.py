@@ -20,7 +20,7 @@ from kvframework.config import load_config
 from kvframework.errors import NamespaceMismatch
 from kvframework.registry.registry import PluginRegistry
 from kvframework.server import Server
-from kvframework.storage.manager import StorageManager
+from kvframework.storage.l2.tiers import Tiers
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join, split
 from kvframework.wire.protocol import REQUESTS
@@ -184,13 +184,13 @@ def test_the_adapter_owns_the_futures_and_knows_of_no_transport(
 
 def test_the_layout_goes_with_the_load_from_l2(client: WireClient, monkeypatch: pytest.MonkeyPatch) -> None:
     descs: list[object] = []
-    single = StorageManager.submit_prefetch_task
+    single = Tiers.submit_prefetch_task
 
-    def spy(self: StorageManager, keys: Sequence[Any], layout_desc: Any, **more: Any) -> Any:
+    def spy(self: Tiers, keys: Sequence[Any], layout_desc: Any, **more: Any) -> Any:
         descs.append(layout_desc)
         return single(self, keys, layout_desc, **more)
 
-    monkeypatch.setattr(StorageManager, "submit_prefetch_task", spy)
+    monkeypatch.setattr(Tiers, "submit_prefetch_task", spy)
     registered = client.register(num_layers=3)
     key = key_for(registered, list(range(512)))
     client.store(key, b"x")

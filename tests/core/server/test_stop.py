@@ -13,7 +13,7 @@ from tests.support.wire_client import WireClient
 
 def test_an_arena_that_a_copy_still_uses_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as server:
-        held = server.service.storage.arena[:16]
+        held = server.service.storage.table.arena[:16]
     assert "a transport keeps views of the arena" in caplog.text
     held.release()
 

@@ -19,8 +19,7 @@ from kvframework.service.engine_driven import Grants, objects_of, pin_whole
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.service.records import Contents, RequestLog
-from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire import messages as m
@@ -134,9 +133,9 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
     most = MAX_OBJECTS // RANKS
     for rank in range(RANKS):
         grid = grid_of(most, [0], rank=rank)
-        lease = storage.reserve(grid.sized(), owner=1, request_id="r", lease_s=None).lease
+        lease = storage.table.reserve(grid.sized(), owner=1, request_id="r", lease_s=None).lease
         assert lease is not None
-        assert storage.commit(lease.id, owner=1) == most
+        assert storage.table.commit(lease.id, owner=1) == most
     counted = {}
     for chunks in (1, most):
         lookup, whole, tickets = m.Lookup(key_of(chunks)), grid_of(chunks, [0]), list[str]()
@@ -170,9 +169,9 @@ def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.Mo
         ticket_s=10.0,
     )
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))
-    lease = storage.reserve(grid_of(1, [0]).sized(), owner=1, request_id="r", lease_s=None).lease
+    lease = storage.table.reserve(grid_of(1, [0]).sized(), owner=1, request_id="r", lease_s=None).lease
     assert lease is not None
-    storage.commit(lease.id, owner=1)
+    storage.table.commit(lease.id, owner=1)
     for _ in range(5):
         lookups._lookup(Client(), m.Lookup(key_of(1)), ())
     now[0] = 10.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.l2.sealed_tier import L2Store
@@ -88,38 +88,38 @@ class Node:
         return status[name]
 
     def present(self, keys: Sequence[PackedKey]) -> int:
-        return sum(self.manager.which_present(keys))
+        return sum(self.manager.table.which_present(keys))
 
     def write(self, keys: Sequence[PackedKey], *, owner: int = OWNER) -> int:
         """STORE of the right bytes; the number of objects published."""
-        result = self.manager.reserve([(key, SIZE) for key in keys], owner=owner, request_id="w", lease_s=30.0)
+        result = self.manager.table.reserve([(key, SIZE) for key in keys], owner=owner, request_id="w", lease_s=30.0)
         if result.lease is None:
             return 0
         for index, offset in result.placed:
-            self.manager.arena[offset : offset + SIZE] = content(keys[index], SIZE)
-        return self.manager.commit(result.lease.id, owner=owner)
+            self.manager.table.arena[offset : offset + SIZE] = content(keys[index], SIZE)
+        return self.manager.table.commit(result.lease.id, owner=owner)
 
     def read(self, keys: Sequence[PackedKey], *, owner: int = OWNER) -> bool:
         """RETRIEVE: whether all are here; asserts that their bytes are right."""
-        lease = self.manager.pin(keys, owner=owner, request_id="r", lease_s=30.0)
+        lease = self.manager.table.pin(keys, owner=owner, request_id="r", lease_s=30.0)
         if lease is None:
             return False
-        found = [bytes(self.manager.arena[x.offset : x.offset + x.length]) for x in lease.objects]
-        held = self.manager.unpin(lease.id, owner=owner).held
+        found = [bytes(self.manager.table.arena[x.offset : x.offset + x.length]) for x in lease.objects]
+        held = self.manager.table.unpin(lease.id, owner=owner).held
         assert not held or found == [content(key, SIZE) for key in keys]
         return held
 
     def load(self, keys: Sequence[PackedKey], *, select: Select | None = None, timeout: float = 10.0) -> LoadTask:
         """A prefetch, waited for."""
         done: list[None] = []
-        task = self.manager.submit_prefetch_task(keys, DESC, select=select, on_done=lambda: done.append(None))
+        task = self.manager.tiers.submit_prefetch_task(keys, DESC, select=select, on_done=lambda: done.append(None))
         assert task is not None
         wait_until(lambda: task.done, timeout, "the end of the load")
         assert len(done) == 1
         return task
 
     def load_in_background(self, keys: Sequence[PackedKey], on_done: Callable[[], None] = lambda: None) -> LoadTask:
-        task = self.manager.submit_prefetch_task(keys, DESC, on_done=on_done)
+        task = self.manager.tiers.submit_prefetch_task(keys, DESC, on_done=on_done)
         assert task is not None
         return task
 

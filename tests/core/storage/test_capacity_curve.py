@@ -12,9 +12,9 @@ import pytest
 
 from kvf_eviction import Lru
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.entries import StoredObject
-from kvframework.storage.manager import FindRow, StorageManager
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
+from kvframework.storage.l1.eviction_statistics import FindRow
+from kvframework.storage.manager import StorageManager
 from kvframework.storage.tickets import LookupTickets, Wanted
 from tests.core.storage.memory import PlainMemory
 
@@ -42,12 +42,12 @@ def replay(trace: Trace, units: int, ghosts: int = 1 << 16) -> tuple[float, list
         asked += len(digests)
         hits += answer.hit_tokens
         items = [(PREFIX + digest, ALIGNMENT) for digest in digests]
-        lease = storage.reserve(items, owner=OWNER, request_id="", lease_s=60.0).lease
+        lease = storage.table.reserve(items, owner=OWNER, request_id="", lease_s=60.0).lease
         if lease is not None:
-            storage.commit(lease.id, owner=OWNER)
+            storage.table.commit(lease.id, owner=OWNER)
         if answer.ticket:
             tickets.free(answer.ticket, OWNER)
-        storage.tick()
+        storage.table.tick()
     l1 = storage.status()["l1"]
     assert isinstance(l1, dict)
     storage.close()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvframework.storage.l1.departures import GHOST_BYTES, WAYS, Cause, EvictedStack, Ghosts
+from kvframework.storage.l1.eviction_statistics import GHOST_BYTES, WAYS, Cause, EvictedStack, Ghosts
 from tests.core.storage.memory import packed_key
 
 numbers = st.integers(0, 2 * WAYS)
@@ -98,7 +98,7 @@ def test_no_ghosts() -> None:
 def test_the_depth_of_what_left_is_what_left_after_it_and_did_not_come_back(
     segment: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvframework.storage.l1.departures._MOST_SEGMENTS", most)
+    monkeypatch.setattr("kvframework.storage.l1.eviction_statistics._MOST_SEGMENTS", most)
 
     @settings(max_examples=60, deadline=None)
     @given(moves=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), max_size=120))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvf_eviction import Lru
 from kvframework.api.eviction import PackedKey, RequestFacts
 from kvframework.api.keys import SALT_BYTES, ObjectKey, Retain
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.eviction import Tenant, parts_of
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
 from kvframework.storage.l1.objects import ObjectTable
@@ -129,7 +129,7 @@ def test_what_comes_again_though_it_was_done_is_no_more_done_by_the_requests_wor
 
     def stored(first: int, end: int, *retain: Retain) -> None:
         keys = K[first:end]
-        lease = node.reserve(
+        lease = node.table.reserve(
             [(key, ALIGNMENT) for key in keys],
             owner=1,
             request_id="r",
@@ -137,18 +137,18 @@ def test_what_comes_again_though_it_was_done_is_no_more_done_by_the_requests_wor
             prompt=prompt(range(len(keys)), *retain),
         ).lease
         assert lease is not None
-        node.commit(lease.id, owner=1)
+        node.table.commit(lease.id, owner=1)
 
     stored(0, 4, *DONE)
     stored(10, 18)
-    assert not any(node.which_present(K[:4]))
+    assert not any(node.table.which_present(K[:4]))
     stored(0, 4, *DONE)
     stored(20, 24)
-    assert all(node.which_present(K[:4]))
+    assert all(node.table.which_present(K[:4]))
     stored(30, 38)
     stored(0, 4, Retain("done", start=0))
     stored(20, 28)
-    assert not any(node.which_present(K[:4])), "of a range it is taken at its word"
+    assert not any(node.table.which_present(K[:4])), "of a range it is taken at its word"
     node.close()
 
 

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
+from kvframework.storage.l1 import journal as journal_module
+from kvframework.storage.l1 import journal_format as reading_module
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, rounded
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.journal import form as reading_module
-from kvframework.storage.l1.journal import journal as journal_module
-from kvframework.storage.l1.journal.form import (
+from kvframework.storage.l1.journal import Journal
+from kvframework.storage.l1.journal_format import (
     HEADS_AT,
     IDENTITY_AT,
     RECORDS_AT,
@@ -34,7 +35,6 @@ from kvframework.storage.l1.journal.form import (
     read_slots,
     read_start,
 )
-from kvframework.storage.l1.journal.journal import Journal
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework.storage.namespaces import RECORD_BYTES
@@ -278,7 +278,7 @@ class Moments:
 actions = st.lists(
     st.one_of(
         st.tuples(st.just("reserve"), st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(SIZES)), max_size=4)),
-        st.tuples(st.sampled_from(["commit", "abort", "withdraw", "end", "drop"]), st.integers(0, 1 << 16)),
+        st.tuples(st.sampled_from(["commit", "abort", "cancel", "end", "drop"]), st.integers(0, 1 << 16)),
     ),
     max_size=20,
 )
@@ -294,9 +294,9 @@ def act(table: ObjectTable, open_leases: dict[str, int], what: str, with_: Any) 
     if what == "drop":
         table.drop(KEYS[with_ % len(KEYS)])
         return
-    if what in ("withdraw", "end"):
+    if what in ("cancel", "end"):
         owner = with_ % 3 + 1
-        table.withdraw(owner) if what == "withdraw" else table.end_owner(owner)
+        table.cancel(owner) if what == "cancel" else table.end_owner(owner)
         if what == "end":
             for lease_id in [each for each, whose in open_leases.items() if whose == owner]:
                 del open_leases[lease_id]

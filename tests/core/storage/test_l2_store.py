@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -17,7 +19,6 @@ from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.full_tier import Shares, Watermarks, victims
 from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
-from kvframework.storage.l2.steps import Steps, run
 from tests.core.storage.memory import packed_key
 from tests.core.storage.tier import MemoryTier, in_envelope
 
@@ -47,14 +48,14 @@ def store_of(tier: MemoryTier, codec: str = "none", *, allow: Sequence[str] = ()
 
 def read(store: L2Store, key: PackedKey, nbytes: int) -> bytes | None:
     place = bytearray(os.urandom(nbytes))
-    return bytes(place) if run(store.get_steps([key], [memoryview(place)])) == [True] else None
+    return bytes(place) if store.get([key], [memoryview(place)]) == [True] else None
 
 
 def test_what_a_codec_packed_comes_back_and_takes_less_room() -> None:
     tier = MemoryTier()
     store = store_of(tier, "zlib")
     value = b"kv" * 5000
-    assert run(store.put_steps(K[:1], [memoryview(value)])) == [True]
+    assert store.put(K[:1], [memoryview(value)]) == [True]
     assert len(tier.values[K[0]]) < 1000
     assert read(store, K[0], len(value)) == value
     assert (store.counters["bytes_written"], store.counters["bytes_read"]) == (10000, 10000)
@@ -63,7 +64,7 @@ def test_what_a_codec_packed_comes_back_and_takes_less_room() -> None:
 def test_what_does_not_get_smaller_is_stored_as_it_is() -> None:
     tier = MemoryTier()
     value = os.urandom(1000)
-    run(store_of(tier, "zlib").put_steps(K[:1], [memoryview(value)]))
+    store_of(tier, "zlib").put(K[:1], [memoryview(value)])
     assert tier.values[K[0]][HEADER_BYTES:] == value
     assert read(store_of(tier), K[0], 1000) == value, "whoever reads needs no codec for it"
 
@@ -71,8 +72,8 @@ def test_what_does_not_get_smaller_is_stored_as_it_is() -> None:
 def test_servers_with_different_codecs_share_a_tier() -> None:
     tier = MemoryTier()
     packed, plain = b"a" * 4000, b"b" * 4000
-    run(store_of(tier, "zlib").put_steps(K[:1], [memoryview(packed)]))
-    run(store_of(tier).put_steps(K[1:2], [memoryview(plain)]))
+    store_of(tier, "zlib").put(K[:1], [memoryview(packed)])
+    store_of(tier).put(K[1:2], [memoryview(plain)])
     for store in (store_of(tier, "zlib"), store_of(tier, allow=["zlib"])):
         assert read(store, K[0], 4000) == packed
         assert read(store, K[1], 4000) == plain
@@ -80,7 +81,7 @@ def test_servers_with_different_codecs_share_a_tier() -> None:
 
 def test_a_codec_that_is_not_allowed_is_a_miss_and_stays(caplog: pytest.LogCaptureFixture) -> None:
     tier = MemoryTier()
-    run(store_of(tier, "zlib").put_steps(K[:1], [memoryview(b"a" * 4000)]))
+    store_of(tier, "zlib").put(K[:1], [memoryview(b"a" * 4000)])
     store = store_of(tier)
     assert read(store, K[0], 4000) is None
     assert read(store, K[0], 4000) is None
@@ -94,10 +95,10 @@ def test_a_codec_that_can_not_be_made_is_a_miss_not_an_error() -> None:
         raise ImportError("no such library")
 
     tier = MemoryTier()
-    run(store_of(tier, "zlib").put_steps(K[:1], [memoryview(b"a" * 4000)]))
+    store_of(tier, "zlib").put(K[:1], [memoryview(b"a" * 4000)])
     store = L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": broken}))
     assert read(store, K[0], 4000) is None
-    assert run(store.put_steps(K[1:2], [memoryview(b"a" * 4000)])) == [True]
+    assert store.put(K[1:2], [memoryview(b"a" * 4000)]) == [True]
     assert read(store, K[1], 4000) == b"a" * 4000
 
 
@@ -107,11 +108,7 @@ def test_what_unpacks_to_something_else_is_deleted() -> None:
             return [memoryview(zlib.compress(bytes(data) + b"more"))]
 
     tier = MemoryTier()
-    run(
-        L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": Liar})).put_steps(
-            K[:1], [memoryview(b"a" * 99)]
-        )
-    )
+    L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": Liar})).put(K[:1], [memoryview(b"a" * 99)])
     store = store_of(tier, "zlib")
     assert read(store, K[0], 99) is None
     assert (store.counters["corrupt"], tier.values) == (1, {})
@@ -123,18 +120,18 @@ def test_a_truncated_value_is_damage_though_older_bytes_complete_it(codec: str, 
     """The tier lost its end, and the place still holds it from before; so it is for packed bytes, too."""
     tier, value = MemoryTier(), os.urandom(1000) + bytes(2000)
     store = store_of(tier, codec)
-    run(store.put_steps(K[:1], [memoryview(value)]))
+    store.put(K[:1], [memoryview(value)])
     whole = tier.values[K[0]]
     tier.values[K[0]] = whole[:-lost]
     place = bytearray(whole[HEADER_BYTES:].ljust(len(value), b"\0"))
-    assert run(store.get_steps(K[:1], [memoryview(place)])) == [False]
+    assert store.get(K[:1], [memoryview(place)]) == [False]
     assert (store.counters["corrupt"], tier.values) == (1, {}), "counted, and not found again"
 
 
 def test_a_value_behind_which_there_is_more_is_damage() -> None:
     tier = MemoryTier()
     store = store_of(tier, "zlib")
-    run(store.put_steps(K[:1], [memoryview(bytes(1000))]))
+    store.put(K[:1], [memoryview(bytes(1000))])
     tier.values[K[0]] += b"more"
     assert read(store, K[0], 1000) is None
     assert (store.counters["corrupt"], tier.values) == (1, {})
@@ -188,24 +185,13 @@ def test_two_writers_do_not_take_the_same_room() -> None:
     tier = Small({K[number]: bytes(1000) for number in range(6)})
     store = store_of(tier, watermarks=Watermarks(0.9, 0.7))
     value = memoryview(bytes(2000 - HEADER_BYTES))
-    first, second = (store.put_steps([key], [value]) for key in K[6:8])
-    step = next(first)
-    usage = step()
-    put_first = first.send(usage)
+    first, second = (_Stepwise(tier, partial(store.put, [key], [value])) for key in K[6:8])
+    first.take(1)
     # The second one's turn: the first has room, and has written nothing yet.
-    step = next(second)
-    answer = step()
-    step = second.send(answer)
-    while not any(key == K[7] for name, keys in tier.calls if name == "put" for key in keys):
-        answer = step()
-        try:
-            step = second.send(answer)
-        except StopIteration:
-            break
-    put_first()
+    second.take_all()
+    first.take_all()
     assert sum(map(len, tier.values.values())) <= 9000
     assert store.counters["evicted"] == 3
-    first.close()
 
 
 @pytest.mark.parametrize("steps_before", range(1, 6))
@@ -215,7 +201,7 @@ def test_two_writers_do_not_make_the_same_room_twice(steps_before: int, steps_be
     tier = Small({K[number]: bytes(1000) for number in range(9)})
     store = store_of(tier, watermarks=Watermarks(0.9, 0.5))
     value = memoryview(bytes(1000 - HEADER_BYTES))
-    first, second = (_Stepwise(store.put_steps([key], [value])) for key in K[10:12])
+    first, second = (_Stepwise(tier, partial(store.put, [key], [value])) for key in K[10:12])
     first.take(steps_before)
     second.take(1)
     first.take(steps_between)
@@ -226,25 +212,39 @@ def test_two_writers_do_not_make_the_same_room_twice(steps_before: int, steps_be
     assert sum(map(len, tier.values.values())) <= 6000
 
 
-class _Stepwise:
-    """The steps of one writer, taken when the test says so."""
+class _Stepwise(threading.Thread):
+    """A writer that makes each call to the tier when the test says so."""
 
-    def __init__(self, steps: Steps[object]) -> None:
-        self._steps = steps
-        self._step: Callable[[], object] | None = next(steps)
+    def __init__(self, tier: MemoryTier, write: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._write = write
+        self._ended = False
+        self._go, self._stands = threading.Semaphore(0), threading.Semaphore(0)
+        for name in ("usage", "scan", "delete", "put"):
+            setattr(tier, name, partial(self._call, getattr(tier, name)))
+        self.start()
+        self._stands.acquire()
+
+    def run(self) -> None:
+        self._write()
+        self._ended = True
+        self._stands.release()
 
     def take(self, number: int) -> None:
         for _ in range(number):
-            if self._step is not None:
-                answer = self._step()
-                try:
-                    self._step = self._steps.send(answer)
-                except StopIteration:
-                    self._step = None
+            if not self._ended:
+                self._go.release()
+                self._stands.acquire()
 
     def take_all(self) -> None:
-        while self._step is not None:
+        while not self._ended:
             self.take(1)
+
+    def _call(self, call: Callable[..., object], *arguments: object, **named: object) -> object:
+        if threading.current_thread() is self:
+            self._stands.release()
+            self._go.acquire()
+        return call(*arguments, **named)
 
 
 def test_damage_that_shows_without_reading_is_deleted_too() -> None:
@@ -254,7 +254,7 @@ def test_damage_that_shows_without_reading_is_deleted_too() -> None:
 
     tier = Answering(dict.fromkeys(K[:3], b"value"))
     store = store_of(tier)
-    assert run(store.contains_steps(K[:3])) == [False, True, False]
+    assert store.contains(K[:3]) == [False, True, False]
     assert (list(tier.values), store.counters["corrupt"]) == (K[1:3], 1)
 
 
@@ -272,7 +272,7 @@ def test_without_a_codec_no_second_copy_of_an_object_is_made() -> None:
     values = [arena[first : first + (4 << 20)] for first in range(0, len(arena), 4 << 20)]
     tracemalloc.start()
     try:
-        run(store.put_steps(K[: len(values)], values))
+        store.put(K[: len(values)], values)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -297,9 +297,9 @@ def test_a_codec_that_fails_costs_nothing_but_its_own_value(caplog: pytest.LogCa
     tier = MemoryTier()
     store = L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": Faulty}))
     values = [bytes([first]) * 4000 for first in range(3)]
-    assert run(store.put_steps(K[:3], [memoryview(value) for value in values])) == [True] * 3
+    assert store.put(K[:3], [memoryview(value) for value in values]) == [True] * 3
     places = [memoryview(bytearray(4000)) for _ in values]
-    assert run(store.get_steps(K[:3], places)) == [True, False, True]
+    assert store.get(K[:3], places) == [True, False, True]
     assert [bytes(places[0]), bytes(places[2])] == [values[0], values[2]]
     assert set(tier.values) == set(K[:3]), "a bug of the codec says nothing about the value"
     assert store.counters["codec_failed"] == 1
@@ -333,12 +333,12 @@ def test_a_full_tier_loses_what_was_used_longest_ago() -> None:
     store = store_of(tier, watermarks=Watermarks(0.9, 0.5))
     value = bytes(1000 - HEADER_BYTES)
     for key in K[:9]:
-        run(store.put_steps([key], [memoryview(value)]))
+        store.put([key], [memoryview(value)])
     assert tier.scans == 0, "there was room"
-    run(store.put_steps(K[9:10], [memoryview(value)]))
+    store.put(K[9:10], [memoryview(value)])
     assert list(tier.values) == K[5:10], "down to the low watermark, the new one included"
     assert (tier.scans, store.counters["evicted"]) == (1, 5)
-    run(store.check_steps())
+    store.check()
     assert store.status()["usage"] == {"used_bytes": 5000, "capacity_bytes": 10_000}
 
 
@@ -357,12 +357,10 @@ def test_a_batch_beyond_a_small_tier_goes_in_parts() -> None:
     tier = Full(10_000)
     store = store_of(tier, watermarks=Watermarks(0.9, 0.8))
     value = memoryview(bytes(1000 - HEADER_BYTES))
-    assert run(store.put_steps(K[:25], [value] * 25)) == [True] * 25
+    assert store.put(K[:25], [value] * 25) == [True] * 25
     assert (store.counters["store_failed"], store.counters["stored"]) == (0, 25)
     assert list(tier.values)[-1] == K[24]
-    assert run(store.put_steps(K[30:33], [value, memoryview(bytes(20_000)), value])) == [True, False, True], (
-        "only what never fits"
-    )
+    assert store.put(K[30:33], [value, memoryview(bytes(20_000)), value]) == [True, False, True], "only what never fits"
 
 
 def test_a_codec_gives_flat_bytes_to_the_tier() -> None:
@@ -380,7 +378,7 @@ def test_a_codec_gives_flat_bytes_to_the_tier() -> None:
 
     tier = Strict()
     store = L2Store(tier, timeout_s=5.0, codec="zlib", codecs=CodecTable({"zlib": Shaped}))
-    assert run(store.put_steps(K[:1], [memoryview(bytes(5000))])) == [True]
+    assert store.put(K[:1], [memoryview(bytes(5000))]) == [True]
     assert len(tier.values[K[0]]) == HEADER_BYTES + 64
 
 
@@ -392,16 +390,16 @@ def test_a_tier_that_fails_to_make_room_fails_the_write() -> None:
     tier = Broken(1000)
     store = store_of(tier)
     with pytest.raises(TierError, match="cannot list"):
-        run(store.put_steps(K[:2], [memoryview(bytes(600)), memoryview(bytes(600))]))
+        store.put(K[:2], [memoryview(bytes(600)), memoryview(bytes(600))])
     assert list(tier.values) == K[:1], "for which there was room"
 
 
 def test_what_a_tier_can_never_hold_pushes_nothing_out() -> None:
     tier = Disk(10_000)
     store = store_of(tier)
-    run(store.put_steps(K[:4], [memoryview(bytes(2000))] * 4))
+    store.put(K[:4], [memoryview(bytes(2000))] * 4)
     tier.refused.add(K[4])
-    assert run(store.put_steps(K[4:5], [memoryview(bytes(20_000))])) == [False]
+    assert store.put(K[4:5], [memoryview(bytes(20_000))]) == [False]
     assert list(tier.values) == K[:4]
 
 
@@ -477,8 +475,8 @@ def test_room_is_made_and_least_shares_go_last(
 def test_what_a_tier_does_not_have_is_a_miss_also_if_it_is_only_asked_for() -> None:
     tier = MemoryTier()
     store = store_of(tier)
-    run(store.put_steps(K[:1], [memoryview(b"value")]))
-    assert run(store.contains_steps(K[:3])) == [True, False, False]
+    store.put(K[:1], [memoryview(b"value")])
+    assert store.contains(K[:3]) == [True, False, False]
     assert (store.counters["hits"], store.counters["misses"]) == (0, 2)
     assert read(store, K[0], 5) == b"value"
     assert (store.counters["hits"], store.counters["misses"]) == (1, 2)
@@ -499,13 +497,13 @@ def test_why_values_are_not_stored_is_known_at_once_and_ends_with_a_write() -> N
 
     tier = Full()
     store = store_of(tier)
-    assert run(store.put_steps(K[:1], [memoryview(b"value")])) == [False]
+    assert store.put(K[:1], [memoryview(b"value")]) == [False]
     assert store.status()["problems"] == []
     assert store.status()["last_error"] == "the tier does not say why"
     tier.why = ["/mnt/kv: No space left on device"]
-    assert run(store.put_steps(K[:1], [memoryview(b"value")])) == [False]
+    assert store.put(K[:1], [memoryview(b"value")]) == [False]
     assert store.status()["problems"] == ["/mnt/kv: No space left on device"]
     assert store.status()["last_error"] == "/mnt/kv: No space left on device"
     tier.full = False
-    assert run(store.put_steps(K[:1], [memoryview(b"value")])) == [True]
+    assert store.put(K[:1], [memoryview(b"value")]) == [True]
     assert store.status()["problems"] == []

@@ -8,7 +8,7 @@ import pytest
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import INTERNAL_OWNER, MAX_LEASES_PER_OWNER, NO_DEADLINE, WriteLease
 from kvframework.storage.l1.objects import REMEMBER_LAPSED_S, ObjectTable
 from tests.core.storage.memory import OrderedLru, packed_key
@@ -91,7 +91,7 @@ def test_a_prefix_that_grew_is_evicted_from_its_end() -> None:
     assert [key in table for key in K[:4]] == [True, True, False, False]
 
 
-@pytest.mark.parametrize("end", ["commit", "abort", "expire", "withdraw", "end_owner"])
+@pytest.mark.parametrize("end", ["commit", "abort", "expire", "cancel", "end_owner"])
 def test_what_a_store_found_there_stays_until_its_end(end: str) -> None:
     table = make_table()
     store(table, K[:2])
@@ -108,8 +108,8 @@ def test_what_a_store_found_there_stays_until_its_end(end: str) -> None:
             table.abort(lease.id, owner=1)
         case "expire":
             table.expire(5.0)
-        case "withdraw":
-            table.withdraw(1)
+        case "cancel":
+            table.cancel(1)
         case _:
             table.end_owner(1)
     assert table.pins == 0
@@ -252,7 +252,7 @@ class Told(OrderedLru):
 
 def test_the_policy_is_told_of_many_uses_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the end it knows what it would have been told at once; what has left meanwhile it is not told."""
-    monkeypatch.setattr("kvframework.storage.l1.eviction.TELL_AT_ONCE", 4)
+    monkeypatch.setattr("kvframework.storage.l1.eviction.REPORT_AT_ONCE", 4)
     policy = Told()
     table = make_table(units=12, policy=policy)
     store(table, K[:12])
@@ -266,14 +266,14 @@ def test_the_policy_is_told_of_many_uses_by_and_by(monkeypatch: pytest.MonkeyPat
     store(table, K[3:4])
     policy.batches = []
     for _ in range(4):
-        table.tell_uses()
+        table.report_uses()
     assert policy.batches == [3, 3, 2], "and the one that was stored again is another"
     assert list(policy.order) == [K[11], K[10], K[3], *K[8:3:-1], *K[2::-1]]
 
 
 def test_few_batches_of_uses_wait_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.storage.l1.eviction.TELL_AT_ONCE", 2)
-    monkeypatch.setattr("kvframework.storage.l1.eviction.MOST_UNTOLD", 3)
+    monkeypatch.setattr("kvframework.storage.l1.eviction.REPORT_AT_ONCE", 2)
+    monkeypatch.setattr("kvframework.storage.l1.eviction.MOST_UNREPORTED", 3)
     policy = Told()
     table = make_table(policy=policy)
     store(table, K[:4])
@@ -288,7 +288,7 @@ def test_ending_one_request_leaves_the_others_of_its_client() -> None:
     store(table, K[:1])
     for request_id in ("a", "b"):
         table.pin(K[:1], owner=1, request_id=request_id, deadline=NO_DEADLINE)
-    assert table.withdraw(1, "a") == 1
+    assert table.cancel(1, "a") == 1
     assert table.pins == 1
     assert table.end_owner(1) == 1
     assert table.pins == 0
@@ -298,10 +298,10 @@ def test_a_withdrawn_writer_may_still_write_and_harms_nobody() -> None:
     table = make_table()
     mine = table.reserve([(K[0], 1)], owner=1, request_id="a", deadline=NO_DEADLINE)
     assert mine.lease is not None
-    assert table.withdraw(1, "a") == 1
-    assert table.withdraw(1, "a") == 0
+    assert table.cancel(1, "a") == 1
+    assert table.cancel(1, "a") == 0
     other = table.reserve([(K[0], 1)], owner=2, request_id="", deadline=NO_DEADLINE)
-    assert other.placed != mine.placed, "the range stays the withdrawn writer's"
+    assert other.placed != mine.placed, "the range stays the cancelled writer's"
     assert table.quarantined_bytes > 0
     assert table.commit(mine.lease.id, owner=1, now=0.0) == []
     assert table.quarantined_bytes == 0

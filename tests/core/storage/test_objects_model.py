@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, StoredObject, rounded
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE
 from kvframework.storage.l1.objects import ObjectTable
 from tests.core.storage.memory import OrderedLru, packed_key
@@ -252,12 +251,12 @@ class ObjectTableMachine(RuleBasedStateMachine):
                 self.model.lapse(reader)
 
     @rule(owner=owners, request_id=st.one_of(st.none(), requests))
-    def withdraw(self, owner: int, request_id: str | None) -> None:
+    def cancel(self, owner: int, request_id: str | None) -> None:
         """The owner lives: what it may still be writing stays taken, and is published no more."""
         writers = [w for w in self.model.writers.values() if w.owner == owner and request_id in (None, w.request_id)]
         readers = [r for r in self.model.readers.values() if r.owner == owner and request_id in (None, r.request_id)]
         fresh = [writer for writer in writers if not writer.quarantined]
-        assert self.table.withdraw(owner, request_id) == len(fresh) + len(readers)
+        assert self.table.cancel(owner, request_id) == len(fresh) + len(readers)
         for writer in fresh:
             self.model.quarantine(writer)
         for reader in readers:

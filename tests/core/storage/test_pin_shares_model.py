@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, rounded
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NEEDED_S, NO_DEADLINE, PinLease, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
 from tests.core.storage.memory import OrderedLru, packed_key

@@ -11,9 +11,9 @@ import pytest
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
 from kvframework.api.keys import SALT_BYTES
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.l1.departures import Cause
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.eviction import Tenant
+from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
 from kvframework.storage.l1.objects import ObjectTable
 from kvframework.storage.manager import StorageManager
@@ -160,9 +160,9 @@ def test_a_policy_may_refuse_the_end_of_a_request(most: int) -> None:
 def test_what_the_policy_refused_is_explained() -> None:
     storage = StorageManager(PlainMemory(8 * ALIGNMENT), Told(1), threads=False, ghosts=64)
     items = [(key, ALIGNMENT) for key in K[:3]]
-    result = storage.reserve(items, owner=1, request_id="", lease_s=None)
+    result = storage.table.reserve(items, owner=1, request_id="", lease_s=None)
     assert (result.dropped, result.refused, result.over_share) == (2, True, False)
-    ghosts = [storage.absent(key, 0)[0] for key in K[:3]]
+    ghosts = [storage.table.absent(key, 0)[0] for key in K[:3]]
     assert [ghost and ghost.cause for ghost in ghosts] == [None, "refused", "refused"]
     storage.close()
 

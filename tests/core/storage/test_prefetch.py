@@ -30,7 +30,7 @@ def test_loads_what_is_missing_and_only_that(make_node: Callable[..., Node]) -> 
     node.write(K[:10])
     task = node.load(K[:50])
     assert task.loaded == 30
-    assert node.manager.which_present(K[:50]) == [True] * 40 + [False] * 10
+    assert node.manager.table.which_present(K[:50]) == [True] * 40 + [False] * 10
     assert node.read(K[:40])
     assert node.tier.asked("get") == K[10:40]
     assert set(node.tier.asked("contains")) == set(K[10:50])
@@ -136,7 +136,7 @@ def test_a_tier_that_fails_on_the_way_leaves_a_partial_prefix(make_node: Callabl
     node.tier.resume()
     wait_until(lambda: task.done)
     assert task.loaded == 16
-    assert node.manager.which_present(K[:48]) == [True] * 16 + [False] * 32
+    assert node.manager.table.which_present(K[:48]) == [True] * 16 + [False] * 32
     assert node.read(K[:16])
     node.assert_idle()
 
@@ -171,7 +171,7 @@ def test_a_load_larger_than_l1_keeps_the_prefix_that_fits(make_node: Callable[..
     node = make_node(tiers=[filled(K[:64])], units=20)
     task = node.load(K[:64], select=prefix)
     assert task.loaded == 20
-    assert node.manager.which_present(K[:64]) == [True] * 20 + [False] * 44
+    assert node.manager.table.which_present(K[:64]) == [True] * 20 + [False] * 44
     assert not set(node.tier.asked("get")) & set(K[20:])
     node.assert_idle()
 
@@ -181,7 +181,7 @@ def test_what_a_load_builds_upon_is_not_pushed_out_by_it(make_node: Callable[...
     node = make_node(tiers=[filled(K[:8])], units=8)
     node.write(K[:4])
     node.write(K[100:104])
-    wait_until(lambda: node.manager.tiers.status()[0]["write_pending"] == 0, what="the write to L2, which pins")
+    wait_until(lambda: node.manager.tiers.status()["l2"][0]["write_pending"] == 0, what="the write to L2, which pins")
     node.assert_idle()
     node.load(K[:8], select=prefix)
     assert node.read(K[:8])
@@ -194,7 +194,7 @@ def test_two_loads_of_the_same_both_see_it(make_node: Callable[..., Node]) -> No
     def look() -> None:
         # Whoever is in on_done has all of it pinned: clearing takes nothing away.
         node.manager.clear()
-        seen.append(node.manager.which_present(K[:20]))
+        seen.append(node.manager.table.which_present(K[:20]))
 
     node.tier.stall("get")
     first = node.load_in_background(K[:20], look)
@@ -211,19 +211,19 @@ def test_two_loads_of_the_same_both_see_it(make_node: Callable[..., Node]) -> No
 @pytest.mark.parametrize("end", ["commit", "abort", "end_owner"])
 def test_a_load_waits_for_a_writer_and_takes_over_if_it_gives_up(make_node: Callable[..., Node], end: str) -> None:
     node = make_node(tiers=[filled(K[:4])], timeout_s=60.0)
-    reserved = node.manager.reserve([(K[1], SIZE)], owner=OWNER, request_id="", lease_s=30.0)
+    reserved = node.manager.table.reserve([(K[1], SIZE)], owner=OWNER, request_id="", lease_s=30.0)
     assert reserved.lease is not None
     task = node.load_in_background(K[:4])
     wait_until(lambda: node.present(K[:4]) == 3)
     assert not task.done
     if end == "commit":
         offset = reserved.placed[0][1]
-        node.manager.arena[offset : offset + SIZE] = content(K[1], SIZE)
-        node.manager.commit(reserved.lease.id, owner=OWNER)
+        node.manager.table.arena[offset : offset + SIZE] = content(K[1], SIZE)
+        node.manager.table.commit(reserved.lease.id, owner=OWNER)
     elif end == "abort":
-        node.manager.abort(reserved.lease.id, owner=OWNER)
+        node.manager.table.abort(reserved.lease.id, owner=OWNER)
     else:
-        node.manager.end_owner(OWNER)
+        node.manager.table.end_owner(OWNER)
     wait_until(lambda: task.done)
     assert task.loaded == (3 if end == "commit" else 4)
     assert node.read(K[:4])
@@ -232,7 +232,7 @@ def test_a_load_waits_for_a_writer_and_takes_over_if_it_gives_up(make_node: Call
 
 def test_loads_that_wait_for_a_writer_hold_up_no_others(make_node: Callable[..., Node]) -> None:
     node = make_node(tiers=[filled(K[:30])], timeout_s=60.0)
-    stuck = node.manager.reserve([(K[0], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
+    stuck = node.manager.table.reserve([(K[0], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
     assert stuck.lease is not None
     waiting = [node.load_in_background(K[:1]) for _ in range(20)]
     wait_until(lambda: len(node.tier.asked("contains")) == 20, what="all to wait for the writer")
@@ -240,7 +240,7 @@ def test_loads_that_wait_for_a_writer_hold_up_no_others(make_node: Callable[...,
         assert node.load(K[number : number + 1]).loaded == 1
     assert not any(task.done for task in waiting)
     waiting[0].cancel()
-    node.manager.abort(stuck.lease.id, owner=OWNER)
+    node.manager.table.abort(stuck.lease.id, owner=OWNER)
     wait_until(lambda: all(task.done for task in waiting), what="the writer's end to wake them")
     assert node.read(K[:1])
     assert sum(task.loaded for task in waiting) == 1, "one took the writer's place, the others saw it"
@@ -249,16 +249,16 @@ def test_loads_that_wait_for_a_writer_hold_up_no_others(make_node: Callable[...,
 
 def test_a_load_does_not_wait_for_a_writer_for_ever(make_node: Callable[..., Node]) -> None:
     node = make_node(tiers=[filled(K[:4])], timeout_s=0.2)
-    stuck = node.manager.reserve([(K[1], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
+    stuck = node.manager.table.reserve([(K[1], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
     assert stuck.lease is not None
     assert node.load(K[:4]).loaded == 3
-    node.manager.abort(stuck.lease.id, owner=OWNER)
+    node.manager.table.abort(stuck.lease.id, owner=OWNER)
     node.assert_idle()
 
 
 def test_loads_that_wait_end_with_the_manager(make_node: Callable[..., Node]) -> None:
     node = make_node(tiers=[filled(K[:1])], timeout_s=60.0)
-    stuck = node.manager.reserve([(K[0], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
+    stuck = node.manager.table.reserve([(K[0], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
     assert stuck.lease is not None
     done: list[int] = []
     for _ in range(5):
@@ -351,7 +351,7 @@ def test_a_long_load_takes_turns_with_a_short_one(make_node: Callable[..., Node]
     long = node.load_in_background(K[:160])
     node.wait_stalled()
     short = node.load_in_background(K[160:164])
-    wait_until(lambda: node.manager._prefetcher.queues[0]._batches, what="the batch of the short load")
+    wait_until(lambda: node.manager.tiers._prefetcher.queues[0]._batches, what="the batch of the short load")
     node.tier.resume()
     wait_until(lambda: long.done and short.done)
     assert node.tier.asked("get").index(K[160]) == 16, "one batch was under way"
@@ -410,23 +410,23 @@ def test_too_many_loads_are_refused(make_node: Callable[..., Node], monkeypatch:
     node = make_node(tiers=[filled(K[:4])])
     node.tier.stall("contains")
     tasks = [node.load_in_background(K[:1]) for _ in range(3)]
-    assert node.manager.submit_prefetch_task(K[:1], DESC) is None
-    assert node.manager.submit_record_task(NAMESPACE, lambda: None) is False
+    assert node.manager.tiers.submit_prefetch_task(K[:1], DESC) is None
+    assert node.manager.tiers.submit_record_task(NAMESPACE, lambda: None) is False
     assert node.manager.status()["prefetch"] == {"in_flight": 3, "refused": 2}
     node.tier.resume()
     wait_until(lambda: all(task.done for task in tasks))
-    wait_until(lambda: node.manager.submit_prefetch_task(K[:1], DESC) is not None)
+    wait_until(lambda: node.manager.tiers.submit_prefetch_task(K[:1], DESC) is not None)
 
 
 def test_without_tiers_nothing_is_submitted(make_node: Callable[..., Node]) -> None:
     node = make_node(tiers=[])
-    assert node.manager.submit_prefetch_task(K[:1], DESC) is None
-    assert node.manager.submit_record_task(NAMESPACE, lambda: None) is False
+    assert node.manager.tiers.submit_prefetch_task(K[:1], DESC) is None
+    assert node.manager.tiers.submit_record_task(NAMESPACE, lambda: None) is False
 
 
 def ask_record(node: Node) -> NamespaceRecord | None:
     done: list[int] = []
-    assert node.manager.submit_record_task(NAMESPACE, lambda: done.append(1))
+    assert node.manager.tiers.submit_record_task(NAMESPACE, lambda: done.append(1))
     wait_until(lambda: done, what="the answer")
     assert done == [1]
     return node.manager.records.get(NAMESPACE)

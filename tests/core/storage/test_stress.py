@@ -31,13 +31,13 @@ def live(node: Node, owner: int, answered: list[object], accepted: list[object])
         elif action < 7:
             node.read(keys, owner=owner)
         elif action == 7:
-            left = node.manager.reserve([(key, SIZE) for key in keys], owner=owner, request_id="x", lease_s=30.0)
-            node.manager.pin(keys[:1], owner=owner, request_id="x", lease_s=30.0)
-            node.manager.withdraw(owner, "x")
+            left = node.manager.table.reserve([(key, SIZE) for key in keys], owner=owner, request_id="x", lease_s=30.0)
+            node.manager.table.pin(keys[:1], owner=owner, request_id="x", lease_s=30.0)
+            node.manager.table.cancel(owner, "x")
             if left.lease is not None:
-                node.manager.abort(left.lease.id, owner=owner)
+                node.manager.table.abort(left.lease.id, owner=owner)
         elif action == 8:
-            task = node.manager.submit_prefetch_task(
+            task = node.manager.tiers.submit_prefetch_task(
                 keys, DESC, select=prefix, on_done=lambda: answered.append(node.read(K[:1]))
             )
             if task is not None:
@@ -45,7 +45,7 @@ def live(node: Node, owner: int, answered: list[object], accepted: list[object])
                 if chance.random() < 0.3:
                     task.cancel()
         else:
-            node.manager.tick()
+            node.manager.table.tick()
             node.manager.status()
             if chance.random() < 0.2:
                 node.manager.clear()

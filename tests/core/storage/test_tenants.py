@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator, rounded
-from kvframework.storage.l1.departures import Cause
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, StoredObject, rounded
 from kvframework.storage.l1.eviction import MAX_SALTS, Tenant, Tenants
+from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import NO_DEADLINE, Reservation
 from kvframework.storage.l1.objects import ObjectTable
 from tests.core.storage.memory import OrderedLru, content, packed_key
@@ -256,7 +255,7 @@ def test_the_watermark_leaves_what_is_guaranteed() -> None:
 
 def test_without_named_tenants_there_is_one_policy_and_no_rule() -> None:
     alone = Tenants(OrderedLru())
-    assert (alone.spare(0), alone.spare(), alone.room(0, 1)) == (None, None, float("inf"))
+    assert (alone.spare(0), alone.spare(), alone.space_left(0, 1)) == (None, None, float("inf"))
     assert not alone.any_named
 
 
@@ -273,7 +272,7 @@ def test_loaded_objects_count_for_their_tenant(make_node: MakeNode) -> None:
     keys = [key_of(1, number) for number in range(4)]
     tier = MemoryTier({key: in_envelope(key, content(key, SIZE)) for key in keys})
     node = make_node(tiers=[tier], tenants=[Tenant("t1", 0, 2 * SIZE, OrderedLru())])
-    node.manager.belongs(salt(1), 1)
+    node.manager.table.belongs(salt(1), 1)
     for key in keys:
         node.load([key])
     assert node.present(keys) == 2

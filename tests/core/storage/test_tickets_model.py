@@ -150,7 +150,7 @@ class TicketTableMachine(RuleBasedStateMachine):
             self.table.get(held.ticket.id, held.owner)
 
     @rule(owner=owners, request_id=st.one_of(st.none(), requests))
-    def withdraw(self, owner: int, request_id: str | None) -> None:
+    def cancel(self, owner: int, request_id: str | None) -> None:
         ending = [h for h in self.model.listed if h.owner == owner and request_id in (None, h.request_id)]
         assert {id(t) for t in self.table.of(owner, request_id)} == {id(held.ticket) for held in ending}
         for held in ending:
@@ -162,7 +162,7 @@ class TicketTableMachine(RuleBasedStateMachine):
             self.table.begin_owner(owner)
             self.model.owners.add(owner)
         else:
-            self.withdraw(owner, None)
+            self.cancel(owner, None)
             self.table.end_owner(owner)
             self.model.owners.discard(owner)
 

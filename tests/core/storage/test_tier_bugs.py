@@ -8,7 +8,6 @@ import pytest
 
 from kvframework.errors import ConfigFieldError, TierError
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.steps import run
 from tests.core.storage.memory import packed_key
 from tests.core.storage.tier import MemoryTier
 
@@ -28,7 +27,7 @@ def store(tier: MemoryTier) -> L2Store:
 def ask(store: L2Store, times: int = 1) -> None:
     for _ in range(times):
         with pytest.raises(TierError):
-            run(store.contains_steps(KEYS))
+            store.contains(KEYS)
 
 
 def test_a_bug_is_told_with_class_call_and_traceback_once(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvframework.storage.envelope import UNTOLD_LAYOUT, object_checksum
-from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.journal.kept import Verification
+from kvframework.storage.envelope import UNKNOWN_LAYOUT, object_checksum
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.manager import StorageManager
+from kvframework.storage.recovery import Verification
 from tests.core.storage.memory import OrderedLru, PlainMemory, content, packed_key
 from tests.support.waiting import wait_until
 
@@ -18,11 +18,11 @@ KEYS = [packed_key(number) for number in range(40)]
 @pytest.fixture
 def storage() -> StorageManager:
     manager = StorageManager(PlainMemory(64 * ALIGNMENT), OrderedLru())
-    placed = manager.reserve([(key, ALIGNMENT) for key in KEYS], owner=1, request_id="", lease_s=None)
+    placed = manager.table.reserve([(key, ALIGNMENT) for key in KEYS], owner=1, request_id="", lease_s=None)
     assert placed.lease is not None
     for index, offset in placed.placed:
-        manager.arena[offset : offset + ALIGNMENT] = content(KEYS[index], ALIGNMENT)
-    manager.commit(placed.lease.id, owner=1)
+        manager.table.arena[offset : offset + ALIGNMENT] = content(KEYS[index], ALIGNMENT)
+    manager.table.commit(placed.lease.id, owner=1)
     return manager
 
 
@@ -31,7 +31,7 @@ def checksum(key: bytes, layout: bytes = LAYOUT) -> int:
 
 
 def check(storage: StorageManager, known: list[tuple[bytes, int]]) -> Verification:
-    verification = Verification(storage, known, lambda _: LAYOUT)
+    verification = Verification(storage.table, known, lambda _: LAYOUT)
     verification.start()
     return verification
 
@@ -40,29 +40,29 @@ def test_whole_objects_stay_and_damaged_ones_go(storage: StorageManager) -> None
     known = [(key, checksum(key)) for key in KEYS]
     known[7] = (KEYS[7], 1)
     # The layout was not known when it was written.
-    known[8] = (KEYS[8], checksum(KEYS[8], UNTOLD_LAYOUT))
+    known[8] = (KEYS[8], checksum(KEYS[8], UNKNOWN_LAYOUT))
     verification = check(storage, known)
     wait_until(lambda: verification.verified == len(KEYS) - 1, 30, "the check")
     assert verification.stop(30)
-    assert storage.which_present(KEYS) == [key != KEYS[7] for key in KEYS]
+    assert storage.table.which_present(KEYS) == [key != KEYS[7] for key in KEYS]
     assert verification.damaged == 1
     storage.close()
 
 
 def test_a_damaged_object_that_is_read_goes_afterwards(storage: StorageManager) -> None:
-    lease = storage.pin([KEYS[0]], owner=1, request_id="", lease_s=None)
+    lease = storage.table.pin([KEYS[0]], owner=1, request_id="", lease_s=None)
     assert lease is not None
     verification = check(storage, [(KEYS[0], 1)])
     wait_until(lambda: verification.damaged, 30, "the check")
-    assert storage.which_present([KEYS[0]]) == [True]
-    storage.unpin(lease.id, owner=1)
-    wait_until(lambda: storage.which_present([KEYS[0]]) == [False], 30, "the end of the pin")
+    assert storage.table.which_present([KEYS[0]]) == [True]
+    storage.table.unpin(lease.id, owner=1)
+    wait_until(lambda: storage.table.which_present([KEYS[0]]) == [False], 30, "the end of the pin")
     assert verification.stop(30)
     storage.close()
 
 
 def test_the_end_of_the_storage_ends_the_check(storage: StorageManager) -> None:
-    lease = storage.pin([KEYS[0]], owner=1, request_id="", lease_s=None)
+    lease = storage.table.pin([KEYS[0]], owner=1, request_id="", lease_s=None)
     assert lease is not None
     verification = check(storage, [(KEYS[0], 1)])
     assert verification.stop(30)

@@ -74,7 +74,7 @@ def test_a_load_of_this_tier_is_not_written_to_it_again(make_node: Callable[...,
         node = make_node(tiers=[filled(K[:4])], write_policy=policy)
         node.load(K[:4])
         node.read(K[:4])
-        node.manager.tick()
+        node.manager.table.tick()
         assert written(node) == set(K[:4])
         assert node.tier.asked("put") == []
 
@@ -82,11 +82,11 @@ def test_a_load_of_this_tier_is_not_written_to_it_again(make_node: Callable[...,
 def test_write_back_what_leaves_above_the_watermark_is_written_first(make_node: Callable[..., Node]) -> None:
     node = make_node(units=100, write_policy="write_back", high_watermark=0.5, low_watermark=0.25)
     node.write(K[:50])
-    node.manager.tick()
+    node.manager.table.tick()
     assert written(node) == set(), "there is room"
     node.write(K[50:60])
     written(node)
-    node.manager.tick()
+    node.manager.table.tick()
     assert node.l1("used_bytes") == 25 * SIZE
     gone = {key for key in K[:60] if not node.present([key])}
     assert len(gone) == 35
@@ -121,7 +121,7 @@ def test_write_back_a_tier_that_is_down_keeps_nobody_from_storing(
         node.tier.stall("put")
     for number in range(60):
         assert node.write(K[number : number + 1]) == 1
-        node.manager.tick()
+        node.manager.table.tick()
         if sending and number == 10:
             node.wait_stalled()
     node.tier.resume()
@@ -130,7 +130,7 @@ def test_write_back_a_tier_that_is_down_keeps_nobody_from_storing(
     assert node.store_counters.get("write_dropped", 0) == 0
     stayed = {key for key in K[:60] if node.present([key])}  # not always the newest: what is being sent is pinned
     node.tier.down = False
-    wait_until(lambda: node.manager.tick() or node.l1("used_bytes") <= 10 * SIZE, what="the watermark")
+    wait_until(lambda: node.manager.table.tick() or node.l1("used_bytes") <= 10 * SIZE, what="the watermark")
     left = {key for key in stayed if not node.present([key])}
     lost = left - written(node)
     assert len(lost) == node.store_counters["write_lost"] - 40, "nothing is lost that is not counted"
@@ -193,10 +193,10 @@ def test_write_back_what_is_written_is_not_sent_again_with_its_batch_under_way(
         tiers=[tier], units=100, write_policy="write_back", high_watermark=0.5, low_watermark=0.45, timeout_s=60.0
     )
     node.write(K[:55])
-    node.manager.tick()
+    node.manager.table.tick()
     tier.allowed.release()
     wait_until(lambda: len(tier.asked("put waits")) == 2, what="the second object of the batch")
-    node.manager.tick()
+    node.manager.table.tick()
     tier.allowed.release(200)
     assert written(node) == set(tier.asked("put"))
     assert len(tier.asked("put")) == len(tier.values)

@@ -14,7 +14,6 @@ from kvframework.storage.envelope import HEADER_BYTES, unseal
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
-from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.writer import BATCH_OBJECTS, MAX_ATTEMPTS, MAX_REFUSALS, RECORD_EVERY_S, TierWriter
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, record_key
 from tests.core.storage.memory import NAMESPACE, content, packed_key
@@ -44,11 +43,11 @@ def test_what_is_committed_reaches_every_tier(make_node: Callable[..., Node]) ->
 
 
 def test_nothing_uncommitted_reaches_a_tier(node: Node) -> None:
-    reserved = node.manager.reserve([(K[0], SIZE)], owner=1, request_id="", lease_s=30.0)
+    reserved = node.manager.table.reserve([(K[0], SIZE)], owner=1, request_id="", lease_s=30.0)
     assert reserved.lease is not None
     node.write(K[1:2])
     wait_written(node.tier, K[1:2])
-    node.manager.abort(reserved.lease.id, owner=1)
+    node.manager.table.abort(reserved.lease.id, owner=1)
     assert K[0] not in node.tier.asked("put")
 
 
@@ -70,11 +69,11 @@ def test_while_the_circuit_is_open_nothing_spins(node: Node) -> None:
     node.tier.down = True
     for _ in range(3):
         with pytest.raises(OSError):
-            run(node.stores[0].put_steps(K[100:101], [memoryview(b"value")]))
+            node.stores[0].put(K[100:101], [memoryview(b"value")])
     node.tier.stall("put")
     node.tier.down = False
     wait_until(lambda: node.stores[0].wait_s() == 0)
-    other = threading.Thread(target=run, args=(node.stores[0].put_steps(K[100:101], [memoryview(b"value")]),))
+    other = threading.Thread(target=node.stores[0].put, args=(K[100:101], [memoryview(b"value")]))
     other.start()
     node.wait_stalled()
     before = node.store_counters.get("refused", 0)
@@ -166,10 +165,10 @@ def test_a_circuit_of_writes_that_nothing_waits_for_does_not_stay_open(node: Nod
     node.tier.max_bytes = 0
     for _ in range(3):
         with pytest.raises(OSError):
-            run(node.stores[0].put_steps(K[:1], [memoryview(b"value")]))
+            node.stores[0].put(K[:1], [memoryview(b"value")])
     assert node.stores[0].state == "open"
     wait_until(lambda: node.stores[0].wait_s() == 0)
-    run(node.stores[0].check_steps())
+    node.stores[0].check()
     assert node.stores[0].state == "closed"
 
 
@@ -320,9 +319,9 @@ def test_namespaces_of_long_ago_are_forgotten() -> None:
         namespace = number.to_bytes(16, "big")
         records.add(namespace, NamespaceRecord("llama", 1, DESC))
         writer.committed([packed_key(number, namespace=namespace)])
-        steps = writer.poll()
-        assert steps is not None
-        run(steps)
+        work = writer.poll()
+        assert work is not None
+        work()
         assert record_key(namespace) in tier.values
         assert len(writer._record_put) <= 4
     assert writer.pending == 0
@@ -334,7 +333,7 @@ class Held:
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
         return [PinLease("", 0, "", 0.0, [StoredObject(key, 0, SIZE)]) for key in keys]
 
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None:
+    def release(self, leases: Sequence[PinLease]) -> None:
         return
 
     def bytes_of(self, lease: PinLease) -> memoryview:

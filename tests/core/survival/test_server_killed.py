@@ -117,10 +117,10 @@ def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
             key = key_for(registered, [9] * 1024)
             transfer = instance.transfer(key)
             futures = [
-                *(client._connection.request("LOOKUP", m.Lookup(key), timeout=60) for _ in range(50)),
+                *(client._connection.begin("LOOKUP", m.Lookup(key), timeout=60) for _ in range(50)),
                 *(client.store(transfer) for _ in range(50)),
                 *(client.load(transfer, 0) for _ in range(50)),
-                client._connection.request("PREPARE_STORE", m.Prepare(key, 1), timeout=60),
+                client._connection.begin("PREPARE_STORE", m.Prepare(key, 1), timeout=60),
             ]
             assert not any(future.query() for future in futures)
             killed = time.monotonic()

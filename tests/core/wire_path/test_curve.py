@@ -11,10 +11,18 @@ from pathlib import Path
 import pytest
 
 from kvframework.client import CurveKeys, KVClient
-from kvframework.client.connection import SECRET_VARIABLE, SERVER_VARIABLE, keys_for
 from kvframework.config import load_config
 from kvframework.errors import ServerGone
-from kvframework.messaging.curve import AdmittedClients, CurveKeyError, read_public, read_secret, write_pair
+from kvframework.messaging.curve import (
+    SECRET_VARIABLE,
+    SERVER_VARIABLE,
+    AdmittedClients,
+    CurveKeyError,
+    keys_for,
+    read_public,
+    read_secret,
+    write_pair,
+)
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from tests.core.cli.command import run, run_process

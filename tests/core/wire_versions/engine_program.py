@@ -16,7 +16,7 @@ from kvframework.api.transport import Registration
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError
-from kvframework.messaging.client import liveness
+from kvframework.messaging.client import connection
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import non_gpu_layout
 from tests.core.wire_versions.other_release import become
@@ -76,7 +76,7 @@ class Engine:
 def main(endpoint: str) -> None:
     logging.basicConfig(level="INFO", format="%(levelname)s %(message)s", force=True)
     become()
-    liveness.TELL_AGAIN_S = 1.0
+    connection.LOG_AGAIN_S = 1.0
     with KVClient(endpoint, name="engine of another release", connect_timeout_s=0.2, deadline_scale=20.0) as client:
         engine = Engine(client)
         while not select.select([sys.stdin], [], [], 0.1)[0]:

@@ -13,7 +13,6 @@ from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.steps import Steps, do
 from tests.dev.kits.memory_tier import MemoryTier, Store
 
 KEY = b"k" * 72
@@ -136,14 +135,14 @@ class Credulous(L2Store):
     def __init__(self, tier: Tier) -> None:
         self._believed = tier
 
-    def get_steps(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> Steps[list[bool]]:
+    def get(self, keys: Sequence[PackedKey], ranges: Sequence[memoryview]) -> list[bool]:
         parts = [[place] for place in ranges]
-        outcomes = yield from do(self._believed.get_into, keys, parts, deadline=soon())
+        outcomes = self._believed.get_into(keys, parts, deadline=soon())
         return [not isinstance(outcome, Outcome) for outcome in outcomes]
 
-    def put_steps(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> Steps[list[bool]]:
+    def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
         parts = [[value] for value in values]
-        outcomes = yield from do(self._believed.put, keys, parts, deadline=soon())
+        outcomes = self._believed.put(keys, parts, deadline=soon())
         return [outcome is Outcome.STORED for outcome in outcomes]
 
 

@@ -10,7 +10,7 @@ from kvf_eviction.lru import Lru
 from kvf_plan.planning.lru_curve import lru_curve
 from kvf_plan.planning.prompts import Prompts, prompts_of
 from kvframework.api.keys import DIGEST_BYTES, PACKED_KEY_BYTES
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
 from kvframework.storage.l1.objects import ObjectTable
 from tests.plan.planning.traces import MadeTrace, conversations, traces
@@ -26,7 +26,7 @@ def table_hits(prompts: Prompts, chunks: int) -> list[int]:
     hits = []
     for number, prompt in enumerate(prompts.prompts):
         table.expire(prompt.at)
-        table.tell_uses()
+        table.report_uses()
         keys = [node.to_bytes(DIGEST_BYTES, "big") for node in prompt.nodes]
         row = table.row(_PREFIX, keys)
         hit = row.index(None) if None in row else len(row)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvf_plan.simulation.engines import Fleet
-from kvf_plan.simulation.events import Channel, VirtualTime, Waiting
+from kvf_plan.simulation.events import Channel, VirtualTime
 from kvf_plan.simulation.settings import Engines, SlowTime
 
 TIMES = st.integers(0, 40).map(lambda quarter: quarter / 4)
@@ -84,14 +84,6 @@ def test_what_ends_after_its_deadline_was_sent_in_vain_until_then() -> None:
     assert (channel.free_at, channel.busy_s, channel.nbytes) == (4.0, 4.0, 0)
     assert channel.send(10, 0.0, deadline=3.0) == 5.0, "it never began"
     assert channel.free_at == 4.0
-
-
-def test_a_step_lasts_until_the_latest_time_that_was_said() -> None:
-    waiting = Waiting()
-    waiting.until(3.0)
-    waiting.until(2.0)
-    assert waiting.take() == 3.0
-    assert waiting.take() == -math.inf
 
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=20), st.integers(1, 3))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 
-from kvf_plan.simulation.events import VirtualTime, Waiting
-from kvf_plan.simulation.threads import VirtualThreads
-from kvframework.storage.l2.steps import Steps, do
+from kvf_plan.simulation.events import VirtualTime
+from kvf_plan.simulation.threads import Sleep, VirtualThreads
 
 
 class Work:
@@ -24,15 +24,12 @@ class Work:
     def wait_s(self) -> float:
         return self.due_s
 
-    def poll(self) -> Steps[None] | None:
+    def poll(self) -> Callable[[], None] | None:
         self.polls += 1
         if not self.todo:
             return None
         self.todo -= 1
-        return self._work()
-
-    def _work(self) -> Steps[None]:
-        yield from do(self._finish)
+        return self._finish
 
     def _finish(self) -> None:
         self.done += 1
@@ -40,7 +37,7 @@ class Work:
 
 def test_it_is_asked_once_it_says_so() -> None:
     work, time = Work(), VirtualTime()
-    threads = VirtualThreads(time, [(work, 1)], Waiting())
+    threads = VirtualThreads(time, [(work, 1)], Sleep(time))
     threads.look()
     polls = work.polls
     threads.look()
@@ -56,7 +53,7 @@ def test_it_is_asked_once_it_says_so() -> None:
 def test_it_is_asked_at_its_time() -> None:
     work, time = Work(), VirtualTime()
     work.due_s = 2.0
-    threads = VirtualThreads(time, [(work, 1)], Waiting())
+    threads = VirtualThreads(time, [(work, 1)], Sleep(time))
     threads.look()
     assert time.next_at() == 2.0
     work.todo, work.due_s = 1, math.inf
@@ -68,9 +65,35 @@ def test_it_is_asked_at_its_time() -> None:
 def test_what_is_due_but_for_a_rounding_is_asked_after_the_next_event() -> None:
     work, time = Work(), VirtualTime(1e9)
     work.due_s = 1e-12
-    threads = VirtualThreads(time, [(work, 1)], Waiting())
+    threads = VirtualThreads(time, [(work, 1)], Sleep(time))
     threads.look()
     assert not len(time)
     work.todo, work.due_s = 1, math.inf
     threads.look()
     assert work.done == 1
+
+
+def test_work_sleeps_while_others_go_on_and_ends_with_its_threads() -> None:
+    time = VirtualTime()
+    sleep, done = Sleep(time), []
+
+    class Sleeper(Work):
+        def _finish(self) -> None:
+            number = self.todo
+            try:
+                sleep.until(time.now + 1.0 + number)
+                done.append((number, time.now))
+            finally:
+                self.done += 1
+
+    work = Sleeper()
+    threads = VirtualThreads(time, [(work, 2)], sleep)
+    work.todo = 3
+    threads.look()
+    assert (work.done, work.todo, threads.busy) == (0, 1, True)
+    while len(time) > 1:
+        time.happen()
+        threads.look()
+    assert done == [(1, 2.0), (2, 3.0)], "the third began at 2 s, until 3 s"
+    threads.close()
+    assert (work.done, len(done)) == (3, 2)

@@ -66,8 +66,8 @@ def clear(world: World) -> str | None:
 
 
 def poll(world: World) -> str | None:
-    number = world.dice.pick(len(world.manager.controllers))
-    return f"{world.manager.controllers[number][0].name} has something to do" if world.poll(number) else None
+    number = world.dice.pick(len(world.manager.tiers.controllers))
+    return f"{world.manager.tiers.controllers[number][0].name} has something to do" if world.poll(number) else None
 
 
 def drive(world: World) -> str | None:
@@ -121,9 +121,9 @@ def shut_down(world: World) -> str | None:
     """What was accepted is answered, and nothing holds the arena."""
     manager = world.manager
     manager.tiers.stop()
-    manager._prefetcher.stop()
+    manager.tiers._prefetcher.stop()
     for _ in range(2000):
-        for number in range(len(manager.controllers)):
+        for number in range(len(manager.tiers.controllers)):
             world.poll(number)
         if not world.jobs:
             break
@@ -131,7 +131,7 @@ def shut_down(world: World) -> str | None:
             world.drive(job)
     else:
         raise Broken(f"it does not stop: {[job.due for job in world.jobs]}")
-    must(all(count == 1 for count in manager.accepted.values()), "an on_done never ran")
+    must(all(count == 1 for count in manager.tiers.accepted.values()), "an on_done never ran")
     manager.close()
     must(world.memory.closed, "something holds the arena after the end")
     world.boot()
@@ -142,10 +142,10 @@ def rest(world: World) -> str | None:
     """All clients die, the tiers are well: everything comes to its end."""
     for number in range(len(world.clients)):
         world.lookups.tickets.end_owner(world.clients[number].owner)
-        world.manager.end_owner(world.clients[number].owner)
+        world.manager.table.end_owner(world.clients[number].owner)
         world.clients[number] = world.fresh_client()
     for writing in world.copies.writings:
-        world.manager.abort(writing.id, owner=world.copies.owner)
+        world.manager.table.abort(writing.id, owner=world.copies.owner)
     world.copies.writings = []
     world.rest()
     check_at_rest(world)

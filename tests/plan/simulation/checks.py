@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvframework.storage.l1.allocator import rounded
+from kvframework.storage.l1.entries import rounded
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.l2.tier_calls import HOLD_S
 from tests.plan.simulation.model import must, total
@@ -22,14 +22,14 @@ def check(world: World) -> None:
 
 def glance(world: World) -> None:
     """After every step."""
-    table = world.manager._table
+    table = world.manager.table._table
     must(table.used_bytes + table.allocator.free_bytes == table.allocator.limit, "bytes were lost or found")
     must(table.pins >= 0, "more was unpinned than pinned")
 
 
 def check_deadlines(world: World) -> None:
     """After a tick nothing that was to end by then goes on."""
-    book = world.manager._table._leases
+    book = world.manager.table._table._leases
     for write in book.writes.values():
         must(write.quarantined or world.now < write.deadline, "a write lease outlived its deadline")
     for pin in book.pins.values():
@@ -47,14 +47,14 @@ def check_at_rest(world: World) -> None:
     for ledger in world.ledgers:
         ledger.check_at_rest()
     must(not world.lookups.waits and all(held.query() for held, _ in world.held), "an answer was never given")
-    table = world.manager._table
+    table = world.manager.table._table
     must(not table.pins and not table.pin_leases and not table.write_leases, "something is still held")
     must(not table.quarantined_bytes, "something is still in quarantine")
-    must(all(count == 1 for count in world.manager.accepted.values()), "an on_done never ran")
+    must(all(count == 1 for count in world.manager.tiers.accepted.values()), "an on_done never ran")
 
 
 def _arena(world: World) -> None:
-    table, model = world.manager._table, world.model
+    table, model = world.manager.table._table, world.model
     taken = sorted(model.ranges())
     must(table.used_bytes == total(taken), "the used bytes are not those of objects and leases")
     end = 0
@@ -69,16 +69,16 @@ def _arena(world: World) -> None:
 
 
 def _objects(world: World) -> None:
-    table, model = world.manager._table, world.model
+    table, model = world.manager.table._table, world.model
     here = {stored.key: (stored.offset, stored.length) for stored in table._objects}
     must(here == model.objects, "other objects are here than were published and not evicted")
     must(world.policy.order.keys() == here.keys(), "the eviction policy knows other objects")
     for key, (offset, nbytes) in here.items():
-        world.manager.check_bytes(key, offset, nbytes)
+        world.manager.table.check_bytes(key, offset, nbytes)
 
 
 def _leases(world: World) -> None:
-    table, model = world.manager._table, world.model
+    table, model = world.manager.table._table, world.model
     book = table._leases
     owners = {client.owner for client in world.clients} | {INTERNAL_OWNER}
     must(set(book._of) <= owners, "somebody who is dead holds a lease")
@@ -94,7 +94,7 @@ def _leases(world: World) -> None:
     must(sum(stored.pins for stored in table._objects) == len(held), "an object is pinned by nobody")
     quarantined = [item for lease in book.writes.values() if lease.quarantined for item in lease.items]
     must(table.quarantined_bytes == sum(rounded(item[2]) for item in quarantined), "the quarantine is miscounted")
-    if not world.jobs and not world.manager._prefetcher.in_flight:
+    if not world.jobs and not world.manager.tiers._prefetcher.in_flight:
         must(all(lease.owner != INTERNAL_OWNER for lease in book.pins.values()), "a job left a pin behind")
         copies = {writing.id for writing in world.copies.writings}
         own = {lease.id for lease in book.writes.values() if lease.owner == INTERNAL_OWNER}
@@ -108,7 +108,7 @@ def _waits(world: World) -> None:
     going_on = {ticket.id for ticket in tickets if ticket.pending}
     waited_for = world.lookups.waits._of_ticket.keys()
     must(waited_for <= {ticket.id for ticket in tickets}, "an answer is held back, and its ticket is over")
-    if not world.manager._prefetcher.in_flight:  # else it may be about to tell its end
+    if not world.manager.tiers._prefetcher.in_flight:  # else it may be about to tell its end
         must(waited_for <= going_on, "an answer is held back, and nothing is to come")
 
     known = {ticket for client in world.clients for ticket in client.tickets} | waited_for
@@ -120,7 +120,7 @@ def _waits(world: World) -> None:
         if world.now < lasts_until
     }
     must(lasting <= {ticket.id for ticket in tickets}, "a ticket ended before its time")
-    pins = world.manager._table._leases.pins
+    pins = world.manager.table._table._leases.pins
     for ticket in tickets:
         pinned = pins.get(ticket.pins)
         chunks = len(pinned.objects) // len(SIZES) if pinned is not None and pinned.held else CHUNKS

@@ -38,7 +38,7 @@ def store(world: World) -> str | None:
     world.manager.records.add(NAMESPACE, RECORD)
     lease_s = None if client is world.copies else world.dice.of(LEASES_S)
     request_id = f"r{world.dice.pick(3)}"
-    result = world.manager.reserve(items, owner=client.owner, request_id=request_id, lease_s=lease_s)
+    result = world.manager.table.reserve(items, owner=client.owner, request_id=request_id, lease_s=lease_s)
     if result.lease is not None:
         client.writings.append(world.model.writings[result.lease.id])
     return f"client {client.owner} reserves {len(result.placed)} of {len(items)} objects for {lease_s} s"
@@ -66,7 +66,7 @@ def commit(world: World) -> str | None:
         world.memory.fill(offset, CONTENT[key])
     writing.unwritten = []
     client.writings.remove(writing)
-    published = world.manager.commit(writing.id, owner=client.owner)
+    published = world.manager.table.commit(writing.id, owner=client.owner)
     world.counts["published"] += published
     world.counts["late"] += not published
     return f"client {client.owner} commits lease {writing.id}: {published} published"
@@ -78,7 +78,7 @@ def abort(world: World) -> str | None:
         return None
     client, writing = chosen
     client.writings.remove(writing)
-    world.manager.abort(writing.id, owner=client.owner)
+    world.manager.table.abort(writing.id, owner=client.owner)
     return f"client {client.owner} aborts lease {writing.id}"
 
 
@@ -175,7 +175,7 @@ def retrieve(world: World) -> str | None:
         return None
     keys = [key for key, _ in items_of(world.prompt(), 0, 1 + world.dice.pick(CHUNKS))]
     lease_s = world.dice.of(LEASES_S)
-    lease = world.manager.pin(keys, owner=client.owner, request_id=f"r{world.dice.pick(3)}", lease_s=lease_s)
+    lease = world.manager.table.pin(keys, owner=client.owner, request_id=f"r{world.dice.pick(3)}", lease_s=lease_s)
     if lease is None:
         return f"client {client.owner} would read {len(keys)} objects: a miss"
     world.counts["reads"] += 1
@@ -190,9 +190,9 @@ def finish_read(world: World) -> str | None:
     guard = client.reads.pop(world.dice.pick(len(client.reads)))
     if guard.id in world.model.guards and not guard.broken:
         for key in guard.keys:
-            world.manager.check_bytes(key, *world.model.objects[key])
+            world.manager.table.check_bytes(key, *world.model.objects[key])
     try:
-        lease = world.manager.unpin(guard.id, owner=client.owner)
+        lease = world.manager.table.unpin(guard.id, owner=client.owner)
     except LeaseUnknown:
         forgotten = world.now >= guard.deadline + REMEMBER_LAPSED_S
         must(forgotten or guard.id not in world.model.guards, "a pin was forgotten before its time")
@@ -216,8 +216,8 @@ def die(world: World) -> str | None:
     number = world.dice.pick(len(world.clients))
     owner = world.clients[number].owner
     world.lookups.tickets.end_owner(owner)
-    world.manager.end_owner(owner)
-    must(not world.manager._table._leases.of(owner), "a dead client holds a lease")
+    world.manager.table.end_owner(owner)
+    must(not world.manager.table._table._leases.of(owner), "a dead client holds a lease")
     must(all(ticket.owner != owner for ticket in world.lookups.tickets._table), "a dead client holds a ticket")
     world.clients[number] = world.fresh_client()
     return f"client {owner} dies"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.allocator import ALIGNMENT, rounded
+from kvframework.storage.l1.entries import ALIGNMENT, rounded
 
 Item = tuple[PackedKey, int, int]
 
@@ -30,7 +30,7 @@ class Writing:
     deadline: float
     items: list[Item]
     unwritten: list[Item]
-    withdrawn: bool = False
+    cancelled: bool = False
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Model:
     def ended(self, writing: Writing, published: int) -> None:
         """COMMIT, ABORT, or the end of the owner."""
         del self.writings[writing.id]
-        late = writing.withdrawn or self.clock() >= writing.deadline
+        late = writing.cancelled or self.clock() >= writing.deadline
         must(not published or not late, "a lease that had expired was published")
         must(published in (0, len(writing.items)), "a lease was published in part")
         must(not published or not writing.unwritten, "what was never written was published")
@@ -110,10 +110,10 @@ class Model:
         for guard in self.guards_of(owner):
             self.unpinned(guard.id)
 
-    def withdraw(self, owner: int, request_id: str | None) -> None:
+    def cancel(self, owner: int, request_id: str | None) -> None:
         for writing in self.writings_of(owner):
             if request_id in (None, writing.request_id):
-                writing.withdrawn = True
+                writing.cancelled = True
         for guard in self.guards_of(owner):
             if request_id in (None, guard.request_id):
                 self.unpinned(guard.id)

@@ -10,18 +10,16 @@ from unittest import mock
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.service.lookups import Lookups, LookupWaits
 from kvframework.storage import envelope
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
-from kvframework.storage.l1.entries import ObjectRows, StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, ObjectRows, RangeAllocator, StoredObject
 from kvframework.storage.l1.eviction import Tenants
 from kvframework.storage.l1.leases import LeaseBook, PinLease, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
-from kvframework.storage.l2.loading import Loader, LoadTask
+from kvframework.storage.l2.loading import Loader, LoadSteps, LoadTask
 from kvframework.storage.l2.prefetch import Prefetcher, TierLoads
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.steps import Steps
 from kvframework.storage.l2.tier_calls import Absences, Breaker
 from kvframework.storage.l2.writer import Batch, WriteQueue
-from kvframework.storage.manager import StorageManager
+from kvframework.storage.table import Table
 from kvframework.storage.tickets import LookupTickets, Ticket, TicketTable
 
 Plant = Callable[[], Any]
@@ -66,7 +64,7 @@ def time_ends_nothing(_original: Any, _table: ObjectTable, _now: float) -> None:
     return
 
 
-@plant(ObjectTable, "withdraw")
+@plant(ObjectTable, "cancel")
 def a_session_that_ends_may_still_publish(
     _original: Any, table: ObjectTable, owner: int, request_id: str | None = None
 ) -> int:
@@ -123,15 +121,15 @@ def a_lapsed_pin_is_said_to_hold(_original: Any, table: ObjectTable, lease: PinL
     lease.objects = []
 
 
-@plant(StorageManager, "_pin_internal")
-def what_is_sent_is_not_pinned(original: Any, manager: StorageManager, key: PackedKey) -> PinLease | None:
-    lease: PinLease | None = original(manager, key)
+@plant(Table, "_pin_internal")
+def what_is_sent_is_not_pinned(original: Any, table: Table, key: PackedKey) -> PinLease | None:
+    lease: PinLease | None = original(table, key)
     if lease is not None:
-        manager._table._unpin(lease.objects, lease.payer)
+        table._table._unpin(lease.objects, lease.payer)
         lease.held = True
         kept, lease.objects = lease.objects, []
         lease.objects = [StoredObject(kept[0].key, kept[0].offset, kept[0].length, 1)]
-        manager._table.pins += 1
+        table._table.pins += 1
     return lease
 
 
@@ -162,7 +160,7 @@ def a_cancelled_load_forgets_its_end(original: Any, loader: Loader, task: LoadTa
 
 
 @plant(Loader, "load")
-def a_load_ends_twice(original: Any, loader: Loader, task: LoadTask, on_done: Any) -> Steps[None]:
+def a_load_ends_twice(original: Any, loader: Loader, task: LoadTask, on_done: Any) -> LoadSteps[None]:
     yield from original(loader, task, on_done)
     on_done()
 
@@ -225,7 +223,7 @@ def a_hit_that_grows_is_not_pinned(
 ) -> int:
     if use:
         return int(original(tickets, ticket, wanted))
-    chunks, _ = wanted.find(tickets._storage.row)
+    chunks, _ = wanted.find(tickets._storage.table.row)
     ticket.hit_tokens = chunks * wanted.chunk_tokens
     return int(chunks)
 
@@ -249,14 +247,14 @@ def a_load_that_fails_keeps_its_place(original: Any, loader: Loader, *arguments:
     finish = loader._l1.finish_load
     loader._l1.finish_load = lambda lease, good: finish(lease, good) if good else None  # type: ignore[method-assign]
     try:
-        return (yield from original(loader, *arguments))
+        return original(loader, *arguments)
     finally:
         loader._l1.finish_load = finish  # type: ignore[method-assign]
 
 
-@plant(StorageManager, "finish_load")
-def what_was_not_received_is_published(original: Any, manager: StorageManager, lease_id: str, good: bool) -> Any:
-    return original(manager, lease_id, True)
+@plant(Table, "finish_load")
+def what_was_not_received_is_published(original: Any, table: Table, lease_id: str, good: bool) -> Any:
+    return original(table, lease_id, True)
 
 
 @plant(envelope, "_checksum")

@@ -94,6 +94,9 @@ def play(seed: int, script: Iterable[tuple[str, int]], steps: int, check_every: 
             game.finish()
         except Broken as broken:
             return Failure(str(broken), game.turns, game.trace())
+        finally:
+            for job in game.world.jobs:
+                job.abandon()
         return game
 
 

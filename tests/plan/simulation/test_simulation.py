@@ -43,4 +43,4 @@ def test_a_seed_does_the_same_each_time() -> None:
     assert isinstance(first, Play)
     assert isinstance(second, Play)
     assert (first.turns, first.counts, first.world.counts) == (second.turns, second.counts, second.world.counts)
-    assert first.world.manager.counters == second.world.manager.counters
+    assert first.world.manager.table.counters == second.world.manager.table.counters

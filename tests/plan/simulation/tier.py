@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES
 from tests.plan.simulation.dice import Dice
+from tests.plan.simulation.jobs import Turns
 from tests.plan.simulation.model import must
 from tests.plan.simulation.prompts import CONTENT
 
@@ -25,7 +27,7 @@ class TierBug(ValueError):
 class SimTier(Tier):
     """`values` outlive a restart of the server. `dice` is the running action's."""
 
-    def __init__(self, number: int, capacity: int | None, clock: Callable[[], float]) -> None:
+    def __init__(self, number: int, capacity: int | None, clock: Callable[[], float], turns: Turns) -> None:
         self.name = f"tier{number}"
         self._has = frozenset({"scan", "usage"} if capacity else {"touch"})
         self.values: dict[PackedKey, bytes] = {}
@@ -44,6 +46,8 @@ class SimTier(Tier):
         self.closed = False
         self._capacity = capacity or 0
         self._clock = clock
+        for name in ("contains", "get_into", "put", "delete", "touch", "ping", "usage", "scan"):
+            setattr(self, name, partial(turns.step, f"{name} of {self.name}", getattr(self, name)))
 
     def capabilities(self) -> frozenset[str]:
         return self._has
@@ -122,8 +126,7 @@ class SimTier(Tier):
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
         self._begin(deadline)
         self.may_delete.update(list(self.values))
-        for key, value in self.values.items():
-            yield TierEntry(key, len(value), self.used_at[key])
+        return iter([TierEntry(key, len(value), self.used_at[key]) for key, value in self.values.items()])
 
     def close(self) -> None:
         self.closed = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvframework.api.eviction import Use
@@ -14,8 +15,10 @@ from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.leases import NO_DEADLINE, NO_PROMPT, PinLease, PromptPart, Reservation
 from kvframework.storage.l2.loading import LoadTask, Located
 from kvframework.storage.l2.tier_calls import Breaker
-from kvframework.storage.manager import StorageManager
+from kvframework.storage.l2.tiers import Tiers
+from kvframework.storage.table import Table
 from tests.core.storage.memory import OrderedLru, PlainMemory
+from tests.plan.simulation.jobs import Turns
 from tests.plan.simulation.model import Guard, Model, Writing, must
 from tests.plan.simulation.prompts import CONTENT
 
@@ -52,13 +55,11 @@ class WatchedLru(OrderedLru):
         self._model.removed(key)
 
 
-class WatchedManager(StorageManager):
-    """`accepted` counts how often the `on_done` of each accepted load has run."""
-
-    def __init__(self, model: Model, memory: SimMemory, *arguments: Any, **named: Any) -> None:
+class WatchedTable(Table):
+    def __init__(self, model: Model, turns: Turns, memory: SimMemory, *arguments: Any, **named: Any) -> None:
         self.model = model
+        self.turns = turns
         self.bytes = memory
-        self.accepted: dict[object, int] = {}
         # A load that is just being published.
         self._loading: Writing | None = None
         super().__init__(memory, *arguments, **named)
@@ -84,11 +85,22 @@ class WatchedManager(StorageManager):
                 self.bytes.fill(offset, UNWRITTEN * nbytes)
         return result
 
+    def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
+        return self.turns.step("which_present", super().which_present, keys)
+
+    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
+        return self.turns.step("pin_present", super().pin_present, keys)
+
+    def reserve_load(
+        self, key: PackedKey, nbytes: int, prompt: PromptPart, client: int
+    ) -> tuple[str, memoryview] | None:
+        return self.turns.step("reserve_load", super().reserve_load, key, nbytes, prompt, client)
+
     def commit(self, lease_id: str, *, owner: int) -> int:
         writing = self.model.writings.get(lease_id)
         published = super().commit(lease_id, owner=owner)
         assert writing is not None
-        must(published or writing.withdrawn or self.clock() >= writing.deadline, "a lease that held was not published")
+        must(published or writing.cancelled or self.clock() >= writing.deadline, "a lease that held was not published")
         self.model.ended(writing, published)
         return published
 
@@ -140,20 +152,54 @@ class WatchedManager(StorageManager):
         self._unguard(lease)
         return lease
 
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None:
-        super().unpin_internal(leases)
+    def release(self, leases: Sequence[PinLease]) -> None:
+        super().release(leases)
         for lease in leases:
             self._unguard(lease)
 
-    def withdraw(self, owner: int, request_id: str | None = None) -> int:
-        ended = super().withdraw(owner, request_id)
-        self.model.withdraw(owner, request_id)
+    def cancel(self, owner: int, request_id: str | None = None) -> int:
+        ended = super().cancel(owner, request_id)
+        self.model.cancel(owner, request_id)
         return ended
 
     def end_owner(self, owner: int) -> int:
         ended = super().end_owner(owner)
         self.model.end_owner(owner)
         return ended
+
+    def check_bytes(self, key: PackedKey, offset: int, nbytes: int) -> None:
+        must(self.bytes.bytes_at(offset, nbytes) == CONTENT[key], "what can be read is not what was stored")
+
+    def _pin_internal(self, key: PackedKey) -> PinLease | None:
+        writing, self._loading = self._loading, None
+        if writing is not None:
+            writing.unwritten = []
+            self.model.ended(writing, 1)
+        lease = super()._pin_internal(key)
+        if lease is not None:
+            self._guard(lease)
+        return lease
+
+    def _guard(self, lease: PinLease) -> None:
+        for stored in lease.objects:
+            must(self.model.objects.get(stored.key) == (stored.offset, stored.length), "a pin names another place")
+            self.check_bytes(stored.key, stored.offset, stored.length)
+        keys = [stored.key for stored in lease.objects]
+        self.model.pinned(Guard(lease.id, lease.owner, lease.request_id, lease.deadline, keys))
+
+    def _unguard(self, lease: PinLease) -> None:
+        guard = self.model.unpinned(lease.id)
+        must(not (lease.held and guard.broken), "a pin is said to have held, and did not")
+        must(lease.held == (self.clock() < guard.deadline), "a pin's deadline was not honoured")
+
+
+class WatchedTiers(Tiers):
+    """`accepted` counts how often the `on_done` of each accepted load has run."""
+
+    def __init__(self, turns: Turns, *arguments: Any, **named: Any) -> None:
+        self.turns = turns
+        self.accepted: dict[object, int] = {}
+        super().__init__(*arguments, **named)
 
     def submit_prefetch_task(
         self,
@@ -174,7 +220,7 @@ class WatchedManager(StorageManager):
             select=select,
             on_done=told,
             on_change=on_change,
-            located=located,
+            located=located and partial(self.turns.step, "located", located),
             prompt=prompt,
             client=client,
         )
@@ -189,19 +235,6 @@ class WatchedManager(StorageManager):
             self.accepted[load] = 0
         return accepted
 
-    def check_bytes(self, key: PackedKey, offset: int, nbytes: int) -> None:
-        must(self.bytes.bytes_at(offset, nbytes) == CONTENT[key], "what can be read is not what was stored")
-
-    def _pin_internal(self, key: PackedKey) -> PinLease | None:
-        writing, self._loading = self._loading, None
-        if writing is not None:
-            writing.unwritten = []
-            self.model.ended(writing, 1)
-        lease = super()._pin_internal(key)
-        if lease is not None:
-            self._guard(lease)
-        return lease
-
     def _once(self, on_done: Callable[[], None]) -> tuple[object, Callable[[], None]]:
         load = object()
 
@@ -210,19 +243,7 @@ class WatchedManager(StorageManager):
             must(self.accepted[load] == 1, "on_done ran twice")
             on_done()
 
-        return load, told
-
-    def _guard(self, lease: PinLease) -> None:
-        for stored in lease.objects:
-            must(self.model.objects.get(stored.key) == (stored.offset, stored.length), "a pin names another place")
-            self.check_bytes(stored.key, stored.offset, stored.length)
-        keys = [stored.key for stored in lease.objects]
-        self.model.pinned(Guard(lease.id, lease.owner, lease.request_id, lease.deadline, keys))
-
-    def _unguard(self, lease: PinLease) -> None:
-        guard = self.model.unpinned(lease.id)
-        must(not (lease.held and guard.broken), "a pin is said to have held, and did not")
-        must(lease.held == (self.clock() < guard.deadline), "a pin's deadline was not honoured")
+        return load, partial(self.turns.step, "on_done", told)
 
 
 class WatchedBreaker(Breaker):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
+from unittest import mock
 
 from kvframework.api.futures import Future
 from kvframework.api.requests import ClientInfo, Message
@@ -13,7 +15,8 @@ from kvframework.service.engine_driven import Grants
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.service.records import Contents, RequestLog
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage import manager
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.l2.full_tier import Watermarks
 from kvframework.storage.l2.sealed_tier import L2Store
@@ -21,12 +24,12 @@ from kvframework.storage.l2.tiers import AttachedTier
 from kvframework.storage.l2.writer import WRITE_POLICIES
 from kvframework.storage.namespaces import NamespaceRecords
 from tests.plan.simulation.dice import Dice
-from tests.plan.simulation.jobs import PassedOverJob
+from tests.plan.simulation.jobs import Job, Turns
 from tests.plan.simulation.ledger import Ledger
 from tests.plan.simulation.model import Guard, Model, Writing, must
 from tests.plan.simulation.prompts import PROMPTS
 from tests.plan.simulation.tier import SimTier
-from tests.plan.simulation.watched import SimMemory, WatchedBreaker, WatchedLru, WatchedManager
+from tests.plan.simulation.watched import SimMemory, WatchedBreaker, WatchedLru, WatchedTable, WatchedTiers
 
 UNITS = 36
 CLIENTS = 4
@@ -73,7 +76,8 @@ class World:
         self._promote = chance.random() < 0.8
         self._at_once = [(chance.choice([1, 2, 3]), chance.choice([1, 2, 3])) for _ in range(2)]
         capacity = chance.choice([None, 60_000])
-        self.tiers = [SimTier(0, None, self.clock), SimTier(1, capacity, self.clock)]
+        self.turns = Turns()
+        self.tiers = [SimTier(0, None, self.clock, self.turns), SimTier(1, capacity, self.clock, self.turns)]
         self._sessions = 0
         self.boot()
 
@@ -105,17 +109,21 @@ class World:
                 self.stores, self._policies, self._queues, self._at_once, strict=True
             )
         ]
-        self.manager = WatchedManager(
-            self.model,
-            self.memory,
-            self.policy,
-            attached,
-            records=records,
-            high_watermark=0.8,
-            low_watermark=0.6,
-            clock=self.clock,
-            threads=False,
-        )
+        watched_table = partial(WatchedTable, self.model, self.turns)
+        with (
+            mock.patch.object(manager, "Table", watched_table),
+            mock.patch.object(manager, "Tiers", partial(WatchedTiers, self.turns)),
+        ):
+            self.manager = manager.StorageManager(
+                self.memory,
+                self.policy,
+                attached,
+                records=records,
+                high_watermark=0.8,
+                low_watermark=0.6,
+                clock=self.clock,
+                threads=False,
+            )
         self.lookups = Lookups(
             self.manager,
             KeyResolver(None),
@@ -127,7 +135,7 @@ class World:
         self.ledgers = [Ledger(writer, tier) for writer, tier in zip(self.writers, self.tiers, strict=True)]
         # Answers that are held back, and until when.
         self.held: list[tuple[Future[Message], float]] = []
-        self.jobs: list[PassedOverJob] = []
+        self.jobs: list[Job] = []
         self.copies = Client(Session(INTERNAL_OWNER))
         self.clients = [self.fresh_client() for _ in range(CLIENTS)]
         self.errors: list[str] = []
@@ -149,28 +157,25 @@ class World:
 
     def poll(self, number: int) -> bool:
         """Gives one of a controller's threads something to do, if one has time and there is something."""
-        controller, threads = self.manager.controllers[number]
+        controller, threads = self.manager.tiers.controllers[number]
         if sum(job.controller is controller for job in self.jobs) >= threads:
             return False
-        steps = controller.poll()
-        if steps is None:
+        work = controller.poll()
+        if work is None:
             return False
-        self.jobs.append(PassedOverJob(controller, steps))
+        self.jobs.append(Job(controller, work, self.turns))
         return True
 
-    def drive(self, job: PassedOverJob) -> bool:
+    def drive(self, job: Job) -> bool:
         """One more step of a job, or its answer, unless it has to wait. Some take far longer than others."""
         if job.delay:
             job.delay -= 1
             return False
         if self.dice.chance(3):
             job.delay = self.dice.of([4, 16, 40])
-        if not job.due:
-            job.go_on()
-            if job.ended:
-                self.jobs.remove(job)
-            return True
-        job.take()
+        job.go_on()
+        if job.ended:
+            self.jobs.remove(job)
         return True
 
     def serve(self) -> None:
@@ -184,7 +189,7 @@ class World:
             tier.mode = "well"
         for _ in range(5000):
             moved = sum(self.drive(job) for job in list(self.jobs))
-            moved += sum(self.poll(number) for number in range(len(self.manager.controllers)))
+            moved += sum(self.poll(number) for number in range(len(self.manager.tiers.controllers)))
             self.serve()
             if not moved:
                 if not self.jobs and self.idle:
@@ -197,16 +202,16 @@ class World:
     def idle(self) -> bool:
         pending = sum(writer.pending for writer in self.writers)
         broken = any(store.state != "closed" for store in self.stores)
-        return not pending and not broken and not self.manager._prefetcher.in_flight
+        return not pending and not broken and not self.manager.tiers._prefetcher.in_flight
 
     def tick(self) -> None:
         self.serve()
         self.lookups.tickets.expire()
-        self.manager.tick()
+        self.manager.table.tick()
 
     def abandon(self) -> None:
         """kill -9. What was on its way to a tier may have come there all the same."""
         for job in self.jobs:
-            if job.due and job.due not in dir(self.manager) and self.dice.chance(30):
-                job.take()
+            if " of " in job.due and self.dice.chance(30):
+                job.go_on()
             job.abandon()

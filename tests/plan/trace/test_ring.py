@@ -3,6 +3,7 @@ that it does not say."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import ClientInfo
-from kvframework.service import operator_requests, recording
+from kvframework.service import contexts, recording
 from kvframework.service.keys import KeyGrid
 from kvframework.service.recording import READER_S, UNDECIDED_S, Recording
 from kvframework.wire import messages as m
@@ -50,7 +51,7 @@ class _World:
 
 @pytest.fixture(autouse=True)
 def _own_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator_requests, "_uid", lambda _client: operator_requests.os.geteuid())
+    monkeypatch.setattr(contexts, "_uid", lambda _client: os.geteuid())
 
 
 def test_it_keeps_nothing_until_somebody_records() -> None:

@@ -1,8 +1,6 @@
-"""The registration of SGLang's host pools with the server: as soon as a server runs, and again after its restarts.
-
-Engine side. A thread of its own names the model's weights, waits for the server and registers each pool; SGLang's
-threads never wait for it.
-"""
+"""The registration of SGLang's host pools with the server, in the background (`Attachment`): SGLang's threads wait
+neither for it nor for the naming of the model's weights. After a restart of the server the adapters register again by
+themselves."""
 
 from __future__ import annotations
 
@@ -14,13 +12,10 @@ from dataclasses import dataclass, field
 
 from kvf_sglang.options import SglangOptions
 from kvf_sglang.pools import PoolForm
-from kvframework.client import KVClient, KvIdentity, ModelPart, SchedulerAdapter, WorkerAdapter
-from kvframework.errors import KVFrameworkError, ServerGone
+from kvframework.client import Attachment, KVClient, KvIdentity, ModelPart, SchedulerAdapter, WorkerAdapter
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 5.0
-_UP_S = 0.5
 # SGLang's own page hashes are the digests. A server with this hasher serves other engines under the same names.
 PAGE_HASHER = "sglang/1"
 
@@ -58,85 +53,56 @@ class Attachments:
     part of the names if it is not ""."""
 
     def __init__(
-        self,
-        client: KVClient,
-        options: SglangOptions,
-        identity: Callable[[], KvIdentity],
-        *,
-        release: str = "",
-        retry_s: float = RETRY_S,
+        self, client: KVClient, options: SglangOptions, identity: Callable[[], KvIdentity], *, release: str = ""
     ) -> None:
         self._client = client
         self._options = options
         self._identity = identity
         self._release = "release:" + release if release else ""
-        self._retry_s = retry_s
         self._named: KvIdentity | None = None
-        self._attached: dict[str, AttachedPool] = {}
-        self._waiting: dict[str, tuple[PoolForm, int, Place]] = {}
-        self._logged: set[str] = set()
+        self._naming = threading.Lock()
+        self._pools: dict[str, Attachment[AttachedPool]] = {}
         self._lock = threading.Lock()
-        self._registering = threading.Lock()
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._closed = False
 
     def get(self, name: str) -> AttachedPool | None:
         """The pool, None as long as it is not registered. Never blocks."""
-        return self._attached.get(name)
+        pool = self._pools.get(name)
+        return pool.value if pool is not None else None
 
     def add(self, name: str, form: PoolForm, page_tokens: int, place: Place) -> None:
         """Registers a pool in the background; its memory is borrowed until `close`. A name that is known stays what it
         is. Never blocks."""
         with self._lock:
-            if name in self._attached or name in self._waiting or self._closed.is_set():
+            if name in self._pools or self._closed:
                 return
-            self._waiting[name] = form, page_tokens, place
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="kvf-sglang-attach", daemon=True)
-                self._thread.start()
+            self._pools[name] = Attachment(
+                self._client,
+                lambda: self._registered(name, form, page_tokens, place),
+                missing=f"pool {name} is not cached until there is a server that accepts it",
+            )
+            self._pools[name].begin_in_background(self._name)
 
     def close(self) -> None:
         """Unregisters, if the server runs; waits for a registration that is under way, not for files that are read. No
         transfer may be in progress. Idempotent."""
         with self._lock:
-            self._closed.set()
-        if self._registering.acquire(timeout=2 * self._client.deadlines.setup_s + _UP_S):
-            self._registering.release()
-        attached, self._attached = self._attached, {}
-        for pool in attached.values():
-            pool.loads.close()
-            pool.stores.close()
+            self._closed = True
+        for each in self._pools.values():
+            pool = each.stop(2 * self._client.deadlines.setup_s + 0.5)
+            if pool is not None:
+                pool.loads.close()
+                pool.stores.close()
 
-    def _run(self) -> None:
-        while not self._closed.is_set():
-            with self._lock:
-                name, waiting = next(iter(self._waiting.items()), ("", None))
-                if waiting is None:
-                    self._thread = None
-                    return
-            try:
-                if self._named is None:
-                    self._named = self._identity()
-                with self._registering:
-                    if self._closed.is_set():
-                        return
-                    self._attached[name] = self._registered(name, self._named, *waiting)
-            except Exception as error:  # noqa: BLE001 - not even a broken plugin may harm the engine
-                self._log(name, error)
-                with self._lock:  # another pool may have more luck
-                    self._waiting[name] = self._waiting.pop(name)
-                if not isinstance(error, ServerGone):
-                    self._closed.wait(self._retry_s)
-                continue
-            with self._lock:
-                del self._waiting[name]
+    def _name(self, stop: threading.Event) -> None:
+        """Name the model, once for all pools."""
+        with self._naming:
+            if self._named is None and not stop.is_set():
+                self._named = self._identity()
 
-    def _registered(
-        self, name: str, identity: KvIdentity, form: PoolForm, page_tokens: int, place: Place
-    ) -> AttachedPool:
-        if not self._client.wait_up(_UP_S):
-            self._client.raise_down()
-        loads, stores = [self._adapter(name, form, place, identity) for _ in range(2)]
+    def _registered(self, name: str, form: PoolForm, page_tokens: int, place: Place) -> AttachedPool:
+        assert self._named is not None
+        loads, stores = [self._adapter(name, form, place, self._named) for _ in range(2)]
         try:
             registration = loads.register_kv_caches(form.tensors, block_size=page_tokens)
             stores.register_kv_caches(form.tensors, block_size=page_tokens)
@@ -185,16 +151,3 @@ class Attachments:
             packing="+".join(filter(None, parts)),
             part=place.part,
         )
-
-    def _log(self, name: str, error: Exception) -> None:
-        """One line for each reason, with a traceback for an error that is not the framework's own."""
-        text = f"{name}: {error}"
-        if text not in self._logged:
-            self._logged.add(text)
-            known = isinstance(error, KVFrameworkError)
-            log.warning(
-                "pool %s is not cached until there is a server that accepts it: %s",
-                name,
-                error,
-                exc_info=None if known else error,
-            )

@@ -139,7 +139,7 @@ class PageCache:
         self._first_layer = 0
         self._retired = ""
         self._left_out = False
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def add_pool(self, name: str, pool: Any, form_of: Callable[[Any, int], PoolForm] = form_of) -> None:
         """Declares a pool, by default one of the host, and the one of keys and values first: its pages are those of the
@@ -198,7 +198,7 @@ class PageCache:
                 there = max(ends, default=0)
                 restorable = sorted({*restorable}.intersection(ends))
             else:
-                self._tell(f"pool {name_of(transfer)} is not cached: its policy is {policy}")
+                self._log(f"pool {name_of(transfer)} is not cached: its policy is {policy}")
                 return NOTHING
             if there:
                 by_pool[name_of(transfer)] = there
@@ -226,7 +226,7 @@ class PageCache:
             return failed
         places = places_of(indices, pages.slots)
         if places is None or len(places) != len(keys):
-            self._tell(f"pool {name}: slots that are not one whole page of {pages.slots} for each key")
+            self._log(f"pool {name}: slots that are not one whole page of {pages.slots} for each key")
             return failed
         digests = digests_of(keys)
         started = self._clock()
@@ -250,14 +250,14 @@ class PageCache:
 
     def _leave_out(self, why: str) -> None:
         self._left_out = True
-        self._tell(f"nothing is cached: {why}")
+        self._log(f"nothing is cached: {why}")
 
     def _left(self, until: float) -> float:
         return max(until - self._clock(), 0.0)
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _log(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
             log.warning("%s", text)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,21 +18,16 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 import sglang
 from kvf_sglang.cache import KV, PageCache, Worker, engine_name, name_of
 from kvf_sglang.facts import identify, kv_heads, model_facts
-from kvf_sglang.harmless import harmless
 from kvf_sglang.lookups import LOOKUP_S, RecentLookups
 from kvf_sglang.offloads import Offloads
-from kvf_sglang.options import LINKER, parse_options
+from kvf_sglang.options import LINKER, check_linker_version, parse_options
 from kvf_sglang.pools import device_form_of
-from kvf_sglang.supported import check_linker_version
 from kvf_sglang.weight_updates import watch
+from kvframework.client import ErrorNotes, harmless
 
 log = logging.getLogger(__name__)
 
 MAMBA = "mamba"
-
-
-def _always(answer: Any) -> Callable[..., Any]:
-    return lambda *_args, **_kwargs: answer
 
 
 class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -48,7 +42,7 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         extra_config: Any = None,
         forward_stream: Any = None,
     ) -> None:
-        self.errors: dict[str, int] = {}
+        self.errors = ErrorNotes()
         self.cache: PageCache | None = None
         self.forward_stream = forward_stream
         self.pools: dict[Any, Any] = {}
@@ -58,7 +52,7 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._group: Any = None
         self._open(params, components, extra_config or {})
 
-    @harmless(_always(None))
+    @harmless()
     def _open(self, params: Any, components: Any, extra: dict[str, Any]) -> None:
         kv = params.token_to_kv_pool_allocator.get_kvcache()
         self.pools = {PoolName.KV: kv}
@@ -93,7 +87,7 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
             cache.add_pool(MAMBA, mamba, device_form_of)
         self.cache = cache
 
-    @harmless(_always([]))
+    @harmless(list)
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
         cache = self.cache
         if cache is None or not transfers or not cache.attached(KV):
@@ -106,7 +100,7 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._recent.forget(rid)
         return self._agreed(self._load(transfers))
 
-    @harmless(_always(False))
+    @harmless(bool)
     def _load(self, transfers: list[Any]) -> bool:
         if self.cache is None:
             return False
@@ -114,7 +108,7 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._written()
         return all(all(self.cache.load(name_of(each), each.keys, each.device_indices.tolist())) for each in transfers)
 
-    @harmless(_always(False))
+    @harmless(bool)
     def _agreed(self, loaded: bool) -> bool:
         group = self._group
         if group is None or torch.distributed.get_world_size(group=group) == 1:
@@ -134,7 +128,7 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """True: nothing writes into the slots any more."""
         return True
 
-    @harmless(_always(False))
+    @harmless(bool)
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
         cache = self.cache
         if cache is None or not cache.attached(KV):
@@ -155,12 +149,12 @@ class KvFrameworkLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def pop_completed_offload(self) -> bool:
         return self._offloads.pop()
 
-    @harmless(_always(None))
+    @harmless()
     def reset(self) -> None:
         self._offloads.quiesce()
         self.layer_done_counter.reset()
 
-    @harmless(_always(None))
+    @harmless()
     def close(self) -> None:
         self._offloads.close()
         cache, self.cache = self.cache, None

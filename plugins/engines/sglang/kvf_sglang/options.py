@@ -1,16 +1,45 @@
-"""The options of backend and linker: the `kvframework.*` keys of SGLang's extra configuration. Pure."""
+"""The options of backend and linker: the `kvframework.*` keys of SGLang's extra configuration; and the
+releases of SGLang whose interfaces are known. Pure."""
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import logging
 from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
 
 from kvframework.client import EngineOptions, Seconds, engine_options
+from kvframework.errors import VersionMismatch
+
+log = logging.getLogger(__name__)
 
 BACKEND = "--hicache-storage-backend-extra-config"
 LINKER = "linker_extra_config of --unified-cache-external-linker-config"
+
+KNOWN = ("0.5.23",)
+# Of the interface in the known releases, see `interface_of`.
+FINGERPRINT = "5b5de94d3c9e528c"
+METHODS = (
+    "register_mem_pool_host",
+    "register_mem_host_pool_v2",
+    "on_host_pools_registered",
+    "batch_exists_v2",
+    "batch_get_v2",
+    "batch_set_v2",
+    "batch_get_v1",
+    "batch_set_v1",
+    "get",
+    "batch_get",
+    "set",
+    "batch_set",
+    "exists",
+    "batch_exists",
+    "clear",
+    "get_stats",
+)
 
 
 class SglangOptions(EngineOptions, frozen=True):
@@ -29,3 +58,44 @@ def parse_options(extra: Mapping[str, object], where: str = BACKEND) -> SglangOp
     """The options among SGLang's extra configuration, which the user knows as `where`. Raises as `engine_options`
     does."""
     return engine_options(extra, SglangOptions, where=where, page="docs/engines/sglang.md")
+
+
+def interface_of(storage: type) -> str:
+    """16 hex digits over the abstract and public methods of SGLang's storage class, with their parameters' names."""
+    found = [
+        f"{name}({', '.join(inspect.signature(getattr(storage, name)).parameters)})"
+        for name in METHODS
+        if hasattr(storage, name)
+    ]
+    more = sorted(set(getattr(storage, "__abstractmethods__", ())) - set(METHODS))
+    return hashlib.blake2b("\n".join([*found, *more]).encode(), digest_size=8).hexdigest()
+
+
+def check_linker_version(version: str) -> None:
+    """Raises `VersionMismatch` for another release: the linker's interface has changed with each."""
+    if version not in KNOWN:
+        raise VersionMismatch(
+            f"this is SGLang {version}, and the interface of linkers changes with each release",
+            where="kvf_sglang",
+            available=f"SGLang {', '.join(KNOWN)}",
+            hint="use the storage backend of the hierarchical cache, or install such an SGLang",
+        )
+
+
+def check_version(version: str, interface: str) -> str:
+    """Returns "" for a known release. Another one with the same interface is tried: logs a warning, and returns the
+    release, since its pools may mean something else by the same names. Raises `VersionMismatch` for one with another
+    interface."""
+    if version in KNOWN:
+        return ""
+    if interface != FINGERPRINT:
+        raise VersionMismatch(
+            f"this is SGLang {version}, whose storage interface is not the one that this backend follows",
+            where="kvf_sglang",
+            available=f"SGLang {', '.join(KNOWN)}, and releases with the same interface",
+            hint="install such an SGLang, or the kvframework release that follows this one",
+        )
+    log.warning(
+        "SGLang %s has not been tried with this release, its storage interface is that of %s", version, KNOWN[-1]
+    )
+    return version

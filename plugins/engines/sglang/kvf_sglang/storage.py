@@ -12,10 +12,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolT
 import sglang
 from kvf_sglang.cache import KV, NOTHING, PageCache, Worker, engine_name, name_of
 from kvf_sglang.facts import identify, kv_heads, model_facts
-from kvf_sglang.harmless import harmless
-from kvf_sglang.options import parse_options
-from kvf_sglang.supported import check_version, interface_of
+from kvf_sglang.options import check_version, interface_of, parse_options
 from kvf_sglang.weight_updates import watch
+from kvframework.client import ErrorNotes, harmless
 
 if TYPE_CHECKING:
     import torch
@@ -23,27 +22,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _none(*_args: object, **_kwargs: object) -> None:
-    return None
-
-
-def _zero(*_args: object, **_kwargs: object) -> int:
-    return 0
-
-
-def _no(*_args: object, **_kwargs: object) -> bool:
-    return False
-
-
-def _all_failed(keys: Sequence[str], *_args: object, **_kwargs: object) -> list[bool]:
+def _all_failed(_storage: object, keys: Sequence[str], *_args: object, **_kwargs: object) -> list[bool]:
     return [False] * len(keys)
 
 
-def _nothing(*_args: object, **_kwargs: object) -> PoolTransferResult:
-    return PoolTransferResult.empty()
-
-
-def _all_pools_failed(transfers: Sequence[Any], *_args: object, **_kwargs: object) -> dict[Any, list[bool]]:
+def _all_pools_failed(
+    _storage: object, transfers: Sequence[Any], *_args: object, **_kwargs: object
+) -> dict[Any, list[bool]]:
     return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
 
 
@@ -52,12 +37,12 @@ class KvFrameworkStorage(HiCacheStorage):  # type: ignore[misc]
     log says why, and everything is a miss."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
-        self.errors: dict[str, int] = {}
+        self.errors = ErrorNotes()
         self.cache: PageCache | None = None
         self._metrics = False
         self._open(storage_config)
 
-    @harmless(_none)
+    @harmless()
     def _open(self, config: Any) -> None:
         extra = config.extra_config if isinstance(config.extra_config, dict) else {}
         # SGLang asks for it after the constructor: pages go straight between pool and arena.
@@ -85,23 +70,23 @@ class KvFrameworkStorage(HiCacheStorage):  # type: ignore[misc]
         self._metrics = bool(config.enable_storage_metrics)
         self.cache = cache
 
-    @harmless(_none)
+    @harmless()
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
         if self.cache is not None:
             self.cache.add_pool(KV, mem_pool_host)
 
-    @harmless(_none)
+    @harmless()
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         name = str(getattr(host_pool_name, "value", host_pool_name))
         if self.cache is not None and name != KV:
             self.cache.add_pool(name, host_pool)
 
-    @harmless(_zero)
+    @harmless(int)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         return self.cache.find(keys).pages if self.cache is not None else 0
 
-    @harmless(_nothing)
+    @harmless(PoolTransferResult.empty)
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[Any] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
@@ -110,28 +95,28 @@ class KvFrameworkStorage(HiCacheStorage):  # type: ignore[misc]
         by_pool = {PoolName(name): pages for name, pages in found.by_pool.items()}
         return PoolTransferResult(found.pages, by_pool, found.restorable)
 
-    @harmless(_all_failed)
+    @harmless(then=_all_failed)
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         if self.cache is None:
             return [False] * len(keys)
         return self.cache.load(KV, keys, host_indices.tolist())
 
-    @harmless(_all_failed)
+    @harmless(then=_all_failed)
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         if self.cache is None:
             return [False] * len(keys)
         return self.cache.store(KV, keys, host_indices.tolist())
 
-    @harmless(_all_pools_failed)
+    @harmless(then=_all_pools_failed)
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         return self._moved(transfers, storing=False)
 
-    @harmless(_all_pools_failed)
+    @harmless(then=_all_pools_failed)
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[Any, list[bool]]:
         return self._moved(transfers, storing=True)
 
     def _moved(self, transfers: list[Any], *, storing: bool) -> dict[Any, list[bool]]:
-        results: dict[Any, list[bool]] = _all_pools_failed(transfers)
+        results = _all_pools_failed(self, transfers)
         if self.cache is None:
             return results
         move = self.cache.store if storing else self.cache.load
@@ -142,7 +127,7 @@ class KvFrameworkStorage(HiCacheStorage):  # type: ignore[misc]
 
     # The calls that copy pages through tensors of their own are not used: `interface_v1` is on.
 
-    @harmless(_none)
+    @harmless()
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         return None
 
@@ -157,17 +142,17 @@ class KvFrameworkStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         return False
 
-    @harmless(_no)
+    @harmless(bool)
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    @harmless(_none)
+    @harmless()
     def clear(self) -> None:
         """This engine finds nothing of what is stored any more; the server keeps it, since other engines use it."""
         if self.cache is not None:
             self.cache.forget()
 
-    @harmless(_none)
+    @harmless()
     def get_stats(self) -> Any:
         """The transfers since the last call, as SGLang's storage metrics; None if these are off."""
         if self.cache is None or not self._metrics:
@@ -177,7 +162,7 @@ class KvFrameworkStorage(HiCacheStorage):  # type: ignore[misc]
         pages, gb_per_s = self.cache.tally.take()
         return StorageMetrics(pages["prefetch"], pages["backup"], gb_per_s["prefetch"], gb_per_s["backup"])
 
-    @harmless(_none)
+    @harmless()
     def close(self) -> None:
         cache, self.cache = self.cache, None
         if cache is not None:

@@ -86,7 +86,7 @@ class ModelIdentity:
                 suffix = f"+changed-{own}{suffix}"
             named = self._named_as()
             name = named._replace(revision=named.revision + suffix)
-        self._tell(name, state)
+        self._log(name, state)
         return name
 
     def signs(self) -> object:
@@ -119,7 +119,7 @@ class ModelIdentity:
             quantization=str(quantization.get("quant_method", "")),
         )
 
-    def _tell(self, name: KvIdentity, state: ModelState) -> None:
+    def _log(self, name: KvIdentity, state: ModelState) -> None:
         if self._last is not None and name != self._last_name:
             before = {*self._last.model.facts, *self._last.adapters.facts}
             now = [*state.model.facts, *state.adapters.facts]

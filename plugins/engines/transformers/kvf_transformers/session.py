@@ -345,10 +345,10 @@ class CacheSession:
     def _settle(self, future: Future[O], tensors: Mapping[str, LayerTensors]) -> O:
         """Return the outcome within the deadline. The tensors live until the server no longer touches them."""
 
-        def let_go(_done: Future[O], _kept: Mapping[str, LayerTensors] = tensors) -> None:
+        def released(_done: Future[O], _kept: Mapping[str, LayerTensors] = tensors) -> None:
             """Keep the tensors for as long as the future holds this function."""
 
-        future.add_done_callback(let_go)
+        future.add_done_callback(released)
         try:
             return future.result(self._timeout_s)
         except DeadlineExceeded:

@@ -1,15 +1,11 @@
-"""One worker's registration with the server: at the engine's start, or as soon as a server runs.
-
-Engine side. A thread of its own waits for a server that does not run yet; the connection's supervisor registers again
-after restarts.
-"""
+"""One worker's registration with the server: at the engine's start, or as soon as a server runs (`Attachment`). After a
+restart of the server the adapter registers again by itself."""
 
 from __future__ import annotations
 
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,15 +15,13 @@ from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StoreOp
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
-from kvframework.client import KVClient, KvIdentity, ModelPart, RequestHashes, WorkerAdapter
-from kvframework.errors import KVFrameworkError, NotRegistered, ServerGone
+from kvframework.client import Attachment, KVClient, KvIdentity, ModelPart, RequestHashes, WorkerAdapter
+from kvframework.errors import KVFrameworkError, NotRegistered
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-
-RETRY_S = 5.0
 
 
 class AttachedInstance:
@@ -57,79 +51,60 @@ class AttachedInstance:
         self._rank, self._world_size, self._part = rank, world_size, part
         self._options = options
         self._adapter = self._adapter_of(identity)
-        self._served: Served | None = None
         self._group_of_each: tuple[int, ...] = ()
         self._tensors: dict[str, LayerTensors] = {}
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._attachment = Attachment(
+            client,
+            self._register,
+            missing="no KV is loaded or stored until there is a server that accepts this engine",
+        )
 
     @property
     def served(self) -> Served | None:
-        return self._served
+        return self._attachment.value
 
     def attach(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Registers. Without a server, or after its refusal, logs the reason and retries in the background. Blocks for
         at most the connect timeout. Raises `BadLayout` for tensors that are not as declared."""
         self._tensors = self._form.tensors(self._groups, kv_caches, self._num_blocks)
-        self._attach()
-
-    def _attach(self) -> None:
-        tensors = self._tensors
-        deadline = time.monotonic() + self._timeout_s
-        error = self._tried(tensors, lambda: deadline - time.monotonic())
-        if error is None:
-            return
-        _warn("no KV is loaded or stored until there is a server that accepts this engine", error)
-        logged = str(error)
-        self._in_background(lambda closed: self._keep_trying(closed, logged))
+        self._attachment.begin(self._timeout_s)
 
     def detach(self) -> None:
         """Unregisters while the engine sleeps: its memory is mapped nowhere afterwards. Waits for copies under way.
         Idempotent."""
-        self._stop_trying()
-        self._served = None
+        self._attachment.stop(self._timeout_s + 1.0)
         self._adapter.close()
 
     def attach_again(self) -> None:
         """Registers the same tensors after `detach`, as `attach` does. Idempotent."""
-        if self._closed.is_set():
-            self._closed = threading.Event()
-            self._attach()
+        if self._attachment.stopped:
+            self._attachment.begin(self._timeout_s)
 
     def rename(self, name: Callable[[], KvIdentity]) -> Future[bool]:
         """Registers the same tensors by the name that `name` gives, in the background. The result is False if it
         raises: then the name stays. Until there is a result no transfer may begin. Never blocks."""
         naming: Promise[bool] = Promise()
-        self._in_background(lambda closed: self._rename(closed, name, naming))
+
+        def take(stop: threading.Event) -> None:
+            if naming.query():
+                return
+            try:
+                identity = name()
+                if identity != self._identity:
+                    self._attachment.replace(stop, lambda: self._take_name(identity))
+                naming.set_result(not stop.is_set())
+            except Exception as error:
+                known = isinstance(error, KVFrameworkError)
+                what = "updated weights have no name that other engines know"
+                log.warning("%s: %s", what, error, exc_info=None if known else error)
+                naming.set_result(False)
+
+        self._attachment.begin_in_background(take)
         return naming
 
-    def _rename(self, closed: threading.Event, name: Callable[[], KvIdentity], naming: Promise[bool]) -> None:
-        try:
-            identity = name()
-            if not closed.is_set() and identity != self._identity:
-                self._served = None
-                self._adapter.close()
-                self._identity, self._adapter = identity, self._adapter_of(identity)
-            naming.set_result(not closed.is_set())
-        except Exception as error:  # noqa: BLE001 - whatever it is, there is no such name
-            _warn("updated weights have no name that other engines know", error)
-            naming.set_result(False)
-        if self._served is None:
-            self._keep_trying(closed)
-
-    def _in_background(self, work: Callable[[threading.Event], None]) -> None:
-        """Runs `work` until its event is set, after the work before, which is to end."""
-        self._closed.set()
-        before, closed = self._thread, threading.Event()
-
-        def run() -> None:
-            if before is not None:
-                before.join()
-            work(closed)
-
-        self._closed = closed
-        self._thread = threading.Thread(target=run, name="kvf-vllm-attach", daemon=True)
-        self._thread.start()
+    def _take_name(self, identity: KvIdentity) -> None:
+        self._adapter.close()
+        self._identity, self._adapter = identity, self._adapter_of(identity)
 
     def load(self, ops: Sequence[LoadOp], *, in_pieces: bool = False) -> list[Future[LoadOutcome]]:
         return self._adapter.batched_submit_retrieve(
@@ -160,8 +135,7 @@ class AttachedInstance:
 
     def close(self) -> None:
         """Unregisters, if the server runs. No transfer may be in progress. Idempotent."""
-        self._stop_trying()
-        self._adapter.close()
+        self.detach()
 
     def _adapter_of(self, identity: KvIdentity) -> WorkerAdapter:
         return WorkerAdapter(
@@ -181,23 +155,18 @@ class AttachedInstance:
             part=self._part,
         )
 
-    def _stop_trying(self) -> None:
-        self._closed.set()
-        if self._thread is not None:
-            self._thread.join(self._timeout_s + 1.0)
-            self._thread = None
-
-    def _tried(self, tensors: Mapping[str, LayerTensors], left_s: Callable[[], float]) -> Exception | None:
-        """Registers; returns the error of a failure, None after success."""
-        try:
-            if not self._client.wait_up(max(left_s(), 0.0)):
-                self._client.raise_down()
-            registration = self._adapter.register_kv_caches(tensors, block_size=self._groups[0].block_size)
-        except Exception as error:  # noqa: BLE001 - not even a broken plugin may stop the engine
-            return error
+    def _register(self) -> Served:
+        registration = self._adapter.register_kv_caches(self._tensors, block_size=self._groups[0].block_size)
         self._group_of_each = group_of_each(registration.layout, self._groups)
         identity = self._adapter.identity
-        self._served = Served(
+        log.info(
+            "registered with the server at %s: chunks of %d tokens, %.1f KiB a token, namespace %s",
+            self._client.endpoint,
+            registration.desc.chunk_tokens,
+            registration.desc.nbytes / registration.desc.chunk_tokens / 1024,
+            registration.namespace.hex(),
+        )
+        return Served(
             identity.model_name,
             registration.namespace,
             registration.desc.chunk_tokens,
@@ -206,25 +175,6 @@ class AttachedInstance:
             0 if registration.shards else self._stage,
             (registration.instance_id,),
         )
-        log.info(
-            "registered with the server at %s: chunks of %d tokens, %.1f KiB a token, namespace %s",
-            self._client.endpoint,
-            registration.desc.chunk_tokens,
-            registration.desc.nbytes / registration.desc.chunk_tokens / 1024,
-            registration.namespace.hex(),
-        )
-        return None
-
-    def _keep_trying(self, closed: threading.Event, logged: str = "") -> None:
-        while not closed.is_set():
-            error = self._tried(self._tensors, lambda: 0.5)
-            if error is None:
-                return
-            if not isinstance(error, ServerGone):
-                if str(error) != logged:
-                    logged = str(error)
-                    _warn("still no KV is loaded or stored", error)
-                closed.wait(RETRY_S)
 
     def _registration(self) -> Registration:
         registration = self._adapter.registration
@@ -262,8 +212,3 @@ class AttachedInstance:
 
     def _by_layer_group(self, block_ids: GroupBlocks) -> list[Sequence[int]]:
         return [block_ids[group] for group in self._group_of_each]
-
-
-def _warn(what: str, error: Exception) -> None:
-    """Logs one line for this framework's own errors, with a traceback for any other."""
-    log.warning("%s: %s", what, error, exc_info=None if isinstance(error, KVFrameworkError) else error)

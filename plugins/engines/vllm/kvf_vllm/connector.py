@@ -35,7 +35,7 @@ except ImportError:  # vLLM before 0.32 does not ask for the source of hits
 from kvf_vllm.adapter_names import AdapterNames
 from kvf_vllm.adapters import settings_of
 from kvf_vllm.attach import AttachedInstance
-from kvf_vllm.canonical import CanonicalBlocks
+from kvf_vllm.canonical import CanonicalBlocks, prove_planes
 from kvf_vllm.facts import (
     check_parallel,
     check_sleep,
@@ -47,24 +47,21 @@ from kvf_vllm.facts import (
     place_of,
     why_unread,
 )
-from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.identity import Named, identify
 from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, only_between_steps
 from kvf_vllm.loaded_adapters import LoadedAdapters
 from kvf_vllm.logs import join_log
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
-from kvf_vllm.options import VllmOptions, parse_options
-from kvf_vllm.proof import prove_planes
+from kvf_vllm.options import VllmOptions, caches_adapters_by_path, check_version, parse_options
 from kvf_vllm.published import published
 from kvf_vllm.registration import NAME, register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan, StepReport
-from kvf_vllm.supported import caches_adapters_by_path, check_version
 from kvf_vllm.weight_updates import CacheResets, WeightUpdates
 from kvf_vllm.weights import EngineWeights
 from kvf_vllm.worker import WorkerSide
-from kvframework.client import KVClient
+from kvframework.client import ErrorNotes, KVClient, harmless
 from kvframework.errors import ConfigFieldError, KVFrameworkError
 
 if TYPE_CHECKING:
@@ -120,7 +117,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 where="kvframework.load",
                 available="async",
             )
-        self._errors = ErrorNotes()
+        self.errors = ErrorNotes(self._count_error)
         self._client: KVClient | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -177,15 +174,13 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         except KVFrameworkError:
             raise
         except Exception as error:  # noqa: BLE001
-            self.note_error(what, error)
+            self.errors.note(what, error)
             self.shutdown()
 
-    def note_error(self, where: str, error: Exception) -> None:
-        """See `harmless`."""
+    def _count_error(self) -> None:
         side = self._scheduler or self._worker
         if side is not None:
             side.tally.count("errors")
-        self._errors.note(where, error)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -405,7 +400,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 if part is not None:
                     part.close()
             except Exception as error:  # noqa: BLE001 - the others still close
-                self.note_error("shutdown", error)
+                self.errors.note("shutdown", error)
 
     def _scheduling(self) -> SchedulerSide:
         assert self._scheduler is not None, "called on the worker's connector, or after shutdown"

@@ -8,8 +8,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvf_vllm.harmless import ErrorNotes, harmless
 from kvf_vllm.tally import COUNTERS, PREFIX, REASON, SECONDS, merged, summary
+from kvframework.client import ErrorNotes, harmless
 
 # By class and name. When a process creates another engine, vLLM removes its own metrics from Prometheus' registry, and
 # only those: the connector's stay, and count for all engines of the process.
@@ -46,13 +46,13 @@ class Shown(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: Mapping[int, list[Any]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._errors = ErrorNotes()
+        self.errors = ErrorNotes()
         self._counters: dict[str, Any] = {}
         self._histograms: dict[str, Any] = {}
         try:
             self._make(labelnames)
         except Exception as error:  # noqa: BLE001 - an engine without these metrics serves all the same
-            self.note_error("metrics", error)
+            self.errors.note("metrics", error)
 
     def _make(self, labelnames: list[str]) -> None:
         for name, text in COUNTERS.items():
@@ -71,10 +71,6 @@ class Shown(KVConnectorPromMetrics):  # type: ignore[misc]
             for name, counter in self._counters.items():
                 if name != REASON:
                     counter.labels(*labels)
-
-    def note_error(self, where: str, error: Exception) -> None:
-        """See `harmless`."""
-        self._errors.note(where, error)
 
     @harmless()
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

@@ -120,9 +120,9 @@ class WorkerSide:
         self._loading: dict[str, tuple[LoadOp, Future[LoadOutcome], float]] = {}
         self._storing: dict[int, tuple[StoreOp, Future[StoreOutcome], float]] = {}
         self._report = StepReport()
-        self._told: list[tuple[Served | None, tuple[int, ...]]] = []
+        self._reported: list[tuple[Served | None, tuple[int, ...]]] = []
         self._weights = WorkerWeights()
-        self._told_weights = self._weights.now
+        self._reported_weights = self._weights.now
         self._left: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -219,13 +219,13 @@ class WorkerSide:
         self._settle_stores()
         # Before the names: those are new by then.
         weights = self._weights.now
-        if self._told_weights != weights:
-            self._told_weights = self._report.weights[self._worker] = weights
+        if self._reported_weights != weights:
+            self._reported_weights = self._report.weights[self._worker] = weights
         served = self._instance.served
         # Two registrations by one name are equal.
-        told = [(served, served.instances if served is not None else ())]
-        if self._told != told:
-            self._told = told
+        state = [(served, served.instances if served is not None else ())]
+        if self._reported != state:
+            self._reported = state
             self._report.served[self._worker] = served
         news = self._adapters.take_news()
         if news:

@@ -145,7 +145,7 @@ class BlendClient:
             try:
                 if again:
                     self.register()
-                return self._client.request(spec.name, payload, type(miss), timeout=timeout, on_late=self._let_go)
+                return self._client.request(spec.name, payload, type(miss), timeout=timeout, on_late=self._release)
             except BadSegments:
                 raise
             except NotRegistered as error:
@@ -157,10 +157,10 @@ class BlendClient:
         log.warning("%s failed, taken as a miss: %s", spec.name, failed)
         return miss
 
-    def _let_go(self, answer: Message) -> None:
+    def _release(self, answer: Message) -> None:
         """Releases the pins of an answer that came after its timeout: no caller knows its ticket."""
         if isinstance(answer, (m.Hits, m.LoadPlan)):
-            self._scheduler.let_go(answer.ticket)
+            self._scheduler.release_ticket(answer.ticket)
 
 
 def packed(numbers: Iterable[int]) -> bytes:

@@ -46,21 +46,6 @@ class VirtualTime:
         heapq.heappop(self._events)[2]()
 
 
-class Waiting:
-    """Until when the step lasts that is being taken."""
-
-    def __init__(self) -> None:
-        self._until = -math.inf
-
-    def until(self, when: float) -> None:
-        self._until = max(self._until, when)
-
-    def take(self) -> float:
-        """Return the time, and forget it."""
-        until, self._until = self._until, -math.inf
-        return until
-
-
 class Channel:
     """First come, first served. `bytes_per_s` may be infinite; `slow` are times of the clock, in any order. `busy_s`
     is how long it was in use."""

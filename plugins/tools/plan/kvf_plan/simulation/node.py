@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvf_plan.simulation.events import VirtualTime, Waiting
+from kvf_plan.simulation.events import VirtualTime
 from kvf_plan.simulation.sizes import Sizes
-from kvf_plan.simulation.threads import VirtualThreads
+from kvf_plan.simulation.threads import Sleep, VirtualThreads
 from kvf_plan.simulation.tier import VirtualTier
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.hasher import HasherProvider, KeyHasher
@@ -81,10 +81,10 @@ class Node:
         config = sizes.config
         creator = Creator(registry)
         self.time = time
-        waiting = Waiting()
+        sleep = Sleep(time)
         records = NamespaceRecords()
         self.tiers = [
-            VirtualTier(each.speed, time, waiting, start=time.now, scale=sizes.scale, layout_of=records.layout_of)
+            VirtualTier(each.speed, time, sleep, start=time.now, scale=sizes.scale, layout_of=records.layout_of)
             for each in sizes.tiers
         ]
         attached = [
@@ -118,7 +118,7 @@ class Node:
             clock=time.clock,
             threads=False,
         )
-        self._threads = VirtualThreads(time, self.storage.controllers, waiting)
+        self._threads = VirtualThreads(time, self.storage.tiers.controllers, sleep)
         hashing, hash_options = resolve_table(registry, config.hasher, HasherProvider)
         hasher: KeyHasher = creator.one("hasher", config.hasher, KeyHasher, hashing.create, hash_options)
         self.service = CacheService(
@@ -184,6 +184,7 @@ class Node:
         return self.storage.at_rest and not self._threads.busy
 
     def close(self) -> None:
+        self._threads.close()
         self.service.close()
 
     def _tick(self, chain: int) -> None:

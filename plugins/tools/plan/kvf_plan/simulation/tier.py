@@ -6,8 +6,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from kvf_plan.simulation.events import Channel, VirtualTime, Waiting
+from kvf_plan.simulation.events import Channel, VirtualTime
 from kvf_plan.simulation.settings import TierSpeed
+from kvf_plan.simulation.threads import Sleep
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES, seal
@@ -22,7 +23,7 @@ class VirtualTier(Tier):
         self,
         speed: TierSpeed,
         time: VirtualTime,
-        waiting: Waiting,
+        sleep: Sleep,
         *,
         start: float,
         scale: int,
@@ -38,7 +39,7 @@ class VirtualTier(Tier):
         self.read_bytes = self.written_bytes = 0
         self.used_bytes = self.most_bytes = 0
         self._time = time
-        self._waiting = waiting
+        self._sleep = sleep
         self._scale = scale
         self._layout_of = layout_of
         # By key, least recently used first: bytes, and since when it is there and when it was used.
@@ -126,9 +127,10 @@ class VirtualTier(Tier):
         self._values.clear()
 
     def _lasts(self, until: float, deadline: float) -> None:
-        self._waiting.until(min(until, deadline))
+        self._sleep.until(min(until, deadline))
         if until > deadline:
-            raise TierError(f"no answer within {deadline - self._time.now:g} s", where=self.name)
+            self._sleep.failed = True
+            raise TierError(f"no answer by {deadline:g} s", where=self.name)
 
     def _has(self, key: PackedKey) -> bool:
         value = self._values.get(key)

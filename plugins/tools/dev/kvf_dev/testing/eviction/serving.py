@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from kvf_dev.testing.eviction.kit import MIB, EvictionKit, MakePolicy, WatchedPolicy, fresh_keys, insert, must_offer
 from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.storage.l1.allocator import ALIGNMENT, RangeAllocator
+from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.leases import NO_DEADLINE, PinLease
 from kvframework.storage.l1.objects import ObjectTable
 

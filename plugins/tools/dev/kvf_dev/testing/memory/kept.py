@@ -20,7 +20,7 @@ from kvf_dev.testing.memory.kit import (
     wrong_page,
 )
 from kvframework.api.memory import ArenaError, Memory
-from kvframework.storage.l1.journal.journal import own_description
+from kvframework.storage.l1.journal import own_description
 
 
 class KeptTests(MemoryKit):

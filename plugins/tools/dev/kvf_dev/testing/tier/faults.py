@@ -19,7 +19,6 @@ from kvframework.api.tier import Tier
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.steps import run
 from kvframework.storage.l2.tier_calls import Breaker
 
 T = TypeVar("T")
@@ -33,14 +32,14 @@ def value_of(key: PackedKey) -> bytes:
 
 def save(store: L2Store, keys: Sequence[PackedKey]) -> None:
     """Put the values of `keys`."""
-    run(store.put_steps(keys, [memoryview(value_of(key)) for key in keys]))
+    store.put(keys, [memoryview(value_of(key)) for key in keys])
 
 
 def load(store: L2Store, keys: Sequence[PackedKey]) -> list[bool]:
     """Return which of `keys` were found; fails if one came back with wrong bytes."""
     # Random, so that bytes that were never read are not right by chance.
     buffers = [bytearray(os.urandom(len(value_of(key)))) for key in keys]
-    found = run(store.get_steps(keys, [memoryview(buffer) for buffer in buffers]))
+    found = store.get(keys, [memoryview(buffer) for buffer in buffers])
     for key, buffer, good in zip(keys, buffers, found, strict=True):
         assert not good or buffer == value_of(key), "wrong bytes came back as if they were right"
     return found
@@ -108,7 +107,7 @@ class FaultTests(TierKit):
         save(store, keys)
         faulty.stop()
         assert not any(load(store, keys)), "a value that was spoilt in the store is loaded"
-        assert run(store.contains_steps(keys)) == [False] * len(keys), "a spoilt value could not be deleted"
+        assert store.contains(keys) == [False] * len(keys), "a spoilt value could not be deleted"
         must_heal(store, keys, self.patience_s)
 
     @pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
@@ -122,7 +121,7 @@ class FaultTests(TierKit):
             assert watched.get_into([key], [[memoryview(whole)]], deadline=self.soon()) == [len(whole)]
             self.store(watched, key, bytes(whole[: int(kept * len(whole))]))
         places = [bytearray(value_of(key)) for key in keys]
-        found = run(store.get_steps(keys, [memoryview(place) for place in places]))
+        found = store.get(keys, [memoryview(place) for place in places])
         assert not any(found), (
             f"{sum(found)} of {len(keys)} values that were cut pass for whole: get_into answers the bytes that it"
             " received, never those that were expected"

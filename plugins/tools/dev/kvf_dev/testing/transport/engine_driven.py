@@ -21,7 +21,6 @@ from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout, LayoutProvider
 from kvframework.client import KVClient
-from kvframework.client.transfers import EngineDrivenCalls
 from kvframework.errors import BadBlockIds, BadLayout, DeadlineExceeded, TransportMismatch
 
 NHD = PAGED["nhd"]
@@ -204,7 +203,7 @@ class EngineDriven(TransportKit):
 
     def needs_the_wire(self, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         """Hide the arena from now on; skip the test for a transport that sends no bytes then."""
-        monkeypatch.setattr(EngineDrivenCalls, "maps_arena", property(lambda _: False))
+        monkeypatch.setattr(KVClient, "maps_arena", property(lambda _: False))
         with monkeypatch.context() as patch:
             sent = _watched(patch)
             try:
@@ -235,27 +234,27 @@ class _Sent:
 def _watched(patch: pytest.MonkeyPatch) -> list[_Sent]:
     """Return the calls of `store_chunks` from now on."""
     sent: list[_Sent] = []
-    original = EngineDrivenCalls.store_chunks
+    original = KVClient.store_chunks
 
     def store_chunks(self: Any, transfer: Any, objects: Any, buffers: Any) -> Any:
         answered = original(self, transfer, objects, buffers)
         sent.append(_Sent(buffers, answered))
         return answered
 
-    patch.setattr(EngineDrivenCalls, "store_chunks", store_chunks)
+    patch.setattr(KVClient, "store_chunks", store_chunks)
     return sent
 
 
 def _held(patch: pytest.MonkeyPatch) -> list[_Sent]:
     """Return the calls of `store_chunks` from now on; each is answered by `answer` alone."""
     sent: list[_Sent] = []
-    original = EngineDrivenCalls.store_chunks
+    original = KVClient.store_chunks
 
     def store_chunks(self: Any, transfer: Any, objects: Any, buffers: Any) -> Any:
         sent.append(_Sent(buffers, original(self, transfer, objects, buffers)))
         return sent[-1].future
 
-    patch.setattr(EngineDrivenCalls, "store_chunks", store_chunks)
+    patch.setattr(KVClient, "store_chunks", store_chunks)
     return sent
 
 
@@ -266,7 +265,7 @@ def _changed(sent: Sequence[_Sent]) -> int:
 @contextmanager
 def _planned(monkeypatch: pytest.MonkeyPatch, call: str, work: Callable[[Any], object]) -> Iterator[None]:
     """A context in which `work` sees each plan before the transport."""
-    original = getattr(EngineDrivenCalls, call)
+    original = getattr(KVClient, call)
 
     def planned(self: Any, transfer: Any) -> Any:
         future = original(self, transfer)
@@ -274,7 +273,7 @@ def _planned(monkeypatch: pytest.MonkeyPatch, call: str, work: Callable[[Any], o
         return future
 
     with monkeypatch.context() as patch:
-        patch.setattr(EngineDrivenCalls, call, planned)
+        patch.setattr(KVClient, call, planned)
         yield
 
 

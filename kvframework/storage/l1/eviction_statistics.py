@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from kvframework.api.keys import PackedKey
 from kvframework.histogram import Histogram
-from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 
 # The stack of evicted bytes: how many bytes have left L1 since an object left, without those that came back. Pure.
 #
@@ -321,10 +320,11 @@ MOST_DROPPED = 32
 _FIRST_S = 0.1
 _OCTAVES = 20
 
+# The objects of one row by its key prefix and digests, None for each that L1 lacks; see `ObjectRows.row`.
 FindRow = Callable[[bytes, Sequence[bytes]], "list[StoredObject | None]"]
 
 
-class Departures:
+class EvictionStatistics:
     """See the module. `capacity` in bytes; `most_ghosts` 0 keeps no ghosts, and without them no curve. `model_of` names
     the model of a namespace, "" for none."""
 

@@ -1,31 +1,30 @@
-"""`KVClient`, one engine process's connection to the server: handshake, arena mapping, reconnects.
+"""One engine process's session with the server: handshake, arena mapping, reconnects, and requests. Those of transports
+are in `transfers.py`.
 
-The connection's own threads do the I/O. Requests come from engine threads: those of any kind are in `calls.py`, those
-of transports in `transfers.py`.
+The connection's own threads do the I/O, and requests come from engine threads. `wire/protocol.py` has the table of how
+long an engine's thread waits, and how long a request goes on without that thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from kvframework.api.futures import Future
+from kvframework.api.futures import Future, Promise
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.requests import RequestSpec
-from kvframework.api.transport import EngineLink
+from kvframework.api.transport import LostKind
+from kvframework.api.types import Message
 from kvframework.client.arena_mapping import MappedArena
-from kvframework.client.calls import Withdrawals
-from kvframework.client.transfers import EngineDrivenCalls, ServerDrivenCalls
-from kvframework.config import default_endpoint, parse_endpoint
-from kvframework.errors import KVFrameworkError, ServerGone, VersionMismatch
+from kvframework.config import default_endpoint
+from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError, ServerGone, VersionMismatch
 from kvframework.messaging.client.connection import Connection
-from kvframework.messaging.curve import CurveKeyError, CurveKeys, LoadedKeys
+from kvframework.messaging.client.link import Answer
+from kvframework.messaging.curve import CurveKeys, keys_for
 from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import (
@@ -40,33 +39,6 @@ from kvframework.wire.protocol import (
     offer,
 )
 
-# The choice of a client's CURVE keys: those given, else those that the environment names; none for a local server.
-
-log = logging.getLogger(__name__)
-
-SECRET_VARIABLE = "KVFRAMEWORK_CURVE_SECRET"  # noqa: S105 - a name
-SERVER_VARIABLE = "KVFRAMEWORK_CURVE_SERVER"
-
-
-def keys_for(endpoint: str, given: CurveKeys | None, environ: Mapping[str, str] = os.environ) -> LoadedKeys | None:
-    """Return the keys for a connection to `endpoint`. Blocking. Raises `EndpointError` and `CurveKeyError`."""
-    if parse_endpoint(endpoint, where="endpoint").kind == "ipc":
-        return None
-    if given is not None:
-        return given.load()
-    server, secret = environ.get(SERVER_VARIABLE, ""), environ.get(SECRET_VARIABLE, "")
-    if not server and not secret:
-        log.warning("no CURVE keys for %s: all that is sent there can be read on its way", endpoint)
-        return None
-    if not server or not secret:
-        raise CurveKeyError(
-            f"{SECRET_VARIABLE if server else SERVER_VARIABLE} is not set",
-            where=endpoint,
-            hint=f"set {SERVER_VARIABLE} to the server's public key file and {SECRET_VARIABLE} to your secret one",
-        )
-    return CurveKeys(Path(server), Path(secret)).load()
-
-
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
 _START_HINT = (
     "start one with: kvframework serve; where it runs already, compare the user and XDG_RUNTIME_DIR of both sides, or "
@@ -74,17 +46,67 @@ _START_HINT = (
 )
 
 
-class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
-    """A client session. Thread-safe. Starts connecting at once, and reconnects by itself whenever the server has ended.
+M = TypeVar("M", bound=Message)
+R = TypeVar("R")
+S = TypeVar("S", bound="ServerSession")
 
-    `endpoint` None: $KVFRAMEWORK_ENDPOINT, then the default private endpoint of this user. `deadline_scale` makes
-    deadlines longer or shorter, 0.1 to 100; None: $KVFRAMEWORK_DEADLINE_SCALE, else 1. `deadlines` is the resulting
-    table. After a lookup's deadline, lookups fail at once until the server answers a PING; other calls do so once the
-    server was silent for as long as they wait. `curve` are the key files for a tcp:// endpoint; None: those of
-    $KVFRAMEWORK_CURVE_SECRET (this client's secret key) and $KVFRAMEWORK_CURVE_SERVER (the server's public key), if
-    set. `requests` are specs of plugins' requests, which `request` then accepts beside the core's. Raises
-    `EndpointError`, `ConfigFieldError` and `CurveKeyError`.
+
+def as_response(reply: Message, response: type[M]) -> M:
+    """Return the response in an answer. Raises `ServerGone` for an answer of another type."""
+    if not isinstance(reply, response):
+        raise ServerGone(f"answered with {type(reply).__name__}, not {response.__name__}")
+    return reply
+
+
+def only(response: type[M], on_late: Callable[[M], None] | None) -> Callable[[Message], None] | None:
+    """Return `on_late` restricted to answers of the right type."""
+    if on_late is None:
+        return None
+    return lambda reply: on_late(reply) if isinstance(reply, response) else None
+
+
+def mapped(
+    sent: Future[Answer],
+    result_of: Callable[[Answer], R],
+    *,
+    failed: Callable[[BaseException], R] | None = None,
+    release: Callable[[R], object] | None = None,
+) -> Future[R]:
+    """Return a future of `result_of` the answer. It fails with any error, unless `failed` makes a result of that.
+
+    With `release` the answer is a grant of the server: a cancelled future fails at once, the request itself goes on,
+    and what it grants is released when it arrives. Runs in the thread that resolves `sent`.
     """
+    future: Promise[R]
+
+    def answered(reply: Future[Answer]) -> None:
+        error = reply.exception()
+        if error is None:
+            try:
+                result = result_of(reply.result(0))
+            except Exception as failure:  # noqa: BLE001 - a future without a result would never end
+                # Its frames refer to the future, and so to themselves: the cycle would keep the engine's tensors, and
+                # the arena mapped, until it was collected.
+                error = failure.with_traceback(None)
+            else:
+                if not future.set_result(result) and release is not None:
+                    release(result)
+                return
+        if failed is not None:
+            future.set_result(failed(error))
+        else:
+            future.set_exception(error)
+
+    def cancel() -> None:
+        future.set_exception(Cancelled("the request was cancelled"))
+
+    future = Promise(sent.cancel if release is None else cancel)
+    sent.add_done_callback(answered)
+    return future
+
+
+class ServerSession:
+    """`KVClient` without the calls of transports."""
 
     def __init__(
         self,
@@ -104,7 +126,6 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         self._reply: m.HelloReply | None = None
         self._hasher: KeyHasher | None = None
         self._arena: MappedArena | None = None
-        self._withdrawals = Withdrawals()
         self._maps_ahead = False
         self._on_up: list[Callable[[], None]] = []
         self._until_down: set[Future[Any]] = set()
@@ -121,7 +142,7 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         )
         self._connection.start()
 
-    def __enter__(self) -> KVClient:
+    def __enter__(self: S) -> S:
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -135,32 +156,35 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     def wants_tokens(self, cache_salt: str = "") -> bool:
         """Return whether the server tells routers of prompts with this salt, and so wants the tokens of what is stored
         and loaded, see `RequestHashes`. Never blocks."""
-        feature = SALTED_TOKEN_IDS if cache_salt else TOKEN_IDS
-        return self._reply is not None and feature in self._reply.features
+        return self._has(SALTED_TOKEN_IDS if cache_salt else TOKEN_IDS)
 
     @property
     def holds_answers(self) -> bool:
         """Whether the server holds back the answers of lookups that ask for it. Never blocks."""
-        return self._reply is not None and LOOKUP_WAIT in self._reply.features
+        return self._has(LOOKUP_WAIT)
 
     @property
     def prices_loads(self) -> bool:
         """Whether the server reads what an engine says of its speed. Never blocks."""
-        return self._reply is not None and LOOKUP_PRICE in self._reply.features
+        return self._has(LOOKUP_PRICE)
 
     @property
     def one_way(self) -> bool:
         """Whether the server takes requests that it does not answer, and tickets to free with others. Never blocks."""
-        return self._reply is not None and ONE_WAY in self._reply.features
+        return self._has(ONE_WAY)
 
     @property
     def grants_loads(self) -> bool:
         """Whether the server's lookups prepare loads through the arena, which is mapped here. Never blocks."""
-        return self.maps_arena and self._reply is not None and LOOKUP_GRANT in self._reply.features
+        return self.maps_arena and self._has(LOOKUP_GRANT)
 
-    def take_freed(self) -> tuple[str, ...]:
-        """Return the tickets that a LOOKUP should free: its caller sends them, or gives them back by `free_soon`."""
-        return self._connection.freed.take()
+    def _has(self, feature: str) -> bool:
+        return self._reply is not None and feature in self._reply.features
+
+    @property
+    def maps_arena(self) -> bool:
+        """Whether the server's arena is mapped in this process now; it cannot be over TCP."""
+        return self._arena is not None
 
     @property
     def plugins(self) -> PluginRegistry:
@@ -236,6 +260,82 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
         if (arena := self._arena) is not None:
             arena.map_ahead()
 
+    def request(
+        self,
+        name: str,
+        payload: Message,
+        response: type[M],
+        *,
+        timeout: float | None = None,
+        urgent: bool = False,
+        on_late: Callable[[M], None] | None = None,
+    ) -> M:
+        """Send a request and wait for its answer; `timeout` in seconds, None: that of the table. Raises typed errors,
+        `DeadlineExceeded` and `ServerGone`.
+
+        `on_late` is called, in the connection's thread, with an answer that arrives after the wait has ended.
+        """
+        wait = self.deadlines.of(name) if timeout is None else timeout
+        late = only(response, on_late)
+        return as_response(self._connection.ask(name, payload, timeout=wait, urgent=urgent, on_late=late), response)
+
+    def begin(
+        self,
+        name: str,
+        payload: Message,
+        response: type[M],
+        *,
+        urgent: bool = False,
+        on_late: Callable[[M], None] | None = None,
+    ) -> Future[M]:
+        """Send a request from an engine's thread, which waits `deadlines.engine_s` at most: the future is resolved by
+        then, or later, by the request's own deadline. Never raises."""
+        sent = self._begin(name, payload, urgent=urgent, on_late=only(response, on_late))
+        return mapped(sent, lambda answer: as_response(answer.payload, response))
+
+    def reachable(self, request: str) -> bool:
+        """Return whether `begin` would send this request: connected, and the server silent for less than its deadline.
+        Never blocks."""
+        return self._connection.reachable(self.deadlines.of(request))
+
+    def lost(self, kind: LostKind, code: str, nbytes: int = 0) -> None:
+        """Count a lookup, load or store that failed without an answer, or with an error of this code: the server's
+        status shows it. `nbytes` is its size. Never blocks."""
+        if code == ServerGone.code and self._connection.state == "suspect":
+            code = DeadlineExceeded.code  # the server is there, and does not answer
+        self._connection.reports.lost(kind, code, nbytes)
+
+    def too_short(self, request_id: str, tokens: int) -> None:
+        """Count a prompt of `tokens` tokens that was not looked up, as it has no whole chunk: `kvframework explain`
+        shows it. Never blocks."""
+        self._connection.reports.too_short(request_id, tokens)
+
+    def send(self, name: str, payload: Message) -> None:
+        """Send a request without interest in its answer. Never blocks, never raises."""
+        self._connection.begin(name, payload, timeout=self.deadlines.of(name), urgent=True)
+
+    def free_soon(self, *tickets: str) -> None:
+        """Free tickets, and grants by their leases, with the next LOOKUP or PING, ahead of the next store, at a server
+        that takes them so. Never blocks."""
+        self._connection.reports.free(tickets)
+
+    def take_freed(self) -> tuple[str, ...]:
+        """Return the tickets that a LOOKUP should free: its caller sends them, or returns them by `free_soon`."""
+        return self._connection.reports.take_freed()
+
+    def _begin(
+        self,
+        name: str,
+        payload: Message,
+        *,
+        urgent: bool = False,
+        on_late: Callable[[Message], None] | None = None,
+    ) -> Future[Answer]:
+        wait, turn = self.deadlines.of(name), self.deadlines.engine_s
+        return self._connection.begin(
+            name, payload, timeout=wait, turn=turn, urgent=urgent, silence_s=wait, on_late=on_late
+        )
+
     def ping(self, timeout: float | None = None) -> float:
         """Return the seconds that one round trip through the server's loop takes (NOOP). Raises as `request` does."""
         started = time.perf_counter()
@@ -255,7 +355,6 @@ class KVClient(EngineDrivenCalls, ServerDrivenCalls, EngineLink):
     # the connection's supervisor thread
 
     def _up(self, reply: m.HelloReply, arena_fd: int | None) -> None:
-        self._withdrawals = Withdrawals()
         self._arena = self._mapped(arena_fd) if arena_fd is not None else None
         if self._arena is not None and self._maps_ahead:
             self._arena.map_ahead()

@@ -11,7 +11,7 @@ from kvframework.api.keys import ObjectKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.tier import Loan, NodeIdentity, Outcome, PackedKey
 from kvframework.storage.envelope import HEADER_BYTES, unseal
-from kvframework.storage.lending import LendingNode
+from kvframework.storage.manager import PeerExport
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key
 from tests.core.storage.memory import content
 from tests.core.storage.node import SIZE, Node
@@ -55,7 +55,7 @@ def received(loan: Loan, key: PackedKey, layout: bytes) -> bytes:
 
 
 def test_an_object_is_lent_sealed_and_pinned(node: Node, keys: list[PackedKey]) -> None:
-    lender = LendingNode(node.manager, IDENTITY)
+    lender = PeerExport(node.manager, IDENTITY)
     node.write(keys[:2])
     node.assert_idle()
     assert list(lender.holds(keys)) == [True, True, False]
@@ -71,18 +71,18 @@ def test_an_object_is_lent_sealed_and_pinned(node: Node, keys: list[PackedKey]) 
     loan.close()
     node.assert_idle()
     assert node.manager.clear().objects == 1
-    assert (lender.arena_fd, lender.arena_bytes) == (node.manager.arena_fd, node.manager.capacity)
+    assert (lender.arena_fd, lender.arena_bytes) == (node.manager.table.arena_fd, node.manager.table.capacity)
 
 
 def test_what_is_being_written_is_not_lent(node: Node, keys: list[PackedKey]) -> None:
-    lender = LendingNode(node.manager, IDENTITY)
-    node.manager.reserve([(keys[0], SIZE)], owner=1, request_id="w", lease_s=30.0)
+    lender = PeerExport(node.manager, IDENTITY)
+    node.manager.table.reserve([(keys[0], SIZE)], owner=1, request_id="w", lease_s=30.0)
     assert list(lender.holds(keys[:1])) == [False]
     assert lender.lend(keys[0]) is None
 
 
 def test_the_record_of_a_namespace_is_lent(node: Node) -> None:
-    lender = LendingNode(node.manager, IDENTITY)
+    lender = PeerExport(node.manager, IDENTITY)
     key = record_key(b"n" * 16)
     assert list(lender.holds([key])) == [False]
     assert lender.lend(key) is None
@@ -103,7 +103,7 @@ def test_the_record_of_a_namespace_is_lent(node: Node) -> None:
 def test_a_watcher_hears_of_all_that_comes(node: Node, keys: list[PackedKey]) -> None:
     heard: list[PackedKey] = []
     node.write(keys[:1])
-    LendingNode(node.manager, IDENTITY).watch(heard.extend)
+    PeerExport(node.manager, IDENTITY).watch(heard.extend)
     node.write(keys[1:])
     assert heard == keys
 

@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.journal.form import (
+from kvframework.storage.l1.journal_format import (
     COMMITTED,
     CONTENT_AT,
     FREE,
@@ -110,7 +110,7 @@ def _lock(fd: int, command: int, kind: int, byte: int) -> bytes:
 # Slots by which the file grows at least.
 GROW_SLOTS = 8192
 NO_SLOT = -1
-# Uses of objects that one `tell_uses` writes, at most: half a millisecond.
+# Uses of objects that one `write_uses` writes, at most: half a millisecond.
 USES_AT_ONCE = 8192
 
 _KIND = 0xFF

@@ -31,7 +31,7 @@ import msgspec
 import xxhash
 
 from kvframework.api.keys import NAMESPACE_BYTES, PACKED_KEY_BYTES, SALT_BYTES, PackedKey
-from kvframework.storage.l1.allocator import ALIGNMENT
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.namespaces import MAX_NAMESPACES, RECORD_BYTES
 
 MAGIC = b"KVFJRNL\0"

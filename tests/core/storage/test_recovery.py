@@ -13,11 +13,11 @@ from kvf_pinned.memory import MemfdArena
 from kvframework.api.memory import Memory
 from kvframework.config.tenants import MAX_TENANTS
 from kvframework.errors import ArenaError
-from kvframework.storage.l1.allocator import ALIGNMENT
-from kvframework.storage.l1.journal import kept as kept_module
-from kvframework.storage.l1.journal.form import SLOTS_AT, Identity
-from kvframework.storage.l1.journal.journal import description_for, lock_for_server, may_write, own_description
-from kvframework.storage.l1.journal.kept import ARENA, JOURNAL, Kept, free_kept, open_kept
+from kvframework.storage import recovery as kept_module
+from kvframework.storage.l1.entries import ALIGNMENT
+from kvframework.storage.l1.journal import description_for, lock_for_server, may_write, own_description
+from kvframework.storage.l1.journal_format import SLOTS_AT, Identity
+from kvframework.storage.recovery import ARENA, JOURNAL, Recovery, free_recoverable, recover
 from tests.core.storage.memory import packed_key
 
 CAPACITY = 1 << 20
@@ -59,18 +59,18 @@ def create(kept: int | None) -> Memory:
     return MemfdArena(CAPACITY, kept=kept)
 
 
-def start(keeper: DictKeeper, *, tenants: Sequence[str] = ("tenant",), **changed: object) -> tuple[Memory, Kept]:
-    return open_kept(keeper, msgspec.structs.replace(IDENTITY, **changed), tenants, create)
+def start(keeper: DictKeeper, *, tenants: Sequence[str] = ("tenant",), **changed: object) -> tuple[Memory, Recovery]:
+    return recover(keeper, msgspec.structs.replace(IDENTITY, **changed), tenants, create)
 
 
-def end(memory: Memory, kept: Kept) -> None:
+def end(memory: Memory, kept: Recovery) -> None:
     """As the end of the process: nothing is written."""
     assert kept.journal is not None
     kept.journal.close()
     memory.close()
 
 
-def fill(memory: Memory, kept: Kept, *, owner: int = 0, commit: bool = True) -> None:
+def fill(memory: Memory, kept: Recovery, *, owner: int = 0, commit: bool = True) -> None:
     assert kept.journal is not None
     slots = kept.journal.reserve([(packed_key(1), 0, ALIGNMENT)], owner=owner, tenant=0)
     with memory.view() as view:
@@ -232,7 +232,7 @@ def test_a_memory_that_cannot_be_had(filled: DictKeeper) -> None:
         raise ArenaError("no memory", where="[l1]")
 
     with pytest.raises(ArenaError, match="no memory"):
-        open_kept(filled, IDENTITY, [], refuse)
+        recover(filled, IDENTITY, [], refuse)
     memory, kept = start(filled)
     assert kept.found is not None
     end(memory, kept)
@@ -242,7 +242,7 @@ def test_what_is_not_to_be_kept_is_free_at_once(filled: DictKeeper) -> None:
     """Also of a client that maps it: the next arena may need the room."""
     watched = os.dup(filled.held[ARENA])
     with mmap.mmap(watched, CAPACITY) as client:
-        free_kept(filled)
+        free_recoverable(filled)
         assert not filled.held
         assert os.fstat(watched).st_blocks == 0
         assert client[:4] == bytes(4)
@@ -251,7 +251,7 @@ def test_what_is_not_to_be_kept_is_free_at_once(filled: DictKeeper) -> None:
 
 def test_what_a_server_still_uses_is_left_to_it(filled: DictKeeper) -> None:
     memory, kept = start(filled)
-    free_kept(filled)
+    free_recoverable(filled)
     assert not filled.held
     assert first(memory) == b"kept"
     end(memory, kept)

@@ -16,9 +16,9 @@ from kvframework.api.keys import PackedKey
 from kvframework.api.memory import Memory
 from kvframework.errors import ArenaError
 from kvframework.keeper.descriptors import free_memory, free_unused
-from kvframework.storage.envelope import UNTOLD_LAYOUT, object_checksum
-from kvframework.storage.l1.journal.form import Cold, Found, Identity, read, read_identity, read_start
-from kvframework.storage.l1.journal.journal import Journal, lock_for_server, own_description
+from kvframework.storage.envelope import UNKNOWN_LAYOUT, object_checksum
+from kvframework.storage.l1.journal import Journal, lock_for_server, own_description
+from kvframework.storage.l1.journal_format import Cold, Found, Identity, read, read_identity, read_start
 from kvframework.storage.l1.leases import PinLease
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Keeper(Protocol):
         """Have it close a descriptor."""
 
 
-class Kept(NamedTuple):
+class Recovery(NamedTuple):
     """The journal, owned by the caller, None without a keeper; what it has held before, None for a cold start, for the
     reason `why_cold`; and the seconds that finding out took."""
 
@@ -60,12 +60,12 @@ class Kept(NamedTuple):
     seconds: float = 0.0
 
 
-NO_KEEPER = Kept(why_cold="no_keeper")
+NOT_RECOVERED = Recovery(why_cold="no_keeper")
 
 
-def open_kept(
+def recover(
     keeper: Keeper, identity: Identity, tenants: Sequence[str], create: Callable[[int | None], Memory]
-) -> tuple[Memory, Kept]:
+) -> tuple[Memory, Recovery]:
     """Return the L1 memory and journal that the keeper holds, or new ones that it holds from now on. `create` makes the
     memory, over an arena that it owns from then on, or a new one. `identity` is that of this server, without the arena;
     `tenants` are the names of its tenants by number, from 1.
@@ -94,13 +94,13 @@ def open_kept(
     for fd in held.values():
         os.close(fd)
     try:
-        return create(arena), Kept(journal, found, seconds=time.monotonic() - began)
+        return create(arena), Recovery(journal, found, seconds=time.monotonic() - began)
     except BaseException:
         journal.close()
         raise
 
 
-def free_kept(keeper: Keeper) -> None:
+def free_recoverable(keeper: Keeper) -> None:
     """Free what the keeper holds, for a server that keeps nothing. What another server still uses ends with that."""
     held = keeper.kept((ARENA, JOURNAL))
     if ARENA in held:
@@ -116,7 +116,7 @@ def this_machine() -> str:
 
 def _new(
     keeper: Keeper, identity: Identity, tenants: Sequence[str], create: Callable[[int | None], Memory], why_cold: str
-) -> tuple[Memory, Kept]:
+) -> tuple[Memory, Recovery]:
     memory = create(None)
     try:
         lock_for_server(memory.fd)
@@ -137,8 +137,8 @@ def _new(
     except (OSError, ValueError) as error:
         why_cold = f"keeper_failed: {error}"
         log.error("L1 began empty, and ends with this server: %s", why_cold)
-        return memory, Kept(why_cold=why_cold)
-    return memory, Kept(journal, why_cold=why_cold)
+        return memory, Recovery(why_cold=why_cold)
+    return memory, Recovery(journal, why_cold=why_cold)
 
 
 def _own_arena(fd: int) -> int:
@@ -222,7 +222,7 @@ class L1(Protocol):
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]: ...
 
-    def unpin_internal(self, leases: Sequence[PinLease]) -> None: ...
+    def release(self, leases: Sequence[PinLease]) -> None: ...
 
     def bytes_of(self, lease: PinLease) -> memoryview: ...
 
@@ -271,14 +271,14 @@ class Verification:
                 key = lease.objects[0].key
                 with self._l1.bytes_of(lease) as place:
                     # The layout may have been unknown when the checksum was made.
-                    layouts = dict.fromkeys((self._layout_of(key[:16]), UNTOLD_LAYOUT))
+                    layouts = dict.fromkeys((self._layout_of(key[:16]), UNKNOWN_LAYOUT))
                     whole = any(object_checksum(key, place, layout) == checksums[key] for layout in layouts)
                 if whole:
                     self.verified += 1
                 else:
                     damaged.append(key)
         finally:
-            self._l1.unpin_internal(leases)
+            self._l1.release(leases)
         for key in damaged:
             self.damaged += 1
             log.error("a recovered object is damaged, and dropped (key %s)", key.hex())
