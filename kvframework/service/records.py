@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey
-from kvframework.api.listener import NOT_MISSED, MissReason, Registered, RequestRecord, RequestSubject, TierCall
+from kvframework.api.listener import NOT_MISSED, MissReason, RequestRecord, RequestSubject, TierCall
 from kvframework.api.requests import ClientInfo
 from kvframework.api.trace import sampled_parent
 from kvframework.config import TenantConfig, tenant_digest
@@ -150,7 +150,7 @@ class RequestLog:
         )
         self._waiting.append(record)
         if self._ring.wanted:
-            self._ring.put(record)
+            self._ring.finished(record)
         if len(self._waiting) > MOST_WAITING:
             self.count()
 
@@ -406,7 +406,7 @@ class Contents:
     def named(self, key: CacheKey, content: ChunkContent | None) -> None:
         """The objects of a key are there, and `content`, which was checked, is theirs."""
         if self._ring.wants_contents and (content is not None or key.tokens):
-            self._ring.put(Registered(key, content))
+            self._ring.registered(key, content)
 
     def end_session(self, session_id: int) -> None:
         for lease in [lease for lease, (of, _, _) in self._prepared.items() if of == session_id]:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 from kvframework.api.eviction import EvictionPolicy, PackedKey, Use
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.layout import MemoryLayoutDesc
-from kvframework.api.listener import Added, Removed
 from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
 from kvframework.api.requests import Select
@@ -102,8 +101,7 @@ class StorageManager:
     """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
     `policy` orders the objects of no named tenant. `ghosts` is the number of keys that left L1 that are remembered.
     Without `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the
-    number of its threads. `kept` is owned, too. `ring` gets the records of what comes into L1 and the tiers, and leaves
-    them."""
+    number of its threads. `kept` is owned, too. `ring` is for records of what comes and leaves."""
 
     def __init__(
         self,
@@ -126,7 +124,7 @@ class StorageManager:
         self.lock = threading.RLock()
         self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self._ring = ring
-        self._came: list[Callable[[Sequence[PackedKey]], None]] = []
+        self._came: list[Callable[[Sequence[PackedKey]], None]] = [ring.added] if ring.wanted else []
         self._memory = memory
         self._arena = memory.view()
         self.clock = clock
@@ -763,8 +761,6 @@ class StorageManager:
         objects = self._table.commit(lease_id, owner=owner, now=self.clock())
         keys = [stored.key for stored in objects]
         self._departures.back(keys)
-        if self._ring.wanted:
-            self._ring.put(Added(keys))
         for came in self._came:
             came(keys)
         self._writers_ended()
@@ -774,7 +770,7 @@ class StorageManager:
         self._departures.left(stored, cause, by)
         self.tiers.removed(stored.key)
         if self._ring.wanted:
-            self._ring.put(Removed((stored.key,)))
+            self._ring.removed(stored.key)
 
     def _writers_ended(self) -> None:
         """Report ended writers to the loads that wait for one; the caller holds the lock."""
