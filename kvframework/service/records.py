@@ -88,6 +88,7 @@ MOST_WAITING = 4096
 EVERY_S = 0.1
 _AT_ONCE = 16
 _PAUSE_S = 0.0005
+_END_S = 1.0
 
 
 class RequestLog:
@@ -151,18 +152,26 @@ class RequestLog:
         self._waiting.append(record)
         if self._ring.wanted:
             self._ring.finished(record)
-        if len(self._waiting) > MOST_WAITING:
-            self.count()
+        # Whoever counts now may wait for a lock that this thread holds, and goes on later.
+        if len(self._waiting) > MOST_WAITING and self._counting.acquire(blocking=False):
+            try:
+                self._count(len(self._waiting))
+            finally:
+                self._counting.release()
 
     def count(self, most: int | None = None) -> bool:
-        """Have the waiting records counted, at most `most` of them; False if none is left. Blocks for 3 us a record."""
+        """Have the waiting records counted, at most `most` of them; False if none is left. Blocks for 3 us a record.
+        Not for who holds the lock of the storage."""
         with self._counting:
             waiting = len(self._waiting)
-            for _ in range(waiting if most is None else min(most, waiting)):
-                record = self._waiting.popleft()
-                for listener in self.listeners:
-                    listener(record)
+            self._count(waiting if most is None else min(most, waiting))
         return bool(self._waiting)
+
+    def _count(self, records: int) -> None:
+        for _ in range(records):
+            record = self._waiting.popleft()
+            for listener in self.listeners:
+                listener(record)
 
     def start(self) -> None:
         """Count in the background until `stop`."""
@@ -172,7 +181,7 @@ class RequestLog:
         """End the thread. Idempotent."""
         self._ended.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(_END_S)
 
     def _run(self) -> None:
         while not self._ended.wait(EVERY_S):
