@@ -20,7 +20,6 @@ from typing import Any, TypeVar, cast
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, Use
 from kvframework.api.keys import DIGEST_BYTES
-from kvframework.api.listener import Added, Removed
 from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
 from kvframework.bounded_close import call_within
@@ -100,7 +99,7 @@ class Table:
         self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self._records = records
         self._ring = ring
-        self._came: list[Callable[[Sequence[PackedKey]], None]] = []
+        self._came: list[Callable[[Sequence[PackedKey]], None]] = [ring.added] if ring.wanted else []
         self._memory = memory
         # For server-driven transports; valid until `close`.
         self.arena = memory.view()
@@ -636,8 +635,6 @@ class Table:
         objects = self._table.commit(lease_id, owner=owner, now=self.clock())
         keys = [stored.key for stored in objects]
         self._statistics.back(keys)
-        if self._ring.wanted:
-            self._ring.put(Added(keys))
         for came in self._came:
             came(keys)
         self._writers_ended()
@@ -647,7 +644,7 @@ class Table:
         self._statistics.left(stored, cause, by)
         self.tiers.removed(stored.key)
         if self._ring.wanted:
-            self._ring.put(Removed((stored.key,)))
+            self._ring.removed(stored.key)
 
     def _writers_ended(self) -> None:
         """Report ended writers to the loads that wait for one; the caller holds the lock."""
