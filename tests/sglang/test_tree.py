@@ -14,6 +14,7 @@ from kvf_hashers import SglangPages
 from kvf_sglang.supported import FINGERPRINT
 from tests.sglang.model import make
 from tests.sglang.test_engine import MODELS
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -89,8 +90,6 @@ def prefetched(second: Tree, tokens: list[int]) -> Any:
 def test_a_new_tree_loads_what_another_has_stored(
     server: ServerProcess, model: Path, first: dict[str, str], second: dict[str, str]
 ) -> None:
-    import torch
-
     content = stored(server, model, **first)
     other = tree(server, model, **second)
     places = prefetched(other, [*PROMPT, 1, 2, 3])
@@ -100,8 +99,6 @@ def test_a_new_tree_loads_what_another_has_stored(
 
 
 def test_a_host_pool_smaller_than_the_hit_takes_what_it_can(server: ServerProcess, model: Path) -> None:
-    import torch
-
     content = stored(server, model)
     small = tree(server, model, tokens=2 * PAGE)
     places = prefetched(small, PROMPT)

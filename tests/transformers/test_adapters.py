@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.lazy import torch, transformers
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
@@ -12,10 +13,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global PROMPT, TransformersKV, add_adapters, disable_adapters, set_adapter, torch, transformers
-    import torch
-
-    import transformers
+    global PROMPT, TransformersKV, add_adapters, disable_adapters, set_adapter
     from kvf_transformers import TransformersKV
     from tests.transformers.lora_layers import add_adapters, disable_adapters, set_adapter
 

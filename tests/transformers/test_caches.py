@@ -10,6 +10,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_s
 from kvframework.client import named_identity
 from kvframework.errors import BadLayout, RequestError
 from kvframework.wire import messages as m
+from tests.support.lazy import torch, transformers
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -18,10 +19,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global ModelIdentity, TransformersKV, learn_form, torch, transformers
-    import torch
-
-    import transformers
+    global ModelIdentity, TransformersKV, learn_form
     from kvf_transformers import TransformersKV
     from kvf_transformers.cache_form import learn_form
     from kvf_transformers.identity import ModelIdentity

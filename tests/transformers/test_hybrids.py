@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvframework.errors import BadLayout, RequestError
+from tests.support.lazy import torch, transformers
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
@@ -14,11 +15,8 @@ pytestmark = pytest.mark.torch
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
     global FORGETFUL, HYBRIDS, SMALL, PagedAttentionCache, Snapshots, TransformersKV, learn_form, made, prompt
-    global torch, transformers
-    import torch
     from transformers.generation.continuous_batching import PagedAttentionCache
 
-    import transformers
     from kvf_transformers import TransformersKV
     from kvf_transformers.cache_form import learn_form
     from kvf_transformers.snapshots import Snapshots

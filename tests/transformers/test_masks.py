@@ -11,6 +11,7 @@ import weakref
 import pytest
 
 from kvframework.errors import BadLayout, RequestError
+from tests.support.lazy import torch, transformers
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
@@ -18,10 +19,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global HYBRIDS, TransformersKV, add_adapters, learn_form, set_adapter, torch, transformers
-    import torch
-
-    import transformers
+    global HYBRIDS, TransformersKV, add_adapters, learn_form, set_adapter
     from kvf_transformers import TransformersKV
     from kvf_transformers.cache_form import learn_form
     from tests.transformers.hybrid_models import HYBRIDS

@@ -10,6 +10,7 @@ import copy
 import pytest
 
 from kvframework.errors import RequestError
+from tests.support.lazy import torch, transformers
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
@@ -17,10 +18,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global ModelIdentity, TransformersKV, add_adapters, set_adapter, torch, transformers
-    import torch
-
-    import transformers
+    global ModelIdentity, TransformersKV, add_adapters, set_adapter
     from kvf_transformers import TransformersKV
     from kvf_transformers.identity import ModelIdentity
     from tests.transformers.lora_layers import add_adapters, set_adapter

@@ -19,6 +19,7 @@ from kvframework.api.transport import Registration
 from kvframework.client.transfers import checked_transfer
 from kvframework.errors import BadLayout
 from tests.core.defaults.arena_link import ArenaLink
+from tests.support.lazy import torch
 from tests.vllm.packing import LAYOUTS, engine_tensors, written_by_token
 
 pytestmark = pytest.mark.torch
@@ -26,9 +27,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global CpuGather, prove_planes, torch
-    import torch
-
+    global CpuGather, prove_planes
     from kvf_cpu_gather.context import CpuGather
     from kvf_vllm.proof import prove_planes
 

@@ -19,17 +19,12 @@ from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import Served, StepPlan, StepReport
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import KVClient, KvIdentity, LookupResult, RequestHashes
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.vllm.stand_ins import SERVED, FakeRequest, FakeServer, computed, filled, scheduler, table
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 CHUNK, BLOCK, BLOCKS = 32, 16, 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from tests.support.lazy import torch
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 2, 64, 16, 2, 4
 AXES = ["plane", "block", "token", "head", "dim"]
@@ -13,8 +14,6 @@ class Engine:
     """An engine with paged memory of its own."""
 
     def __init__(self, client: KVClient, instance_id: int = 1, **identity: object) -> None:
-        import torch
-
         self.kv = {f"layer{i}": torch.randn(2, BLOCKS, BLOCK, HEADS, DIM) for i in range(LAYERS)}
         self.worker = WorkerAdapter(
             client,

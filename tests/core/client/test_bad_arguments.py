@@ -12,15 +12,10 @@ from kvframework.api.layout import NO_BLOCK
 from kvframework.client import KVClient
 from kvframework.errors import BadBlockIds, BadRange
 from tests.core.client.engine import BLOCKS, Engine
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 PATIENCE_S = 30.0

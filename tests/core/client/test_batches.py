@@ -12,18 +12,13 @@ from kvframework.api.transport import StoreOutcome
 from kvframework.client import RequestHashes
 from kvframework.wire import messages as m
 from tests.core.client.engine import BLOCKS, CHUNK, Engine
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
 
 BLOCKS_A, BLOCKS_B = list(range(16)), list(range(16, 32))
 TWO = [(0, CHUNK)] * 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 @pytest.fixture(scope="module")

@@ -27,12 +27,6 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
-
-
 PATIENCE_S = 60.0
 PAUSE_S = 0.3
 BLOCKS = [list(range(32))]

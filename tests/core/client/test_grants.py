@@ -33,6 +33,7 @@ from kvframework.service.engine_driven import MAX_OF_ASKER
 from kvframework.storage.l1.leases import MAX_PINS_PER_OWNER
 from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import unpack_offsets
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -380,8 +381,6 @@ def test_what_is_passed_over_is_given_back(engine: Engine) -> None:
 @contextlib.contextmanager
 def worker_with_a_hit(server: ServerProcess) -> Iterator[tuple[WorkerAdapter, RequestHashes]]:
     """A worker, and a request of 512 tokens in 32 blocks whose load is granted."""
-    import torch
-
     with server.engine_client() as client:
         caches = {"layer.0": torch.zeros(2, 64, 16, 1, 8)}
         worker = WorkerAdapter(client, instance_id=7, model_name="tiny", layout_options={"axes": AXES})

@@ -14,17 +14,12 @@ from kvframework.client import KVClient
 from kvframework.errors import ProtocolError
 from kvframework.wire import messages as m
 from tests.core.client.engine import Engine
+from tests.support.lazy import torch
 from tests.support.lying_proxy import LyingProxy
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 PATIENCE_S = 30.0

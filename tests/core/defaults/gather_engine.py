@@ -10,6 +10,7 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.transport import Registration
 from kvframework.client.transfers import checked_transfer
 from tests.core.defaults.arena_link import ArenaLink
+from tests.support.lazy import torch
 
 BLOCK, CHUNK, HEADS, DIM, BLOCKS, LAYERS = 4, 8, 2, 3, 12, 2
 NHD = ("plane", "block", "token", "head", "dim")
@@ -44,8 +45,6 @@ class Engine:
     """An engine's paged memory, its transport, and the double behind it."""
 
     def __init__(self, axes=NHD, dtype="float32", seed=1, link=None, kv_caches=None, path="auto"):
-        import torch
-
         from kvf_cpu_gather.context import CpuGather
 
         self.layout = PagedLayout(axes)
@@ -74,8 +73,6 @@ class Engine:
 
     def tokens(self, ids):
         """[planes, layers, tokens, heads, dim] of these blocks, as bytes-comparable integers."""
-        import torch
-
         views = self.layout.block_views(self.registration.layout, self.kv_caches)[0]
         stacked = torch.stack([torch.stack([view[ids] for view in plane]) for plane in views])
         return stacked.flatten(2, 3).contiguous().view(torch.uint8)

@@ -31,6 +31,7 @@ from tests.core.defaults.gather_engine import (
     digest,
     key,
 )
+from tests.support.lazy import torch
 
 __all__ = ["both_ways"]
 pytestmark = pytest.mark.torch
@@ -38,9 +39,8 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global CpuGather, engine_memory, np, torch, torch_copies
+    global CpuGather, engine_memory, np, torch_copies
     import numpy as np
-    import torch
 
     from kvf_cpu_gather import engine_memory, torch_copies
     from kvf_cpu_gather.context import CpuGather

@@ -26,9 +26,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global torch, ThrottledLog
-    import torch
-
+    global ThrottledLog
     from kvf_cpu_gather.context import ThrottledLog
 
 

@@ -11,6 +11,7 @@ from kvframework.api.transport import StoreOutcome
 from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone
 from tests.core.defaults.arena_link import ArenaLink
 from tests.core.defaults.gather_engine import CHUNK, IDS, Engine, both_ways, digest, key
+from tests.support.lazy import torch
 from tests.support.waiting import wait_until
 
 __all__ = ["both_ways"]
@@ -19,9 +20,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global torch, Course, Courses, Turn
-    import torch
-
+    global Course, Courses, Turn
     from kvf_cpu_gather.transfer_steps import Course, Courses, Turn
 
 

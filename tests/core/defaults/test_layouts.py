@@ -16,14 +16,9 @@ from kvf_layouts.paged import PagedLayout
 from kvframework.api.layout import chunk_tokens_for
 from kvframework.config import load_config
 from kvframework.errors import BadDtype, BadLayout
+from tests.support.lazy import torch
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 BLOCK, HEADS, DIM = 4, 3, 5

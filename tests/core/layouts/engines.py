@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvf_dev.testing.transport.cases import GroupCase
 from kvf_layouts.declaring import PagedRule
@@ -14,9 +13,7 @@ from kvframework.api.layout import check_skip
 from kvframework.api.transport import Registration, Transfer
 from kvframework.client.transfers import checked_transfer
 from tests.core.defaults.arena_link import ArenaLink
-
-if TYPE_CHECKING:
-    import torch
+from tests.support.lazy import torch
 
 NAMES = ("layer", "plane", "block", "token", "head", "dim")
 
@@ -29,8 +26,6 @@ class Group(GroupCase):
 
     def content(self, blocks: int, seed: int) -> torch.Tensor:
         """Random bits `[layer, plane, block, slot, head, dim]`."""
-        import torch
-
         dtype, generator = getattr(torch, self.dtype), torch.Generator().manual_seed(seed)
         shape = (self.layers, self.planes, blocks, self.slots, self.heads, self.dim * dtype.itemsize)
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype)
@@ -75,8 +70,6 @@ def _in_one_storage(layers: list[object], *, interleaved: bool) -> list[object]:
     if any(isinstance(layer, tuple) for layer in layers):
         parts = [_in_one_storage([layer[plane] for layer in layers], interleaved=interleaved) for plane in (0, 1)]
         return list(zip(*parts, strict=True))
-    import torch
-
     if interleaved:
         return list(torch.stack(layers, dim=1).unbind(1))
     gap = 8  # elements between layers, as an allocator may leave
@@ -129,8 +122,6 @@ class Engine:
 
     def blocks(self, group: int) -> torch.Tensor:
         """What the engine holds now, as bytes `[plane, layer, block, slot, head, dim bytes]`."""
-        import torch
-
         views = self.layout.block_views(self.declared, self.kv)[group]
         stacked = torch.stack([torch.stack(list(plane)) for plane in views])
         return stacked.contiguous().view(torch.uint8)
@@ -138,6 +129,4 @@ class Engine:
 
 def as_bytes(content: torch.Tensor) -> torch.Tensor:
     """`[layer, plane, ...]` content as `Engine.blocks` shows it."""
-    import torch
-
     return content.transpose(0, 1).contiguous().view(torch.uint8)

@@ -10,14 +10,9 @@ from hypothesis import strategies as st
 
 from kvf_layouts.tensors import Place, check_apart, overlap
 from kvframework.errors import BadLayout
+from tests.support.lazy import torch
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 @st.composite

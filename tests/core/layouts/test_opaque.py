@@ -15,15 +15,14 @@ from kvframework.api.transfer import Registration
 from kvframework.client.transfers import checked_transfer
 from kvframework.errors import BadLayout, BadRange
 from tests.core.defaults.arena_link import ArenaLink
+from tests.support.lazy import torch
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global CpuGather, torch
-    import torch
-
+    global CpuGather
     from kvf_cpu_gather.context import CpuGather
 
 

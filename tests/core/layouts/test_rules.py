@@ -11,14 +11,9 @@ from kvf_layouts.paged import PagedLayout
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc, validate_layout
 from kvframework.errors import BadLayout
 from kvframework.wire.transfer_blocks import touched_blocks
+from tests.support.lazy import torch
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 NHD = ("plane", "block", "token", "head", "dim")

@@ -13,15 +13,10 @@ from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, Worker
 from kvframework.errors import BadLayout, BadRange
 from kvframework.wire.messages import Clear, Prepare, StorePlan
 from tests.core.layouts.engines import Group, as_bytes, hold
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 CHUNK = 256

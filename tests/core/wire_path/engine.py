@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
-
-if TYPE_CHECKING:
-    import torch
+from tests.support.lazy import torch
 
 BLOCK, CHUNK = 16, 256
 PATIENCE_S = 30.0
@@ -20,8 +16,6 @@ class Engine:
     def __init__(
         self, client: KVClient, instance_id: int = 1, *, path: str = "auto", blocks: int = 64, wide: int = 8
     ) -> None:
-        import torch
-
         self.client = client
         self.kv = {f"layer{i}": torch.randn(2, blocks, BLOCK, 2, wide // 2) for i in range(2)}
         self.worker = WorkerAdapter(
@@ -51,6 +45,4 @@ class Engine:
 
     def tokens(self, blocks: list[int]) -> torch.Tensor:
         """[layers, planes, tokens, heads, dim] of the blocks."""
-        import torch
-
         return torch.stack([kv[:, blocks].flatten(1, 2) for kv in self.kv.values()])

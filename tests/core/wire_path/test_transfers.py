@@ -10,15 +10,10 @@ from kvframework.api.transport import StoreOutcome
 from kvframework.client import KVClient
 from tests.core.wire_path.engine import CHUNK, Engine
 from tests.core.wire_path.remote import RemoteServer, clear, held, remote_server
+from tests.support.lazy import torch
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 TOKENS = list(range(700))
