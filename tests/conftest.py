@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # The files whose collection imported torch, which takes each process that shares the tests 3 s.
 IMPORTED_TORCH: list[str] = []
-NEEDS = {"torch": ("torch",), "transformers": ("torch", "transformers")}
+NEEDS = {"torch": ("torch",), "transformers": ("torch", "transformers"), "vllm": ("vllm",), "sglang": ("sglang",)}
 
 
 # Models of these tests are so small that a second thread of torch, here or in a child, only waits: twenty times as long

@@ -4,7 +4,7 @@ the parts of a linker by themselves."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,12 +33,6 @@ from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as server:
-        yield server
 
 
 class Linked(Engine):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +35,6 @@ PATIENT = {f"kvframework.{name}_deadline_s": 10.0 for name in ("lookup", "load",
 @pytest.fixture(scope="module")
 def model() -> Path:
     return make(MODELS / "tiny", "tiny")
-
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as server:
-        yield server
 
 
 def tree(server: ServerProcess, model: Path, **options: Any) -> Tree:
