@@ -113,11 +113,6 @@ def test_other_strides_than_declared_are_refused_at_a_submit() -> None:
         layout.block_views(two, {"b": layer(), "a": layer()})
 
 
-def test_groups_of_layers_with_unequal_numbers_of_blocks_inside_are_refused() -> None:
-    with pytest.raises(BadLayout, match="number of blocks is 7"):
-        PagedLayout(NHD).describe({"a": layer(), "b": layer(blocks=7)}, block_size=4)
-
-
 @pytest.mark.parametrize(
     ("rule", "fact"),
     [
