@@ -18,13 +18,11 @@ from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import LoadPlan, Transfer
 from kvframework.client import (
-    CanonicalInstance,
     KVClient,
     LookupResult,
     RequestHashes,
     SchedulerAdapter,
     WorkerAdapter,
-    register_canonical,
 )
 from kvframework.client.hashing import content_name
 from kvframework.client.transfers import PIECES_S, SPARE_S
@@ -36,23 +34,11 @@ from kvframework.wire.transfer_blocks import unpack_offsets
 from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
-from tests.support.wire_client import WireClient, key_for
+from tests.support.wire_client import WireClient, key_for, register_tiny
 
 TOKENS = list(range(512))
 BLOCKS = list(range(32))
 AXES = ["plane", "block", "token", "head", "dim"]
-
-
-def registered_as(worker: KVClient, model_name: str) -> CanonicalInstance:
-    return register_canonical(
-        worker,
-        instance_id=7,
-        model_name=model_name,
-        block_size=16,
-        num_layers=2,
-        hidden_dim_size=8,
-        dtype="float32",
-    )
 
 
 class Engine:
@@ -61,7 +47,7 @@ class Engine:
 
     def __init__(self, server: ServerProcess, clients: list[KVClient], monkeypatch: pytest.MonkeyPatch) -> None:
         self.server, self.client, self.worker = server, clients[0], clients[-1]
-        instance = registered_as(self.worker, "tiny")
+        instance = register_tiny(self.worker, 7, "tiny")
         registered = m.Registered(instance.namespace, instance.registration.desc)
         self.scheduler = SchedulerAdapter(
             self.client, model_name="tiny", namespace=instance.namespace, chunk_tokens=256, instances=(7, 8)
@@ -361,7 +347,7 @@ def test_grants_that_no_load_ends_lapse() -> None:
 def test_an_instance_that_is_registered_anew_passes_over_what_was_granted_before(engine: Engine) -> None:
     (grant,) = engine.look_up().take_grants()
     engine.worker.request("UNREGISTER_KV_CACHE", m.Unregister(7), m.Empty)
-    other = registered_as(engine.worker, "other")
+    other = register_tiny(engine.worker, 7, "other")
     bare = other.transfer(msgspec.structs.replace(engine.key, model_name="other", namespace=other.namespace))
     engine.asked.clear()
     plan = engine.worker.prepare_load(dataclasses.replace(bare, grant=grant)).result()

@@ -127,17 +127,6 @@ def test_objects_that_are_gone_when_the_wire_is_free_are_a_miss_that_says_why(ca
     assert given_back == ["lease"]
 
 
-def test_blocks_that_these_tensors_do_not_have_are_refused():
-    """A registration may leave the number of blocks open, when tensors come with each transfer."""
-    engine = Engine()
-    declared = msgspec.structs.replace(engine.registration.layout, num_blocks=0)
-    engine.registration = msgspec.structs.replace(engine.registration, layout=declared)
-    transfer = engine.transfer([[5, 2, 7, BLOCKS]], None, None, storing=True)
-    with pytest.raises(BadBlockIds, match=f"block id {BLOCKS}"):
-        engine.transport.store(transfer)
-    assert engine.link.calls == []
-
-
 class Event:
     def __init__(self, error=None):
         self.waited = 0

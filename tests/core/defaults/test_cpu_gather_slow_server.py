@@ -148,7 +148,7 @@ def test_what_was_cancelled_in_the_midst_of_its_copy_is_never_published(path):
         answer(engine)
     wait_until(lambda: event.threads, PATIENCE_S, "the copy")
     future.cancel()
-    for tensor in engine.kv_caches.values():
+    for tensor in engine.kv.values():
         tensor.zero_()
     event.gate.set()
     assert not future.result(PATIENCE_S).ok

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -16,12 +14,12 @@ from tests.core.survival import (
     reader_program,
 )
 from tests.core.survival.reader_program import BLOCKS, COMPUTED, TOKENS, WIDE
-from tests.core.wire_path.engine import (
+from tests.support.engines import (
     BLOCK,
     CHUNK,
-    Engine,
+    PagedEngine,
 )
-from tests.support.processes import send
+from tests.support.line_process import LineProcess
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -43,22 +41,16 @@ def test_a_reader_that_is_stopped_while_it_copies_computes_instead(path: str) ->
         server.client(timeout=PATIENCE_S) as watcher,
         server.engine_client() as client,
     ):
-        other = Engine(client, 1, wide=WIDE)
+        other = PagedEngine(client, 1, wide=WIDE)
         assert other.store(other.request(TOKENS), BLOCKS)
-        command = [sys.executable, "-m", reader_program.__name__, server.endpoint, path]
-        reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert reader.stdout is not None
-        assert reader.stdin is not None
-        try:
-            assert reader.stdout.readline() == "copying\n"
-            send(reader.pid, signal.SIGSTOP)
+        with LineProcess("-m", reader_program.__name__, server.endpoint, path) as reader:
+            assert reader.hear() == "copying"
+            reader.signal(signal.SIGSTOP)
             wait_until(lambda: watcher.status()["l1"]["pins"] == 0, PATIENCE_S, "the lapse of the pins")
             assert other.store(other.request([7] * 1024, "foreign"), BLOCKS), other.last.result()
             assert other.scheduler.lookup(other.request(TOKENS)).hit_tokens == 0
-            reader.send_signal(signal.SIGCONT)
-            reader.stdin.write("\n")
-            reader.stdin.flush()
-            said = json.loads(reader.stdout.readline())
+            reader.signal(signal.SIGCONT)
+            said = json.loads(reader.ask())
             assert said == {"loaded": False, "finished": ["r"], "failed": BLOCKS, "right": True, "stored": True}
 
             l1 = watcher.status()["l1"]
@@ -66,9 +58,6 @@ def test_a_reader_that_is_stopped_while_it_copies_computes_instead(path: str) ->
             assert other.retrieve(other.request(TOKENS), BLOCKS), "what it computed and stored is a hit"
             assert bool((other.tokens(BLOCKS) == COMPUTED).all())
             watcher.call("CLEAR", m.Clear())
-        finally:
-            reader.kill()
-            reader.communicate()
 
 
 # A STORE that has resolved is a hit for a LOOKUP that another process makes at once, by both ways that bytes take.
@@ -79,23 +68,15 @@ TIMES = 1000
 
 def test_resolved_is_visible_in_another_process() -> None:
     with ServerProcess(capacity="32MiB") as server, server.engine_client() as client:
-        engines = [Engine(client, 1, path="arena", wide=2), Engine(client, 2, path="wire", wide=2)]
+        engines = [PagedEngine(client, 1, path="arena", wide=2), PagedEngine(client, 2, path="wire", wide=2)]
         namespaces = {engine.registration.namespace.hex() for engine in engines}
         assert len(namespaces) == 1
-        command = [sys.executable, "-m", looker_program.__name__, server.endpoint, *namespaces, str(CHUNK)]
-        looker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        assert looker.stdin is not None
-        assert looker.stdout is not None
-        try:
-            assert looker.stdout.readline() == "ready\n"
+        arguments = ("-m", looker_program.__name__, server.endpoint, *namespaces, str(CHUNK))
+        with LineProcess(*arguments) as looker:
+            assert looker.hear() == "ready"
             hits = {"arena": 0, "wire": 0}
             for number in range(2 * TIMES):
                 engine, path = engines[number % 2], ("arena", "wire")[number % 2]
-                blocks = list(range(CHUNK // BLOCK))
-                assert engine.store(engine.request([number] * CHUNK), blocks)
-                looker.stdin.write(f"{number}\n")
-                hits[path] += looker.stdout.readline() == f"{CHUNK}\n"
+                assert engine.store(engine.request([number] * CHUNK), list(range(CHUNK // BLOCK)))
+                hits[path] += looker.ask(str(number)) == str(CHUNK)
             assert hits == {"arena": TIMES, "wire": TIMES}
-        finally:
-            looker.kill()
-            looker.communicate()
