@@ -12,13 +12,9 @@ from kvf_plan.trace.form import MAX_ID, UNKNOWN, Header, Request
 from kvf_plan.trace.reading import BAILIAN_CHUNK_TOKENS, MOONCAKE_CHUNK_TOKENS, open_trace
 from kvf_plan.trace.writing import TraceFile
 from kvf_vllm.options import VllmOptions
-from kvframework.api.plugin import API_VERSION
 from kvframework.service import recording
 from kvframework.service.counts import RECENT_S
 from kvframework.service.health import LOST_MANY
-from kvframework.storage.envelope import FORMAT_VERSION
-from kvframework.storage.l1.journal.form import SCHEMA
-from kvframework.wire.messages import PROTOCOL_VERSION
 from kvframework.wire.protocol import (
     KINDS,
     LOCAL,
@@ -62,21 +58,6 @@ def test_what_is_said_in_words() -> None:
     setting = PAGE.split("## One setting")[1].split("## ")[0]
     assert {name for name, *_ in ROWS} - set(SCALED) == set(re.findall(r"`(\w+_s)`", setting))
     assert "deadline_scale" in VllmOptions.__struct_fields__
-
-
-# The versions in docs/upgrading.md are the code's.
-
-
-ROOT = Path(__file__).resolve().parents[2]
-PAGE_OF_UPGRADING = (ROOT / "docs" / "upgrading.md").read_text()
-
-
-def test_the_versions_are_those_of_this_release() -> None:
-    said = {what: version for what, version, *_ in rows(PAGE_OF_UPGRADING, "The versions")}
-    assert said["wire protocol"] == str(PROTOCOL_VERSION)
-    assert said["plugin API"] == ".".join(map(str, API_VERSION))
-    assert said["journal of L1"] == str(SCHEMA)
-    assert said["envelope of L2 values"] == str(FORMAT_VERSION)
 
 
 # The format that docs/traces.md shows is the one that is read and written.

@@ -17,7 +17,7 @@ from kvframework.api.requests import CacheKey, ClientInfo, PackedKey
 from kvframework.events.feed import NO_EVENTS
 from kvframework.service.engine_driven import Grants, objects_of, pin_whole
 from kvframework.service.finished import FinishedRequests
-from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver, hit_chunks, needed_chunks, window_chunks
+from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups
 from kvframework.service.records import Contents
 from kvframework.storage.l1.allocator import ALIGNMENT
@@ -186,39 +186,3 @@ def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.Mo
     assert left == [3, 1, 0]
     assert lookups.status()["lookups"] == 5
     storage.close()
-
-
-# The hit rule against its definition.
-
-
-@st.composite
-def grids(draw: st.DrawFn) -> tuple[list[list[bool]], list[int]]:
-    chunks = draw(st.integers(1, 8))
-    rows = draw(st.integers(1, 4))
-    windows = draw(st.lists(st.integers(0, 9), min_size=rows, max_size=rows))
-    row = st.lists(st.booleans(), min_size=chunks, max_size=chunks)
-    return draw(st.lists(row, min_size=rows, max_size=rows)), windows
-
-
-@given(grids())
-def test_longest_end_at_which_every_row_holds(grid: tuple[list[list[bool]], list[int]]) -> None:
-    rows, windows = grid
-
-    def holds(end: int) -> bool:
-        return all(
-            row[chunk]
-            for row, window in zip(rows, windows, strict=True)
-            for chunk in range(max(end - window, 0) if window else 0, end)
-        )
-
-    assert hit_chunks(rows, windows) == max(end for end in range(len(rows[0]) + 1) if holds(end))
-
-
-def test_needed_is_all_for_full_attention_and_the_tail_for_a_window() -> None:
-    assert list(needed_chunks(4, 0)) == [0, 1, 2, 3]
-    assert list(needed_chunks(4, 2)) == [2, 3]
-    assert list(needed_chunks(1, 2)) == [0]
-
-
-def test_a_window_is_rounded_up_to_chunks() -> None:
-    assert [window_chunks(window, 256) for window in (0, 1, 256, 257)] == [0, 1, 1, 2]
