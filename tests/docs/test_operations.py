@@ -279,8 +279,3 @@ def test_exit_statuses_are_as_told(tmp_path: Path) -> None:
     ]
     for arguments, status in cases:
         assert run(*arguments).returncode == status, arguments
-
-
-def test_the_page_is_short_and_linked() -> None:
-    assert len(PAGE.splitlines()) < 380
-    assert "docs/operations.md" in (ROOT / "README.md").read_text()

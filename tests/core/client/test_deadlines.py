@@ -17,20 +17,14 @@ from kvframework.client import EngineSpeed, KVClient
 from kvframework.errors import ConfigFieldError, DeadlineExceeded
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import LOCAL, SCALE_VARIABLE, TCP, deadlines_for
-from tests.core.client.engine import Engine
 from tests.core.survival.holdings import held
 from tests.core.wire_path import engine as over_the_wire
 from tests.core.wire_path.remote import remote_server
+from tests.support.engines import PagedEngine
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 PATIENCE_S = 60.0
@@ -55,10 +49,10 @@ def stopped(server: ServerProcess) -> Iterator[None]:
 
 
 @contextmanager
-def engine_of(server: ServerProcess, revision: str) -> Iterator[Engine]:
+def engine_of(server: ServerProcess, revision: str) -> Iterator[PagedEngine]:
     with KVClient(server.endpoint, name=revision) as client:
         assert client.wait_up(PATIENCE_S)
-        engine = Engine(client, next(INSTANCES), revision=revision)
+        engine = PagedEngine(client, next(INSTANCES), revision=revision)
         yield engine
         engine.worker.close()
 
