@@ -40,7 +40,7 @@ _RANK = slice(_SALT.stop, _SALT.stop + 4)
 
 
 class Why(NamedTuple):
-    """A reason, one of `REASONS` of `wire.messages`, and what else is known, in words. Of what has a time: `at`, of the
+    """A reason, one of `kvframework.status.REASONS`, and what else is known, in words. Of what has a time: `at`, of the
     clock of the storage; of an eviction: after how many seconds without a use, and by which model's objects."""
 
     reason: str

@@ -25,6 +25,7 @@ from kvframework.service.keys import KeyResolver, check_key, found_part, prompt_
 from kvframework.service.pricing import Pricing
 from kvframework.service.recording import Recording
 from kvframework.service.records import Asked, MissFacts
+from kvframework.status import REASONS
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.storage.tickets import Answer, LookupTickets, Wanted
@@ -156,7 +157,7 @@ class Lookups:
         )
         # Changed by the serving thread only, like all counters here.
         self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
-        self._counts = LookupCounts(m.REASONS)
+        self._counts = LookupCounts(REASONS)
         self._finished = finished
         self._grants = grants
         self.pricing = Pricing(storage, on=price)

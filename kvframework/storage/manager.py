@@ -28,6 +28,7 @@ from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
 from kvframework.events.feed import NO_EVENTS, Events
+from kvframework.status import L1Counters, zeros
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.departures import MOST_DROPPED, Cause, Departures, Ghost
 from kvframework.storage.l1.entries import NO_CLIENT, Account, AccountKey, StoredObject
@@ -70,8 +71,6 @@ AT_ONCE = 512
 TURN_S = 0.001
 # Objects that one tick evicts, a bound on the time it takes from the serving thread.
 EVICT_AT_ONCE = 2048
-
-COUNTERS = ("stored", "dropped", "aborted", "loaded", "retrieves", "retrieve_misses")
 
 
 def _locked(method: F) -> F:
@@ -122,7 +121,7 @@ class StorageManager:
         # One without records is false.
         self.records = NamespaceRecords() if records is None else records
         self.lock = threading.RLock()
-        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counters = Counter(zeros(L1Counters))
         self._events = events
         self._came: list[Callable[[Sequence[PackedKey]], None]] = []
         self._memory = memory

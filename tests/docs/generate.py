@@ -9,6 +9,7 @@ from tests.docs import (
     alert_rules,
     command_table,
     configuration_tables,
+    counter_table,
     engine_table,
     error_reference,
     hook_reference,
@@ -34,6 +35,7 @@ def generated() -> dict[Path, str]:
     files[DOCS / "plugins" / "hooks.md"] = NOTE + hook_reference.page()
     files[DOCS / "commands.md"] = command_table.renewed(files[DOCS / "commands.md"])
     files[DOCS / "configuration.md"] = configuration_tables.renewed(files[DOCS / "configuration.md"])
+    files[DOCS / "status.md"] = counter_table.renewed(files[DOCS / "status.md"])
     files[ROOT / "deploy" / "grafana" / "kvframework.json"] = dashboard()
     files[ROOT / "deploy" / "prometheus" / "kvframework.rules.yml"] = alert_rules.file()
     files[ROOT / "deploy" / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = kubernetes_rules.file()

@@ -25,6 +25,7 @@ from kvframework.messaging.server.dispatch import Dispatcher, Refusals, Served
 from kvframework.messaging.server.handlers import InFlight, RequestDurations
 from kvframework.messaging.server.sessions import ClientSession, LivenessServer, SessionTable
 from kvframework.messaging.server.sockets import EndpointFiles, Listeners, ReplySender
+from kvframework.status import MessagingCounters, zeros
 from kvframework.wire.protocol import REQUESTS
 
 logger = logging.getLogger(__name__)
@@ -34,28 +35,6 @@ ROUND_S = 0.05
 SESSIONS_END_S = 0.5  # at the server's end; the remaining sessions end with the process
 # Over TCP one big frame is encrypted in one go; a second thread of ZMQ keeps that from delaying other clients.
 IO_THREADS, IO_THREADS_TCP = 1, 2
-# In addition: `errors.CODE` for each code of an error that was answered.
-COUNTERS = (
-    "requests",
-    "responses",
-    "errors",
-    "sessions_opened",
-    "sessions_ended",
-    "hello_refused",
-    "server_refused",
-    "curve_refused",
-    "liveness_refused",
-    "malformed",
-    "unanswerable",
-    "dropped",
-    "unroutable",
-    "late",
-    "loop_errors",
-    "tick_errors",
-    "tcp_shut",
-    "local_shut",
-    "peers_shut_out",
-)
 
 
 @dataclass
@@ -93,7 +72,7 @@ class MessageServer:
         admit_uids: Collection[int] = (),
         admit_readers: Callable[[bool], None] | None = None,
     ) -> None:
-        self.counters: dict[str, int] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counters: dict[str, int] = Counter(zeros(MessagingCounters))
         self._endpoints = [endpoint, tcp] if tcp else [endpoint]
         self._files = None if endpoint.startswith("tcp://") else EndpointFiles(endpoint, shared=bool(admit_uids))
         self._admit_uids = admit_uids

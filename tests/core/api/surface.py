@@ -31,6 +31,7 @@ MODULES = (
         if "\n__all__ = " in file.read_text()
     ),
     "kvframework.client",
+    "kvframework.status",
     "kvframework.devices.copy_plans",
     "kvf_dev.testing",
     "kvf_dev.testing.faults",

@@ -11,7 +11,8 @@ from kvframework.messaging.client.reported import ShortPrompts as Untold
 from kvframework.messaging.server.sessions import SessionTable
 from kvframework.service.counts import LookupCounts, ShortPrompts
 from kvframework.service.finished import FinishedRequests
-from kvframework.wire.messages import MAX_SHORT, REASONS, Hello, Ping, ShortPrompt
+from kvframework.status import REASONS
+from kvframework.wire.messages import MAX_SHORT, Hello, Ping, ShortPrompt
 
 
 class Session(ClientInfo):

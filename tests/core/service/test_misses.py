@@ -22,10 +22,10 @@ from kvframework.service.finished import (
     decide,
     elsewhere,
 )
+from kvframework.status import REASONS
 from kvframework.storage.l1.departures import CAUSES, Ghost
 from kvframework.storage.l2.loading import TierCall
 from kvframework.storage.namespaces import NamespaceRecord
-from kvframework.wire.messages import REASONS
 
 HERE, THERE = b"h" * 16, b"t" * 16
 DESC = MemoryLayoutDesc(256, (GroupDesc((2, 2, 256, 8), "float16"),))

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvf_observe.http.exposition import Document, Labels, Reader, Value
 from kvframework import errors
+from kvframework.status import own_counters
 
 _EMPTY = {"first": 1.0, "counts": (0,), "sum": 0.0}
 
@@ -211,6 +212,18 @@ def devices(field: str) -> Reader:
                 yield (name, str(device["device"])), int(value is not None) if field == "pid" else value
 
     return read
+
+
+def tier_own(document: Document) -> Iterator[tuple[Labels, Value]]:
+    """The counters that the tiers' plugins declare themselves."""
+    for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
+        yield from (((name, what), each.value) for what, each in own_counters(status.get("details")).items())
+
+
+def transport_own(document: Document) -> Iterator[tuple[Labels, Value]]:
+    """The counters that the transports' plugins declare themselves."""
+    for name, status in (document.get("transports") or {}).items():
+        yield from (((name, what), each.value) for what, each in own_counters(status).items())
 
 
 def started(document: Document) -> Iterator[tuple[Labels, Value]]:
