@@ -52,6 +52,8 @@ COLD_REASONS = (
 )
 
 
+# Records of finished requests that one answer holds at most.
+MAX_RECENT = 1024
 # Families of metrics of several counters.
 _CALLS_FAILED = "tier_calls_failed_total"
 _EVENTS = "events_total"
@@ -602,6 +604,18 @@ class Finished(Message, frozen=True):
     load_s: float = 0.0
     compute_s: float = 0.0
     added_tokens: int = -1
+
+
+class RecentReply(Message, frozen=True):
+    """The answer to RECENT, the oldest first. `last` is the number of the newest record, 0 for none; `forgotten` is the
+    number of those after `after` that are no longer held; `boot_id` and `started_at` (wall clock) name the server's
+    start, after which numbers begin again."""
+
+    records: Annotated[tuple[Finished, ...], msgspec.Meta(max_length=MAX_RECENT)]
+    last: int
+    forgotten: int
+    boot_id: bytes
+    started_at: float
 
 
 def counted(document: Mapping[str, Any], kind: type[Part] = Status, at: str = "") -> Iterator[tuple[str, Counter, int]]:

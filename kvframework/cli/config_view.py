@@ -24,8 +24,8 @@ from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
 from kvframework.cli.console import print_table, print_text
-from kvframework.cli.usage import quiet_connection
 from kvframework.client.connection import ENDPOINT_VARIABLE, KVClient
+from kvframework.client.status_source import quiet_connection
 from kvframework.config import (
     FIELD_DEFAULT,
     Config,

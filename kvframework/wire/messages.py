@@ -17,7 +17,7 @@ from kvframework.api.layout import MAX_GROUPS, KVLayout, MemoryLayoutDesc
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.api.types import Message
 from kvframework.pricing.prefill import EngineSpeed
-from kvframework.status import Finished, TierCall
+from kvframework.status import MAX_RECENT, Finished, RecentReply, TierCall
 
 PROTOCOL_VERSION = 1
 MAX_HANDLES = 4096
@@ -31,8 +31,6 @@ MAX_SHORT, MAX_SHORT_ID = 16, 128
 MAX_FREED = 64
 # Instances for which one LOOKUP may ask for grants, and the objects of all grants that one answer has.
 MAX_GRANTS, MAX_GRANTED = 64, 4096
-# Records of finished requests that one answer holds at most.
-MAX_RECENT = 1024
 # Lookups of a trace that one answer holds at most.
 MAX_TRACED = 1024
 # How long an answer about a lookup may be held back, in seconds.
@@ -503,18 +501,6 @@ class Recent(Message, frozen=True):
     traced: bool = False
 
 
-class RecentReply(Message, frozen=True):
-    """The answer to RECENT, the oldest first. `last` is the number of the newest record, 0 for none; `forgotten` is the
-    number of those after `after` that are no longer held; `boot_id` and `started_at` (wall clock) name the server's
-    start, after which numbers begin again."""
-
-    records: Annotated[tuple[Finished, ...], msgspec.Meta(max_length=MAX_RECENT)]
-    last: int
-    forgotten: int
-    boot_id: bytes
-    started_at: float
-
-
 class Trace(Message, frozen=True):
     """TRACE: the LOOKUPs with a number above `after`; with -1 none yet, but those that follow are kept for this client
     until it asks with `done`, ends, or has not asked for 30 s. Processes of the server's own user on its node only."""
@@ -557,6 +543,7 @@ class StatusReply(Message, frozen=True):
 
 
 __all__ = [
+    "MAX_RECENT",
     "PROTOCOL_VERSION",
     "Aborted",
     "ApplyConfig",

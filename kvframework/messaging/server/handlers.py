@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvframework.api.futures import Future, Promise
+from kvframework.api.histogram import Histogram
 from kvframework.api.requests import ClientInfo, Handler, HandlerResult, Message, Reply
 from kvframework.errors import (
     Cancelled,
@@ -25,7 +26,6 @@ from kvframework.errors import (
     ProtocolError,
     UnknownRequest,
 )
-from kvframework.histogram import Histogram
 from kvframework.messaging.polling import Deadlines
 from kvframework.messaging.server.sessions import ClientSession
 from kvframework.messaging.server.sockets import ReplySender

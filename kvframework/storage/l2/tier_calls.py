@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from kvframework.api.histogram import Histogram
 from kvframework.api.keys import PackedKey
 from kvframework.errors import KVFrameworkError, TierError
-from kvframework.histogram import Histogram
 from kvframework.status import TierCounters, zeros
 from kvframework.storage.l2.steps import Steps
 

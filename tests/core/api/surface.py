@@ -32,7 +32,6 @@ MODULES = (
     ),
     "kvframework.client",
     "kvframework.status",
-    "kvframework.devices.copy_plans",
     "kvf_dev.testing",
     "kvf_dev.testing.faults",
     "kvf_dev.testing.layout",

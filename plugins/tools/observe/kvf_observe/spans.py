@@ -33,7 +33,7 @@ from opentelemetry.trace import (
 
 from kvf_observe.metrics import NOTHING_TRACED
 from kvframework import __version__
-from kvframework.client.status_source import StatusSource
+from kvframework.client import StatusSource
 from kvframework.errors import KVFrameworkError
 from kvframework.status import Finished, TierCall
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from kvf_observe.readings import tier_names
 from kvf_observe.top.minute import Window, reach
+from kvframework.api.logs import one_line
+from kvframework.api.numbers import short_count, short_duration, short_number
 from kvframework.api.options import ByteSize
-from kvframework.text import one_line, short_count, short_duration, short_number
 
 # Text, a number, or nothing that is known.
 Value = str | float | None
