@@ -90,7 +90,7 @@ def test_an_import_that_would_not_move_is_found(tmp_path: Path) -> None:
     """Also one within a function, which no start of a server shows."""
     plugin = tmp_path / "kvf_bad"
     plugin.mkdir()
-    lines = ("kvf_redis.wire", "kvframework.storage.l2.sealed_tier", "torch")
+    lines = ("kvf_redis.resp", "kvframework.storage.l2.sealed_tier", "torch")
     (plugin / "__init__.py").write_text("def create():\n" + "".join(f"    import {name}\n" for name in lines))
     assert foreign(plugin) == set(lines)
 
