@@ -19,13 +19,11 @@ from kvf_observe.readings import (
     each,
     first_word,
     histogram,
-    histograms,
     number,
     rows,
     tier,
     tier_counts,
     tier_each,
-    tier_histograms,
     tier_rows,
 )
 from kvframework.status import COLD_REASONS, COUNTERS, REASONS
@@ -154,7 +152,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "request_seconds",
             "time from the receipt of a request to its answer",
             "requests.*.counts",
-            histograms("requests"),
+            counts("requests"),
             ("type",),
         ),
         _counted("messages_total", "messages", ("what",)),
@@ -264,11 +262,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "tier-down",
         ),
         _histogram(
-            "tier_seconds",
-            "time of calls that worked",
-            "l2[].seconds.*.counts",
-            tier_histograms("seconds"),
-            ("tier", "op"),
+            "tier_seconds", "time of calls that worked", "l2[].seconds.*.counts", tier_counts("seconds"), ("tier", "op")
         ),
         _counted("tier_bytes_total", "bytes of values", ("tier", "direction")),
         _counted("tier_values_total", "values, by what became of them", ("tier", "what"), "tier-values-unusable"),
