@@ -21,7 +21,6 @@ from kvframework.config.load import assemble, load_config
 from kvframework.config.schema import (
     Config,
     CurveConfig,
-    EventsConfig,
     L1Config,
     L2Config,
     L2Keys,
@@ -40,7 +39,6 @@ __all__ = [
     "Config",
     "CurveConfig",
     "Endpoint",
-    "EventsConfig",
     "L1Config",
     "L2Config",
     "L2Keys",

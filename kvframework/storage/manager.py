@@ -21,13 +21,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 from kvframework.api.eviction import EvictionPolicy, PackedKey, Use
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.listener import Added, Removed
 from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
 from kvframework.api.requests import Select
 from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
-from kvframework.events.feed import NO_EVENTS, Events
+from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.status import L1Counters, zeros
 from kvframework.storage.l1.allocator import RangeAllocator
 from kvframework.storage.l1.departures import MOST_DROPPED, Cause, Departures, Ghost
@@ -100,7 +101,8 @@ class StorageManager:
     """`memory` and the tiers are owned from here on and closed by `close`; `records` are shared with the stores.
     `policy` orders the objects of no named tenant. `ghosts` is the number of keys that left L1 that are remembered.
     Without `threads` nothing happens in the background: a simulation drives the `controllers` itself, each with the
-    number of its threads. `kept` is owned, too. `events` hears what came into L1 and the tiers, and what left."""
+    number of its threads. `kept` is owned, too. `ring` gets the records of what comes into L1 and the tiers, and leaves
+    them."""
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class StorageManager:
         ghosts: int = 0,
         tenants: Sequence[Tenant] = (),
         kept: Kept = NO_KEEPER,
-        events: Events = NO_EVENTS,
+        ring: RecordRing = NO_RECORDS,
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
@@ -122,7 +124,7 @@ class StorageManager:
         self.records = NamespaceRecords() if records is None else records
         self.lock = threading.RLock()
         self.counters = Counter(zeros(L1Counters))
-        self._events = events
+        self._ring = ring
         self._came: list[Callable[[Sequence[PackedKey]], None]] = []
         self._memory = memory
         self._arena = memory.view()
@@ -130,7 +132,7 @@ class StorageManager:
         self._high, self._low = high_watermark, low_watermark
         # The last tick did not reach the low watermark.
         self._lowering = False
-        self.tiers = Tiers(self, tiers, self.records, clock, events)
+        self.tiers = Tiers(self, tiers, self.records, clock, ring)
         self._departures = Departures(self.capacity, ghosts, self.records.model_of, clock)
         # The seconds in which engines compute a token, as far as they say, and a byte is loaded: both as of the last
         # tick, for the eviction policy.
@@ -760,7 +762,8 @@ class StorageManager:
         objects = self._table.commit(lease_id, owner=owner, now=self.clock())
         keys = [stored.key for stored in objects]
         self._departures.back(keys)
-        self._events.came(keys)
+        if self._ring.wanted:
+            self._ring.put(Added(keys))
         for came in self._came:
             came(keys)
         self._writers_ended()
@@ -769,7 +772,8 @@ class StorageManager:
     def _left(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
         self._departures.left(stored, cause, by)
         self.tiers.removed(stored.key)
-        self._events.went(stored.key)
+        if self._ring.wanted:
+            self._ring.put(Removed((stored.key,)))
 
     def _writers_ended(self) -> None:
         """Report ended writers to the loads that wait for one; the caller holds the lock."""

@@ -23,6 +23,7 @@ KITS = {
     "eviction": "EvictionConformance",
     "hasher": "HasherConformance",
     "codec": "CodecConformance",
+    "listener": "ListenerConformance",
 }
 
 

@@ -44,6 +44,7 @@ OPEN_MAPS = {
     "l2[].details.counters",
     "l2[].latency_ms",
     "l2[].seconds",
+    "listeners",
     "losses.recent[].codes",
     "lookups.by_model",
     "lookups.misses",

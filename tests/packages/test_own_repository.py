@@ -21,7 +21,10 @@ from tests.core.registry.fake_distributions import install
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY_POINTS: dict[str, dict[str, str]] = defaultdict(dict)
-for _file in [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/*/pyproject.toml"))]:
+for _file in [
+    ROOT / "pyproject.toml",
+    *sorted([*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("plugins/*/*/pyproject.toml")]),
+]:
     for _name, _module in re.findall(r'^"([\w.]+)" = "(kvf_\w+)"$', _file.read_text(), re.MULTILINE):
         ENTRY_POINTS[_module][_name] = _module
 # What the pyproject of each would depend on, beside kvframework and what comes with it.
@@ -30,6 +33,7 @@ DEPENDENCIES = {
     "kvf_codecs": {"numpy", "xxhash", "zstandard"},
     "kvf_cpu_gather": {"torch"},
     "kvf_cuda_ipc": {"cuda"},
+    "kvf_events": {"xxhash", "zmq"},
     "kvf_layouts": {"torch"},
     "kvf_mooncake": {"mooncake", "xxhash"},
     "kvf_peers": {"redis"},
