@@ -540,6 +540,7 @@ class Status(Part, frozen=True):
     log: Log = Log()
     observe: Observe = Observe()
     events: Events = Events()
+    listeners: dict[str, Any] = {}
     messaging: Messaging = Messaging()
 
 
