@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from kvframework.api.command import examples
 from kvframework.cli.serve_options import Format, Level, ServeOptions
-from kvframework.cli.usage import ConfigFile, Overrides, examples
+from kvframework.cli.usage import ConfigFile, Overrides
 
 _EPILOG = examples(
     "kvframework serve",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvframework.cli.commands import QuickGroup
-from kvframework.cli.usage import examples
+from kvframework.api.command import QuickGroup, examples
 
 _MAX_SALT = 1024
 
@@ -29,7 +28,7 @@ def digest() -> None:
     The salt is what a tenant's engine sends as its requests' cache_salt. It is a secret, so it is read from standard
     input, or asked for at a terminal, and never given as an argument. A line end behind it does not count.
     """
-    from kvframework.cli.console import stdout
+    from kvframework.api.console import stdout
     from kvframework.config import tenant_digest
 
     stdout.print(tenant_digest(_salt()), markup=False, highlight=False)

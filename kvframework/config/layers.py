@@ -9,8 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from kvframework.config.toml import MOST_LEVELS, parse_toml, read_toml
-from kvframework.config.toml_mistakes import MOST_SHOWN
+from kvframework.api.toml import MOST_LEVELS, parse_toml, read_toml
+from kvframework.api.toml_mistakes import MOST_SHOWN
 from kvframework.errors import ConfigFieldError, ConfigFileError
 
 _HINT = "write table.key=value, for example l1.capacity=4GiB or l2.0.url=redis://localhost"

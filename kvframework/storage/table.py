@@ -24,6 +24,7 @@ from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
 from kvframework.bounded_close import call_within
 from kvframework.record_ring import NO_RECORDS, RecordRing
+from kvframework.status import L1Counters, zeros
 from kvframework.storage.l1.entries import NO_CLIENT, Account, AccountKey, RangeAllocator, StoredObject
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.eviction_statistics import MOST_DROPPED, Cause, EvictionStatistics, FindRow, Ghost
@@ -57,8 +58,6 @@ AT_ONCE = 512
 TURN_S = 0.001
 # Objects that one tick evicts, a bound on the time it takes from the serving thread.
 EVICT_AT_ONCE = 2048
-
-COUNTERS = ("stored", "dropped", "aborted", "loaded", "retrieves", "retrieve_misses")
 
 
 def _locked(method: F) -> F:
@@ -96,7 +95,7 @@ class Table:
     ) -> None:
         self.lock = threading.RLock()
         self.clock = clock
-        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counters = Counter(zeros(L1Counters))
         self._records = records
         self._ring = ring
         self._came: list[Callable[[Sequence[PackedKey]], None]] = [ring.added] if ring.wanted else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvf_observe.alerts import rules
-from kvframework.config.toml import read_toml
+from kvframework.api.toml import read_toml
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 NOTE = "# Made from plugins/tools/observe/kvf_observe/alerts.py; renew with python -m tests.docs.generate\n"

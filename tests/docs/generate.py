@@ -8,6 +8,7 @@ from kvf_observe.dashboard import dashboard
 from tests.docs import (
     alert_rules,
     configuration_tables,
+    counter_table,
     engine_table,
     error_reference,
     hook_reference,
@@ -32,6 +33,7 @@ def generated() -> dict[Path, str]:
     files[DOCS / "plugins" / "hooks.md"] = NOTE + hook_reference.page()
     files[DOCS / "commands.md"] = reference_tables.commands(files[DOCS / "commands.md"])
     files[DOCS / "configuration.md"] = configuration_tables.renewed(files[DOCS / "configuration.md"])
+    files[DOCS / "status.md"] = counter_table.renewed(files[DOCS / "status.md"])
     files[ROOT / "deploy" / "grafana" / "kvframework.json"] = dashboard()
     files[ROOT / "deploy" / "prometheus" / "kvframework.rules.yml"] = alert_rules.prometheus()
     files[ROOT / "deploy" / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = alert_rules.kubernetes()

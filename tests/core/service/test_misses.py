@@ -17,9 +17,9 @@ from kvframework.service.counts import MAX_MODELS, OTHER_MODELS, LookupCounts
 from kvframework.service.finished import MOST, FinishedRequests
 from kvframework.service.miss_reasons import START_EXPLAINS_S, Facts, Row, decide, elsewhere
 from kvframework.service.records import MOST_WAITING, RequestLog
+from kvframework.status import REASONS
 from kvframework.storage.l1.eviction_statistics import CAUSES, Ghost
 from kvframework.storage.namespaces import NamespaceRecord
-from kvframework.wire.messages import REASONS
 from tests.support.waiting import wait_until
 
 HERE, THERE = b"h" * 16, b"t" * 16

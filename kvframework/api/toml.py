@@ -9,13 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvframework.api.options import ByteSize
-from kvframework.config.toml_mistakes import deep_at, excerpt, explain
+from kvframework.api.toml_mistakes import deep_at, excerpt, explain
 from kvframework.errors import ConfigFieldError, ConfigFileError
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+__all__ = ["read_toml"]
 
 # The largest file that is read: no configuration has this many bytes, a device has no end, and the parser takes 2 us
 # for a byte.

@@ -12,6 +12,8 @@ import msgspec
 from kvframework.api.options import ByteSize
 from kvframework.errors import ConfigFieldError
 
+__all__ = ["convert"]
+
 T = TypeVar("T", bound=msgspec.Struct)
 
 _UNQUOTED = {
