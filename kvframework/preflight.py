@@ -31,7 +31,14 @@ from kvframework.config import (
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginUnavailable
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.sockets import EndpointFiles
-from kvframework.registry import PluginRegistry, check_table, codec_tables, named_tables, resolve_table
+from kvframework.registry import (
+    PluginRegistry,
+    check_table,
+    codec_tables,
+    named_tables,
+    resolve_table,
+    server_terms,
+)
 from kvframework.wire import messages as m
 
 _ANSWER_S = 1.0
@@ -48,7 +55,7 @@ def refusals(
     for table, descriptor in named_tables(config):
         try:
             provider, options = resolve_table(registry, table, descriptor)
-            check_table(registry, table, provider, options, replaces=replaces, kept=kept)
+            check_table(registry, table, provider, options, server=server_terms(config), replaces=replaces, kept=kept)
         except KVFrameworkError as error:
             yield error
 

@@ -20,7 +20,7 @@ from kvframework.masking import secrets_of, shown, shown_options
 from kvframework.overdue import call_bounded
 from kvframework.preflight import refusals
 from kvframework.registry import PluginRegistry, complete_config, named_tables, resolve_table
-from kvframework.service.operator_requests import check_own_user
+from kvframework.service.contexts import check_own_user
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 
@@ -85,7 +85,8 @@ def flat(config: Config) -> dict[str, object]:
 def _keys(path: str, value: object) -> Iterator[tuple[str, object]]:
     prefix = f"{path}." if path else ""
     if isinstance(value, PluginTable):
-        yield f"{prefix}use", value.use
+        if "use" in value.core_keys:
+            yield f"{prefix}use", value.use
         yield from ((f"{prefix}{name}", each) for name, each in value.options.items())
     elif isinstance(value, CodecsConfig):
         yield f"{prefix}allow", value.allow

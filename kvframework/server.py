@@ -18,6 +18,7 @@ from kvframework.api.codec import Codec, CodecProvider
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.layout import Layout, LayoutProvider
+from kvframework.api.listener import Listener, ListenerProvider
 from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableContext
 from kvframework.api.node import NodeIdentity
 from kvframework.api.options import ByteSize
@@ -28,18 +29,18 @@ from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import Config, L2Config, PluginTable, bytes_of_tenants, default_endpoint, shares_of_tenants
 from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
-from kvframework.events.feed import NO_EVENTS
-from kvframework.events.publisher import RouterEvents
 from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.form import change_logging
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.dispatch import Served, check_handlers
 from kvframework.messaging.server.loop import MessageServer
 from kvframework.observe_supervisor import ObserveSupervisor
-from kvframework.registry.check import Creator, codec_tables, resolve_table
+from kvframework.record_ring import RecordRing
+from kvframework.registry.check import Creator, codec_tables, resolve_table, server_terms
 from kvframework.registry.registry import PluginRegistry
 from kvframework.running_config import RunningConfig
 from kvframework.service.lifecycle import CacheService
+from kvframework.service.listeners import Listeners, ServerContext
 from kvframework.service.operator_requests import Diagnosis, HandOver
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l1.eviction import Tenant
@@ -82,11 +83,7 @@ class Server:
             layout, options = resolve_table(self._registry, table, LayoutProvider)
             layouts[table.use] = self._creator.one("layout", table, Layout, layout.create, options)
         self._observer = ObserveSupervisor(self.endpoint, config.observe) if config.observe else None
-        self._events: RouterEvents | None = None
-        if config.events is not None:
-            self._events = RouterEvents(
-                config.events, self.endpoint, hasher, keys=curve, admit_uids=config.server.admit_uids
-            )
+        self._listeners = Listeners(RecordRing(wanted=bool(config.listeners)))
         self._tiers: list[tuple[L2Config, Tier]] = []
         identity = partial(self._identity, hasher)
         storage = self._storage(identity)
@@ -107,9 +104,10 @@ class Server:
             messaging_status=lambda: self._messaging_status(),
             request_durations=lambda: self._messages.durations.status(),
             tenants=config.tenants,
-            events=self._events.feed if self._events else NO_EVENTS,
-            events_status=self._events.status if self._events else dict,
+            listeners=self._listeners,
         )
+        for table in config.listeners:
+            self._listen(table, hasher, curve)
         self._node = PeerExport(
             storage, NodeIdentity(self.service.boot_id, self.service.chunk_size, hasher.fingerprint)
         )
@@ -133,17 +131,16 @@ class Server:
             tcp=config.server.tcp,
             curve=curve,
             admit_uids=config.server.admit_uids,
-            admit_readers=self._events.admit if self._events else None,
+            admit_readers=self._listeners.doors.admit if config.listeners else None,
         )
         self.service.wakes(self._messages.wake)
 
     def bind(self) -> None:
-        """Bind the sockets. Raises `EndpointError` and `EventLedgerError`. Afterwards `serve_forever` must be
-        called."""
-        if self._events is not None:
-            storage = self.service.storage
-            keeps = storage.table.is_recoverable and self._keeper is not None and self._keeper.lasts
-            self._events.start(self.service.shape_of, storage.table.which_present, keeps=keeps)
+        """Start the listeners and bind the sockets. Raises `EndpointError`, and what a listener raises. Afterwards
+        `serve_forever` must be called."""
+        keeps = self.service.storage.table.is_recoverable and self._keeper is not None and self._keeper.lasts
+        self._listeners.start(keeps=keeps)
+        self.service.start()
         for table, tier in self._tiers:
             self._creator.call("tier", table.tier, tier.attach, self._node, name="attach")
         self._messages.bind()
@@ -167,10 +164,6 @@ class Server:
         warn_of_missing_kernels()
         if self._config.server.insecure:
             log.warning("insecure = true: any client that reaches the TCP port is served, in plain text")
-        if events := self._config.events:
-            log.info("events for routers at %s, their replay at %s", events.endpoint, events.replay or "no socket")
-            if events.insecure:
-                log.warning("[events] insecure = true: any process that reaches tcp:// reads prompts, in plain text")
         try:
             self._messages.serve_forever()
             self.service.storage.table.served()
@@ -192,8 +185,7 @@ class Server:
         by = time.monotonic() + STOP_S if self._stop_by is None else self._stop_by
         if self._observer is not None:
             self._observer.stop()
-        if self._events is not None:
-            self._events.stop(handed_over=self._hand_over.done)
+        self._listeners.stop(handed_over=self._hand_over.done)
         self.service.close(by, process_ends=process_ends)
 
     def abandon(self) -> None:
@@ -217,6 +209,21 @@ class Server:
         server = server_half(provider, options, arena_fd, lambda function: create(function, options, arena_fd))
         return AttachedTransport(provider.name, provider.is_gpu, server)
 
+    def _listen(self, table: PluginTable, hasher: KeyHasher, curve: ServerKeys | None) -> None:
+        provider, options = resolve_table(self._registry, table, ListenerProvider)
+        context = ServerContext(
+            table.where,
+            server_terms(self._config),
+            hasher,
+            present=self.service.storage.table.which_present,
+            shape=self.service.shape_of,
+            doors=self._listeners.doors,
+            keys=curve,
+            admit_uids=self._config.server.admit_uids,
+        )
+        made = self._creator.one("listener", table, Listener, provider.create, options, context)
+        self._listeners.add(provider.name, made)
+
     def _storage(self, identity: Callable[[], Identity]) -> StorageManager:
         config = self._config
         policy, policy_options = resolve_table(self._registry, config.l1.eviction, EvictionProvider)
@@ -237,7 +244,7 @@ class Server:
             low_watermark=config.l1.low_watermark,
             ghosts=config.l1.ghosts,
             recovery=recovery,
-            events=self._events.feed if self._events else NO_EVENTS,
+            ring=self._listeners.ring,
             tenants=[
                 Tenant(tenant.name, least, most, new_policy())
                 for tenant, (least, most) in zip(config.tenants, shares, strict=True)

@@ -36,7 +36,7 @@ def pages() -> dict[str, str]:
     found |= {name: name.lower() for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")}
     found["SECURITY.md"] = "reporting.md"
     found |= {f"docs/{each}": each for each in _below("docs", "**/*.md")}
-    found |= {f"plugins/{each}": f"with/{Path(each).parent.name}.md" for each in _below("plugins", "*/*/README.md")}
+    found |= {f"plugins/{each}": f"with/{Path(each).parent.name}.md" for each in _readmes()}
     found |= {f"examples/{each}": f"examples/{Path(each).parent}.md" for each in _below("examples", "*/README.md")}
     found["benchmarks/README.md"] = "benchmarks_package.md"
     return found
@@ -126,6 +126,11 @@ def _from(place: str, target: str) -> str:
 def _slug(heading: str) -> str:
     """The anchor of a heading, as Python-Markdown makes it."""
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+def _readmes() -> Iterator[str]:
+    yield from _below("plugins", "*/README.md")
+    yield from _below("plugins", "*/*/README.md")
 
 
 def _below(folder: str, pattern: str) -> Iterator[str]:

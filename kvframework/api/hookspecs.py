@@ -18,6 +18,7 @@ from kvframework.api.driver import DeviceTransportProvider
 from kvframework.api.eviction import EvictionProvider
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
+from kvframework.api.listener import ListenerProvider
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import PROJECT
 from kvframework.api.requests import RequestsProvider
@@ -330,4 +331,38 @@ def kvf_request_handlers() -> list[RequestsProvider]:  # type: ignore[type-arg,e
         @hookimpl
         def kvf_request_handlers():
             return [RequestsProvider(name="echo", summary="says it again", create=create)]
+    """
+
+
+@_hookspec
+def kvf_listeners() -> list[ListenerProvider]:  # type: ignore[type-arg,empty-body]
+    """Listeners: what a server's requests did, read off the serving thread.
+
+    Example, a log of how L1 grows and shrinks (entry point `listener.growth`):
+
+        import logging
+        from kvframework.api.listener import Added, Listener, ListenerProvider, Removed, hookimpl
+
+        log = logging.getLogger(__name__)
+
+        class Growth(Listener):
+            def __init__(self):
+                self._added = self._removed = self._lost = 0
+
+            def listen(self, records):
+                for batch in records:  # ends with the server
+                    self._lost += batch.lost  # the ring was full: what is counted here is too little
+                    for record in batch.records:
+                        if isinstance(record, Added):
+                            self._added += len(record.keys)
+                        elif isinstance(record, Removed):
+                            self._removed += len(record.keys)
+                    log.debug("%d objects added, %d removed", self._added, self._removed)
+
+            def status(self):
+                return {"added": self._added, "removed": self._removed, "lost": self._lost}
+
+        @hookimpl
+        def kvf_listeners():
+            return [ListenerProvider(name="growth", summary="what L1 gains", create=lambda options, context: Growth())]
     """

@@ -17,6 +17,7 @@ _PACKAGES = {
 SOURCES = {
     "kvframework": "DIR-OF-CLONE",
     "kvframework-bench": "DIR-OF-CLONE/benchmarks",
+    "kvframework-events": "DIR-OF-CLONE/plugins/events",
     **{
         f"kvframework-{name}": f"DIR-OF-CLONE/plugins/{folder}/{name}"
         for folder, names in _PACKAGES.items()

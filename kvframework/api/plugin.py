@@ -11,7 +11,7 @@ import pluggy
 from kvframework.api.findings import Finding
 from kvframework.api.options import NoOptions, Options
 
-__all__ = ["API_VERSION", "Provider", "TableContext", "hookimpl"]
+__all__ = ["API_VERSION", "Provider", "ServerTerms", "TableContext", "hookimpl"]
 
 PROJECT = "kvframework"
 ENTRY_POINT_GROUP = "kvframework.v1"
@@ -28,15 +28,26 @@ def always_available() -> str | None:
 
 
 @dataclass(frozen=True)
+class ServerTerms:
+    """What a configuration's `[server]` says to its plugins: the tokens of a chunk, the endpoints at which the server
+    listens, and whether it has CURVE keys, which admit clients over TCP."""
+
+    chunk_size: int = 256
+    endpoints: tuple[str, ...] = ()
+    has_keys: bool = False
+
+
+@dataclass(frozen=True)
 class TableContext:
     """The TOML table for which `create`, `check` or `diagnose` is called. `where` is its place, for error texts.
 
     `replaces` is for `check`: the process of the server whose place the new one will take, None: no server runs. What
-    that process holds, such as a lock, is free by then.
+    that process holds, such as a lock, is free by then. `server` is of the same configuration.
     """
 
     where: str
     replaces: int | None = None
+    server: ServerTerms = ServerTerms()
 
 
 # (options, TableContext, deadline) -> Sequence[Finding]: the report of `kvframework doctor` on a plugin's store or

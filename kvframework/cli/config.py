@@ -135,5 +135,6 @@ def _summary(config: Config) -> str:
         ("transport", [table.use for table in config.transport]),
         ("layout", [table.use for table in config.layout]),
         ("requests", [table.use for table in config.requests]),
+        ("listener", [table.use for table in config.listeners]),
     )
     return ", ".join(f"{name} {'+'.join(uses)}" for name, uses in parts if uses)

@@ -18,6 +18,7 @@ from kvframework.api.codec import CodecProvider
 from kvframework.api.eviction import EvictionProvider
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
+from kvframework.api.listener import ListenerProvider
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import Provider
 from kvframework.api.requests import RequestsProvider
@@ -84,7 +85,8 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     else:
         view.empty.append(ShownValue("observe", None, FIELD_DEFAULT))
     if config.events is not None:
-        view.core(("events",), "[events]", shown_options(config.events))
+        _, options = resolve_table(registry, config.events, ListenerProvider)
+        view.core(("events",), "[events]", shown_options(options), plugin="listener.events")
     else:
         view.empty.append(ShownValue("events", None, FIELD_DEFAULT))
     l1, eviction = config.l1, config.l1.eviction
@@ -95,6 +97,7 @@ def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> Con
     view.array("transport", config.transport, AnyTransportProvider)
     view.array("layout", config.layout, LayoutProvider)
     view.array("requests", config.requests, RequestsProvider)
+    view.array("listener", config.listener, ListenerProvider)
     for index, l2 in enumerate(config.l2):
         view.plugin(("l2", index), f"[[l2]] #{index + 1}", l2.tier, TierProvider, msgspec.structs.asdict(l2.keys))
     if not config.l2:

@@ -49,6 +49,7 @@ _TABLES = {
     "hasher": "[hasher]",
     "codec": "codec of [[l2]]",
     "requests": "[[requests]]",
+    "listener": "[[listener]]",
 }
 _STYLES = {"available": "green", "unavailable": "yellow"}
 

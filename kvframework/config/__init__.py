@@ -1,17 +1,16 @@
 """Configuration: one TOML file becomes frozen structs; every mistake is an error with its place."""
 
+from kvframework.api.endpoint import Endpoint, parse_endpoint
 from kvframework.config.conversion import closest, convert
 from kvframework.config.endpoint import (
     FULL_SUFFIX,
     LIVENESS_SUFFIX,
-    Endpoint,
     check_directory,
     check_private_directory,
     default_directory,
     default_endpoint,
     ipc_path,
     keeper_path,
-    parse_endpoint,
     parse_listen,
     prepare_private_directory,
     trusted_server_uid,
@@ -21,7 +20,6 @@ from kvframework.config.load import assemble, collector_url, load_config
 from kvframework.config.schema import (
     Config,
     CurveConfig,
-    EventsConfig,
     L1Config,
     L2Config,
     L2Keys,
@@ -42,7 +40,6 @@ __all__ = [
     "Config",
     "CurveConfig",
     "Endpoint",
-    "EventsConfig",
     "L1Config",
     "L2Config",
     "L2Keys",

@@ -4,13 +4,12 @@ CLI."""
 from __future__ import annotations
 
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
 
+from kvframework.api.endpoint import ADDRESS, parse_endpoint
 from kvframework.errors import EndpointError
 
 # Beside the server's socket: the liveness socket, and the new path of the socket itself while the server takes no
@@ -19,46 +18,12 @@ LIVENESS_SUFFIX = ".live"
 FULL_SUFFIX = ".full"
 # The kernel takes 107 bytes, suffix included.
 _MAX_SUN_PATH = 107
-MAX_SOCKET_PATH_BYTES = 100
 
 # Names the user whose server a client trusts, if that is another one than its own.
 SERVER_UID_VARIABLE = "KVFRAMEWORK_SERVER_UID"
 MAX_UID = (1 << 32) - 2  # the last one means "no change" to the kernel
 
 _IPC = "ipc://"
-_TCP = "tcp://"
-_HINT = "write ipc:// and an absolute path"
-_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.%]+)\]|(?P<host>[A-Za-z0-9_.*-]+)):(?P<port>[0-9]{1,5})")
-
-
-class Endpoint(NamedTuple):
-    """A parsed endpoint: `path` of an "ipc" one; `host` and `port` of a "tcp" one."""
-
-    kind: Literal["ipc", "tcp"]
-    path: str = ""
-    host: str = ""
-    port: int = 0
-
-
-def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
-    """Parses `text`. Pure: looks at the text only. Raises `EndpointError`."""
-    if text.startswith(_TCP):
-        return _parse_tcp(text, where)
-    path = text.removeprefix(_IPC)
-    if path == text:
-        raise EndpointError(f"{text!r} is no endpoint", where=where, available="ipc://, tcp://", hint=_HINT)
-    # A relative path means another socket in every working directory; "@" would be a name without permissions.
-    if not path.startswith("/") or path.endswith("/") or not path.isprintable():
-        raise EndpointError(f"{path!r} is no absolute path of a socket", where=where, hint=_HINT)
-    size = len(os.fsencode(path))
-    if size > MAX_SOCKET_PATH_BYTES:
-        raise EndpointError(
-            f"the socket's path has {size} bytes: {path}",
-            where=where,
-            available=f"at most {MAX_SOCKET_PATH_BYTES}",
-            hint="choose a shorter directory with [server] endpoint",
-        )
-    return Endpoint("ipc", path=path)
 
 
 def ipc_path(endpoint: str) -> str:
@@ -85,21 +50,9 @@ def keeper_path(endpoint: str) -> str:
     return ipc_path(endpoint) if parsed.kind == "ipc" else str(default_directory() / f"tcp-{parsed.port}")
 
 
-def _parse_tcp(text: str, where: str) -> Endpoint:
-    match = _ADDRESS.fullmatch(text.removeprefix(_TCP))
-    if match is None or not 1 <= int(match["port"]) <= 65535:
-        raise EndpointError(
-            f"{text!r} is no host and port",
-            where=where,
-            available="tcp://HOST:PORT, tcp://[ADDRESS]:PORT",
-            hint="a server names the address that it listens at",
-        )
-    return Endpoint("tcp", host=match["six"] or match["host"], port=int(match["port"]))
-
-
 def parse_listen(text: str, *, where: str = "") -> tuple[str, int]:
     """The host and the port, 0 to 65535, of "HOST:PORT". Pure. Raises `EndpointError`."""
-    match = _ADDRESS.fullmatch(text)
+    match = ADDRESS.fullmatch(text)
     if match is None or int(match["port"]) > 65535:
         raise EndpointError(
             f"{text!r} is no host and port", where=where, available="HOST:PORT, [ADDRESS]:PORT", hint="127.0.0.1:9309"

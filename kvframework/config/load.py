@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvframework.api.endpoint import parse_endpoint
 from kvframework.config.conversion import convert, unknown_key
-from kvframework.config.endpoint import parse_endpoint, parse_listen
+from kvframework.config.endpoint import parse_listen
 from kvframework.config.layers import CONFIG_VARIABLE, DEFAULT_EVICTION, Layers, read_layers
 from kvframework.config.schema import (
     CodecName,
     CodecsConfig,
     Config,
-    EventsConfig,
     L1Config,
     L1Keys,
     L2Config,
@@ -75,6 +75,7 @@ _TABLES = (
     "codecs",
     "hasher",
     "requests",
+    "listener",
     "observe",
     "events",
     "tenants",
@@ -99,6 +100,7 @@ def assemble(layers: Layers) -> Config:
         if key not in _TABLES:
             raise unknown_key(key, _TABLES, where=where)
     server = _server(_table(raw.get("server", {}), f"{where}: [server]"), f"{where}: [server]")
+    events, listener = _listeners(raw, where)
     return Config(
         server=server,
         log=convert(_table(raw.get("log", {}), f"{where}: [log]"), LogConfig, where=f"{where}: [log]"),
@@ -112,7 +114,8 @@ def assemble(layers: Layers) -> Config:
         source=layers.source,
         tenants=_tenants(_table(raw.get("tenants", {}), f"{where}: [tenants]"), where),
         observe=_observe(raw["observe"], f"{where}: [observe]") if "observe" in raw else None,
-        events=_events(raw["events"], server, f"{where}: [events]") if "events" in raw else None,
+        events=events,
+        listener=listener,
     )
 
 
@@ -159,33 +162,14 @@ def _observe(value: object, where: str) -> ObserveConfig:
     return observe
 
 
-def _events(value: object, server: ServerConfig, where: str) -> EventsConfig:
-    events = convert(_table(value, where), EventsConfig, where=where)
-    named = {"endpoint": events.endpoint, "replay": events.replay}
-    for key, endpoint in named.items():
-        if not endpoint:
-            continue
-        is_tcp = parse_endpoint(endpoint, where=f"{where} {key}").kind == "tcp"
-        if is_tcp and server.curve is None and not events.insecure:
-            raise EndpointError(
-                "tcp:// needs CURVE keys, or insecure = true: token ids of prompts are told there",
-                where=f"{where} {key}",
-                available="[server.curve] secret_key = FILE, clients = DIR; or [events] insecure = true",
-                hint="make keys with: kvframework keys new DIR",
-            )
-    sockets = [each for each in (*named.values(), server.endpoint, server.tcp) if each]
-    if len(set(sockets)) < len(sockets):
-        raise ConfigFieldError("two sockets at one address", where=where, available="an address for each")
-    if len(set(events.engines)) < len(events.engines):
-        raise ConfigFieldError("an engine is named twice", where=f"{where} engines", available="each name once")
-    if server.chunk_size % events.block_size:
-        raise ConfigFieldError(
-            f"block_size {events.block_size} does not divide the chunk of {server.chunk_size} tokens",
-            where=f"{where} block_size",
-            available=f"divisors of [server] chunk_size, {server.chunk_size}",
-            hint="write the block size of the router, which is that of the engines",
-        )
-    return events
+def _listeners(raw: dict[str, object], where: str) -> tuple[PluginTable | None, tuple[PluginTable, ...]]:
+    """The table `[events]`, which is that of the listener of this name, and the others."""
+    listener, events = _plugins(raw, "listener", where), None
+    if "events" in raw:
+        place = f"{where}: [events]"
+        events = PluginTable("events", _table(raw["events"], place), place, ())
+    _named_once((events, *listener) if events else listener)
+    return events, listener
 
 
 def _l1(table: dict[str, object], where: str) -> L1Config:

@@ -13,8 +13,6 @@ from kvframework.api.tier import MAX_TIER_CALLS
 _YEAR_S = 365 * 24 * 3600.0
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["human", "json"]
-EventFormat = Literal["map", "array"]
-SaltedEvents = Literal["withhold", "tell"]
 Keep = Literal["off", "auto"]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
@@ -159,46 +157,6 @@ class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
 
 
-class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[events]`: what L1 and the tiers hold is announced to routers, see docs/routing.md. Without the table nothing
-    is, and no token ids come to the server. `engines` are the names by which routers know the engines of this node;
-    (): the node's own name. `state` "" is a folder of this user."""
-
-    endpoint: Annotated[
-        str, msgspec.Meta(min_length=1, description="`ipc://` or `tcp://` socket at which routers subscribe")
-    ]
-    replay: Annotated[
-        str, msgspec.Meta(description="socket at which they ask for what they lack; empty: none, and late ones lack it")
-    ] = ""
-    format: Annotated[
-        EventFormat, msgspec.Meta(description="form of an event: `map`, or `array` for readers of older releases")
-    ] = "map"
-    block_size: Annotated[
-        int, msgspec.Meta(ge=1, le=65536, description="tokens of a block as the router counts them; divides a chunk")
-    ] = 16
-    salted: Annotated[
-        SaltedEvents,
-        msgspec.Meta(
-            description="`tell`: prompts with a salt are announced with it, and every subscriber learns the salt"
-        ),
-    ] = "withhold"
-    engines: Annotated[
-        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern="^[^@]+$")], ...],
-        msgspec.Meta(
-            max_length=16,
-            description="names of this node's engines as the router knows them, such as `10.0.0.7:8000`, one topic"
-            " each; empty: one topic, with the name of the machine",
-        ),
-    ] = ()
-    state: Annotated[
-        str,
-        msgspec.Meta(description="folder of the ledger; empty: `$STATE_DIRECTORY`, else `~/.local/state/kvframework`"),
-    ] = ""
-    insecure: Annotated[
-        bool, msgspec.Meta(description="tells over `tcp://` in plain text to any subscriber: prompts are in it")
-    ] = False
-
-
 class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The core's own keys of `[l1]`."""
 
@@ -332,7 +290,13 @@ class Config(msgspec.Struct, frozen=True):
     codecs: CodecsConfig = CodecsConfig()
     tenants: tuple[TenantConfig, ...] = ()
     observe: ObserveConfig | None = None
-    events: EventsConfig | None = None
+    events: PluginTable | None = None
+    listener: tuple[PluginTable, ...] = ()
+
+    @property
+    def listeners(self) -> tuple[PluginTable, ...]:
+        """Every table of a listener: `[events]` is that of the one of this name."""
+        return (self.events, *self.listener) if self.events else self.listener
 
 
 # With at least this limit, none of the tested crowds took the last descriptor between two checks; docs/security.md has

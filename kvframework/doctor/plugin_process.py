@@ -38,7 +38,15 @@ def _findings(subject: Subject, deadline: float) -> Iterator[Finding]:
     try:
         registry = PluginRegistry()
         provider, options = resolve_table(registry, subject.table, KINDS[subject.kind].providers[0])
-        check_table(registry, subject.table, provider, options, replaces=subject.replaces, kept=subject.kept)
+        check_table(
+            registry,
+            subject.table,
+            provider,
+            options,
+            server=subject.server,
+            replaces=subject.replaces,
+            kept=subject.kept,
+        )
     except KVFrameworkError as error:
         yield refusal(error)
         return

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import msgspec
 
 from kvframework.api.findings import Finding
+from kvframework.api.plugin import ServerTerms
 from kvframework.config import Config, PluginTable
 from kvframework.errors import ConfigError, KVFrameworkError
 from kvframework.isolated import run_isolated
-from kvframework.registry import codec_tables
+from kvframework.registry import codec_tables, server_terms
 
 # The part of a check's time that is kept for the end of the process, after a plugin's own diagnosis.
 _TO_END_S = 1.0
@@ -28,6 +29,7 @@ class Subject(msgspec.Struct, frozen=True):
     diagnose_s: float = 0.0
     replaces: int | None = None
     kept: bool = False
+    server: ServerTerms = ServerTerms()
 
 
 def refusal(error: KVFrameworkError) -> Finding:
@@ -47,9 +49,10 @@ def configured(config: Config) -> list[Subject]:
         ("transport", config.transport),
         ("layout", config.layout),
         ("requests", config.requests),
+        ("listener", config.listeners),
     ):
         subjects += [Subject(kind, table) for table in tables]
-    return subjects
+    return [msgspec.structs.replace(subject, server=server_terms(config)) for subject in subjects]
 
 
 def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list[Finding]:

@@ -7,6 +7,7 @@ from kvframework.registry.check import (
     complete_config,
     named_tables,
     resolve_table,
+    server_terms,
 )
 from kvframework.registry.discovery import KINDS, EntryPointInfo, discover
 from kvframework.registry.registry import PluginInfo, PluginRegistry
@@ -23,4 +24,5 @@ __all__ = [
     "discover",
     "named_tables",
     "resolve_table",
+    "server_terms",
 ]

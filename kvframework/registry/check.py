@@ -14,9 +14,10 @@ from kvframework.api.codec import NO_CODEC, CodecProvider
 from kvframework.api.eviction import EvictionProvider
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
+from kvframework.api.listener import ListenerProvider
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.options import Options
-from kvframework.api.plugin import Provider, TableContext
+from kvframework.api.plugin import Provider, ServerTerms, TableContext
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
@@ -149,6 +150,7 @@ def named_tables(config: Config) -> list[tuple[PluginTable, type[Provider[Any]]]
     with contextlib.suppress(ConfigFieldError):
         tables += [(table, CodecProvider) for table in codec_tables(config)]
     tables += [(table, RequestsProvider) for table in config.requests]
+    tables += [(table, ListenerProvider) for table in config.listeners]
     return tables
 
 
@@ -175,8 +177,17 @@ def complete_config(
         l2=tuple(replace(l2, tier=complete(l2.tier, TierProvider)) for l2 in config.l2),
         hasher=complete(config.hasher, HasherProvider),
         requests=tuple(complete(table, RequestsProvider) for table in config.requests),
+        events=complete(config.events, ListenerProvider) if config.events else None,
+        listener=tuple(complete(table, ListenerProvider) for table in config.listener),
         codecs=replace(config.codecs, options=tuple(complete(table, CodecProvider) for table in codec_tables(config))),
     )
+
+
+def server_terms(config: Config) -> ServerTerms:
+    """What `[server]` says to plugins."""
+    server = config.server
+    endpoints = tuple(each for each in (server.endpoint or default_endpoint(), server.tcp) if each)
+    return ServerTerms(server.chunk_size, endpoints, server.curve is not None)
 
 
 def check_config(config: Config, registry: PluginRegistry) -> None:
@@ -195,6 +206,7 @@ def check_table(
     provider: Provider[Any],
     options: Options,
     *,
+    server: ServerTerms,
     replaces: int | None = None,
     kept: bool = False,
 ) -> None:
@@ -204,5 +216,5 @@ def check_table(
     held = kept or replaces is not None
     if provider.check is None or (held and isinstance(provider, MemoryProvider)):
         return
-    context = TableContext(table.where, replaces)
+    context = TableContext(table.where, replaces, server)
     Creator(registry).call(provider.kind, table, provider.check, options, context, name="check")

@@ -15,6 +15,7 @@ from kvframework.api.driver import DeviceTransportProvider
 from kvframework.api.eviction import EvictionProvider
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
+from kvframework.api.listener import ListenerProvider
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP, Provider
 from kvframework.api.requests import RequestsProvider
@@ -39,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "hasher": Kind("kvf_key_hashers", (HasherProvider,)),
     "codec": Kind("kvf_codecs", (CodecProvider,)),
     "requests": Kind("kvf_request_handlers", (RequestsProvider,)),
+    "listener": Kind("kvf_listeners", (ListenerProvider,)),
 }
 
 
@@ -84,6 +86,7 @@ def _nearest(name: str, longest: int) -> str:
 
 # Plugins of this project that are distributions of their own, by their entry points.
 FIRST_PARTY = {
+    "listener.events": "kvframework-events",
     "requests.blend": "kvframework-blend",
     "tier.filesystem": "kvframework-filesystem",
     "tier.mooncake": "kvframework-mooncake",

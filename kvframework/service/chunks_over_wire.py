@@ -31,7 +31,7 @@ from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
 from kvframework.service.contexts import InstanceKeys
 from kvframework.service.engine_driven import outcome_of
 from kvframework.service.keys import KeyGrid, prompt_part
-from kvframework.service.records import Contents, TransferAccounts, added_tokens, store_outcome
+from kvframework.service.records import Contents, TransferRecords, added_tokens, store_outcome
 from kvframework.storage.l1.leases import INTERNAL_OWNER, PinLease
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -137,7 +137,7 @@ class ChunkTransfers:
         self,
         storage: StorageManager,
         keys: InstanceKeys,
-        accounts: TransferAccounts,
+        accounts: TransferRecords,
         contents: Contents,
         *,
         workers: int,

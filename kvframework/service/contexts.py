@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +13,8 @@ from msgspec.structs import replace
 from kvframework.api.layout import KVLayout, Layout, MemoryLayoutDesc, canonical_desc
 from kvframework.api.requests import CacheKey, ClientInfo, InstanceContext
 from kvframework.api.server_transport import ServerContext
-from kvframework.errors import NamespaceMismatch, NotRegistered, TransportMismatch
+from kvframework.errors import NamespaceMismatch, NotRegistered, RequestError, TransportMismatch
+from kvframework.messaging.descriptors import peer_uid
 from kvframework.service.keys import KeyGrid, KeyResolver, check_key
 
 # Of a model's name in the status document, which has to fit a message whatever clients register.
@@ -189,3 +193,22 @@ class InstanceKeys:
                 available="STORE and RETRIEVE",
             )
         return self.grid(context, key)
+
+
+def check_own_user(client: ClientInfo, what: str) -> None:
+    """Raise `RequestError` unless the client is a process of the server's own user, by the kernel's word for its
+    liveness socket. `what` ends the sentence "only ... may"."""
+    if _uid(client) != os.geteuid():
+        raise RequestError(
+            f"only a process of the server's own user may {what}",
+            available=f"user {os.geteuid()} on the server's node, over ipc://",
+        )
+
+
+def _uid(client: ClientInfo) -> int | None:
+    descriptor = client.liveness_fd() if client.local else None
+    if descriptor is None:
+        return None
+    with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as peer:
+        return peer_uid(peer)
+    return None

@@ -8,16 +8,16 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, CacheKey
+from kvframework.api.keys import NAMESPACE_BYTES
+from kvframework.api.listener import MissReason, RequestRecord, RequestSubject
 from kvframework.api.requests import ClientInfo
-from kvframework.service.finished import MAX_TEXT, FinishedRequests, Subject, TenantNames, Why
-from kvframework.service.keys import KeyGrid
-from kvframework.storage.l1.entries import NO_NAMESPACE, Account
+from kvframework.service.records import MAX_TEXT, RequestLog, TenantNames
+from kvframework.storage.l1.entries import Account
 from kvframework.storage.manager import StorageManager
 from kvframework.text import visible
 from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_LOST, Lost, Ping
@@ -64,7 +64,7 @@ class _Counts:
 
 
 class HotPrefixes:
-    """`looked_up` runs on the serving thread, `status` on any. `model_of` names the model of a namespace."""
+    """`looked_up` runs where records are counted, `status` on any thread. `model_of` names the model of a namespace."""
 
     def __init__(self, model_of: Callable[[bytes], str]) -> None:
         self._model_of = model_of
@@ -86,7 +86,7 @@ class HotPrefixes:
     def status(self) -> list[dict[str, object]]:
         """Return the largest, `SHOWN` at most."""
         now = self._now
-        # The copy is one step: the serving thread may change the original meanwhile.
+        # The copy is one step: another thread may change the original meanwhile.
         largest = heapq.nlargest(SHOWN, now.sums.copy().items(), key=itemgetter(1))
         return [
             {
@@ -105,8 +105,7 @@ class HotPrefixes:
 
 # Who uses the cache: rows by model, tenant, namespace and engine, for the status document.
 #
-# The numbers are counted in the accounts of L1, by the handlers that hold the facts, and added up for each document. A
-# LOOKUP costs 0.8 us.
+# The numbers are counted in the accounts of L1, and added up for each document.
 
 # Rows with a name of their own, of each kind.
 MAX_ROWS = 64
@@ -115,11 +114,15 @@ _FIELDS = ("bytes", "objects", "lookups", "asked_tokens", "hit_tokens", "stored_
 
 
 class Use:
-    """`looked_up`, `begin_session` and `end_session` run on the serving thread, `status` on any."""
+    """Hears the LOOKUPs among the records of `requests`. `begin_session` and `end_session` run on the serving thread,
+    `status` on any."""
 
-    def __init__(self, storage: StorageManager, tenants: TenantNames) -> None:
+    def __init__(self, storage: StorageManager, tenants: TenantNames, requests: RequestLog) -> None:
         self._storage = storage
         self._tenants = tenants
+        self._tenant_numbers = {name: number for number, name in enumerate(tenants.names)}
+        self._requests = requests
+        requests.listeners.append(self.heard)
         self._hot = HotPrefixes(self._model_of)
         self._engines: dict[int, str] = {}
 
@@ -133,16 +136,19 @@ class Use:
         """Return the name of a session's client and its process."""
         return self._engines.get(session_id, OTHER)
 
-    def looked_up(self, client: ClientInfo, key: CacheKey, grid: KeyGrid | None, asked: int, hit: int) -> None:
-        """Count a lookup that has ended, of `asked` tokens of which `hit` were found; `grid` is None if its namespace
-        is not known."""
-        tenant, namespace = self._tenants.number(key.cache_salt), NO_NAMESPACE
-        if grid is not None:
-            namespace = key.namespace
-            self._hot.looked_up(namespace + (key.digests[:DIGEST_BYTES] or grid.digests[0]), hit)
-        self._storage.table.account(client.session_id, namespace, tenant).looked_up(asked, hit)
+    def heard(self, record: RequestRecord) -> None:
+        # A prompt shorter than a chunk was not looked up.
+        if record.request != "LOOKUP" or record.why.reason == "too_short":
+            return
+        subject, hit = record.subject, record.l1_tokens + record.l2_tokens
+        namespace = record.prefix[:NAMESPACE_BYTES]
+        if namespace:
+            self._hot.looked_up(record.prefix, hit)
+        tenant = self._tenant_numbers[subject.tenant]
+        self._storage.table.account(subject.session_id, namespace, tenant).looked_up(subject.asked_tokens, hit)
 
     def status(self) -> dict[str, object]:
+        self._requests.count()
         accounts = self._storage.table.accounts()
         names = self._tenants.names
         # Configured tenants have a row from the start.
@@ -181,8 +187,7 @@ def _rows(accounts: Iterable[tuple[str, Account]], first: Sequence[str] = ()) ->
     return {name: dict(zip(_FIELDS, row, strict=True)) for name, row in rows.items()}
 
 
-# The counters of lookups: by model, with hits by the tier that they came from, and misses by reason. Serving thread
-# only; read from any.
+# The counters of lookups: by model, with hits by the tier that they came from, and misses by reason.
 
 # Models with counters of their own: their names come from clients.
 MAX_MODELS = 64
@@ -197,30 +202,44 @@ class _OfModel:
 
 
 class LookupCounts:
-    """Counts of lookups that have ended; `reasons` are all that a miss can have."""
+    """Counts of the LOOKUPs among the records of `requests`; `reasons` are all that a miss can have. `model_of` names
+    the model of a namespace."""
 
-    def __init__(self, reasons: tuple[str, ...]) -> None:
+    def __init__(self, reasons: tuple[str, ...], requests: RequestLog, model_of: Callable[[bytes], str]) -> None:
+        self.hit_tokens = self.unknown_namespace = 0
         self._models: dict[str, _OfModel] = {}
         self._misses = Counter(dict.fromkeys(reasons, 0))
+        self._model_of = model_of
+        self._requests = requests
+        requests.listeners.append(self.heard)
 
-    def ended(self, model: str, asked_tokens: int, l1_tokens: int, l2_tokens: int, *, named: bool = True) -> None:
-        """Count a lookup: `l1_tokens` were present at its begin, `l2_tokens` came by its load. `named` means that the
-        name of the model was registered; other names get no counters of their own."""
+    def heard(self, record: RequestRecord) -> None:
+        """Count a lookup that has ended. A name of a model that is not registered gets no counters of its own."""
+        if record.request != "LOOKUP" or record.why.reason == "too_short":
+            return
+        subject = record.subject
+        model = self._model_of(record.prefix[:NAMESPACE_BYTES]) if record.prefix else subject.model
         counts = self._models.get(model)
         if counts is None:
-            counts = self._new(model if named else OTHER_MODELS)
+            counts = self._new(model if record.prefix else OTHER_MODELS)
         counts.lookups += 1
-        counts.asked_tokens += asked_tokens
-        counts.l1_tokens += l1_tokens
-        counts.l2_tokens += l2_tokens
+        counts.asked_tokens += subject.asked_tokens
+        counts.l1_tokens += record.l1_tokens
+        counts.l2_tokens += record.l2_tokens
+        self.hit_tokens += record.l1_tokens + record.l2_tokens
+        if record.why.reason:
+            self._misses[record.why.reason] += 1
+            self.unknown_namespace += not record.prefix
 
-    def missed(self, reason: str, lookups: int = 1) -> None:
-        """Count lookups that missed a part of their prompt or all of it, by the reason for their first missing
-        chunk."""
-        self._misses[reason] += lookups
+    def too_short(self, prompts: int) -> None:
+        """Count prompts that were not looked up, as they are shorter than a chunk."""
+        self._misses["too_short"] += prompts
 
-    def status(self) -> dict[str, Mapping[str, Any]]:
+    def status(self) -> dict[str, Any]:
+        self._requests.count()
         return {
+            "hit_tokens": self.hit_tokens,
+            "unknown_namespace": self.unknown_namespace,
             "by_model": {
                 model: {
                     "lookups": counts.lookups,
@@ -228,7 +247,7 @@ class LookupCounts:
                     "l1_tokens": counts.l1_tokens,
                     "l2_tokens": counts.l2_tokens,
                 }
-                # `list` in one step: the serving thread may add a model meanwhile.
+                # `list` in one step: another thread may add a model meanwhile.
                 for model, counts in list(self._models.items())
             },
             "misses": dict(self._misses),
@@ -246,9 +265,9 @@ class LookupCounts:
 class ShortPrompts:
     """Counts the reports of each session, see `Ping`; a repeated report counts once."""
 
-    def __init__(self, counts: LookupCounts, finished: FinishedRequests) -> None:
+    def __init__(self, counts: LookupCounts, requests: RequestLog) -> None:
         self._counts = counts
-        self._finished = finished
+        self._requests = requests
         self._heard: dict[int, int] = {}
 
     def heard(self, client: ClientInfo, ping: Ping) -> None:
@@ -256,10 +275,10 @@ class ShortPrompts:
         if grown <= 0:
             return
         self._heard[client.session_id] = ping.short_count
-        self._counts.missed("too_short", grown)
+        self._counts.too_short(grown)
         for prompt in ping.short[-grown:]:
-            subject = Subject(
-                self._finished.clock(),
+            subject = RequestSubject(
+                self._requests.clock(),
                 client.name,
                 client.pid,
                 client.session_id,
@@ -269,7 +288,7 @@ class ShortPrompts:
                 0,
                 prompt.tokens,
             )
-            self._finished.add("LOOKUP", subject, "miss", missing=0, why=Why("too_short"))
+            self._requests.add("LOOKUP", subject, "miss", missing=0, why=MissReason("too_short"))
 
     def end_session(self, session_id: int) -> None:
         self._heard.pop(session_id, None)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import msgspec
 
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES
+from kvframework.api.listener import RequestSubject
 from kvframework.api.requests import CacheKey, ClientInfo, Handler
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.errors import LeaseUnknown, RequestError, TransportMismatch
 from kvframework.service.contexts import Contexts, InstanceKeys, RegisteredContext
-from kvframework.service.finished import Subject, subject_of
 from kvframework.service.keys import KeyGrid, found_part, prompt_part
-from kvframework.service.records import Contents, TransferAccounts, added_tokens, store_outcome
+from kvframework.service.records import Contents, TransferRecords, added_tokens, store_outcome, subject_of
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart, Reservation
 from kvframework.storage.manager import StorageManager
@@ -45,7 +45,7 @@ class Granted(NamedTuple):
     owner: int
     asked_by: int
     until: float
-    subject: Subject
+    subject: RequestSubject
     prompt: PromptPart
     objects: int
     nbytes: int
@@ -219,7 +219,7 @@ class EngineDrivenTransfers:
         store_lease_s: float,
         retrieve_lease_s: float,
         store_share: float,
-        accounts: TransferAccounts,
+        accounts: TransferRecords,
         contents: Contents,
         grants: Grants,
     ) -> None:
@@ -324,7 +324,13 @@ class EngineDrivenTransfers:
         return m.RetrieveCommitted(held)
 
     def _begin(
-        self, request: str, lease: str, subject: Subject, outcome: str, ranges: Sequence[ArenaRange], added: int = -1
+        self,
+        request: str,
+        lease: str,
+        subject: RequestSubject,
+        outcome: str,
+        ranges: Sequence[ArenaRange],
+        added: int = -1,
     ) -> None:
         nbytes = sum(place.length for place in ranges)
         self._accounts.under_way(request, lease, subject, outcome, len(ranges), nbytes, added)

@@ -168,6 +168,9 @@ def _problems(document: Document) -> Iterator[tuple[str, str]]:
     for part in ("observe", "events"):
         if document.get(part, {}).get("problem"):
             yield part, document[part]["problem"]
+    for name, status in document.get("listeners", {}).items():
+        if status.get("problem"):
+            yield f"listeners.{name}", f"listener {name}: {status['problem']}"
     for context in document["instances"]:
         if context["lost"]:
             yield "instances", f"instance {context['instance_id']} must register again: {context['lost']}"

@@ -13,6 +13,7 @@ from functools import partial
 
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout, MemoryLayoutDesc
+from kvframework.api.listener import ChunkShape
 from kvframework.api.options import ByteSize
 from kvframework.api.requests import (
     CacheKey,
@@ -28,17 +29,18 @@ from kvframework.api.server_transport import ServerContext, ServerTransport
 from kvframework.bounded_close import call_within
 from kvframework.config import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
-from kvframework.events.feed import NO_EVENTS, Events, Shape
+from kvframework.record_ring import NO_RECORDS
 from kvframework.service.chunks_over_wire import ChunkTransfers
 from kvframework.service.contexts import Contexts, InstanceKeys, RegisteredContext, own_context
 from kvframework.service.counts import ClientLosses
 from kvframework.service.engine_driven import EngineDrivenTransfers, Grants
-from kvframework.service.finished import FinishedRequests, TenantNames
+from kvframework.service.finished import FinishedRequests
 from kvframework.service.health import EVERY_S, CounterReport
 from kvframework.service.keys import KeyResolver, check_key
+from kvframework.service.listeners import Listeners
 from kvframework.service.lookups import Lookups
 from kvframework.service.operator_requests import StatusReport
-from kvframework.service.records import Contents, TransferAccounts
+from kvframework.service.records import Contents, RequestLog, TenantNames, TransferRecords
 from kvframework.service.registration import AttachedTransport, Registrations
 from kvframework.service.server_driven import ServerDrivenTransfers
 from kvframework.storage.manager import StorageManager
@@ -70,11 +72,11 @@ class CacheService(CacheServices):
         observe_status: Callable[[], Mapping[str, object]] = dict,
         request_durations: Callable[[], Mapping[str, object]],
         tenants: Sequence[TenantConfig] = (),
-        events: Events = NO_EVENTS,
-        events_status: Callable[[], Mapping[str, object]] = dict,
+        listeners: Listeners | None = None,
     ) -> None:
         self._stopping = False
-        self._features = (*FEATURES, *events.features)
+        self._features = FEATURES
+        self._listeners = listeners or Listeners(NO_RECORDS)
         self.boot_id = secrets.token_bytes(16)
         self.chunk_size = config.chunk_size
         self._tp_lcm, self._pp_lcm = config.tp_lcm, config.pp_lcm
@@ -94,13 +96,14 @@ class CacheService(CacheServices):
             chunk_size=config.chunk_size,
             hasher_fingerprint=hasher.fingerprint,
         )
-        finished = self.finished = FinishedRequests(self.boot_id, storage.clock, self._tenants.name)
-        contents = self._contents = Contents(events)
-        grants = self._grants = Grants(self.contexts, storage, contents, finished.tenant_of)
+        requests = self._request_log = RequestLog(storage.clock, self._tenants.name, self._listeners.ring)
+        finished = self.finished = FinishedRequests(self.boot_id, requests)
+        contents = self._contents = Contents(self._listeners.ring)
+        grants = self._grants = Grants(self.contexts, storage, contents, self._tenants.name)
         self._lookups = Lookups(
             storage,
             self._resolver,
-            finished,
+            requests,
             grants,
             ticket_s=config.ticket_s,
             price=config.price,
@@ -109,7 +112,7 @@ class CacheService(CacheServices):
         )
         self._use = self._lookups.use
         self._miss_facts = self._lookups.miss_facts
-        accounts = self._transfer_accounts = TransferAccounts(storage, finished, self._miss_facts)
+        accounts = self._transfer_accounts = TransferRecords(storage, requests, self._miss_facts.of_retrieve)
         keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
         self._chunks = ChunkTransfers(storage, keys, accounts, contents, workers=config.workers)
         self._losses = ClientLosses()
@@ -127,7 +130,7 @@ class CacheService(CacheServices):
             price=self._lookups.pricing.status,
             losses=self._losses.status,
             use=self._use.status,
-            events=events_status,
+            listeners=self._listeners,
         )
         self._report = CounterReport(time.monotonic())
         # The leases that `pin_share` has cut, as far as the log has them, by session.
@@ -194,10 +197,14 @@ class CacheService(CacheServices):
             hasher=self.hasher.name,
             hasher_fingerprint=self.hasher.fingerprint,
             transports=tuple(self._transports),
-            features=self._features,
+            features=(*self._features, *self._listeners.features),
             tp_lcm=self._tp_lcm,
             pp_lcm=self._pp_lcm,
         )
+
+    def start(self) -> None:
+        """Count in the background from now on, until `close`."""
+        self._request_log.start()
 
     def stop(self) -> None:
         """From now on sessions end with the server, not with their clients, and no answer is held back. From any
@@ -208,6 +215,7 @@ class CacheService(CacheServices):
         """End the instances, tickets, pins and reservations of a session: its client or this server has ended."""
         instances = self._registrations.end_session(client)
         tickets = self._lookups.tickets.end_owner(client.session_id)
+        self._request_log.count()  # on the session's own accounts, as long as it has any
         # A client outlives this server: it may write into what it has reserved, which the next one has to know, and
         # reads what it has pinned, which no load that is under way may replace.
         leases = 0 if self._stopping else self.storage.table.end_owner(client.session_id)
@@ -276,6 +284,7 @@ class CacheService(CacheServices):
         With `by`, of the monotonic clock, everything has ended by then or is left to the end of the process, and
         pending writes to L2 get the remaining time; without it, L2 gets no time. See `StorageManager.close`.
         """
+        self._request_log.stop()
         contexts = list(self.contexts.values())
         self.contexts.clear()
         closing = {
@@ -292,7 +301,7 @@ class CacheService(CacheServices):
         left = max(by - time.monotonic(), 0.0)
         self.storage.close(max(left - STORAGE_END_S, 0.0), min(left, STORAGE_END_S), process_ends=process_ends)
 
-    def shape_of(self, namespace: bytes, cache_salt: str) -> Shape | None:
+    def shape_of(self, namespace: bytes, cache_salt: str) -> ChunkShape | None:
         """Return the objects that a hit of a namespace and salt needs for each chunk, None for a namespace that is not
         known: of windows and states only some chunks have objects. From any thread."""
         record = self.storage.records.get(namespace)
@@ -303,7 +312,7 @@ class CacheService(CacheServices):
         prefixes = self._resolver.prefixes(namespace, cache_salt, range(record.world_size), len(groups))
         of_rank = [prefixes[at : at + len(groups)] for at in range(0, len(prefixes), len(groups))]
         rows = [each[index] for each in of_rank for index in needed]
-        return Shape(record.model_name, record.desc.chunk_tokens, rows)
+        return ChunkShape(record.model_name, record.desc.chunk_tokens, rows)
 
     # CacheServices, for the request handlers of plugins
 

@@ -15,16 +15,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kvframework.api.futures import Future, Promise
+from kvframework.api.keys import DIGEST_BYTES
+from kvframework.api.listener import NOT_MISSED
 from kvframework.api.requests import ClientInfo, Handler, Message, PrefetchTask
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.messaging.polling import Deadlines
 from kvframework.service.counts import LookupCounts, ShortPrompts, Use
 from kvframework.service.engine_driven import Grants
-from kvframework.service.finished import NOT_MISSED, FinishedRequests, TenantNames, subject_of
 from kvframework.service.keys import KeyResolver, check_key, found_part, prompt_part
+from kvframework.service.miss_reasons import MissFacts
 from kvframework.service.pricing import Pricing
 from kvframework.service.recording import Recording
-from kvframework.service.records import Asked, MissFacts
+from kvframework.service.records import PendingLookup, RequestLog, TenantNames, subject_of
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.storage.tickets import Answer, LookupTickets, Wanted
@@ -127,15 +129,15 @@ class LookupWaits:
 
 
 class Lookups:
-    """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds; `finished`
-    receives each lookup at its end; `price`: what is dear to load is computed, see `Pricing`. `trace_memory` is the
+    """The handlers of lookups. `ticket_s` is the lifetime of a ticket that is not freed, in seconds; `requests`
+    receives the record of each lookup; `price`: what is dear to load is computed, see `Pricing`. `trace_memory` is the
     most memory of a recorded trace, in bytes."""
 
     def __init__(
         self,
         storage: StorageManager,
         resolver: KeyResolver,
-        finished: FinishedRequests,
+        requests: RequestLog,
         grants: Grants,
         *,
         ticket_s: float,
@@ -155,18 +157,18 @@ class Lookups:
             on_growth=self.waits.grown,
         )
         # Changed by the serving thread only, like all counters here.
-        self._counters = Counter(lookups=0, asked_tokens=0, hit_tokens=0, unknown_namespace=0)
-        self._counts = LookupCounts(m.REASONS)
-        self._finished = finished
+        self._counters = Counter(lookups=0, asked_tokens=0)
+        self._counts = LookupCounts(m.REASONS, requests, storage.records.model_of)
+        self._requests = requests
         self._grants = grants
         self.pricing = Pricing(storage, on=price)
         self._tenants = tenants or TenantNames()
-        self.use = Use(storage, self._tenants)
+        self.use = Use(storage, self._tenants, requests)
         self.recording = Recording(self._clock, trace_memory)
         self.miss_facts = MissFacts(storage)
-        self.short_prompts = ShortPrompts(self._counts, finished)
+        self.short_prompts = ShortPrompts(self._counts, requests)
         # Lookups whose answers were all pending so far, by ticket.
-        self._waiting: dict[str, Asked] = {}
+        self._waiting: dict[str, PendingLookup] = {}
 
     def status(self) -> dict[str, Any]:
         """Return the counters. `asked_tokens` and `hit_tokens` of the lookups that have ended give the hit rate."""
@@ -222,7 +224,7 @@ class Lookups:
         self._counters["lookups"] += 1
         self._counters["asked_tokens"] += key.end - key.start
         record = self._storage.records.get(key.namespace)
-        asked = Asked(client, key, self._clock(), payload.speed, payload.grant)
+        asked = PendingLookup(client, key, self._clock(), payload.speed, payload.grant)
         if payload.speed is not None:
             self.pricing.asked(asked, payload.speed)
         owner, request_id = client.session_id, key.request_id
@@ -257,7 +259,7 @@ class Lookups:
             )
         return held or self._reply(answer, asked)
 
-    def _asked_again(self, ticket: str, owner: int) -> tuple[Answer, Asked | None]:
+    def _asked_again(self, ticket: str, owner: int) -> tuple[Answer, PendingLookup | None]:
         """Return the state of a ticket, and its lookup if that ends with this answer."""
         answer = self.tickets.ask_again(ticket, owner)
         asked = None if answer.pending else self._waiting.pop(ticket, None)
@@ -265,7 +267,7 @@ class Lookups:
             self._ended(asked, answer.hit_tokens)
         return answer, asked
 
-    def _reply(self, answer: Answer, asked: Asked | None) -> m.LookupReply:
+    def _reply(self, answer: Answer, asked: PendingLookup | None) -> m.LookupReply:
         """Return the answer; the last one of a lookup has the grants that it asked for."""
         if asked is None or not asked.grant or answer.pending or not answer.hit_tokens or not asked.client.local:
             return m.LookupReply(answer.hit_tokens, answer.ticket, answer.pending)
@@ -319,7 +321,7 @@ class Lookups:
         tickets = self.tickets.cancel(client.session_id, request_id)
         return m.SessionEnded(self._storage.table.cancel(client.session_id, request_id), tickets)
 
-    def _wanted(self, asked: Asked, record: NamespaceRecord) -> Wanted:
+    def _wanted(self, asked: PendingLookup, record: NamespaceRecord) -> Wanted:
         """Return the objects that a LOOKUP requests. Raises `NamespaceMismatch` unless the key names what was
         registered."""
         key = asked.key
@@ -363,36 +365,30 @@ class Lookups:
         if asked is not None:
             self._ended(asked, asked.l1_tokens, unanswered=True)
 
-    def _ended(self, asked: Asked, hit_tokens: int, *, unanswered: bool = False) -> None:
-        """Account for a lookup: counters, its record, and the reason of a miss. 2 us for a hit."""
-        key, grid = asked.key, asked.grid
-        tokens = key.end - key.start
+    def _ended(self, asked: PendingLookup, hit_tokens: int, *, unanswered: bool = False) -> None:
+        """Make the record of a lookup, with the reason of a miss. 2 us for a hit."""
+        key, grid, priced = asked.key, asked.grid, asked.priced
         l1_tokens = min(asked.l1_tokens, hit_tokens)
-        l2_tokens = hit_tokens - l1_tokens
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
-        self._counters["hit_tokens"] += hit_tokens
         asked.over = True
-        if asked.priced is not None:
-            self.pricing.ended(asked, asked.priced)
+        if priced is not None:
+            self.pricing.ended(asked, priced)
         if asked.recorded is not None:
             asked.recorded.hit_tokens = hit_tokens
-        self.use.looked_up(asked.client, key, grid, tokens, hit_tokens)
-        self._counts.ended(key.model_name, tokens, l1_tokens, l2_tokens, named=grid is not None)
         why, missing = NOT_MISSED, -1
-        if hit_tokens < tokens:
+        if hit_tokens < key.end - key.start:
             why = self.miss_facts.of_lookup(asked, unanswered=unanswered)
             missing = key.start + (asked.missing[0] * chunk_tokens if asked.missing else 0)
-            self._counters["unknown_namespace"] += self._storage.records.get(key.namespace) is None
-            self._counts.missed(why.reason)
-        self._finished.add(
+        self._requests.add(
             "LOOKUP",
-            subject_of(asked.client, key, asked.began, tenant=self._finished.tenant_of(key.cache_salt)),
+            subject_of(asked.client, key, asked.began, tenant=self._requests.tenant_of(key.cache_salt)),
             "hit" if missing < 0 else "partial" if hit_tokens else "miss",
             l1_tokens=l1_tokens,
-            l2_tokens=l2_tokens,
+            l2_tokens=hit_tokens - l1_tokens,
             missing=missing,
             chunk_tokens=chunk_tokens,
             why=why,
             tier_calls=() if asked.task is None else asked.task.calls,
-            prices=(0.0, 0.0) if asked.priced is None else (asked.priced.load_s, asked.priced.compute_s),
+            prices=(0.0, 0.0) if priced is None else (priced.load_s, priced.compute_s),
+            prefix=b"" if grid is None else key.namespace + (key.digests[:DIGEST_BYTES] or grid.digests[0]),
         )

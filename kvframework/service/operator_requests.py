@@ -28,34 +28,16 @@ from kvframework.errors import RequestError
 from kvframework.kernels import missing_kernels
 from kvframework.logs.form import log_status, recent_lines
 from kvframework.masking import Redaction
-from kvframework.messaging.descriptors import peer_uid
-from kvframework.service.contexts import Contexts
-from kvframework.service.finished import MAX_TEXT, FinishedRequests
+from kvframework.service.contexts import Contexts, check_own_user
+from kvframework.service.finished import FinishedRequests
 from kvframework.service.health import problems
+from kvframework.service.listeners import EVENTS, Listeners
+from kvframework.service.records import MAX_TEXT
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 
 log = logging.getLogger(__name__)
-
-
-def check_own_user(client: ClientInfo, what: str) -> None:
-    """Raise `RequestError` unless the client is a process of the server's own user, by the kernel's word for its
-    liveness socket. `what` ends the sentence "only ... may"."""
-    if _uid(client) != os.geteuid():
-        raise RequestError(
-            f"only a process of the server's own user may {what}",
-            available=f"user {os.geteuid()} on the server's node, over ipc://",
-        )
-
-
-def _uid(client: ClientInfo) -> int | None:
-    descriptor = client.liveness_fd() if client.local else None
-    if descriptor is None:
-        return None
-    with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as peer:
-        return peer_uid(peer)
-    return None
 
 
 class StatusReport:
@@ -79,7 +61,7 @@ class StatusReport:
         price: Callable[[], Mapping[str, object]],
         losses: Callable[[], Mapping[str, object]],
         use: Callable[[], Mapping[str, object]],
-        events: Callable[[], Mapping[str, object]],
+        listeners: Listeners,
     ) -> None:
         self._contexts = contexts
         self._storage = storage
@@ -94,7 +76,7 @@ class StatusReport:
         self._price = price
         self._losses = losses
         self._use = use
-        self._events = events
+        self._listeners = listeners
         self._started = time.monotonic()
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -131,7 +113,7 @@ class StatusReport:
         return {**document, "problems": problems(document)}
 
     def parts(self) -> dict[str, object]:
-        """Return the clients' losses, and the storage's, the message server's, the log's and the events' part of the
+        """Return the clients' losses, and the storage's, the message server's, the log's and the listeners' part of the
         document."""
         return {
             "losses": self._losses(),
@@ -139,7 +121,8 @@ class StatusReport:
             "messaging": self._messaging(),
             "log": log_status(),
             "observe": self._observe(),
-            "events": self._events(),
+            "events": self._listeners.status(EVENTS),
+            "listeners": self._listeners.others(),
         }
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from kvframework.pricing.cut import Offer, Queue, TierPart, Traffic, cut
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.service.keys import KeyGrid
-from kvframework.service.records import Asked, Priced
+from kvframework.service.records import PendingLookup, Priced
 from kvframework.storage.l2.loading import BATCH_BYTES, BATCH_OBJECTS
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.manager import StorageManager
@@ -34,7 +34,7 @@ class _Engine:
         self.name = name
         self.pid = pid
         self.speed = speed
-        self.loading: dict[Asked, float] = {}
+        self.loading: dict[PendingLookup, float] = {}
         self.requests: set[str] = set()
         self.traffic = Traffic(now)
 
@@ -59,7 +59,7 @@ class Pricing:
         self._priced = self._cut = self._cut_tokens = 0
         self._saved_s = 0.0
 
-    def asked(self, asked: Asked, speed: EngineSpeed) -> None:
+    def asked(self, asked: PendingLookup, speed: EngineSpeed) -> None:
         """Note a LOOKUP whose engine says how fast it is."""
         client = asked.client
         with self._lock:
@@ -75,7 +75,7 @@ class Pricing:
         with self._lock:
             self._engines.pop(session_id, None)
 
-    def located(self, asked: Asked, here: Sequence[bool], source: Mapping[int, L2Store]) -> None:
+    def located(self, asked: PendingLookup, here: Sequence[bool], source: Mapping[int, L2Store]) -> None:
         """Decide what of a hit is loaded: L1 has the objects `here` of `asked.grid.flat`, tiers those of `source`."""
         grid, speed = asked.grid, asked.speed
         if not self.on or speed is None or grid is None or not source:
@@ -112,7 +112,7 @@ class Pricing:
             if engine is not None and chunks > l1 and not asked.over:
                 engine.loading[asked] = speed.prefill_s(first + (chunks - l1) * grid.desc.chunk_tokens, asked.key.end)
 
-    def ended(self, asked: Asked, priced: Priced) -> None:
+    def ended(self, asked: PendingLookup, priced: Priced) -> None:
         """Count a LOOKUP that is over."""
         assert asked.grid is not None
         with self._lock:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, CacheKey
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.errors import RequestError
+from kvframework.service.contexts import check_own_user
 from kvframework.service.keys import KeyGrid
-from kvframework.service.operator_requests import check_own_user
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 

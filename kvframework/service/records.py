@@ -1,31 +1,26 @@
 """Requests from their receipt to their record: LOOKUPs, and STOREs and RETRIEVEs, whichever way their bytes take.
 
-The end of a LOOKUP is its first answer that is not pending, or the end of its ticket before that.
+A request leaves one frozen record, made at its end. Those who count read it off the serving thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from math import inf
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvframework.api.content import ChunkContent
-from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, CacheKey
+from kvframework.api.keys import CacheKey
+from kvframework.api.listener import NOT_MISSED, MissReason, Registered, RequestRecord, RequestSubject, TierCall
 from kvframework.api.requests import ClientInfo
+from kvframework.api.trace import sampled_parent
+from kvframework.config import TenantConfig, tenant_digest
 from kvframework.errors import BadRange
-from kvframework.events.feed import Events
 from kvframework.pricing.prefill import EngineSpeed
-from kvframework.service.finished import (
-    LOAD_REFUSED,
-    Facts,
-    FinishedRequests,
-    Row,
-    Subject,
-    Why,
-    decide,
-    elsewhere,
-    subject_of,
-)
+from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.service.keys import KeyGrid
 from kvframework.service.recording import Recorded
 from kvframework.storage.l1.entries import StoredObject
@@ -33,7 +28,160 @@ from kvframework.storage.l1.eviction_statistics import FindRow
 from kvframework.storage.l1.leases import Reservation
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.manager import StorageManager
-from kvframework.text import timed
+
+log = logging.getLogger(__name__)
+
+# Of a text that a client chose.
+MAX_TEXT = 128
+
+
+def subject_of(client: ClientInfo, key: CacheKey, began: float, path: str = "", tenant: str = "") -> RequestSubject:
+    return RequestSubject(
+        began,
+        client.name,
+        client.pid,
+        client.session_id,
+        key.request_id[:MAX_TEXT],
+        key.model_name[:MAX_TEXT],
+        key.namespace[:4],
+        key.start,
+        key.end - key.start,
+        path,
+        tenant,
+        # A client may send any text; W3C wants an invalid one ignored.
+        sampled_parent(key.trace) if key.trace else "",
+    )
+
+
+# The tenant of a request, by its salt. Serving thread, and threads of plugins.
+
+# Salts whose tenant is remembered, of 1 KB at most; for others a digest is computed, 1 us.
+_MOST_SALTS = 4096
+
+
+class TenantNames:
+    """`names` are those of the tenants by number: 0 are the requests of no tenant, ""."""
+
+    def __init__(self, tenants: Sequence[TenantConfig] = ()) -> None:
+        self.names = ("", *(tenant.name for tenant in tenants))
+        self._digests = {digest: number for number, tenant in enumerate(tenants, 1) for digest in tenant.keys.salts}
+        self._known: dict[str, int] = {}
+
+    def number(self, cache_salt: str) -> int:
+        """Return the number of the tenant whose salt this is."""
+        if not self._digests or not cache_salt:
+            return 0
+        known = self._known.get(cache_salt)
+        if known is None:
+            known = self._digests.get(tenant_digest(cache_salt), 0)
+            if len(self._known) >= _MOST_SALTS:
+                self._known.clear()
+            self._known[cache_salt] = known
+        return known
+
+    def name(self, cache_salt: str) -> str:
+        return self.names[self.number(cache_salt)]
+
+
+# Records that wait for those who count; beyond, who makes one counts them.
+MOST_WAITING = 4096
+# They are counted this often without being asked for, so many at a time, with a pause for the serving thread.
+EVERY_S = 0.1
+_AT_ONCE = 16
+_PAUSE_S = 0.0005
+
+
+class RequestLog:
+    """The records of finished requests on their way to those who count, which `listeners` are: each gets every record
+    once, in the order of the ends. `add` and `count` run on any thread. A handler that shows counts calls `count`
+    first, so that no count lacks a request that was answered. `ring` has them for plugins."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        tenant_of: Callable[[str], str] = lambda _salt: "",
+        ring: RecordRing = NO_RECORDS,
+    ) -> None:
+        self.clock = clock
+        self.tenant_of = tenant_of
+        self.listeners: list[Callable[[RequestRecord], None]] = []
+        self._ring = ring
+        self._waiting: deque[RequestRecord] = deque()
+        self._counting = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvf-records", daemon=True)
+
+    def add(
+        self,
+        request: str,
+        subject: RequestSubject,
+        outcome: str,
+        *,
+        l1_tokens: int = 0,
+        l2_tokens: int = 0,
+        missing: int = -1,
+        chunk_tokens: int = 0,
+        why: MissReason = NOT_MISSED,
+        objects: int = 0,
+        nbytes: int = 0,
+        tier_calls: Sequence[TierCall] = (),
+        prices: tuple[float, float] = (0.0, 0.0),
+        added_tokens: int = -1,
+        prefix: bytes = b"",
+    ) -> None:
+        """Make the record of a request that ends now. See `RequestRecord` for the fields. 1 us."""
+        record = RequestRecord(
+            request,
+            subject,
+            outcome,
+            time.time(),
+            self.clock(),
+            l1_tokens,
+            l2_tokens,
+            missing,
+            chunk_tokens,
+            why,
+            objects,
+            nbytes,
+            # A copy: the load of a lookup that was given up goes on.
+            tuple(tier_calls) if subject.trace else (),
+            *prices,
+            added_tokens,
+            prefix,
+        )
+        self._waiting.append(record)
+        if self._ring.wanted:
+            self._ring.put(record)
+        if len(self._waiting) > MOST_WAITING:
+            self.count()
+
+    def count(self, most: int | None = None) -> bool:
+        """Have the waiting records counted, at most `most` of them; False if none is left. Blocks for 3 us a record."""
+        with self._counting:
+            waiting = len(self._waiting)
+            for _ in range(waiting if most is None else min(most, waiting)):
+                record = self._waiting.popleft()
+                for listener in self.listeners:
+                    listener(record)
+        return bool(self._waiting)
+
+    def start(self) -> None:
+        """Count in the background until `stop`."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(EVERY_S):
+            try:
+                while self.count(_AT_ONCE) and not self._ended.wait(_PAUSE_S):
+                    pass
+            except Exception:
+                log.exception("a finished request was not counted")
 
 
 class Priced(NamedTuple):
@@ -51,8 +199,10 @@ class Priced(NamedTuple):
         return self.chunks < self.found
 
 
-class Asked:
-    """What a LOOKUP asks for, and what is known of its first missing object. `grid` is None while its namespace is not
+class PendingLookup:
+    """A LOOKUP until its record: its first answer that is not pending ends it, or the end of its ticket before that.
+
+    What it asks for, and what is known of its first missing object. `grid` is None while its namespace is not
     known. `find` may run in a storage thread, under the storage lock."""
 
     __slots__ = (
@@ -104,127 +254,53 @@ class Asked:
         return hit, objects
 
 
-# The facts about the first missing object of a request, gathered when the request ends, on a miss only.
-
-# Rows of L1, the latest first, in which a missing chunk is looked for: some 5 us.
-MAX_ROWS = 64
-
-
-class MissFacts:
-    """Serving thread only. 10 us a miss."""
-
-    def __init__(self, storage: StorageManager) -> None:
-        self._storage = storage
-        self._began = storage.clock()
-        # The sessions of clients that have used an earlier server, if its content was lost.
-        self._from_before: set[int] = set()
-        # When the tiers were cleared, by model; "" for all models.
-        self._tiers_cleared: dict[str, float] = {}
-
-    def begin_session(self, session_id: int, *, from_before: bool) -> None:
-        if from_before:
-            self._from_before.add(session_id)
-
-    def end_session(self, session_id: int) -> None:
-        self._from_before.discard(session_id)
-
-    def tiers_cleared(self, model: str) -> None:
-        """Record that the tiers were cleared of a model's objects, of all with ""."""
-        if not model:
-            self._tiers_cleared.clear()
-        self._tiers_cleared[model] = self._storage.clock()
-
-    def of_lookup(self, asked: Asked, *, unanswered: bool) -> Why:
-        """Say why a lookup missed its first missing chunk."""
-        refused = asked.grid is not None and asked.task is None and bool(self._storage.tiers.stores)
-        missing = asked.missing[1] if asked.missing else _first_key(asked)
-        priced = ""
-        cut = asked.priced
-        if cut is not None and cut.is_cut and asked.missing is not None and asked.missing[0] == cut.chunks:
-            priced = f"its load would take {timed(cut.load_s)}, its computation {timed(cut.compute_s)}"
-        return self._why(asked.key, missing, asked.client.session_id, asked.began, unanswered, refused, priced)
-
-    def of_retrieve(self, key: CacheKey, missing: bytes | None, session_id: int, began: float) -> Why:
-        """Say why an object that a RETRIEVE needs was missing in L1, None: none was; tiers are not asked then."""
-        if missing is None:
-            return LOAD_REFUSED
-        return self._why(key, missing, session_id, began, False, False)
-
-    def _why(
-        self,
-        key: CacheKey,
-        missing: bytes | None,
-        session_id: int,
-        began: float,
-        unanswered: bool,
-        refused: bool,
-        priced: str = "",
-    ) -> Why:
-        storage = self._storage
-        mine = storage.records.get(key.namespace)
-        ghost = found = None
-        if missing is not None:
-            ghost, prefixes = storage.table.absent(missing, MAX_ROWS)
-            if prefixes:
-                rows = [Row(prefix, storage.records.get(prefix[:NAMESPACE_BYTES])) for prefix in prefixes]
-                found = elsewhere(missing, mine, key.model_name, rows)
-        cleared = self._tiers_cleared
-        return decide(
-            Facts(
-                unanswered,
-                priced,
-                storage.tiers.trouble(began),
-                refused,
-                ghost,
-                max(cleared.get("", -inf), cleared.get(key.model_name, -inf)) if cleared else None,
-                found,
-                mine is not None,
-                session_id in self._from_before,
-                storage.clock() - self._began,
-            )
-        )
-
-
-def _first_key(asked: Asked) -> bytes | None:
-    """Return a key of the first chunk in a namespace that is not known; without the salt, rank and layer group, which
-    are of no use there."""
-    key = asked.key
-    first = key.start * len(key.digests) // (key.end * DIGEST_BYTES) * DIGEST_BYTES
-    digest = key.digests[first : first + DIGEST_BYTES]
-    unknown = bytes(PACKED_KEY_BYTES - len(key.namespace) - DIGEST_BYTES)
-    return key.namespace + unknown + digest if len(digest) == DIGEST_BYTES else None
-
-
 # Transfers that have begun and not ended; the oldest is forgotten first.
 MAX_UNDER_WAY = 4096
 
 
-class TransferAccounts:
-    """`begun` and `missed` run on the serving thread, and so do `under_way` and `ended`; `finished` on any."""
+# Key, missing object if there is one, session, begin.
+WhyMissed = Callable[[CacheKey, bytes | None, int, float], MissReason]
 
-    def __init__(self, storage: StorageManager, finished: FinishedRequests, miss_facts: MissFacts) -> None:
-        self.finished = finished.add
-        self._tenant_of = finished.tenant_of
+
+class TransferRecords:
+    """`why_missed` gives the reason of a RETRIEVE that missed. `begun` and `missed` run on the serving thread, and so
+    do `under_way` and `ended`; `finished` on any."""
+
+    def __init__(
+        self,
+        storage: StorageManager,
+        requests: RequestLog,
+        why_missed: WhyMissed,
+    ) -> None:
+        self.finished = requests.add
+        self._tenant_of = requests.tenant_of
         self._storage = storage
         self._clock = storage.clock
-        self._miss_facts = miss_facts
-        self._under_way: dict[str, tuple[str, Subject, str, int, int, int]] = {}
+        self._why_missed = why_missed
+        self._under_way: dict[str, tuple[str, RequestSubject, str, int, int, int]] = {}
 
-    def begun(self, client: ClientInfo, key: CacheKey, path: str) -> Subject:
+    def begun(self, client: ClientInfo, key: CacheKey, path: str) -> RequestSubject:
         """Return the subject of a transfer that begins now."""
         return subject_of(client, key, self._clock(), path, self._tenant_of(key.cache_salt))
 
-    def missed(self, subject: Subject, key: CacheKey, grid: KeyGrid) -> str:
+    def missed(self, subject: RequestSubject, key: CacheKey, grid: KeyGrid) -> str:
         """Add a RETRIEVE that found something missing in L1, or its client's share of it pinned; say which."""
         missing = self._storage.table.in_rows(lambda row_of: grid.first_missing(row_of, grid.find(row_of)[0]))
         chunk_tokens = grid.desc.chunk_tokens
-        why = self._miss_facts.of_retrieve(key, missing and missing[1], subject.session_id, subject.began)
+        why = self._why_missed(key, missing and missing[1], subject.session_id, subject.began)
         first = key.start + missing[0] * chunk_tokens if missing else -1
         self.finished("RETRIEVE", subject, "miss", missing=first, chunk_tokens=chunk_tokens, why=why)
         return "not all objects are in L1" if missing else "this client keeps its share of L1 from eviction"
 
     def under_way(
-        self, request: str, lease: str, subject: Subject, outcome: str, objects: int, nbytes: int, added: int = -1
+        self,
+        request: str,
+        lease: str,
+        subject: RequestSubject,
+        outcome: str,
+        objects: int,
+        nbytes: int,
+        added: int = -1,
     ) -> None:
         """Keep what a client begins under a lease until `ended`; `outcome` and `added`, the tokens that a store adds,
         are those of a transfer that succeeds."""
@@ -247,7 +323,7 @@ class TransferAccounts:
             )
 
     def granted(
-        self, client: ClientInfo, subject: Subject, took_s: float, *, objects: int, nbytes: int, ok: bool
+        self, client: ClientInfo, subject: RequestSubject, took_s: float, *, objects: int, nbytes: int, ok: bool
     ) -> None:
         """Add a RETRIEVE of which the server hears at its end: it took its client so long. `subject` is that of the
         LOOKUP that granted it, begun with the grant."""
@@ -278,8 +354,8 @@ def store_outcome(result: Reservation) -> str:
     return "stored" if result.placed else "present"
 
 
-# The content that transfers bring for routers: checked, and handed to the events once the transfer has succeeded.
-# Serving thread, and those in which copies end; without `[events]` nothing is kept and nothing done.
+# The content that transfers bring for listeners: checked, and put into the ring once the transfer has succeeded.
+# Serving thread, and those in which copies end; without a listener that wants contents nothing is kept and done.
 
 # Leases whose keys are kept; of older ones the content is passed over.
 MAX_PREPARED = 1024
@@ -288,18 +364,18 @@ MAX_PREPARED = 1024
 class Contents:
     """A client prepares with the key and commits with the content, so the keys are kept in between."""
 
-    def __init__(self, events: Events) -> None:
-        self._events = events
+    def __init__(self, ring: RecordRing) -> None:
+        self._ring = ring
         self._prepared: dict[str, tuple[int, CacheKey, int]] = {}
 
     @property
     def wanted(self) -> bool:
         """Whether anything is kept."""
-        return self._events.wanted
+        return self._ring.wants_contents
 
     def prepared(self, session_id: int, lease: str, key: CacheKey, chunk_tokens: int) -> None:
         """A lease was given to a session for the objects of a key."""
-        if self._events.wanted:
+        if self._ring.wants_contents:
             self._prepared[lease] = session_id, key, chunk_tokens
             if len(self._prepared) > MAX_PREPARED:
                 del self._prepared[next(iter(self._prepared))]
@@ -312,7 +388,7 @@ class Contents:
 
     def check_key(self, key: CacheKey, chunk_tokens: int, content: ChunkContent | None) -> None:
         """Like `check`, for a request that brings key and content."""
-        if not self._events.wanted or content is None:
+        if not self._ring.wants_contents or content is None:
             return
         problem = content.problem(key.end - key.start, chunk_tokens)
         if problem:
@@ -330,8 +406,8 @@ class Contents:
 
     def named(self, key: CacheKey, content: ChunkContent | None) -> None:
         """The objects of a key are there, and `content`, which was checked, is theirs."""
-        if self._events.wanted and (content is not None or key.tokens):
-            self._events.named(key, content)
+        if self._ring.wants_contents and (content is not None or key.tokens):
+            self._ring.put(Registered(key, content))
 
     def end_session(self, session_id: int) -> None:
         for lease in [lease for lease, (of, _, _) in self._prepared.items() if of == session_id]:

@@ -16,15 +16,15 @@ from functools import partial
 from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import ObjectKey
 from kvframework.api.layout import GroupDesc, KVLayout, check_skip
+from kvframework.api.listener import RequestSubject
 from kvframework.api.requests import ClientInfo, Handler, Message
 from kvframework.api.server_transport import CopyJob
 from kvframework.api.transport import ArenaRange, GroupBlocks, StoreOutcome
 from kvframework.errors import BadBlockIds, BadRange, NotRegistered, StorageError, TransportMismatch
 from kvframework.service.contexts import InstanceKeys, RegisteredContext
 from kvframework.service.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges
-from kvframework.service.finished import Subject
 from kvframework.service.keys import KeyGrid, prompt_part
-from kvframework.service.records import Contents, TransferAccounts, added_tokens, store_outcome
+from kvframework.service.records import Contents, TransferRecords, added_tokens, store_outcome
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -80,7 +80,7 @@ class ServerDrivenTransfers:
         self,
         storage: StorageManager,
         keys: InstanceKeys,
-        accounts: TransferAccounts,
+        accounts: TransferRecords,
         contents: Contents,
         *,
         chunk_size: int,
@@ -162,7 +162,7 @@ class ServerDrivenTransfers:
         job = self._job(context, payload, ranges, blocks, is_store=False)
         return _run(context, job, finish)
 
-    def _ended(self, request: str, subject: Subject, ranges: Sequence[ArenaRange]) -> Callable[..., None]:
+    def _ended(self, request: str, subject: RequestSubject, ranges: Sequence[ArenaRange]) -> Callable[..., None]:
         nbytes = sum(place.length for place in ranges)
         return partial(self._accounts.finished, request, subject, objects=len(ranges), nbytes=nbytes)
 

@@ -13,7 +13,7 @@ from kvframework.api.memory import Memory
 from kvframework.api.node import Loan, Node, NodeIdentity
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
-from kvframework.events.feed import NO_EVENTS, Events
+from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.storage.envelope import HEADER_BYTES, seal
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.leases import PinLease
@@ -59,7 +59,7 @@ class StorageManager:
         ghosts: int = 0,
         tenants: Sequence[Tenant] = (),
         recovery: Recovery = NOT_RECOVERED,
-        events: Events = NO_EVENTS,
+        ring: RecordRing = NO_RECORDS,
         clock: Callable[[], float] = time.monotonic,
         threads: bool = True,
     ) -> None:
@@ -75,10 +75,10 @@ class StorageManager:
             ghosts=ghosts,
             tenants=tenants,
             recovery=recovery,
-            events=events,
+            ring=ring,
             clock=clock,
         )
-        self.tiers = self.table.tiers = Tiers(self.table, tiers, self.records, clock, events)
+        self.tiers = self.table.tiers = Tiers(self.table, tiers, self.records, clock, ring)
         for tier in tiers:
             if len(tier.shares[0]) == len(self.table.tenants.names):
                 tier.store.shares = Shares(self.table.tenants.of, *tier.shares)

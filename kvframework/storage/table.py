@@ -20,10 +20,11 @@ from typing import Any, TypeVar, cast
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, Use
 from kvframework.api.keys import DIGEST_BYTES
+from kvframework.api.listener import Added, Removed
 from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
 from kvframework.bounded_close import call_within
-from kvframework.events.feed import NO_EVENTS, Events
+from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.storage.l1.entries import NO_CLIENT, Account, AccountKey, RangeAllocator, StoredObject
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.eviction_statistics import MOST_DROPPED, Cause, EvictionStatistics, FindRow, Ghost
@@ -74,8 +75,8 @@ def _locked(method: F) -> F:
 
 class Table:
     """`memory` and `recovery` are owned from here on and closed by `close`. `policy` orders the objects of no named
-    tenant. `ghosts` is the number of keys that left L1 that are remembered. `events` hears what came into L1, and what
-    left."""
+    tenant. `ghosts` is the number of keys that left L1 that are remembered. `ring` gets the records of what
+    comes into L1, and leaves it."""
 
     # Set before any other call.
     tiers: Tiers
@@ -91,14 +92,14 @@ class Table:
         ghosts: int = 0,
         tenants: Sequence[Tenant] = (),
         recovery: Recovery = NOT_RECOVERED,
-        events: Events = NO_EVENTS,
+        ring: RecordRing = NO_RECORDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.RLock()
         self.clock = clock
         self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self._records = records
-        self._events = events
+        self._ring = ring
         self._came: list[Callable[[Sequence[PackedKey]], None]] = []
         self._memory = memory
         # For server-driven transports; valid until `close`.
@@ -635,7 +636,8 @@ class Table:
         objects = self._table.commit(lease_id, owner=owner, now=self.clock())
         keys = [stored.key for stored in objects]
         self._statistics.back(keys)
-        self._events.came(keys)
+        if self._ring.wanted:
+            self._ring.put(Added(keys))
         for came in self._came:
             came(keys)
         self._writers_ended()
@@ -644,7 +646,8 @@ class Table:
     def _left(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
         self._statistics.left(stored, cause, by)
         self.tiers.removed(stored.key)
-        self._events.went(stored.key)
+        if self._ring.wanted:
+            self._ring.put(Removed((stored.key,)))
 
     def _writers_ended(self) -> None:
         """Report ended writers to the loads that wait for one; the caller holds the lock."""

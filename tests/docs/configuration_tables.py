@@ -21,7 +21,6 @@ TABLES = {
     "CurveConfig": "server.curve",
     "LogConfig": "log",
     "ObserveConfig": "observe",
-    "EventsConfig": "events",
     "L1Keys": "l1",
     "L2Keys": "l2",
     "TenantKeys": "tenants.acme",

@@ -30,6 +30,7 @@ PAGES = {
     "hasher": "hashers.md",
     "codec": "codecs.md",
     "requests": "requests.md",
+    "listener": "listeners.md",
 }
 HEAD = """\
 # Hooks

@@ -25,6 +25,8 @@ from kvframework.registry.loader import OptionInfo, describe_options
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- options: (\S+)(?: (\w+))? -->\n).*?(<!-- end of options -->)", re.DOTALL)
+# Folders of distributions.
+PROJECTS = ("plugins/*", "plugins/*/*", "examples/*")
 UNITS = ("", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -35,7 +37,7 @@ def readmes() -> dict[Path, dict[str, EntryPointInfo]]:
     for module in sorted({offer.value.partition(".")[0] for offer in own.values()}):
         offers = {title: offer for title, offer in own.items() if offer.value.partition(".")[0] == module}
         found[ROOT / "plugins" / "defaults" / module / "README.md"] = offers
-    for project in [*sorted(ROOT.glob("plugins/*/*/pyproject.toml")), *sorted(ROOT.glob("examples/*/pyproject.toml"))]:
+    for project in sorted(each for place in PROJECTS for each in ROOT.glob(f"{place}/pyproject.toml")):
         if offers := _entry_points(project):
             found[project.with_name("README.md")] = offers
     return found

@@ -23,6 +23,7 @@ KITS = {
     "eviction": "EvictionConformance",
     "hasher": "HasherConformance",
     "codec": "CodecConformance",
+    "listener": "ListenerConformance",
 }
 
 
@@ -64,7 +65,7 @@ def _row(offer: EntryPointInfo, readme: Path, ours: bool) -> str:
     place = readme.parent.relative_to(ROOT)
     passes = "its own tests, on a real server"
     if offer.kind in KITS:
-        file = proof(offer, (ROOT / "tests" / "plugins", ROOT / "tests") if ours else (readme.parent / "tests",))
+        file = proof(offer, (ROOT / "tests",) if ours else (readme.parent / "tests",))
         assert file is not None, f"{offer.title} passes no kit"
         passes = f"`{KITS[offer.kind]}` in [{file.name}](../../{file.relative_to(ROOT)})"
     summary = provider.summary.replace("|", "\\|")

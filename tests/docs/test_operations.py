@@ -43,6 +43,7 @@ LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 OPEN_MAPS = {
     "l2[].latency_ms",
     "l2[].seconds",
+    "listeners",
     "losses.recent[].codes",
     "lookups.by_model",
     "lookups.misses",

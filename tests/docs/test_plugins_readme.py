@@ -13,6 +13,7 @@ from kvframework.api.codec import Codec
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout
+from kvframework.api.listener import Listener
 from kvframework.api.memory import Memory
 from kvframework.api.tier import Tier
 from kvframework.registry import KINDS
@@ -32,6 +33,7 @@ CONTRACTS = {
     "eviction": EvictionPolicy,
     "hasher": KeyHasher,
     "codec": Codec,
+    "listener": Listener,
 }
 
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def named_in(*names: str) -> set[str]:
-    texts = "".join((ROOT / "tests" / "routers" / name).read_text() for name in names)
+    texts = "".join((ROOT / "tests" / "route" / "routers" / name).read_text() for name in names)
     return set(re.findall(r"^def (test_\w+)", texts, re.MULTILINE))
 
 

@@ -50,7 +50,7 @@ class Trace:
         else:
             return
         thread = threading.current_thread().name
-        if thread == "kvf-map-ahead":  # it works on beside later trips
+        if thread in ("kvf-map-ahead", "kvf-records"):  # they work on beside later trips
             return
         where = _kind(thread)
         entered = files.setdefault(where, [])
@@ -137,7 +137,10 @@ def main(redis_url: str) -> None:
                 with trace.of("RETRIEVE"):
                     worker.submit_retrieve(request(), 0, CHUNK, blocks).result(20)
                     finished = server.service.finished._all  # the engine does not wait for the end
-                    wait_until(lambda: finished.held[-1][3] == "RETRIEVE", what="the COMMIT")
+                    wait_until(
+                        lambda: [each.request for _, each in list(finished.held)[-1:]] == ["RETRIEVE"],
+                        what="the COMMIT",
+                    )
                 scheduler.free(found)
                 worker.close()
         finally:

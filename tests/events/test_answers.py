@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from kvframework.events import publisher as module
-from kvframework.events.history import Numbered
-from kvframework.events.publisher import END, STALLED_S, Answers
+from kvf_events import answers as module
+from kvf_events.answers import END, STALLED_S, Answers
+from kvf_events.history import Numbered
 
 LIVE = 500
 ROOM = 8

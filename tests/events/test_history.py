@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from kvframework.events import history as module
-from kvframework.events.history import Encoder, History, Numbered
-from kvframework.events.known import L1, Known, Medium, Removed
+from kvf_events import history as module
+from kvf_events.block_index import L1, BlockIndex, Medium, Removed
+from kvf_events.history import Encoder, History, Numbered
 from tests.events.reader import Reader
-from tests.events.test_known import BLOCK, CHUNKS, NAMESPACE, PREFIXES
+from tests.events.test_block_index import BLOCK, CHUNKS, NAMESPACE, PREFIXES
 
 chunks = st.lists(st.tuples(st.booleans(), st.sampled_from(range(len(CHUNKS)))), max_size=12)
 
 
-def play(known: Known, steps: Sequence[tuple[bool, int]]) -> None:
+def play(index: BlockIndex, steps: Sequence[tuple[bool, int]]) -> None:
     for comes, number in steps:
         if comes:
-            known.name(NAMESPACE, "m", "", PREFIXES, [(CHUNKS[number], [True] * len(PREFIXES))])
+            index.register(NAMESPACE, "m", "", PREFIXES, [(CHUNKS[number], [True] * len(PREFIXES))])
         else:
-            known.went(PREFIXES[0] + CHUNKS[number].digest, L1)
+            index.removed(PREFIXES[0] + CHUNKS[number].digest, L1)
 
 
 def numbers(messages: Sequence[Numbered]) -> list[int]:
@@ -45,12 +45,12 @@ def test_a_reader_that_asks_from_any_number_knows_the_state(
         # Longer than any room that a reader leaves: several topics need as many numbers.
         patch.setattr(module, "MOST_MESSAGES", remembered + engines)
         patch.setattr(module, "MESSAGE_BYTES", 600)
-        known = Known()
+        index = BlockIndex()
         history = History(Encoder("map", BLOCK), [f"e{number}" for number in range(engines)], first)
         sent: list[Numbered] = []
         for steps in batches:
-            play(known, steps)
-            sent += history.publish(1.0, known.take())
+            play(index, steps)
+            sent += history.publish(1.0, index.take())
         assert numbers(sent) == list(range(first, history.next))
         left_at = data.draw(st.integers(0, len(sent)))
         reader = Reader()
@@ -59,35 +59,35 @@ def test_a_reader_that_asks_from_any_number_knows_the_state(
         asked = sent[left_at].number if left_at < len(sent) else history.next
         if not left_at:
             asked = 0
-        answer = list(history.replay(asked, 1.0, known))
+        answer = list(history.replay(asked, 1.0, index))
         expected = range(asked, history.next)
         assert numbers(answer) == list(expected)
         reader.batches([each.payload for each in answer if each.topic.startswith(b"kv@e0@")], replayed=True)
-        announced = {medium.name: hashes for (_, medium), hashes in known.announced().items()}
+        announced = {medium.name: hashes for (_, medium), hashes in index.announced().items()}
         if answer or left_at:
             assert reader.now == {"CPU": set(), "STORAGE": set(), **announced}
-        assert list(history.replay(history.next, 1.0, known)) == []
+        assert list(history.replay(history.next, 1.0, index)) == []
 
 
 def test_a_reader_that_lacks_the_removal_alone_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_MESSAGES", 1)
-    known, history, reader = Known(), History(Encoder("map", BLOCK), ["e"], 5), Reader()
-    play(known, [(True, 0)])
-    (first,) = history.publish(1.0, known.take())
+    index, history, reader = BlockIndex(), History(Encoder("map", BLOCK), ["e"], 5), Reader()
+    play(index, [(True, 0)])
+    (first,) = history.publish(1.0, index.take())
     reader.batch(first.payload)
-    play(known, [(False, 0)])
-    (lost,) = history.publish(1.0, known.take())
+    play(index, [(False, 0)])
+    (lost,) = history.publish(1.0, index.take())
     list(history.publish(1.0, ()))
-    reader.batches([each.payload for each in history.replay(lost.number, 1.0, known)], replayed=True)
+    reader.batches([each.payload for each in history.replay(lost.number, 1.0, index)], replayed=True)
     assert reader.now == {"CPU": set(), "STORAGE": set()}
 
 
 def test_removals_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_GONE", 10)
-    known, history = Known(), History(Encoder("map", BLOCK), ["e"], 5)
+    index, history = BlockIndex(), History(Encoder("map", BLOCK), ["e"], 5)
     for _ in range(9):
-        play(known, [(True, 0), (False, 0)])
-        list(history.publish(1.0, known.take()))
+        play(index, [(True, 0), (False, 0)])
+        list(history.publish(1.0, index.take()))
     assert sum(len(removed.hashes) for _, removed in history.removals()) <= 10
 
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import xxhash
 
-from kvframework.events.known import Medium, Removed, Stored
-from kvframework.events.ledger import EventLedgerError, Found, Ledger
-from tests.events.test_known import CHUNKS, NAMESPACE
+from kvf_events.block_index import Medium, Removed, Stored
+from kvf_events.ledger import EventLedgerError, Found, Ledger
+from tests.events.test_block_index import CHUNKS, NAMESPACE
 
 NEWS = [
     Stored("m", NAMESPACE, "", Medium.CPU, CHUNKS[0], 0, None),
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
 
 
 def test_two_servers_do_not_share_a_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvframework.events.ledger._LOCK_S", 0.05)
+    monkeypatch.setattr("kvf_events.ledger._LOCK_S", 0.05)
     ledger, _ = opened(tmp_path / "l")
     with pytest.raises(EventLedgerError, match="another server"):
         Ledger(tmp_path / "l", keeps=False).open()
@@ -122,8 +122,8 @@ def test_two_servers_do_not_share_a_ledger(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_removal_of_everything_is_found_with_what_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ten million blocks that leave at once: a record is smaller than the largest that is read."""
-    monkeypatch.setattr("kvframework.events.ledger._MAX_RECORD", 1 << 10)
-    monkeypatch.setattr("kvframework.events.ledger._HASHES_AT_ONCE", 100)
+    monkeypatch.setattr("kvf_events.ledger._MAX_RECORD", 1 << 10)
+    monkeypatch.setattr("kvf_events.ledger._HASHES_AT_ONCE", 100)
     ledger, _ = opened(tmp_path / "l", keeps=False)
     everything = Removed("m", Medium.CPU, list(range(1000)))
     ledger.write(2000, 7, [everything, NEWS[0]])

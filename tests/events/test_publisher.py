@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,16 +14,17 @@ from typing import Any
 
 import pytest
 
+from kvf_events import ledger as ledgers
+from kvf_events import publisher as publishers
+from kvf_events.answers import END
+from kvf_events.block_index import Medium
+from kvf_events.history import Encoder, History, Numbered
+from kvf_events.ledger import Ledger
+from kvf_events.publisher import Publisher
 from kvframework.api.content import ChunkContent
-from kvframework.events import ledger as ledgers
-from kvframework.events import publisher as publishers
-from kvframework.events.history import Encoder, History, Numbered
-from kvframework.events.known import Medium
-from kvframework.events.ledger import Ledger
-from kvframework.events.publisher import END, Publisher
 from tests.events.node import BLOCK, packed
+from tests.events.test_announcer import TOKENS, Node
 from tests.events.test_ledger import read
-from tests.events.test_teller import TOKENS, Node
 from tests.support.waiting import wait_until
 
 
@@ -91,20 +93,22 @@ def publishing(node: Node, path: Path, sockets: Any = None) -> Iterator[Publishe
     ledger = Ledger(path, keeps=False)
     encoder = Encoder("map", BLOCK)
     publisher = Publisher(
-        node.teller,
+        node.announcer,
         ledger,
         ledger.open(),
         lambda first: History(encoder, ("a",), first),
         sockets or Sockets(),
         batch_s=0.01,
     )
-    publisher.start()
+    thread = threading.Thread(target=publisher.run, args=(node.records,))
+    thread.start()
     try:
         yield publisher
     finally:
         # As a server that is killed: it tells no removal.
         ledger.keeps = True
-        publisher.stop()
+        node.records.end(handed_over=False)
+        thread.join(10)
 
 
 @pytest.fixture
@@ -117,10 +121,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 def store(node: Node, publisher: Publisher, tokens: list[int]) -> set[int]:
     """Store a prompt; return all that is announced once it is."""
-    before = sum(publisher._teller.known.blocks.values())
+    before = sum(publisher._announcer.index.blocks.values())
     node.store(node.key(tokens), ChunkContent(packed(tokens)))
-    wait_until(lambda: sum(publisher._teller.known.blocks.values()) > before, what="the announcement")
-    (of,) = publisher._teller.known.announced().values()
+    wait_until(lambda: sum(publisher._announcer.index.blocks.values()) > before, what="the announcement")
+    (of,) = publisher._announcer.index.announced().values()
     return of
 
 

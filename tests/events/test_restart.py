@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
-from kvframework.events.ledger import Ledger
+from kvf_events.ledger import Ledger
 from kvframework.wire import messages as m
 from tests.events.node import OBJECT, Engine, beginnings, found, prompt, router, settings
 from tests.events.test_announced import TellingServer

@@ -7,22 +7,24 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvframework.config import EventsConfig
+from kvf_events import sockets as module
+from kvf_events.history import Numbered
+from kvf_events.options import EventsOptions
+from kvf_events.sockets import EventSockets
 from kvframework.errors import EndpointError
-from kvframework.events import sockets as module
-from kvframework.events.history import Numbered
-from kvframework.events.sockets import EventSockets
+from kvframework.messaging.server import listener_sockets
+from tests.support.listener_context import listener_context
 from tests.support.ports import free_port
 
 
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BIND_S", 0.1)
+    monkeypatch.setattr(listener_sockets, "_BIND_S", 0.1)
 
 
-def config(folder: Path) -> EventsConfig:
+def config(folder: Path) -> EventsOptions:
     folder.chmod(0o700)
-    return EventsConfig(f"ipc://{folder}/told.sock", f"ipc://{folder}/again.sock")
+    return EventsOptions(endpoint=f"ipc://{folder}/told.sock", replay=f"ipc://{folder}/again.sock")
 
 
 def is_heard(sockets: EventSockets, endpoint: str) -> bool:
@@ -40,16 +42,20 @@ def is_heard(sockets: EventSockets, endpoint: str) -> bool:
 def test_a_second_server_does_not_take_the_sockets_of_the_first(key: str, tmp_path: Path) -> None:
     """libzmq would: it removes whatever lies at the path, and at its end what lies there then."""
     named = config(tmp_path)
-    first = EventSockets(named, keys=None)
+    first = EventSockets(named, listener_context())
     other = f"ipc://{tmp_path}/other.sock"
-    second = EventsConfig(named.endpoint, other) if key == "endpoint" else EventsConfig(other, named.replay)
+    second = (
+        EventsOptions(endpoint=named.endpoint, replay=other)
+        if key == "endpoint"
+        else EventsOptions(endpoint=other, replay=named.replay)
+    )
     try:
         with pytest.raises(EndpointError, match="another server"):
-            EventSockets(second, keys=None)
+            EventSockets(second, listener_context())
         assert is_heard(first, named.endpoint)
     finally:
         first.close()
-    after = EventSockets(named, keys=None)
+    after = EventSockets(named, listener_context())
     try:
         assert is_heard(after, named.endpoint)
     finally:
@@ -60,7 +66,7 @@ def test_a_second_server_does_not_take_the_sockets_of_the_first(key: str, tmp_pa
 def test_a_file_in_the_place_of_a_socket_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "again.sock").write_text("a letter")
     with pytest.raises(EndpointError, match="no socket"):
-        EventSockets(config(tmp_path), keys=None)
+        EventSockets(config(tmp_path), listener_context())
     assert (tmp_path / "again.sock").read_text() == "a letter"
     assert [each.name for each in tmp_path.iterdir()] == ["again.sock"]
 
@@ -70,7 +76,7 @@ def test_a_port_in_use_is_named() -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as other:
         other.bind(f"tcp://127.0.0.1:{port}")
         with pytest.raises(EndpointError, match="in use") as caught:
-            EventSockets(EventsConfig(f"tcp://127.0.0.1:{port}", insecure=True), keys=None)
+            EventSockets(EventsOptions(endpoint=f"tcp://127.0.0.1:{port}", insecure=True), listener_context())
     assert str(port) in caught.value.where
 
 
@@ -79,7 +85,7 @@ def test_a_reader_that_asks_without_an_end_has_its_turn_and_no_more(
 ) -> None:
     monkeypatch.setattr(module, "_MOST_AT_ONCE", 10)
     named = config(tmp_path)
-    sockets = EventSockets(named, keys=None)
+    sockets = EventSockets(named, listener_context())
     try:
         with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
             reader.linger = 0
@@ -100,7 +106,7 @@ def test_a_reader_that_subscribes_without_an_end_is_disconnected_and_others_come
     """libzmq keeps all that is subscribed to: one reader filled 400 MB a second."""
     monkeypatch.setattr(module, "MOST_SUBSCRIBED_BYTES", 10_000)
     named = config(tmp_path)
-    sockets = EventSockets(named, keys=None)
+    sockets = EventSockets(named, listener_context())
     try:
         with zmq.Context() as context, context.socket(zmq.SUB) as good, context.socket(zmq.XSUB) as bad:
             for each in (good, bad):

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.events import feed as feeds
-from kvframework.events import publisher as publishers
-from kvframework.events.ledger import Ledger
+from kvf_events import publisher as publishers
+from kvf_events.ledger import Ledger
+from kvframework import record_ring
+from kvframework.service import listeners
 from tests.core.server.in_process import serving
 from tests.events.node import Engine, prompt, settings
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
-MOST = 200
+MOST_BYTES = 40_000
 
 
 @pytest.fixture
@@ -36,8 +37,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_a_publisher_that_hangs_costs_engines_nothing_and_says_so(
     disk: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, "MOST_OBJECTS", MOST)
-    monkeypatch.setattr(feeds, "MOST_CONTENT_BYTES", 20_000)
+    monkeypatch.setattr(record_ring, "MOST_BYTES", MOST_BYTES)
     monkeypatch.setattr(publishers, "HANGS_S", 0.2)
     tmp_path.chmod(0o700)
     with serving(*settings(tmp_path), capacity="64MiB") as server, WireClient(server.endpoint) as client:
@@ -52,7 +52,7 @@ def test_a_publisher_that_hangs_costs_engines_nothing_and_says_so(
             assert engine.hit(prompt(number, 8))
         wait_until(lambda: "hangs" in str(events()["problem"]), what="the problem")
         assert any("hangs" in each["fact"] for each in client.status()["problems"])
-        assert len(server._events.feed._objects) <= MOST  # type: ignore[union-attr]
+        assert server._listeners.ring._bytes <= MOST_BYTES
         assert client.status()["events"]["counters"]["dropped"] > 0
         disk.set()
         wait_until(lambda: not events()["problem"], what="its end")
@@ -63,7 +63,7 @@ def test_a_publisher_that_hangs_costs_engines_nothing_and_says_so(
 def test_a_server_stops_though_its_publisher_hangs(
     disk: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishers, "_STOP_S", 0.2)
+    monkeypatch.setattr(listeners, "STOP_S", 0.2)
     tmp_path.chmod(0o700)
     with serving(*settings(tmp_path)) as server, WireClient(server.endpoint) as client:
         Engine(client).store(prompt(1, 2))

@@ -19,7 +19,7 @@ def test_the_proxy_is_short() -> None:
     assert len((FOLDER / "proxy.py").read_text().splitlines()) < 140
 
 
-@pytest.mark.skipif(find_spec("kvframework.events") is None, reason="this server tells routers nothing")
+@pytest.mark.skipif(find_spec("kvf_events") is None, reason="this server tells routers nothing")
 def test_requests_sent_by_score_hit_more_than_in_turn() -> None:
     done = subprocess.run(
         [sys.executable, "compare.py"], cwd=FOLDER, capture_output=True, text=True, timeout=280, check=False

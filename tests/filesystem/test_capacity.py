@@ -16,10 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvf_filesystem import counting
-from kvf_filesystem.counting import Counting
+from kvf_filesystem import ledger
 from kvf_filesystem.form import LARGE
-from kvf_filesystem.ledger import Ledger
+from kvf_filesystem.ledger import Counting, Ledger
 from kvf_filesystem.listing import Lister
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome
@@ -269,7 +268,7 @@ def test_closing_does_not_wait_for_a_long_count(tmp_path: Path, monkeypatch: pyt
 def test_a_count_that_failed_is_told_once_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(counting, "RETRY_S", 0.001)
+    monkeypatch.setattr(ledger, "RETRY_S", 0.001)
     tries: list[int] = []
 
     def count() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvf_filesystem import root as root_module
 from kvf_filesystem.form import LARGE, PAGE
-from kvf_filesystem.moving import SLICE_BYTES
+from kvf_filesystem.reading import SLICE_BYTES, move
 from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError
 from kvframework.storage.envelope import HEADER_BYTES
@@ -177,10 +179,13 @@ def test_a_refusal_in_the_middle_is_made_good_through_the_cache(
     """As of a file system that takes the flag, but not this alignment."""
     monkeypatch.setattr("kvf_filesystem.root._can_bypass_cache", lambda _fd: True)
 
-    def refuse(*_args: object, **_options: object) -> int:
-        raise OSError(22, "Invalid argument")
+    def refuse(operation: Callable[..., int], fd: int, *args: Any, **options: Any) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return move(operation, fd, *args, **options)
 
-    monkeypatch.setattr("kvf_filesystem.aligned.move", refuse)
+    for module in ("reading", "writing"):
+        monkeypatch.setattr(f"kvf_filesystem.{module}.move", refuse)
     tier, key = open_tier(tmp_path, direct="on"), fresh_key()
     assert tier.put([key], [[arena]], deadline=soon()) == [STORED]
     assert get(tier, key, arena.nbytes) == (FOUND, bytes(arena))

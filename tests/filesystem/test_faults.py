@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvf_filesystem.form import PAGE, file_bytes, pack_head
-from kvf_filesystem.moving import SLICE_BYTES
+from kvf_filesystem.reading import SLICE_BYTES
 from kvframework.api.tier import Outcome, TierUsage
 from kvframework.errors import TierError
 from tests.filesystem.folder import (

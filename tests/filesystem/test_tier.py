@@ -19,7 +19,7 @@ from kvf_dev.testing.tier.contract import ContractTests
 from kvf_dev.testing.tier.faults import FaultTests
 from kvf_dev.testing.tier.listing import ListingTests
 from kvf_filesystem.form import FOLDERS, LARGE, counted_bytes, file_bytes, key_of, value_bytes
-from kvf_filesystem.moving import move, trimmed
+from kvf_filesystem.reading import move, trimmed
 from kvf_filesystem.root import MARKER
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome, Tier

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvf_mooncake import kvf_tiers, server_half
-from kvf_mooncake.advice import diagnose
-from kvf_mooncake.client import make_tier
+from kvf_mooncake import client as helper
+from kvf_mooncake import kvf_tiers
+from kvf_mooncake.client import MooncakeHelperTier, diagnose, make_tier
 from kvf_mooncake.options import MooncakeOptions, place
-from kvf_mooncake.sealed_values import SEAL_BYTES, broken_seal, seal
-from kvf_mooncake.server_half import MooncakeHelperTier
 from kvf_mooncake.tier import MooncakeTier
+from kvf_mooncake.writes import SEAL_BYTES, broken_seal, seal
 from kvframework.api.plugin import TableContext
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
@@ -255,7 +254,7 @@ def test_memory_is_registered_and_forgotten(tier: MooncakeTier, client: FakeClie
 
 @pytest.fixture
 def in_a_helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeHelperTier]:
-    monkeypatch.setattr(server_half, "make_tier", fake_tier)
+    monkeypatch.setattr(helper, "make_tier", fake_tier)
     tier = MooncakeHelperTier(OPTIONS, where="[[l2]] #1")
     yield tier
     tier.close()
@@ -276,7 +275,7 @@ def test_values_pass_to_the_helper_and_back(in_a_helper: MooncakeHelperTier) -> 
 
 def test_a_client_that_holds_the_interpreter_holds_the_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of the server go on: this one's neighbour counts while the client sleeps in C."""
-    monkeypatch.setattr(server_half, "make_tier", holding_tier)
+    monkeypatch.setattr(helper, "make_tier", holding_tier)
     tier = MooncakeHelperTier(OPTIONS, where="[[l2]] #1")
     tier.delete([A], deadline=after(60))  # it is up
     beats, ended = 0, threading.Event()
@@ -297,7 +296,7 @@ def test_a_client_that_holds_the_interpreter_holds_the_helpers(monkeypatch: pyte
 
 
 def test_no_master_is_refused_before_mooncake_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvf_mooncake.advice.library", lambda _where: None)
+    monkeypatch.setattr("kvf_mooncake.client.library", lambda _where: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         listening = MooncakeOptions(master=f"127.0.0.1:{port}")

@@ -17,7 +17,7 @@ from tests.docs.shown import entry_points
 ROOT = Path(__file__).resolve().parents[2]
 # Python 3.11 has it.
 tomllib = pytest.importorskip("tomllib")
-PROJECTS = sorted(ROOT.glob("plugins/*/*/pyproject.toml"))
+PROJECTS = sorted([*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("plugins/*/*/pyproject.toml")])
 MINOR = ".".join(__version__.split(".")[:2])
 RANGE = str(Requirement(f"kvframework>={MINOR}.0.dev0,<0.{int(MINOR.split('.')[1]) + 1}").specifier)
 # They run the core's own storage.

@@ -21,7 +21,10 @@ from tests.core.registry.fake_distributions import install
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRY_POINTS: dict[str, dict[str, str]] = defaultdict(dict)
-for _file in [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/*/pyproject.toml"))]:
+for _file in [
+    ROOT / "pyproject.toml",
+    *sorted([*ROOT.glob("plugins/*/pyproject.toml"), *ROOT.glob("plugins/*/*/pyproject.toml")]),
+]:
     for _name, _module in re.findall(r'^"([\w.]+)" = "(kvf_\w+)"$', _file.read_text(), re.MULTILINE):
         ENTRY_POINTS[_module][_name] = _module
 # What the pyproject of each would depend on, beside kvframework and what comes with it.
@@ -30,6 +33,7 @@ DEPENDENCIES = {
     "kvf_codecs": {"numpy", "xxhash", "zstandard"},
     "kvf_cpu_gather": {"torch"},
     "kvf_cuda_ipc": {"cuda"},
+    "kvf_events": {"xxhash", "zmq"},
     "kvf_layouts": {"torch"},
     "kvf_mooncake": {"mooncake", "xxhash"},
     "kvf_peers": {"redis"},
@@ -90,7 +94,7 @@ def test_an_import_that_would_not_move_is_found(tmp_path: Path) -> None:
     """Also one within a function, which no start of a server shows."""
     plugin = tmp_path / "kvf_bad"
     plugin.mkdir()
-    lines = ("kvf_redis.wire", "kvframework.storage.l2.sealed_tier", "torch")
+    lines = ("kvf_redis.resp", "kvframework.storage.l2.sealed_tier", "torch")
     (plugin / "__init__.py").write_text("def create():\n" + "".join(f"    import {name}\n" for name in lines))
     assert foreign(plugin) == set(lines)
 

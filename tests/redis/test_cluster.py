@@ -14,10 +14,10 @@ import pytest
 import redis
 from kvf_dev.testing.tier import TierConformance
 from kvf_redis import cluster as clusters
-from kvf_redis.addresses import Place
 from kvf_redis.cluster import Cluster, slot_of
 from kvf_redis.commands import Ping
 from kvf_redis.connect import NoAnswer
+from kvf_redis.resp import Place
 from kvframework.api.tier import Outcome, TierEntry
 from kvframework.errors import TierError
 from tests.support.processes import send

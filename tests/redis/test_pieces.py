@@ -12,11 +12,21 @@ from hypothesis import strategies as st
 
 import redis
 from kvf_dev.testing.tier import TierConformance
-from kvf_redis.borrowed_views import Borrowed
-from kvf_redis.commands import Command, Count, Get, Set, Tail
-from kvf_redis.pieces import MAX_PIECES, TRAILER_BYTES, Trailer, new_trailer, parse_trailer, spans
+from kvf_redis.commands import (
+    MAX_PIECES,
+    TRAILER_BYTES,
+    Command,
+    Count,
+    Get,
+    Set,
+    Tail,
+    Trailer,
+    new_trailer,
+    parse_trailer,
+    spans,
+)
 from kvf_redis.resp import Reply
-from kvf_redis.values import Reading, Writing, other_pieces
+from kvf_redis.values import Borrowed, Reading, Writing, other_pieces
 from kvframework.api.tier import Outcome, Tier
 from tests.support.received import outcomes_of
 from tests.support.redis_server import RedisServer

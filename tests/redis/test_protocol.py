@@ -12,21 +12,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvf_redis.addresses import Place
 from kvf_redis.commands import Command, Count
 from kvf_redis.node import MAX_BYTES, MAX_COMMANDS, fly
 from kvf_redis.resp import (
+    Place,
     ProtocolSurprise,
     Redirect,
     Refused,
     Reply,
+    Wire,
     command,
     holds,
     parse_line,
     parse_redirect,
     set_command,
 )
-from kvf_redis.wire import Wire
 from kvframework.api.tier import Outcome, Tier
 from kvframework.api.types import Buffer
 from kvframework.errors import TierError

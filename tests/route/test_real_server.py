@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("kvframework.events", reason="this server tells routers nothing")
+pytest.importorskip("kvf_events", reason="this server tells routers nothing")
 
 from tests.events.node import CHUNK, OBJECT, Engine, prompt
 from tests.events.node import settings as telling

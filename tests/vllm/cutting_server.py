@@ -12,7 +12,7 @@ from pathlib import Path
 from kvframework.cli.main import main
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.service.pricing import Pricing
-from kvframework.service.records import Asked, Priced
+from kvframework.service.records import PendingLookup, Priced
 from kvframework.storage.l2.sealed_tier import L2Store
 
 FILE = Path(sys.argv.pop(1))
@@ -21,7 +21,7 @@ _SPEED = EngineSpeed(1000.0, 0.0)
 
 
 class FixedCut(Pricing):
-    def located(self, asked: Asked, here: Sequence[bool], source: Mapping[int, L2Store]) -> None:
+    def located(self, asked: PendingLookup, here: Sequence[bool], source: Mapping[int, L2Store]) -> None:
         assert asked.grid is not None
         if not source:
             return
@@ -29,13 +29,13 @@ class FixedCut(Pricing):
         asked.priced = Priced(min(int(FILE.read_text()), found), found, 2.0, 1.0, 1.0)
 
 
-def _asked(self: Asked, *given: object) -> None:
+def _asked(self: PendingLookup, *given: object) -> None:
     _init(self, *given)  # type: ignore[arg-type]
     self.speed = self.speed or _SPEED
 
 
-_init = Asked.__init__
-Asked.__init__ = _asked  # type: ignore[method-assign]
+_init = PendingLookup.__init__
+PendingLookup.__init__ = _asked  # type: ignore[method-assign]
 Pricing.located = FixedCut.located  # type: ignore[method-assign]
 
 if __name__ == "__main__":

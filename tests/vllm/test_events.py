@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import kvf_vllm.events as events
+from kvf_events.chunks import verified
 from kvf_hashers.sha256 import Sha256
 from kvf_vllm.events import Announcements, BlocksRemoved, BlocksStored
 from kvf_vllm.requests import Wish
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import AdapterNews, StepPlan, StepReport
 from kvframework.api.content import Image
-from kvframework.events.known import verified
 from tests.vllm.stand_ins import BLOCK, CHUNK, FakeRequest, FakeServer, scheduler
 
 TOKENS = list(range(20))

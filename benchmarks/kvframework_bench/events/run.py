@@ -18,11 +18,14 @@ from typing import Any
 import msgspec
 import zmq
 
+from kvf_events.block_index import Medium, Stored
+from kvf_events.chunks import Chunk
+from kvf_events.history import Encoder
+from kvf_events.options import Format
 from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey
-from kvframework.events.feed import Feed
-from kvframework.events.history import Encoder, Format
-from kvframework.events.known import Chunk, Medium, Stored
+from kvframework.api.listener import Added, Registered, Removed
+from kvframework.record_ring import RecordRing
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.events.figures import EVENTS, TARGET_US, EventsFigures, TellingCost
@@ -179,22 +182,22 @@ def _encoding(rounds: int, seed: int) -> list[TellingCost]:
 
 def _handing_over(rounds: int) -> TellingCost:
     """What the serving thread does for a commit of one chunk, and for its removal later."""
-    feed = Feed()
+    ring = RecordRing(wanted=True)
+    reader = ring.open()
     content = ChunkContent(bytes(4 * _CHUNK))
     key = CacheKey("bench", 1, None, bytes(16), 0, _CHUNK, "", digests=bytes(32))
     objects = [bytes(64)]
 
     def hand_over() -> None:
         for _ in range(_CHUNKS_A_BATCH):
-            feed.came(objects)
-            feed.named(key, content)
-            feed.went(objects[0])
+            ring.put(Added(objects))
+            ring.put(Registered(key, content))
+            ring.put(Removed(objects))
 
     seconds = []
     for _ in range(rounds):
         seconds.append(_processor_s(hand_over))
-        feed.take_objects()
-        feed.take_contents()
+        reader.take()
     us = Spread.of([each / _CHUNKS_A_BATCH * 1e6 for each in seconds])
     return TellingCost("the serving thread, for its store and its eviction", us)
 

@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
+from kvframework.api.listener import TierCall
 from kvframework.api.requests import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
 from kvframework.pricing.cut import Load
@@ -61,19 +62,6 @@ class Apart:
 # Learns, once the tiers have said what they have, which objects L1 has and where each of the others is.
 Located = Callable[[Sequence[bool], Mapping[int, L2Store]], object]
 LoadSteps = Generator[AskNext | WaitForWriters | Apart, None, R]
-
-
-class TierCall(NamedTuple):
-    """A call to a tier: the times are of the clock of the storage; `values` were asked for, and `found` of them were
-    there."""
-
-    tier: str
-    operation: str
-    began: float
-    seconds: float
-    values: int
-    found: int
-    ok: bool
 
 
 class LoadTask(PrefetchTask):

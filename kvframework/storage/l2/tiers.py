@@ -16,11 +16,12 @@ from typing import Protocol
 
 from kvframework.api.keys import PackedKey
 from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.listener import Accessed
 from kvframework.api.requests import Select
 from kvframework.bounded_close import call_within
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
-from kvframework.events.feed import NO_EVENTS, Events
+from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.storage.l1.entries import NO_CLIENT
 from kvframework.storage.l1.leases import NO_PROMPT, PromptPart
 from kvframework.storage.l2.full_tier import Watermarks
@@ -129,16 +130,16 @@ class Tiers:
         attached: Sequence[AttachedTier],
         records: NamespaceRecords,
         clock: Callable[[], float] = time.monotonic,
-        events: Events = NO_EVENTS,
+        ring: RecordRing = NO_RECORDS,
     ) -> None:
         self.attached = tuple(attached)
         self.stores = tuple(tier.store for tier in attached)
         for store in self.stores:
             store.on_damaged = l1.damaged
             store.on_sealed = l1.sealed
-        for place, store in enumerate(self.stores, 1) if events.wanted else ():
+        for tier, store in enumerate(self.stores, 1) if ring.wanted else ():
             if not store.read_only:  # others announce what is theirs
-                store.on_seen = partial(events.seen, place)
+                store.on_seen = partial(_accessed, ring, tier)
         self.writers = [
             TierWriter(
                 l1,
@@ -336,3 +337,7 @@ class Tiers:
         late = call_within(timeout_s, {f"tier {n}, {store.name}": store.close for n, store in enumerate(self.stores)})
         if late:
             log.error("closing %s takes too long", " and ".join(late))
+
+
+def _accessed(ring: RecordRing, tier: int, keys: Sequence[PackedKey], found: Sequence[bool] | bool) -> None:
+    ring.put(Accessed(tier, keys, found))

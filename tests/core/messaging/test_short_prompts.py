@@ -11,6 +11,7 @@ from kvframework.messaging.client.reported import ShortPrompts as Untold
 from kvframework.messaging.server.sessions import SessionTable
 from kvframework.service.counts import LookupCounts, ShortPrompts
 from kvframework.service.finished import FinishedRequests
+from kvframework.service.records import RequestLog
 from kvframework.wire.messages import MAX_SHORT, REASONS, Hello, Ping, ShortPrompt
 
 
@@ -23,9 +24,10 @@ class Session(ClientInfo):
 
 class Server:
     def __init__(self) -> None:
-        self.counts = LookupCounts(REASONS)
-        self.finished = FinishedRequests(b"")
-        self.prompts = ShortPrompts(self.counts, self.finished)
+        requests = RequestLog()
+        self.counts = LookupCounts(REASONS, requests, lambda _namespace: "m")
+        self.finished = FinishedRequests(b"", requests)
+        self.prompts = ShortPrompts(self.counts, requests)
 
     @property
     def counted(self) -> int:

@@ -15,7 +15,7 @@ from kvf_plan.simulation import Engines, Settings, SlowTime, TierSpeed, simulate
 from kvf_plan.trace.reading import open_trace
 from kvframework.config import load_config
 from kvframework.service.pricing import Pricing
-from kvframework.service.records import Asked, Priced
+from kvframework.service.records import PendingLookup, Priced
 from kvframework.storage.l2.sealed_tier import L2Store
 
 CHUNK = 512
@@ -73,7 +73,7 @@ def mean_s(trace: Path, name: str, *, price: bool, loads: bool = True) -> float:
 def threshold_s(trace: Path, name: str, tokens: int) -> float:
     """Return the same of a server that loads everything, if it is at least so many tokens."""
 
-    def located(_self: Pricing, asked: Asked, here: Sequence[bool], source: Mapping[int, L2Store]) -> None:
+    def located(_self: Pricing, asked: PendingLookup, here: Sequence[bool], source: Mapping[int, L2Store]) -> None:
         grid = asked.grid
         assert grid is not None
         l1, found = grid.hit(here), grid.hit([there or index in source for index, there in enumerate(here)])

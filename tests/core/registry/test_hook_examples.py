@@ -48,7 +48,11 @@ def test_the_example_of_every_hook_works_as_an_installed_plugin(site: Path, name
     install(site, "example", {entry_point: f"example_of_{name}"}, {f"example_of_{name}": code})
     provider = PluginRegistry().resolve(kind, plugin)
     assert isinstance(provider, KINDS[kind].providers)
-    made = provider.create(provider.options(), None) if kind in ("transport", "memory", "tier", "requests") else None
+    made = (
+        provider.create(provider.options(), None)
+        if kind in ("transport", "memory", "tier", "requests", "listener")
+        else None
+    )
     if made is None:
         made = provider.create(provider.options())
     assert made  # abstract methods left out would have raised

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvf_redis.pieces import MAX_PIECES, Trailer
+from kvf_redis.commands import MAX_PIECES, Trailer
 from kvframework.api.tier import Outcome, Tier
 from tests.support.redis_server import RedisServer
 from tests.support.redis_tier import get, open_redis_tier, put, soon

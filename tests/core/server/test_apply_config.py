@@ -61,14 +61,6 @@ OTHER = {
     "observe.tls_key": ["observe.tls_cert={folder}/keys/cert.pem", "observe.tls_key={folder}/keys/key.pem"],
     "observe.token_file": ["observe.token_file={folder}/keys/token"],
     "observe.traces": ["observe.traces=http://127.0.0.1:4318"],
-    "events.endpoint": [EVENTS],
-    "events.replay": [EVENTS, "events.replay=ipc://{folder}/again.sock"],
-    "events.format": [EVENTS, "events.format=array"],
-    "events.block_size": [EVENTS, "events.block_size=32"],
-    "events.salted": [EVENTS, "events.salted=tell"],
-    "events.engines": [EVENTS, 'events.engines=["10.0.0.7:8000"]'],
-    "events.state": [EVENTS, "events.state={folder}"],
-    "events.insecure": [EVENTS, "events.insecure=true"],
     "l1.high_watermark": ["l1.high_watermark=0.95"],
     "l1.low_watermark": ["l1.low_watermark=0.4"],
     "l1.ghosts": ["l1.ghosts=0"],
@@ -140,6 +132,12 @@ def test_the_column_of_each_key_is_what_the_server_says(node: Node, keys: None) 
             assert now == (COLUMN.get(each) == "now"), each
         assert any(each == key or ALSO.get(each) == key for each in said), (key, said)
     assert node.differs() == {}, "a dry run changes nothing"
+
+
+def test_the_table_of_a_listener_needs_a_restart(node: Node) -> None:
+    said = {each.key: each.now for each in node.apply(EVENTS, dry_run=True).changes}
+    assert said["events.endpoint"] is False
+    assert not any(said.values())
 
 
 def test_keys_that_need_a_restart_change_nothing_at_all(node: Node, keys: None) -> None:

@@ -14,12 +14,11 @@ from kvf_eviction import Lru
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import CacheKey, ClientInfo, PackedKey
-from kvframework.events.feed import NO_EVENTS
+from kvframework.record_ring import NO_RECORDS
 from kvframework.service.engine_driven import Grants, objects_of, pin_whole
-from kvframework.service.finished import FinishedRequests
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups
-from kvframework.service.records import Contents
+from kvframework.service.records import Contents, RequestLog
 from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
@@ -129,9 +128,7 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
     """LOOKUP, FREE_LOOKUP_LOCKS and what PREPARE_RETRIEVE pins: of 32,768 objects the same as of eight."""
     storage = StorageManager(PlainMemory(MAX_OBJECTS * ALIGNMENT), Lru(), threads=False)
     resolver, client = KeyResolver(Sha256()), Client()
-    lookups = Lookups(
-        storage, resolver, FinishedRequests(b""), Grants({}, storage, Contents(NO_EVENTS), str), ticket_s=100.0
-    )
+    lookups = Lookups(storage, resolver, RequestLog(), Grants({}, storage, Contents(NO_RECORDS), str), ticket_s=100.0)
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))
     most = MAX_OBJECTS // RANKS
     for rank in range(RANKS):
@@ -167,8 +164,8 @@ def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.Mo
     lookups = Lookups(
         storage,
         KeyResolver(Sha256()),
-        FinishedRequests(b""),
-        Grants({}, storage, Contents(NO_EVENTS), str),
+        RequestLog(),
+        Grants({}, storage, Contents(NO_RECORDS), str),
         ticket_s=10.0,
     )
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))

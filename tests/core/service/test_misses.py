@@ -10,22 +10,16 @@ from hypothesis import strategies as st
 
 from kvframework.api.keys import ObjectKey, salt_digest
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
+from kvframework.api.listener import MissReason, RequestRecord, RequestSubject, TierCall
+from kvframework.record_ring import RecordRing
 from kvframework.service.counts import MAX_MODELS, OTHER_MODELS, LookupCounts
-from kvframework.service.finished import (
-    MOST,
-    START_EXPLAINS_S,
-    Facts,
-    FinishedRequests,
-    Row,
-    Subject,
-    Why,
-    decide,
-    elsewhere,
-)
+from kvframework.service.finished import MOST, FinishedRequests
+from kvframework.service.miss_reasons import START_EXPLAINS_S, Facts, Row, decide, elsewhere
+from kvframework.service.records import MOST_WAITING, RequestLog
 from kvframework.storage.l1.eviction_statistics import CAUSES, Ghost
-from kvframework.storage.l2.loading import TierCall
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire.messages import REASONS
+from tests.support.waiting import wait_until
 
 HERE, THERE = b"h" * 16, b"t" * 16
 DESC = MemoryLayoutDesc(256, (GroupDesc((2, 2, 256, 8), "float16"),))
@@ -41,8 +35,8 @@ EVICTED = Ghost("room", 50.0, 40.0, "other")
         ({"from_before": True, "up_s": 10.0}, "server_started"),
         ({"from_before": True, "up_s": START_EXPLAINS_S}, "never_stored"),
         ({"from_before": True, "named": False}, "server_started"),
-        ({"elsewhere": Why("other_salt"), "from_before": True}, "other_salt"),
-        ({"ghost": EVICTED, "elsewhere": Why("other_salt")}, "evicted"),
+        ({"elsewhere": MissReason("other_salt"), "from_before": True}, "other_salt"),
+        ({"ghost": EVICTED, "elsewhere": MissReason("other_salt")}, "evicted"),
         ({"ghost": Ghost("watermark", 1, 2, "")}, "evicted"),
         ({"ghost": Ghost("tenant", 1, 2, "")}, "evicted"),
         ({"ghost": EVICTED, "tiers_cleared_at": 49.0}, "evicted"),
@@ -57,7 +51,7 @@ def test_the_facts_decide(facts: dict[str, Any], reason: str) -> None:
 
 
 def test_an_eviction_is_told_with_its_facts() -> None:
-    assert decide(Facts(ghost=EVICTED)) == Why("evicted", "", 50.0, 40.0, "other")
+    assert decide(Facts(ghost=EVICTED)) == MissReason("evicted", "", 50.0, 40.0, "other")
 
 
 @pytest.mark.parametrize("cause", CAUSES)
@@ -72,7 +66,7 @@ facts_of_all_kinds = st.builds(
     refused=st.booleans(),
     ghost=st.none() | st.builds(Ghost, st.sampled_from(CAUSES), st.floats(0, 9), st.floats(0, 9), st.just("")),
     tiers_cleared_at=st.none() | st.floats(0, 9),
-    elsewhere=st.none() | st.sampled_from([Why("other_salt"), Why("other_namespace")]),
+    elsewhere=st.none() | st.sampled_from([MissReason("other_salt"), MissReason("other_namespace")]),
     named=st.booleans(),
     from_before=st.booleans(),
     up_s=st.floats(0, 1e5),
@@ -105,29 +99,29 @@ def other(**changes: Any) -> NamespaceRecord:
     [
         ([], None),
         ([row(None, namespace=THERE)], None),
-        ([row(salt="s")], Why("other_salt", "stored with a salt, asked without one")),
-        ([row(other(dtype="float32"), namespace=THERE)], Why("other_namespace", "dtype float32, not float16")),
-        ([row(other(window=64), namespace=THERE)], Why("other_namespace", "window 64, not 0")),
-        ([row(other(groups=2), namespace=THERE)], Why("other_namespace", "2 layer groups, not 1")),
-        ([row(other(world_size=4), namespace=THERE)], Why("other_namespace", "world size 4, not 1")),
+        ([row(salt="s")], MissReason("other_salt", "stored with a salt, asked without one")),
+        ([row(other(dtype="float32"), namespace=THERE)], MissReason("other_namespace", "dtype float32, not float16")),
+        ([row(other(window=64), namespace=THERE)], MissReason("other_namespace", "window 64, not 0")),
+        ([row(other(groups=2), namespace=THERE)], MissReason("other_namespace", "2 layer groups, not 1")),
+        ([row(other(world_size=4), namespace=THERE)], MissReason("other_namespace", "world size 4, not 1")),
         (
             [row(other(), namespace=THERE)],
-            Why("other_namespace", "other weights, revision, quantisation or packing"),
+            MissReason("other_namespace", "other weights, revision, quantisation or packing"),
         ),
-        ([row(other(model="n"), namespace=THERE)], Why("other_namespace", "stored under the model name 'n'")),
+        ([row(other(model="n"), namespace=THERE)], MissReason("other_namespace", "stored under the model name 'n'")),
         ([row(other(model="n", dtype="float32"), namespace=THERE)], None),
         (
             [row(other(model="n"), namespace=THERE), row(other(dtype="int8"), namespace=THERE)],
-            Why("other_namespace", "dtype int8, not float16"),
+            MissReason("other_namespace", "dtype int8, not float16"),
         ),
         (
             [row(other(), namespace=THERE), row(salt="s")],
-            Why("other_salt", "stored with a salt, asked without one"),
+            MissReason("other_salt", "stored with a salt, asked without one"),
         ),
-        ([row(rank=1)], Why("never_stored", "by rank 0, while another rank or layer group has it")),
+        ([row(rank=1)], MissReason("never_stored", "by rank 0, while another rank or layer group has it")),
     ],
 )
-def test_where_else_the_chunk_is_says_why_it_is_not_here(rows: list[Row], expected: Why | None) -> None:
+def test_where_else_the_chunk_is_says_why_it_is_not_here(rows: list[Row], expected: MissReason | None) -> None:
     assert elsewhere(key(), RECORD, "m", rows) == expected
 
 
@@ -148,18 +142,19 @@ def test_no_reason_tells_a_salt() -> None:
 # the ring
 
 
-def subject(request_id: str = "r") -> Subject:
-    return Subject(1.0, "engine", 7, 3, request_id, "m", bytes.fromhex("abcd0123"), 0, 512)
+def subject(request_id: str = "r") -> RequestSubject:
+    return RequestSubject(1.0, "engine", 7, 3, request_id, "m", bytes.fromhex("abcd0123"), 0, 512)
 
 
-def ring() -> FinishedRequests:
-    return FinishedRequests(b"boot", lambda: 3.0)
+def ring() -> tuple[RequestLog, FinishedRequests]:
+    requests = RequestLog(lambda: 3.0)
+    return requests, FinishedRequests(b"boot", requests)
 
 
 def test_the_ring_forgets_the_oldest_and_never_counts_back() -> None:
-    finished = ring()
+    requests, finished = ring()
     for _ in range(MOST + 10):
-        finished.add("LOOKUP", subject(), "hit")
+        requests.add("LOOKUP", subject(), "hit")
     reply = finished.after(0)
     assert [record.number for record in reply.records] == list(range(11, MOST + 11))
     assert (reply.last, reply.forgotten) == (MOST + 10, 10)
@@ -169,9 +164,9 @@ def test_the_ring_forgets_the_oldest_and_never_counts_back() -> None:
 
 @given(st.integers(0, 40), st.integers(0, 45), st.integers(0, 45))
 def test_a_reader_gets_all_that_it_has_not_seen(number: int, after: int, most: int) -> None:
-    finished = ring()
+    requests, finished = ring()
     for count in range(number):
-        finished.add("STORE", subject(f"r{count % 3}"), "stored")
+        requests.add("STORE", subject(f"r{count % 3}"), "stored")
     expected = [index for index in range(1, number + 1) if index > after]
     assert [record.number for record in finished.after(after, most).records] == expected[:most]
     of_one = [record.number for record in finished.after(after, request_id="r1").records]
@@ -179,18 +174,18 @@ def test_a_reader_gets_all_that_it_has_not_seen(number: int, after: int, most: i
 
 
 def test_a_record_has_its_duration_and_the_wall_clock_of_its_cause() -> None:
-    finished = ring()
-    finished.add("LOOKUP", subject(), "miss", why=Why("evicted", "", 2.5, 1.5, "other"))
+    requests, finished = ring()
+    requests.add("LOOKUP", subject(), "miss", why=MissReason("evicted", "", 2.5, 1.5, "other"))
     (record,) = finished.after(0).records
     assert (record.seconds, record.monotonic, record.at - record.cause_at) == (2.0, 3.0, pytest.approx(0.5))
     assert (record.reason, record.idle_s, record.by) == ("evicted", 1.5, "other")
 
 
 def test_sampled_requests_have_a_ring_of_their_own_and_their_calls_to_tiers() -> None:
-    finished, calls = ring(), [TierCall("redis", "get", 1.5, 0.5, 4, 4, True)]
+    (requests, finished), calls = ring(), [TierCall("redis", "get", 1.5, 0.5, 4, 4, True)]
     sampled = subject("sampled")._replace(trace=f"00-{'ab' * 16}-{'cd' * 8}-01")
     for each in (sampled, *[subject()] * (MOST + 1)):
-        finished.add("LOOKUP", each, "hit", tier_calls=calls)
+        requests.add("LOOKUP", each, "hit", tier_calls=calls)
     calls.clear()  # the load of a lookup that was given up goes on
     reply = finished.after(0, traced=True)
     assert [(each.number, each.request_id, each.trace) for each in reply.records] == [(1, "sampled", sampled.trace)]
@@ -198,7 +193,7 @@ def test_sampled_requests_have_a_ring_of_their_own_and_their_calls_to_tiers() ->
     assert (reply.last, reply.forgotten) == (1, 0)
     assert not any(each.trace or each.tier_calls for each in finished.after(0).records)
     for _ in range(MOST + 1):
-        finished.add("LOOKUP", sampled, "hit")
+        requests.add("LOOKUP", sampled, "hit")
     flooded = finished.after(reply.last, traced=True)
     assert (len(flooded.records), flooded.last, flooded.forgotten) == (MOST, MOST + 2, 1)
 
@@ -207,9 +202,47 @@ def test_sampled_requests_have_a_ring_of_their_own_and_their_calls_to_tiers() ->
 
 
 def test_models_beyond_the_bound_count_as_others() -> None:
-    counts = LookupCounts(REASONS)
+    requests = RequestLog()
+    counts = LookupCounts(REASONS, requests, lambda namespace: f"model {int.from_bytes(namespace, 'big')}")
     for number in range(MAX_MODELS + 5):
-        counts.ended(f"model {number}", 10, 2, 3)
+        requests.add("LOOKUP", subject(), "hit", l1_tokens=2, l2_tokens=3, prefix=number.to_bytes(16, "big"))
     models = counts.status()["by_model"]
     assert len(models) == MAX_MODELS + 1
-    assert models[OTHER_MODELS] == {"lookups": 5, "asked_tokens": 50, "l1_tokens": 10, "l2_tokens": 15}
+    assert models[OTHER_MODELS] == {"lookups": 5, "asked_tokens": 5 * 512, "l1_tokens": 10, "l2_tokens": 15}
+
+
+# the way to those who count
+
+
+def test_more_records_than_may_wait_are_counted_by_who_makes_them() -> None:
+    requests, heard = RequestLog(), list[str]()
+    requests.listeners.append(lambda record: heard.append(record.subject.request_id))
+    for number in range(MOST_WAITING + 10):
+        requests.add("STORE", subject(str(number)), "stored")
+    assert len(heard) > MOST_WAITING
+    requests.count()
+    assert heard == [str(number) for number in range(MOST_WAITING + 10)]
+
+
+def test_records_are_counted_without_being_asked_for() -> None:
+    requests, heard = RequestLog(), list[str]()
+    requests.listeners.append(lambda record: heard.append(record.subject.request_id))
+    requests.start()
+    try:
+        requests.add("STORE", subject("r"), "stored")
+        wait_until(lambda: heard == ["r"], what="the record")
+    finally:
+        requests.stop()
+
+
+def test_a_listener_of_a_plugin_gets_the_same_record() -> None:
+    ring = RecordRing(wanted=True)
+    reader = ring.open()
+    requests, heard = RequestLog(ring=ring), list[RequestRecord]()
+    requests.listeners.append(heard.append)
+    requests.add("RETRIEVE", subject(), "hit", objects=2, nbytes=9)
+    requests.count()
+    (record,) = reader.take().records
+    assert record is heard[0]
+    with pytest.raises(AttributeError):
+        record.nbytes = 0  # type: ignore[misc, union-attr]

@@ -10,12 +10,11 @@ from unittest import mock
 
 from kvframework.api.futures import Future
 from kvframework.api.requests import ClientInfo, Message
-from kvframework.events.feed import NO_EVENTS
+from kvframework.record_ring import NO_RECORDS
 from kvframework.service.engine_driven import Grants
-from kvframework.service.finished import FinishedRequests
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
-from kvframework.service.records import Contents
+from kvframework.service.records import Contents, RequestLog
 from kvframework.storage import manager
 from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
@@ -125,12 +124,11 @@ class World:
                 clock=self.clock,
                 threads=False,
             )
-        finished = FinishedRequests(b"", self.clock)
         self.lookups = Lookups(
             self.manager,
             KeyResolver(None),
-            finished,
-            Grants({}, self.manager, Contents(NO_EVENTS), str),
+            RequestLog(self.clock),
+            Grants({}, self.manager, Contents(NO_RECORDS), str),
             ticket_s=TICKET_S,
         )  # type: ignore[arg-type]
         self.writers = self.manager.tiers.writers

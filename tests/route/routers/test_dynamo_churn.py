@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from kvframework.events.publisher import BATCH_S
+from kvf_events.publisher import BATCH_S
 from kvframework.wire import messages as m
 from tests.events.node import Engine, beginnings, found, prompt
 from tests.events.test_announced import TellingServer

@@ -8,6 +8,7 @@ overhead, so that the size of a file alone determines the size of its value.
 
 from __future__ import annotations
 
+import errno
 import re
 import struct
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ _LARGE_OVERHEAD = HEAD_BYTES + PAGE
 
 _NAME = re.compile(rf"[0-9a-f]{{{2 * PACKED_KEY_BYTES}}}")
 _TEMPORARY = re.compile(r"\.([0-9a-f]{16})-\d+\.tmp")
+# The kernel's errors where a file system, or the required alignment, does not allow direct I/O.
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def folder_name(folder: int) -> str:

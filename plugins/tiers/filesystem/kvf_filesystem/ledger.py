@@ -1,13 +1,51 @@
-"""The bytes of values in the folder, and reservations for new ones. Pure but for its locks; thread-safe.
+"""The bytes of values in the folder, reservations for new ones, the limit of one call, and the thread that counts.
 
 The bytes are kept by fan-out folder. Changes to a folder that is not counted yet are passed over: the count will
 include them. A thread that changes or counts files holds the folder's lock meanwhile, so the sums are exact as long as
-no other server uses the folder.
+no other server uses the folder. Thread-safe.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvframework.errors import TierError
+
+CLOSED = "the tier is closed"
+_TOO_LATE = "the deadline has passed"
+
+
+class Limit:
+    """The limit of one call; checked between files and between slices of a large one."""
+
+    def __init__(self, deadline: float, closed: Callable[[], bool]) -> None:
+        self._deadline = deadline
+        self._closed = closed
+
+    def check(self) -> None:
+        """Raises `TierError` if the call must end."""
+        if self._closed():
+            raise TierError(CLOSED)
+        if time.monotonic() >= self._deadline:
+            raise TierError(_TOO_LATE)
+
+    def remaining(self) -> float:
+        """Seconds until the deadline, at least 0, at most the longest timeout of a lock."""
+        return min(max(self._deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+
+    @contextmanager
+    def holding(self, lock: threading.Lock) -> Iterator[None]:
+        """Holds `lock` in the block. Raises `TierError` if it is not free before the deadline."""
+        if not lock.acquire(timeout=self.remaining()):
+            raise TierError(_TOO_LATE)
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 class Ledger:
@@ -65,3 +103,69 @@ class Ledger:
             difference = max(difference, -held)  # other servers may have removed and added files
             self._by_folder[folder] = held + difference
             self._used += difference
+
+
+_log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+
+
+class Counting:
+    """The thread that counts the bytes, until `close`.
+
+    It calls `count` until that succeeds, then after each `again` and every `every_s` seconds (None: never).
+
+    `count` may raise `OSError`. Thread-safe.
+    """
+
+    def __init__(self, count: Callable[[], None], *, every_s: float | None, where: str) -> None:
+        self._count = count
+        self._every_s = every_s
+        self._where = where
+        self._changed = threading.Condition()
+        self._counted = False
+        self._wanted = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvf-filesystem", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Blocks until the first count is complete, for at most `seconds` and not beyond `close`; True if it is
+        complete."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._counted or self._closed, seconds)
+            return self._counted
+
+    def again(self) -> None:
+        """Requests another count. Does not wait for it."""
+        with self._changed:
+            self._wanted = True
+            self._changed.notify_all()
+
+    def close(self, seconds: float) -> None:
+        """Ends the thread; waits at most `seconds` for its current step. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        logged = ""
+        while not self._closed:
+            pause, self._wanted = self._every_s, False
+            try:
+                self._count()
+            except OSError as error:
+                pause = RETRY_S
+                fact = error.fact if isinstance(error, TierError) else error.strerror or type(error).__name__
+                if fact != logged and not self._closed:
+                    _log.warning("%s: the bytes in the folder cannot be counted: %s", self._where, fact)
+                logged = fact
+            else:
+                logged = ""
+                with self._changed:
+                    self._counted = True
+                    self._changed.notify_all()
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted or self._closed, pause)

@@ -10,8 +10,7 @@ import time
 
 from kvf_filesystem.folders import FOLDER_FLAGS
 from kvf_filesystem.form import counted_bytes, folder_name, key_of, token_of
-from kvf_filesystem.ledger import Ledger
-from kvf_filesystem.limit import Limit
+from kvf_filesystem.ledger import Ledger, Limit
 from kvf_filesystem.root import Root
 from kvframework.api.tier import TierEntry
 

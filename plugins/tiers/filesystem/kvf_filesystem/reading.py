@@ -1,17 +1,182 @@
-"""Reading of one object's file into the caller's buffers. Runs in the caller's storage thread."""
+"""Moving bytes between a file and the caller's buffers, by direct I/O where that is possible, and reading one object's
+file. Runs in the caller's storage thread."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
+import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
-from kvf_filesystem.aligned import align
-from kvf_filesystem.form import HEAD_BYTES, LARGE, place_of, start_in, value_bytes
-from kvf_filesystem.moving import move, trimmed
+from kvf_filesystem.form import (
+    HEAD_BYTES,
+    LARGE,
+    PAGE,
+    REFUSALS,
+    lead_bytes,
+    pack_head,
+    place_of,
+    start_for,
+    start_in,
+    value_bytes,
+)
 from kvf_filesystem.root import Root
 from kvframework.api.tier import Outcome, PackedKey
+from kvframework.api.types import Buffer
+
+# A call checks its deadline and `close` between two slices. A multiple of the page size: a slice of aligned views is
+# aligned.
+SLICE_BYTES = 8 << 20
+_SLICE_VIEWS = 1000  # the kernel takes 1024
+
+
+class Vectored(Protocol):
+    """`os.preadv` or `os.pwritev`."""
+
+    def __call__(self, fd: int, buffers: Sequence[Buffer], offset: int, /) -> int: ...
+
+
+def move(
+    operation: Vectored,
+    fd: int,
+    views: Sequence[memoryview],
+    check: Callable[[], None],
+    *,
+    offset: int = 0,
+    enough: int,
+) -> int:
+    """Reads or writes `views` (of bytes) one after the other, from `offset` on; returns the number of bytes moved.
+
+    Less than `enough` only where the file ends. Raises `OSError`, and the errors of `check`, which is called before
+    each slice.
+    """
+    moved = 0
+    for batch in _slices(views):
+        check()
+        while batch and moved < enough:
+            done = operation(fd, batch, offset + moved)
+            if done == 0:
+                return moved
+            moved += done
+            batch = _rest(batch, done)
+    return moved
+
+
+def trimmed(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The first `nbytes` bytes of the views."""
+    kept = []
+    for view in views:
+        if nbytes <= 0:
+            break
+        kept.append(view[:nbytes])
+        nbytes -= view.nbytes
+    return kept
+
+
+def _slices(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    batch: list[memoryview] = []
+    room = SLICE_BYTES
+    for view in views:
+        while view.nbytes:
+            if not room or len(batch) == _SLICE_VIEWS:
+                yield batch
+                batch, room = [], SLICE_BYTES
+            batch.append(view[:room])
+            room -= batch[-1].nbytes
+            view = view[batch[-1].nbytes :]
+    if batch:
+        yield batch
+
+
+def _rest(views: list[memoryview], done: int) -> list[memoryview]:
+    for index, view in enumerate(views):
+        if done < view.nbytes:
+            return [view[done:], *views[index + 1 :]]
+        done -= view.nbytes
+    return []
+
+
+class AlignedValue:
+    """The parts of one value as views for direct I/O (O_DIRECT). Borrows the parts.
+
+    The bulk of a value moves straight between the disk and the caller's memory, where it must begin on a page boundary,
+    as it does in the file. The head, small parts at the front and the last partial page are copied through pages of
+    this module.
+    """
+
+    def __init__(self, lead: Sequence[memoryview], bulk: Sequence[memoryview], nbytes: int) -> None:
+        self._lead = lead
+        self._nbytes = nbytes
+        self._start = start_for(nbytes, sum(part.nbytes for part in lead))
+        front = self._start + sum(part.nbytes for part in lead)
+        tail = bulk[-1].nbytes % PAGE
+        pages = memoryview(mmap.mmap(-1, front + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self._front, self._page = pages[:front], pages[front:]
+        self._tail = bulk[-1][bulk[-1].nbytes - tail :]
+        self._views = [self._front, *bulk[:-1], bulk[-1][: bulk[-1].nbytes - tail]]
+        if tail:
+            self._views.append(self._page)
+
+    def write(self, fd: int, check: Callable[[], None]) -> bool:
+        """Writes head and value at the beginning of the file; False if the kernel refuses direct I/O: then any part may
+        have been written. Raises `OSError`."""
+        self._front[:HEAD_BYTES] = pack_head(self._start, self._nbytes)
+        offset = self._start
+        for part in self._lead:
+            self._front[offset : offset + part.nbytes] = part
+            offset += part.nbytes
+        self._page[: self._tail.nbytes] = self._tail
+        return self._move(os.pwritev, fd, check)
+
+    def read(self, fd: int, check: Callable[[], None]) -> bool:
+        """Reads head and value; False if the kernel refuses direct I/O, or the value does not begin at the offset that
+        these parts need: the parts then hold undefined bytes. Raises `OSError`."""
+        if not self._move(os.preadv, fd, check):
+            return False
+        if start_in(bytes(self._front[:HEAD_BYTES]), self._nbytes) != self._start:
+            return False
+        offset = self._start
+        for part in self._lead:
+            part[:] = self._front[offset : offset + part.nbytes]
+            offset += part.nbytes
+        self._tail[:] = self._page[: self._tail.nbytes]
+        return True
+
+    def _move(self, operation: Vectored, fd: int, check: Callable[[], None]) -> bool:
+        enough = self._start + self._nbytes
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+            moved = move(operation, fd, self._views, check, enough=enough)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            moved = 0
+        fcntl.fcntl(fd, fcntl.F_SETFL, 0)
+        return moved >= enough
+
+
+def align(parts: Sequence[memoryview], nbytes: int) -> AlignedValue | None:
+    """The value of `parts` (of bytes, none empty, `nbytes` together); None if their memory is not aligned for direct
+    I/O."""
+    lead, index = lead_bytes(parts), 0
+    while index < len(parts) and parts[index].nbytes < PAGE:
+        index += 1
+    bulk = parts[index:]
+    if not bulk or lead > PAGE or any(_address(part) % PAGE for part in bulk):
+        return None
+    if any(part.nbytes % PAGE for part in bulk[:-1]):
+        return None
+    return AlignedValue(parts[:index], bulk, nbytes)
+
+
+def _address(view: memoryview) -> int:
+    """The address of the view; 1, which is not aligned, for read-only memory, whose address Python does not give."""
+    return 1 if view.readonly else ctypes.addressof(ctypes.c_char.from_buffer(view))
+
 
 # O_NONBLOCK: opening a FIFO in place of a file would block.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -14,9 +14,8 @@ import os
 import stat
 from dataclasses import dataclass
 
-from kvf_filesystem.aligned import REFUSALS
 from kvf_filesystem.folders import FOLDER_FLAGS, Folders
-from kvf_filesystem.form import FORMAT, PAGE
+from kvf_filesystem.form import FORMAT, PAGE, REFUSALS
 from kvf_filesystem.options import FilesystemOptions
 from kvframework.errors import ConfigFieldError
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvf_filesystem.limit import CLOSED
+from kvf_filesystem.ledger import CLOSED
 from kvf_filesystem.root import Root
 from kvframework.errors import ConfigFieldError, TierError
 

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvf_filesystem.counting import Counting
 from kvf_filesystem.form import FOLDERS
-from kvf_filesystem.ledger import Ledger
-from kvf_filesystem.limit import Limit
+from kvf_filesystem.ledger import Counting, Ledger, Limit
 from kvf_filesystem.listing import Lister
 from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.reading import load, look

@@ -10,7 +10,6 @@ import os
 import stat
 from collections.abc import Sequence
 
-from kvf_filesystem.aligned import align
 from kvf_filesystem.form import (
     LARGE,
     counted_bytes,
@@ -22,9 +21,8 @@ from kvf_filesystem.form import (
     start_for,
     temporary_name,
 )
-from kvf_filesystem.ledger import Ledger
-from kvf_filesystem.limit import Limit
-from kvf_filesystem.moving import move
+from kvf_filesystem.ledger import Ledger, Limit
+from kvf_filesystem.reading import align, move
 from kvf_filesystem.root import Root
 from kvframework.api.tier import Outcome, PackedKey
 

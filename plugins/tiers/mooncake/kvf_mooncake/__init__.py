@@ -22,13 +22,13 @@ def _probe() -> str | None:
 
 
 def _create(options: MooncakeOptions, context: TableContext) -> Tier:
-    from kvf_mooncake.server_half import MooncakeHelperTier
+    from kvf_mooncake.client import MooncakeHelperTier
 
     return MooncakeHelperTier(options, where=context.where)
 
 
 def _diagnose(options: MooncakeOptions, context: TableContext, deadline: float) -> list[Finding]:
-    from kvf_mooncake.advice import diagnose
+    from kvf_mooncake.client import diagnose
 
     return diagnose(options, context, deadline)
 

@@ -1,18 +1,23 @@
-"""The making of a Mooncake client, in the helper process."""
+"""The server's side of the tier: a helper tier, the client that its process makes, and the checks of `doctor`."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
 from kvf_mooncake.options import MooncakeOptions, place
-from kvf_mooncake.results import in_words
 from kvf_mooncake.tier import MooncakeTier
+from kvf_mooncake.writes import SEAL_BYTES, in_words
+from kvframework.api.findings import Finding
+from kvframework.api.helper_tier import HelperTier
 from kvframework.api.installing import install_command
+from kvframework.api.plugin import TableContext
+from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import TierError
 
 # Bytes in which the client keeps what it copies itself. The tier reads and writes where the values lie.
@@ -88,3 +93,46 @@ def library(where: str) -> ModuleType:
 def missing() -> str:
     """What to install."""
     return f"{install_command(distribution='kvframework-mooncake')}, and install {_SYSTEM}"
+
+
+# Seconds for imports, and for a setup that gets an answer; without one it would take a minute and a half.
+_START_S = 10.0
+
+
+class MooncakeHelperTier(HelperTier):
+    """Mooncake's client in a helper process. The client and what it imports are in that process alone."""
+
+    def __init__(self, options: MooncakeOptions, *, where: str) -> None:
+        super().__init__(make_tier, options, name="mooncake", where=where, start_s=_START_S)
+
+    def get_into(
+        self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[int | Outcome]:
+        return super().get_into(keys, [[*each, _room()] for each in parts], deadline=deadline)
+
+    def put(
+        self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+    ) -> list[Outcome]:
+        return super().put(keys, [[*each, _room()] for each in parts], deadline=deadline)
+
+
+def _room() -> memoryview:
+    return memoryview(bytearray(SEAL_BYTES))
+
+
+def diagnose(options: MooncakeOptions, context: TableContext, deadline: float) -> list[Finding]:
+    """Asks nothing of the master: a client that joins would be one of the store's."""
+    try:
+        library(context.where)
+    except TierError as error:
+        return [Finding("mooncake.client", "fail", error.fact, error.hint)]
+    try:
+        own_address = reach_master(options, context.where, deadline)
+    except TierError as error:
+        advice = f"{error.hint}: until then the server works without this tier"
+        return [Finding("mooncake.master", "fail", error.fact, advice)]
+    fact = f"{options.master} listens, this node is {options.host or own_address} for the peers"
+    if not options.host and own_address.startswith("127."):
+        advice = "give host, if peers are on other machines"
+        return [Finding("mooncake.master", "ok", fact), Finding("mooncake.host", "warn", "a loopback address", advice)]
+    return [Finding("mooncake.master", "ok", fact)]

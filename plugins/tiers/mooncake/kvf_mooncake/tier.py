@@ -11,18 +11,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvf_mooncake.results import (
+from kvf_mooncake.writes import (
     INVALID,
     NO_OBJECT,
     NOT_READY,
+    SEAL_BYTES,
+    Store,
+    Value,
+    broken_seal,
     check_master,
     in_words,
     of_contains,
     of_delete,
     of_put,
+    seal,
+    write,
 )
-from kvf_mooncake.sealed_values import SEAL_BYTES, broken_seal, seal
-from kvf_mooncake.writes import Store, Value, write
 from kvframework.api.helper_tier import RegistersMemory
 from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import TierError

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from kvf_redis.addresses import Place
 from kvf_redis.connect import Connector
 from kvf_redis.options import RedisOptions
+from kvf_redis.resp import Place
 from kvf_redis.sentinel import Sentinels
 from kvf_redis.settings import Settings, read_settings
 from kvframework.api.findings import Finding

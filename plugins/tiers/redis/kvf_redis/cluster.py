@@ -15,11 +15,10 @@ from typing import Any
 from redis.cluster import parse_cluster_slots
 from redis.crc import key_slot
 
-from kvf_redis.addresses import Place
 from kvf_redis.commands import Command, Ping
 from kvf_redis.connect import Connector, NoAnswer
 from kvf_redis.node import Node, Router, answered_error, rebuilt
-from kvf_redis.resp import parse_redirect
+from kvf_redis.resp import Place, parse_redirect
 from kvframework.errors import TierError
 
 SLOTS = 1 << 14

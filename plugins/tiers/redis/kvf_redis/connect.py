@@ -16,8 +16,7 @@ from redis.connection import SSLConnection
 from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermissionError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from kvf_redis.addresses import Place
-from kvf_redis.wire import Wire
+from kvf_redis.resp import Place, Wire
 from kvframework.errors import TierError
 
 T = TypeVar("T")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvf_redis.addresses import Place
 from kvf_redis.connect import Connector
 from kvf_redis.node import rebuilt
-from kvf_redis.wire import Wire
+from kvf_redis.resp import Place, Wire
 from kvframework.errors import TierError
 
 

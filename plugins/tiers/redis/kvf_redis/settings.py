@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
 from redis.exceptions import RedisError
 
-from kvf_redis.addresses import Place
 from kvf_redis.connect import Connector
 from kvf_redis.options import RedisOptions
+from kvf_redis.resp import Place
 from kvframework.errors import ConfigFieldError, TierError
 
 # URL options that are passed over: they belong to redis-py's pools and retries or are decided here, and a URL shared

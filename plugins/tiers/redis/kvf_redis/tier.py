@@ -2,24 +2,64 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 
-from kvf_redis.borrowed_views import Borrowed
 from kvf_redis.cluster import Cluster
-from kvf_redis.commands import Command, Count, Tail
-from kvf_redis.listing import list_values
+from kvf_redis.commands import TRAILER_BYTES, Command, Count, Length, Page, Tail, parse_trailer
 from kvf_redis.node import Node, OneNode, Router, rebuilt
 from kvf_redis.options import LEAST_VALUE_BYTES, RedisOptions
-from kvf_redis.pieces import TRAILER_BYTES
 from kvf_redis.sentinel import Sentinels
 from kvf_redis.settings import Settings, read_settings
-from kvf_redis.values import Reading, Writing, other_pieces, piece_ttl
+from kvf_redis.values import Borrowed, Reading, Writing, other_pieces, piece_ttl
+from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
+
+_START = b"0"
+_SPECIAL = re.compile(rb"[\\*?\[\]]")
+
+
+def pattern_of(prefix: bytes) -> bytes:
+    """The glob of the tier's keys: the prefix as it stands, and as many bytes as a key has, so that no piece but the
+    first and no key of a longer prefix matches."""
+    return _SPECIAL.sub(rb"\\\g<0>", prefix) + b"?" * PACKED_KEY_BYTES
+
+
+def list_values(router: Router, prefix: bytes, deadline: float) -> Iterator[TierEntry]:
+    """Yields each value once, on all servers. Between two pages it holds no connection. Raises `TierError`."""
+    pattern, seen = pattern_of(prefix), set[bytes]()
+    for server in router.servers(deadline):
+        cursor = _START
+        while True:
+            page = Page(cursor, pattern, key_bytes=len(prefix) + PACKED_KEY_BYTES)
+            router.run_at(server, page, deadline)
+            # SCAN may answer a key twice, and a key that moves between two servers is on both for a moment.
+            fresh = [key for key in dict.fromkeys(page.keys) if key not in seen]
+            seen.update(fresh)
+            yield from _entries(router, fresh, len(prefix), deadline)
+            cursor = page.cursor
+            if cursor == _START:
+                break
+
+
+def _entries(router: Router, keys: list[bytes], prefix_bytes: int, deadline: float) -> Iterator[TierEntry]:
+    sizes = [(Length(key), Tail(key)) for key in keys]
+    if sizes:
+        router.run([command for pair in sizes for command in pair], deadline)
+    for length, tail in sizes:
+        for command in (length, tail):
+            if command.error or not command.answered:
+                raise TierError(f"a listed value cannot be measured: {command.error or 'no answer'}", where="redis")
+        if length.is_string:
+            trailer = parse_trailer(tail.tail)
+            nbytes = trailer.total if trailer else length.nbytes
+            yield TierEntry(length.key[prefix_bytes:], nbytes, used_at=None)
+
 
 _AT_ONCE = 4096
 _LEAST_PIECE_BYTES = LEAST_VALUE_BYTES - TRAILER_BYTES

@@ -11,7 +11,7 @@ import typer
 from kvframework.cli.usage import examples
 
 # Those of `kvframework.registry.KINDS`, whose import would slow every help text.
-KINDS = ("transport", "layout", "memory", "tier", "eviction", "hasher", "codec", "requests")
+KINDS = ("transport", "layout", "memory", "tier", "eviction", "hasher", "codec", "requests", "listener")
 _EPILOG = examples(
     "kvframework new tier mystore                  into ./kvf-mystore",
     "kvframework new eviction slru --path ~/slru",

@@ -13,6 +13,7 @@ from kvframework.api.driver import CopierDriver, EngineDriver
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout
+from kvframework.api.listener import Listener
 from kvframework.api.memory import Memory
 from kvframework.api.server_transport import ServerTransport
 from kvframework.api.tier import Tier
@@ -44,6 +45,7 @@ _MAKERS: dict[str, tuple[Maker, ...]] = {
     "HasherProvider": (Maker("create", 1, KeyHasher),),
     "CodecProvider": (Maker("create", 1, Codec),),
     "RequestsProvider": (Maker("create", 2, None),),
+    "ListenerProvider": (Maker("create", 2, Listener),),
 }
 
 

@@ -16,6 +16,7 @@ from kvf_dev.inspection.problems import Problem, problem
 from kvf_dev.inspection.source import SourceFile, classes_of
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import MemoryLayoutDesc
+from kvframework.api.listener import ChunkShape, ListenerContext, ListenerProvider, ServerTerms, Sockets
 from kvframework.api.memory import MemoryContext, MemoryProvider, TableContext
 from kvframework.api.requests import (
     Buffer,
@@ -91,6 +92,8 @@ def make(provider: AnyProvider, maker: Maker, title: str, given: Mapping[str, ob
         arguments.append(MemoryContext(where=WHERE))
     if isinstance(provider, RequestsProvider):
         arguments.append(_NoServices())
+    if isinstance(provider, ListenerProvider):
+        arguments.append(_NoServer())
     try:
         made = typing.cast("Any", provider).create(*arguments)
     except KVFrameworkError as error:
@@ -189,3 +192,20 @@ class _NoServices(CacheServices):
         self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
     ) -> PrefetchTask | None:
         return None
+
+
+class _NoServer(ListenerContext):
+    """A server for a listener that is made and never started."""
+
+    where = WHERE
+    server = ServerTerms()
+    hasher = _NoHasher()
+
+    def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
+        return [False] * len(keys)
+
+    def shape(self, namespace: bytes, cache_salt: str) -> ChunkShape | None:
+        return None
+
+    def sockets(self, *, insecure: bool = False) -> Sockets:
+        raise NotRegistered("a listener under inspection has no sockets")

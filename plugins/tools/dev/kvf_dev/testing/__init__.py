@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvf_dev.testing.faults import FaultProxy, FaultyTier
     from kvf_dev.testing.hasher import HasherConformance
     from kvf_dev.testing.layout import LayoutConformance
+    from kvf_dev.testing.listener import ListenerConformance
     from kvf_dev.testing.memory import MemoryConformance
     from kvf_dev.testing.tier import TierConformance
     from kvf_dev.testing.transport import TransportConformance
@@ -23,6 +24,7 @@ __all__ = [
     "FaultyTier",
     "HasherConformance",
     "LayoutConformance",
+    "ListenerConformance",
     "MemoryConformance",
     "TierConformance",
     "TransportConformance",
@@ -35,6 +37,7 @@ _HOMES = {
     "FaultyTier": "faults",
     "HasherConformance": "hasher",
     "LayoutConformance": "layout",
+    "ListenerConformance": "listener",
     "MemoryConformance": "memory",
     "TierConformance": "tier",
     "TransportConformance": "transport",

@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
+from kvf_events import block_index as module
+from kvf_events.block_index import L1, BlockIndex, Medium, Removed, Stored
+from kvf_events.chunks import Chunk, chunks_of
+from kvf_events.history import Encoder
 from kvframework.api.content import ChunkContent
-from kvframework.events import known as module
-from kvframework.events.history import Encoder
-from kvframework.events.known import L1, Chunk, Known, Medium, Removed, Stored, chunks_of
 from tests.events.reader import Reader
 
 CHUNK, BLOCK = 8, 2
@@ -57,11 +58,11 @@ places = st.sampled_from(PLACES)
 
 
 class Told(RuleBasedStateMachine):
-    """`here` has the objects (chunk, row, place), `named` the chunks whose content is known."""
+    """`here` has the objects (chunk, row, place), `named` the chunks whose content is index."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.known = Known()
+        self.index = BlockIndex()
         self.reader = Reader()
         self.encoder = Encoder("map", BLOCK)
         self.here: set[tuple[int, int, int]] = set()
@@ -70,12 +71,12 @@ class Told(RuleBasedStateMachine):
     @rule(chunk=some, row=rows, place=places)
     def came(self, chunk: int, row: int, place: int) -> None:
         self.here.add((chunk, row, place))
-        self.known.came(PREFIXES[row] + CHUNKS[chunk].digest, place)
+        self.index.added(PREFIXES[row] + CHUNKS[chunk].digest, place)
 
     @rule(chunk=some, row=rows, place=places)
     def went(self, chunk: int, row: int, place: int) -> None:
         self.here.discard((chunk, row, place))
-        self.known.went(PREFIXES[row] + CHUNKS[chunk].digest, place)
+        self.index.removed(PREFIXES[row] + CHUNKS[chunk].digest, place)
         self._forget()
 
     @rule(chunk=some)
@@ -86,7 +87,7 @@ class Told(RuleBasedStateMachine):
     @rule(chunk=some)
     def name(self, chunk: int) -> None:
         present = [(chunk, row, L1) in self.here for row in range(len(PREFIXES))]
-        self.known.name(NAMESPACE, "m", "", PREFIXES, [(CHUNKS[chunk], present)])
+        self.index.register(NAMESPACE, "m", "", PREFIXES, [(CHUNKS[chunk], present)])
         self.named.add(chunk)
         self._forget()
 
@@ -100,16 +101,16 @@ class Told(RuleBasedStateMachine):
         """The truth about L1, after news of it were lost."""
         if chunk not in self.named:
             return
-        line = self.known.line(NAMESPACE, "")
+        line = self.index.line(NAMESPACE, "")
         assert line is not None
-        self.known.are(line, CHUNKS[chunk].digest, bits)
+        self.index.correct(line, CHUNKS[chunk].digest, bits)
         self.here = {each for each in self.here if (each[0], each[2]) != (chunk, L1)}
         self.here |= {(chunk, row, L1) for row, bit in enumerate(bits) if bit}
         self._forget()
 
     @rule()
     def forget_tiers(self) -> None:
-        self.known.forget_tiers()
+        self.index.forget_tiers()
         self.here = {each for each in self.here if each[2] == L1}
         self._forget()
 
@@ -133,15 +134,15 @@ class Told(RuleBasedStateMachine):
 
     @invariant()
     def equals_the_model(self) -> None:
-        self.reader.batch(self.encoder.batch(1.0, self.known.take()))
+        self.reader.batch(self.encoder.batch(1.0, self.index.take()))
         expected = self._expected()
         assert self.reader.now == expected
         late = Reader()
-        late.batch(self.encoder.batch(1.0, list(self.known.snapshot())))
+        late.batch(self.encoder.batch(1.0, list(self.index.snapshot())))
         assert late.now == expected
-        announced = self.known.announced()
+        announced = self.index.announced()
         assert {medium.name: set(announced.get(("m", medium), ())) for medium in Medium} == expected
-        assert self.known.blocks == {medium: len(held) for medium, held in expected.items()}
+        assert self.index.blocks == {medium: len(held) for medium, held in expected.items()}
 
 
 def test_what_is_told_is_what_a_request_can_hit() -> None:
@@ -149,42 +150,42 @@ def test_what_is_told_is_what_a_request_can_hit() -> None:
 
 
 def _named(
-    known: Known,
+    index: BlockIndex,
     chunk: Chunk,
     *,
     namespace: bytes = NAMESPACE,
     model: str = "m",
     prefixes: tuple[bytes, ...] = PREFIXES,
 ) -> None:
-    known.name(namespace, model, "", prefixes, [(chunk, [True] * len(prefixes))])
+    index.register(namespace, model, "", prefixes, [(chunk, [True] * len(prefixes))])
 
 
 def test_a_removed_beginning_takes_its_continuations_along_and_brings_them_back() -> None:
-    known = Known()
+    index = BlockIndex()
     for chunk in CHUNKS[:3]:
-        _named(known, chunk)
-    assert [type(each) for each in known.take()] == [Stored] * 3
-    known.went(PREFIXES[1] + CHUNKS[0].digest, L1)
-    (removed,) = known.take()
+        _named(index, chunk)
+    assert [type(each) for each in index.take()] == [Stored] * 3
+    index.removed(PREFIXES[1] + CHUNKS[0].digest, L1)
+    (removed,) = index.take()
     assert isinstance(removed, Removed)
     assert len(removed.hashes) == 3 * CHUNK // BLOCK
-    known.came(PREFIXES[1] + CHUNKS[0].digest, L1)
-    assert [each.chunk.digest for each in known.take() if isinstance(each, Stored)] == [c.digest for c in CHUNKS[:3]]
+    index.added(PREFIXES[1] + CHUNKS[0].digest, L1)
+    assert [each.chunk.digest for each in index.take() if isinstance(each, Stored)] == [c.digest for c in CHUNKS[:3]]
 
 
 def test_equal_tokens_of_two_models_are_two_blocks() -> None:
-    known = Known()
-    _named(known, CHUNKS[0])
-    _named(known, CHUNKS[0], namespace=b"o" * 16, model="other", prefixes=(b"c" * 40,))
-    assert [each.model for each in known.take()] == ["m", "other"]
+    index = BlockIndex()
+    _named(index, CHUNKS[0])
+    _named(index, CHUNKS[0], namespace=b"o" * 16, model="other", prefixes=(b"c" * 40,))
+    assert [each.model for each in index.take()] == ["m", "other"]
 
 
 def test_another_order_of_layers_makes_what_was_told_gone() -> None:
-    known = Known()
-    _named(known, CHUNKS[0])
-    known.take()
-    _named(known, CHUNKS[5], prefixes=(b"c" * 40,))
-    removed, stored = known.take()
+    index = BlockIndex()
+    _named(index, CHUNKS[0])
+    index.take()
+    _named(index, CHUNKS[5], prefixes=(b"c" * 40,))
+    removed, stored = index.take()
     assert isinstance(removed, Removed)
     assert isinstance(stored, Stored)
 
@@ -192,20 +193,20 @@ def test_another_order_of_layers_makes_what_was_told_gone() -> None:
 def test_what_is_in_tiers_alone_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ASIDE", 3)
     monkeypatch.setattr(module, "MOST_UNNAMED", 4)
-    known = Known()
+    index = BlockIndex()
     for chunk, prefix in itertools.product(CHUNKS[:2] + CHUNKS[5:8], PREFIXES):
-        known.came(prefix + chunk.digest, 1)
+        index.added(prefix + chunk.digest, 1)
     for chunk in CHUNKS[5:8]:
-        known.name(NAMESPACE, "m", "", PREFIXES, [(chunk, [False, False])])
-    line = known.line(NAMESPACE, "")
+        index.register(NAMESPACE, "m", "", PREFIXES, [(chunk, [False, False])])
+    line = index.line(NAMESPACE, "")
     assert line is not None
     assert set(line.held) == {each.digest for each in CHUNKS[6:8]}  # the oldest objects were forgotten
     for chunk in CHUNKS:
-        _named(known, chunk)
-        known.came(PREFIXES[0] + chunk.digest, 1)
+        _named(index, chunk)
+        index.added(PREFIXES[0] + chunk.digest, 1)
     for chunk in CHUNKS:
         for prefix in PREFIXES:
-            known.went(prefix + chunk.digest, L1)
-    line = known.line(NAMESPACE, "")
+            index.removed(prefix + chunk.digest, L1)
+    line = index.line(NAMESPACE, "")
     assert line is not None
     assert len(line.held) <= 3

@@ -9,13 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvf_events.announcer import Announcer
+from kvf_events.block_index import L1, News, Stored
+from kvf_events.history import Encoder
 from kvf_hashers.sha256 import Sha256
+from kvframework import record_ring
 from kvframework.api.content import ChunkContent, Extra, Image
 from kvframework.api.keys import CacheKey
-from kvframework.events import feed as feeds
-from kvframework.events.feed import Feed, Shape, Teller
-from kvframework.events.history import Encoder
-from kvframework.events.known import L1, News, Stored
+from kvframework.api.listener import Accessed, Added, ChunkShape, Registered, Removed
+from kvframework.record_ring import RecordRing
 from tests.events.node import BLOCK, CHUNK, packed
 from tests.events.reader import Reader
 
@@ -25,18 +27,20 @@ TOKENS = list(range(1, 2 * CHUNK + 1))
 
 
 class Node:
-    """A teller, and an L1 of which it is announced: `here` has the keys."""
+    """An announcer, and an L1 of which it is announced: `here` has the keys."""
 
     def __init__(self, *, salts: bool = False, chunk_tokens: int = CHUNK) -> None:
-        self.feed = Feed()
+        self.ring = RecordRing(wanted=True)
+        self.records = self.ring.open()
         self.here: set[bytes] = set()
         self.hasher = Sha256()
-        self.teller = Teller(
-            self.feed,
+        self.announcer = Announcer(
             self.hasher,
             block_size=BLOCK,
             salts=salts,
-            shape_of=lambda namespace, _salt: Shape("m", chunk_tokens, PREFIXES) if namespace == NAMESPACE else None,
+            shape_of=lambda namespace, _salt: (
+                ChunkShape("m", chunk_tokens, PREFIXES) if namespace == NAMESPACE else None
+            ),
             present=lambda keys: [key in self.here for key in keys],
         )
         self.reader = Reader()
@@ -52,12 +56,15 @@ class Node:
     def store(self, key: CacheKey, content: ChunkContent | None) -> None:
         objects = self.objects(key)
         self.here.update(objects)
-        self.feed.came(objects)
-        self.feed.named(key, content)
+        self.ring.put(Added(objects))
+        self.ring.put(Registered(key, content))
+
+    def news(self) -> list[News]:
+        return self.announcer.turn(self.records.take())
 
     def turn(self) -> list[dict[str, Any]]:
         """What is announced, as maps."""
-        return announced(self.teller.turn(), self.reader)
+        return announced(self.news(), self.reader)
 
 
 def announced(news: list[News], reader: Reader) -> list[dict[str, Any]]:
@@ -72,12 +79,12 @@ def test_a_chunk_is_told_once_all_of_its_objects_are_there() -> None:
     key = node.key()
     first, other, second, last = node.objects(key)
     node.here |= {first, second}
-    node.feed.came([first, second])
-    node.feed.named(key, ChunkContent(packed(TOKENS)))
+    node.ring.put(Added([first, second]))
+    node.ring.put(Registered(key, ChunkContent(packed(TOKENS))))
     assert node.turn() == []
-    node.feed.came([last])
+    node.ring.put(Added([last]))
     assert node.turn() == []  # its parent is not announced
-    node.feed.came([other])
+    node.ring.put(Added([other]))
     assert [len(event["block_hashes"]) for event in node.turn()] == [CHUNK // BLOCK] * 2
     assert node.reader.prompts() == {tuple(TOKENS[:end]) for end in range(BLOCK, 2 * CHUNK + 1, BLOCK)}
 
@@ -89,7 +96,7 @@ def test_an_unknown_namespace_another_cut_and_a_salt_are_withheld() -> None:
     other = Node(chunk_tokens=CHUNK + 1)
     other.store(other.key(), ChunkContent(packed(TOKENS)))
     assert node.turn() == other.turn() == []
-    assert (node.teller.withheld, other.teller.withheld) == (2, 1)
+    assert (node.announcer.withheld, other.announcer.withheld) == (2, 1)
 
 
 def test_a_salt_is_told_in_both_spellings_in_each_event() -> None:
@@ -142,7 +149,7 @@ def test_images_that_no_prompt_has_are_withheld(images: tuple[Image, ...]) -> No
     node = Node()
     node.store(node.key(), ChunkContent(packed(TOKENS), images=images))
     assert node.turn() == []
-    assert node.teller.withheld == 2
+    assert node.announcer.withheld == 2
     nowhere = Image("behind", 2**64 - 1, 1), Image("none", 0, 0), Image("less", 5, -(2**63))
     real = Image("video", -5, 2**64 - 1), Image("audio", 0, CHUNK)
     node.store(node.key(), ChunkContent(packed(TOKENS), images=nowhere + real))
@@ -155,7 +162,7 @@ def test_what_no_field_describes_is_withheld_with_all_that_follows() -> None:
     extras = {0: b"something"}
     node.store(node.key(extras=extras), ChunkContent(packed(TOKENS), (Extra(0, b"something"),)))
     assert node.turn() == []
-    assert node.teller.withheld == 1
+    assert node.announcer.withheld == 1
 
 
 def test_engines_hashes_of_the_same_blocks_are_told_and_others_are_not() -> None:
@@ -194,35 +201,31 @@ def test_wrong_tokens_are_never_told() -> None:
     node = Node()
     node.store(node.key(), ChunkContent(packed(TOKENS[::-1])))
     assert node.turn() == []
-    assert node.teller.mismatched == 1
-    node.feed.named(node.key(), ChunkContent(packed(TOKENS)))
+    assert node.announcer.mismatched == 1
+    node.ring.put(Registered(node.key(), ChunkContent(packed(TOKENS))))
     assert len(node.turn()) == 2
 
 
 def test_lost_entries_are_counted_and_what_is_told_is_right_again(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node()
     node.store(node.key(), ChunkContent(packed(TOKENS)))
-    node.feed.seen(1, node.objects(node.key())[:2], True)
+    node.ring.put(Accessed(1, node.objects(node.key())[:2], True))
     node.turn()
     assert node.reader.held["STORAGE"]
-    monkeypatch.setattr(feeds, "MOST_OBJECTS", 0)
+    monkeypatch.setattr(record_ring, "MOST_BYTES", 0)
     gone = node.objects(node.key())[2]
     node.here.discard(gone)
-    node.feed.went(gone)
-    assert node.feed.dropped == 1
+    node.ring.put(Removed([gone]))
     node.turn()
+    assert node.records.lost == 1
     assert len(node.reader.held["CPU"]) == CHUNK // BLOCK
     assert not node.reader.held["STORAGE"]  # tiers are learnt anew by use
-    monkeypatch.setattr(feeds, "MOST_CONTENT_BYTES", 10)
-    node.feed.named(node.key(), ChunkContent(packed(TOKENS)))
-    assert node.feed.dropped == 2
-    assert node.feed.waiting == 0
 
 
 def test_array_events_are_positions_in_vllms_order() -> None:
     node = Node()
     node.store(node.key(), ChunkContent(packed(TOKENS)))
-    news = node.teller.turn()
+    news = node.news()
     stored = news[1]
     assert isinstance(stored, Stored)
     (kind, hashes, parent, tokens, size, lora, medium) = msgspec.msgpack.decode(
@@ -231,6 +234,6 @@ def test_array_events_are_positions_in_vllms_order() -> None:
     assert (kind, size, lora, medium) == ("BlockStored", BLOCK, None, "CPU")
     assert (tokens, parent) == (TOKENS[CHUNK:], news[0].chunk.hashes[-1])  # type: ignore[union-attr]
     assert tuple(hashes) == stored.chunk.hashes
-    node.teller.known.went(node.objects(node.key())[2], L1)
-    removed = msgspec.msgpack.decode(Encoder("array", BLOCK).batch(1.0, node.teller.known.take()))[1][0]
+    node.announcer.index.removed(node.objects(node.key())[2], L1)
+    removed = msgspec.msgpack.decode(Encoder("array", BLOCK).batch(1.0, node.announcer.index.take()))[1][0]
     assert removed == ["BlockRemoved", hashes, "CPU"]

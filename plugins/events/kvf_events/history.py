@@ -12,20 +12,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
+from kvf_events.block_index import BlockIndex, News, Removed, Stored
+from kvf_events.chunks import SALT_TAG, ExtraKeys
+from kvf_events.options import Format
 from kvframework.api.hasher import TOKEN_BYTES
-from kvframework.events.known import SALT_TAG, ExtraKeys, Known, News, Removed, Stored
 
 # Batches of events as vLLM writes them, which routers read: msgpack of `[time, events, rank]`, an event being a map
 # with its `type` or, for older readers, an array. Pure. Encoding the event of a chunk takes 2 us.
 #
 # Field for field vLLM's, in its order; what has no meaning here is left out. `cache_salt` is the one field beside:
 # NVIDIA Dynamo keeps salts apart by it, other readers skip it.
-
-Format = Literal["map", "array"]
 
 # The rank of a batch: there is one server a node, and a router tells it from the engine's ranks by its registration.
 _RANK = 0
@@ -172,14 +172,14 @@ class History:
         """Yield what is remembered of removals, with their numbers."""
         return iter(self._gone)
 
-    def replay(self, asked: int, at: float, known: Known) -> Iterator[Numbered]:
+    def replay(self, asked: int, at: float, index: BlockIndex) -> Iterator[Numbered]:
         """Return a message for each number from `asked` to the live one of now. They are made as they are taken."""
         if self._sent and self._sent[0].number <= asked:
             return iter([each for each in self._sent if each.number >= asked])
         room = self.next - asked
         if room <= 0:
             return iter(())
-        state = chain[News](self._removals(asked, known), known.snapshot())
+        state = chain[News](self._removals(asked, index), index.snapshot())
         events = list(self._with_pauses(state))
         size: float = MESSAGE_BYTES
         packs = list(_packs(self._with_pauses(events), size))
@@ -199,16 +199,16 @@ class History:
         for number in free:
             yield Numbered(topic, number, empty)
 
-    def _removals(self, asked: int, known: Known) -> Iterator[Removed]:
+    def _removals(self, asked: int, index: BlockIndex) -> Iterator[Removed]:
         """Yield the removals before the state; a reader that asks from 0 has heard nothing."""
         if not asked:
             return
         for number, removed in self._gone:
             if number >= asked:
-                now = known.counts.get((removed.model, removed.medium), {})
+                now = index.counts.get((removed.model, removed.medium), {})
                 yield removed._replace(hashes=[each for each in removed.hashes if each not in now])
                 self._pause()
-        for (model, medium), now in known.counts.items():
+        for (model, medium), now in index.counts.items():
             yield Removed(model, medium, list(now))
 
     def _with_pauses(self, events: Iterable[News]) -> Iterator[News]:

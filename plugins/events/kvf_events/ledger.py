@@ -23,8 +23,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from kvf_events.block_index import Line, Medium, News, Removed
+from kvf_events.chunks import Chunk, ExtraKeys
 from kvframework.errors import ConfigError
-from kvframework.events.known import Chunk, ExtraKeys, Line, Medium, News, Removed
 
 # Numbers that are reserved at a time.
 RESERVE = 1024

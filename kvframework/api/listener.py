@@ -1,0 +1,277 @@
+"""The `Listener` contract: what a server's requests did, as records, read off the serving thread.
+
+The server makes each record once and puts it into one bounded ring. A listener reads the ring in a thread of its own,
+so a slow one delays no request and no other listener. Where the ring is full the oldest records are dropped, and a
+listener that has not read them learns how many.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+
+from kvframework.api.content import ChunkContent
+from kvframework.api.hasher import KeyHasher
+from kvframework.api.keys import CacheKey, PackedKey
+from kvframework.api.plugin import O, Provider, ServerTerms, hookimpl
+
+if TYPE_CHECKING:
+    import zmq
+
+__all__ = [
+    "Accessed",
+    "Added",
+    "Batch",
+    "CacheKey",
+    "ChunkShape",
+    "Contents",
+    "Listener",
+    "ListenerContext",
+    "ListenerProvider",
+    "MissReason",
+    "PackedKey",
+    "Record",
+    "Records",
+    "Registered",
+    "Removed",
+    "RequestRecord",
+    "RequestSubject",
+    "ServerTerms",
+    "Sockets",
+    "TierCall",
+    "hookimpl",
+]
+
+
+class Added(msgspec.Struct, frozen=True, gc=False):
+    """Objects are in L1 now."""
+
+    keys: Sequence[PackedKey]
+
+
+class Removed(msgspec.Struct, frozen=True, gc=False):
+    """Objects have left L1."""
+
+    keys: Sequence[PackedKey]
+
+
+class Accessed(msgspec.Struct, frozen=True, gc=False):
+    """A tier was asked for objects, or given some: `found` says whether it has each of them, a single value for all.
+    `tier` is its number in the configuration, from 1."""
+
+    tier: int
+    keys: Sequence[PackedKey]
+    found: Sequence[bool] | bool
+
+
+class Registered(msgspec.Struct, frozen=True, gc=False):
+    """The tokens of a key whose objects were stored or loaded. `content` None: the key has them itself. The server has
+    not compared them with the key's digests. Made only for a listener that `wants` contents."""
+
+    key: CacheKey
+    content: ChunkContent | None
+
+
+class TierCall(NamedTuple):
+    """A call to a tier: the times are of the clock of the storage; `values` were asked for, and `found` of them were
+    there."""
+
+    tier: str
+    operation: str
+    began: float
+    seconds: float
+    values: int
+    found: int
+    ok: bool
+
+
+class MissReason(NamedTuple):
+    """A reason, one of `REASONS` of `wire.messages`, and what else is known, in words. Of what has a time: `at`, of the
+    clock of the storage; of an eviction: after how many seconds without a use, and by which model's objects."""
+
+    reason: str
+    detail: str = ""
+    at: float | None = None
+    idle_s: float = 0.0
+    by: str = ""
+
+
+class RequestSubject(NamedTuple):
+    """Which request it is, without its content. `began` is the time of its first message, of the monotonic clock;
+    `namespace` has the first bytes of it; `path` is how the bytes of a transfer move."""
+
+    began: float
+    client: str
+    pid: int
+    session_id: int
+    request_id: str
+    model: str
+    namespace: bytes
+    start: int
+    asked_tokens: int
+    path: str = ""
+    tenant: str = ""
+    trace: str = ""
+
+
+NOT_MISSED = MissReason("")
+
+
+class RequestRecord(msgspec.Struct, frozen=True, gc=False):
+    """A LOOKUP, STORE or RETRIEVE has ended: at `at` of the wall clock, `ended` of the monotonic one. The fields are
+    those of the wire's `Finished`.
+
+    Of a LOOKUP `prefix` is the namespace with the digest of the first chunk, b"" if the namespace is not known."""
+
+    request: str
+    subject: RequestSubject
+    outcome: str
+    at: float
+    ended: float
+    l1_tokens: int = 0
+    l2_tokens: int = 0
+    missing: int = -1
+    chunk_tokens: int = 0
+    why: MissReason = NOT_MISSED
+    objects: int = 0
+    nbytes: int = 0
+    tier_calls: Sequence[TierCall] = ()
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    added_tokens: int = -1
+    prefix: bytes = b""
+
+
+Record = Added | Removed | Accessed | Registered | RequestRecord
+
+Contents = Literal["none", "plain", "salted"]
+"""Which prompts' contents clients are to send to the server: none; those of prompts without a salt; all."""
+
+
+class Batch(NamedTuple):
+    """Records in the order in which they were made, after `lost` that this listener has missed."""
+
+    records: Sequence[Record]
+    lost: int = 0
+
+
+class Records(ABC):
+    """The records for one listener, from its start to the server's end; for one thread."""
+
+    ended: bool
+    """Whether the server ends: what `take` returns from now on is the last."""
+    handed_over: bool
+    """Once it `ended`: whether the next server takes L1 over as it is."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """How many records this listener has not taken yet. From any thread."""
+
+    @property
+    @abstractmethod
+    def lost(self) -> int:
+        """How many records this listener has missed so far, those before the next batch included. From any thread."""
+
+    @abstractmethod
+    def take(self) -> Batch:
+        """Returns what there is, at once: perhaps nothing."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Batch]:
+        """Yields batches until the server ends, the last ones included. Waits for each, some 50 ms at a time."""
+
+
+class ChunkShape(NamedTuple):
+    """What a chunk of a namespace and salt is made of: the model, and the key prefix of each object that a hit needs.
+    An object's key is `prefix + digest`."""
+
+    model: str
+    chunk_tokens: int
+    prefixes: Sequence[bytes]
+
+
+class Sockets(ABC):
+    """ZMQ sockets of a listener that other programs reach on the server's own terms: over ipc:// processes of this user
+    and of `[server] admit_uids`, over tcp:// the clients that `[server.curve]` admits. For one thread.
+
+    While the process has few descriptors left the server lets no new peer in.
+    """
+
+    refused: int
+    """How many peers had an unknown key."""
+    guard: zmq.Socket[bytes] | None
+    """To be polled; once it is readable, call `serve_guard`: until then no peer over tcp:// gets in. None: there is
+    nothing to do."""
+
+    @abstractmethod
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        """Returns a new socket of a ZMQ type, which `close` closes."""
+
+    @abstractmethod
+    def bind(self, socket: zmq.Socket[bytes], endpoint: str, *, where: str) -> None:
+        """Binds one of these sockets. Blocks for some seconds while an earlier server still has the endpoint. Raises
+        `EndpointError`, with `where` as the place that named it."""
+
+    @abstractmethod
+    def serve_guard(self) -> None:
+        """Decides about peers that want in. Never blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the sockets and removes the files of ipc:// endpoints. Blocks while what was sent leaves, as long as
+        the sockets linger."""
+
+
+class ListenerContext(ABC):
+    """What the server offers to a listener. `where` is the place of its table. Thread-safe, but for `sockets`."""
+
+    where: str
+    server: ServerTerms
+    hasher: KeyHasher
+
+    @abstractmethod
+    def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
+        """Returns which of `keys` are in L1 now."""
+
+    @abstractmethod
+    def shape(self, namespace: bytes, cache_salt: str) -> ChunkShape | None:
+        """Returns what a chunk of a namespace and salt is made of, None for a namespace that is not registered."""
+
+    @abstractmethod
+    def sockets(self, *, insecure: bool = False) -> Sockets:
+        """Returns sockets of the calling thread or, until `Listener.start` returns, of the listener's; `insecure`: any
+        peer may use those over tcp://, in plain text."""
+
+
+class Listener(ABC):
+    """Reads records. `wants` are the contents that it asks clients for: they cost engines and server time, and are
+    token ids of prompts."""
+
+    wants: Contents = "none"
+
+    def start(self, *, keeps: bool) -> None:  # noqa: B027  most have nothing to open
+        """Opens what the listener needs, before the server serves. `keeps`: what L1 holds outlives the server.
+        Raises `KVFrameworkError`, and the server does not start. Blocks for seconds at most."""
+
+    @abstractmethod
+    def listen(self, records: Records) -> None:
+        """Reads the records: called once, in a thread of its own, and returns soon after they end. The server waits for
+        that for 2 s. What it raises is logged and shown in the status document; the listener hears no more then."""
+
+    def status(self) -> Mapping[str, object]:
+        """Returns its part of the status document, JSON types only. From any thread; must not block. A text under
+        `problem` is a problem of the server while it is not empty."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenerProvider(Provider[O]):
+    """A listener, made once."""
+
+    kind = "listener"
+    create: Callable[[O, ListenerContext], Listener]

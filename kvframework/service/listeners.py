@@ -1,0 +1,136 @@
+"""The listeners of a server: what they are offered, and a thread for each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from kvframework.api.hasher import KeyHasher
+from kvframework.api.keys import PackedKey
+from kvframework.api.listener import ChunkShape, Listener, ListenerContext, ServerTerms
+from kvframework.messaging.curve import ServerKeys
+from kvframework.messaging.server.listener_sockets import ListenerDoors, ListenerSockets
+from kvframework.record_ring import RecordRing, RingReader
+from kvframework.wire.protocol import SALTED_TOKEN_IDS, TOKEN_IDS
+
+log = logging.getLogger(__name__)
+
+# From the end of the records to that of the listeners.
+STOP_S = 2.0
+# The one with a table and a part of the status document of its own.
+EVENTS = "events"
+_FEATURES = {"none": (), "plain": (TOKEN_IDS,), "salted": (TOKEN_IDS, SALTED_TOKEN_IDS)}
+
+
+class ServerContext(ListenerContext):
+    """What this server offers to one listener; `shape` and `present` are those of its service and storage."""
+
+    def __init__(
+        self,
+        where: str,
+        server: ServerTerms,
+        hasher: KeyHasher,
+        *,
+        present: Callable[[Sequence[PackedKey]], Sequence[bool]],
+        shape: Callable[[bytes, str], ChunkShape | None],
+        doors: ListenerDoors,
+        keys: ServerKeys | None,
+        admit_uids: Collection[int],
+    ) -> None:
+        self.where = where
+        self.server = server
+        self.hasher = hasher
+        self._present = present
+        self._shape = shape
+        self._doors = doors
+        self._keys = keys
+        self._admit_uids = admit_uids
+
+    def present(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
+        return self._present(keys)
+
+    def shape(self, namespace: bytes, cache_salt: str) -> ChunkShape | None:
+        return self._shape(namespace, cache_salt)
+
+    def sockets(self, *, insecure: bool = False) -> ListenerSockets:
+        return ListenerSockets(self._doors, None if insecure else self._keys, self._admit_uids)
+
+
+class _Running:
+    """A listener, its place in the ring, and its thread from `start` on."""
+
+    def __init__(self, name: str, listener: Listener, reader: RingReader) -> None:
+        self.name = name
+        self.listener = listener
+        self.reader = reader
+        self.problem = ""
+        self.thread = threading.Thread(target=self._run, name=f"kvf-{name}"[:15], daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self.listener.listen(self.reader)
+            if not self.reader.ended:
+                self.problem = "it has ended"
+        except Exception as error:
+            self.problem = f"it has failed: {error!r}"
+            log.exception("the listener %s has failed and hears no more", self.name)
+        finally:
+            self.reader.close()
+
+
+class Listeners:
+    """All listeners of a server; they read `ring`. `doors` are those of their sockets."""
+
+    def __init__(self, ring: RecordRing) -> None:
+        self.ring = ring
+        self.doors = ListenerDoors()
+        self._running: list[_Running] = []
+
+    def add(self, name: str, listener: Listener) -> None:
+        """Add one, before `start`."""
+        self._running.append(_Running(name, listener, self.ring.open()))
+        self.ring.wants_contents |= listener.wants != "none"
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Names for HELLO of the contents that listeners want."""
+        wanted = {feature for each in self._running for feature in _FEATURES[each.listener.wants]}
+        return tuple(sorted(wanted))
+
+    def start(self, *, keeps: bool) -> None:
+        """Start all; `keeps`: what L1 holds outlives the server. Blocks as they do. Raises what they raise; those that
+        have started then need `stop`."""
+        for each in self._running:
+            each.listener.start(keeps=keeps)
+            each.thread.start()
+
+    def stop(self, *, handed_over: bool) -> None:
+        """End the records; the next server has L1 if it is `handed_over`. Waits for all listeners, for `STOP_S` seconds
+        at most. Idempotent."""
+        for each in self._running:
+            each.reader.end(handed_over=handed_over)
+        until = time.monotonic() + STOP_S
+        for each in self._running:
+            if each.thread.ident is not None:
+                each.thread.join(max(until - time.monotonic(), 0.0))
+
+    def status(self, name: str) -> dict[str, object]:
+        """Return one listener's part of the status document, {} for none of that name. From any thread."""
+        return next((_status(each) for each in self._running if each.name == name), {})
+
+    def others(self) -> dict[str, object]:
+        """Return the parts of the listeners that have no place of their own in the status document, by name."""
+        return {each.name: _status(each) for each in self._running if each.name != EVENTS}
+
+
+def _status(running: _Running) -> dict[str, object]:
+    try:
+        status = dict(running.listener.status())
+        msgspec.json.encode(status)
+    except Exception as error:  # noqa: BLE001  one listener must not hide the rest of the status
+        status = {"problem": f"its status fails: {error!r}"}
+    return status | {"problem": running.problem} if running.problem else status

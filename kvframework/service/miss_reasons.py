@@ -1,0 +1,241 @@
+"""Why the first missing chunk of a lookup missed: the facts are gathered when the request ends, on a miss only, and
+decided upon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from typing import NamedTuple
+
+from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES, SALT_BYTES, CacheKey
+from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
+from kvframework.api.listener import MissReason
+from kvframework.service.records import PendingLookup
+from kvframework.storage.l1.eviction_statistics import CAUSES, EVICTIONS, Ghost
+from kvframework.storage.manager import StorageManager
+from kvframework.storage.namespaces import NamespaceRecord
+from kvframework.text import timed
+
+# MissReason the first missing chunk of a lookup missed. Pure: the facts are gathered elsewhere, and decided upon here.
+#
+# A later event explains more than an earlier one, and what the server knows of an object more than what it knows of
+# others: so a tier that failed during the lookup comes first, then what became of the object, then where else its chunk
+# is readable, then the server's start.
+
+# Content of an earlier server is missed for this long after a start; later most prompts are new.
+START_EXPLAINS_S = 3600.0
+_EVICTIONS = frozenset(CAUSES[cause] for cause in EVICTIONS)
+_PLAIN_SALT = bytes(SALT_BYTES)
+_SALT = slice(NAMESPACE_BYTES, NAMESPACE_BYTES + SALT_BYTES)
+_RANK = slice(_SALT.stop, _SALT.stop + 4)
+
+
+class Facts(NamedTuple):
+    """What is known of a missing object when the lookup ends.
+
+    `unanswered`: the load had not ended when its client gave up. `priced`: the prices that cut the hit before it, ""
+    if none did. `down`: the tier that failed since the lookup's begin,
+    "" for none. `refused`: no load began, although there is a tier. `tiers_cleared_at`: when the tiers were last
+    cleared of such objects. `elsewhere`: why the same chunk is readable under another name. `named`: whether the
+    namespace is known. `from_before`: the client used an earlier server, whose content this one
+    began without; `up_s`: seconds since its start.
+    """
+
+    unanswered: bool = False
+    priced: str = ""
+    down: str = ""
+    refused: bool = False
+    ghost: Ghost | None = None
+    tiers_cleared_at: float | None = None
+    elsewhere: MissReason | None = None
+    named: bool = True
+    from_before: bool = False
+    up_s: float = 0.0
+
+
+def decide(facts: Facts) -> MissReason:
+    """Return the one reason that explains a miss."""
+    ghost = facts.ghost
+    if facts.unanswered:
+        return MissReason("timed_out", "its client did not wait for the end of the load")
+    if facts.priced:
+        return MissReason("priced", facts.priced)
+    if facts.down:
+        return MissReason("tier_down", facts.down)
+    if facts.refused:
+        return MissReason("timed_out", "the load did not begin, as too many were under way")
+    if ghost is not None:
+        cleared = facts.tiers_cleared_at
+        if cleared is not None and cleared >= ghost.at:
+            return MissReason("cleared", "from L2, too", cleared)
+        if ghost.cause in _EVICTIONS:
+            return MissReason("evicted", _EVICTED.get(ghost.cause, ""), ghost.at, ghost.idle_s, ghost.by)
+        return MissReason(ghost.cause, "", ghost.at)
+    if facts.elsewhere is not None:
+        return facts.elsewhere
+    if facts.from_before and facts.up_s < START_EXPLAINS_S:
+        return MissReason("server_started", "its client has used an earlier server")
+    if not facts.named:
+        return MissReason("unknown_namespace", "no instance has registered it here, and no tier knows it")
+    return _NEVER_STORED
+
+
+_NEVER_STORED = MissReason("never_stored")
+# Of a load that found all its objects.
+LOAD_REFUSED = MissReason("dropped_share", "its load was refused, as its client keeps its share of L1 from eviction")
+_EVICTED = {
+    "watermark": "to stay below the high watermark",
+    "tenant": "by the share of its tenant",
+    "hinted": "as a request had said that no one asks for it again",
+}
+
+
+class Row(NamedTuple):
+    """A row of L1 that has the missing chunk: its key prefix, and what is known of its namespace."""
+
+    prefix: bytes
+    record: NamespaceRecord | None
+
+
+def elsewhere(key: bytes, mine: NamespaceRecord | None, model: str, rows: Iterable[Row]) -> MissReason | None:
+    """Return why a chunk that is readable under the prefixes of `rows` is not readable under `key`; None if none of
+    them says so. `mine` is the record of the key's namespace, `model` the name that its client gives."""
+    best: MissReason | None = None
+    for row in rows:
+        if row.prefix[:NAMESPACE_BYTES] == key[:NAMESPACE_BYTES]:
+            if row.prefix[_SALT] == key[_SALT]:
+                rank = int.from_bytes(key[_RANK], "little")
+                return MissReason("never_stored", f"by rank {rank}, while another rank or layer group has it")
+            return MissReason("other_salt", _salts(key[_SALT], row.prefix[_SALT]))
+        theirs = row.record
+        if theirs is None:
+            continue
+        if theirs.model_name == model:
+            best = MissReason("other_namespace", _difference(mine, theirs))
+        elif best is None and mine is not None and mine.desc == theirs.desc:
+            best = MissReason("other_namespace", f"stored under the model name {theirs.model_name!r}")
+    return best
+
+
+def _salts(mine: bytes, theirs: bytes) -> str:
+    if mine == _PLAIN_SALT:
+        return "stored with a salt, asked without one"
+    if theirs == _PLAIN_SALT:
+        return "stored without a salt, asked with one"
+    return "stored with another salt, or another order of layers"
+
+
+def _difference(mine: NamespaceRecord | None, theirs: NamespaceRecord) -> str:
+    """Say in what two namespaces of one model differ, theirs first."""
+    if mine is None:
+        return "stored under a namespace that is known here, asked under one that is not"
+    if theirs.world_size != mine.world_size:
+        return f"world size {theirs.world_size}, not {mine.world_size}"
+    found = _layout_difference(mine.desc, theirs.desc)
+    return found or "other weights, revision, quantisation or packing"
+
+
+def _layout_difference(mine: MemoryLayoutDesc, theirs: MemoryLayoutDesc) -> str:
+    if len(theirs.groups) != len(mine.groups):
+        return f"{len(theirs.groups)} layer groups, not {len(mine.groups)}"
+    for number, (here, there) in enumerate(zip(mine.groups, theirs.groups, strict=True)):
+        for name in GroupDesc.__struct_fields__:
+            if getattr(there, name) != getattr(here, name):
+                of = f" in layer group {number}" if len(mine.groups) > 1 else ""
+                return f"{name} {_shown(getattr(there, name))}, not {_shown(getattr(here, name))}{of}"
+    return ""
+
+
+def _shown(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)[:80]
+
+
+# The facts about the first missing object of a request, gathered when the request ends, on a miss only.
+
+# Rows of L1, the latest first, in which a missing chunk is looked for: some 5 us.
+MAX_ROWS = 64
+
+
+class MissFacts:
+    """Serving thread only. 10 us a miss."""
+
+    def __init__(self, storage: StorageManager) -> None:
+        self._storage = storage
+        self._began = storage.clock()
+        # The sessions of clients that have used an earlier server, if its content was lost.
+        self._from_before: set[int] = set()
+        # When the tiers were cleared, by model; "" for all models.
+        self._tiers_cleared: dict[str, float] = {}
+
+    def begin_session(self, session_id: int, *, from_before: bool) -> None:
+        if from_before:
+            self._from_before.add(session_id)
+
+    def end_session(self, session_id: int) -> None:
+        self._from_before.discard(session_id)
+
+    def tiers_cleared(self, model: str) -> None:
+        """Record that the tiers were cleared of a model's objects, of all with ""."""
+        if not model:
+            self._tiers_cleared.clear()
+        self._tiers_cleared[model] = self._storage.clock()
+
+    def of_lookup(self, asked: PendingLookup, *, unanswered: bool) -> MissReason:
+        """Say why a lookup missed its first missing chunk."""
+        refused = asked.grid is not None and asked.task is None and bool(self._storage.tiers.stores)
+        missing = asked.missing[1] if asked.missing else _first_key(asked)
+        priced = ""
+        cut = asked.priced
+        if cut is not None and cut.is_cut and asked.missing is not None and asked.missing[0] == cut.chunks:
+            priced = f"its load would take {timed(cut.load_s)}, its computation {timed(cut.compute_s)}"
+        return self._why(asked.key, missing, asked.client.session_id, asked.began, unanswered, refused, priced)
+
+    def of_retrieve(self, key: CacheKey, missing: bytes | None, session_id: int, began: float) -> MissReason:
+        """Say why an object that a RETRIEVE needs was missing in L1, None: none was; tiers are not asked then."""
+        if missing is None:
+            return LOAD_REFUSED
+        return self._why(key, missing, session_id, began, False, False)
+
+    def _why(
+        self,
+        key: CacheKey,
+        missing: bytes | None,
+        session_id: int,
+        began: float,
+        unanswered: bool,
+        refused: bool,
+        priced: str = "",
+    ) -> MissReason:
+        storage = self._storage
+        mine = storage.records.get(key.namespace)
+        ghost = found = None
+        if missing is not None:
+            ghost, prefixes = storage.table.absent(missing, MAX_ROWS)
+            if prefixes:
+                rows = [Row(prefix, storage.records.get(prefix[:NAMESPACE_BYTES])) for prefix in prefixes]
+                found = elsewhere(missing, mine, key.model_name, rows)
+        cleared = self._tiers_cleared
+        return decide(
+            Facts(
+                unanswered,
+                priced,
+                storage.tiers.trouble(began),
+                refused,
+                ghost,
+                max(cleared.get("", -inf), cleared.get(key.model_name, -inf)) if cleared else None,
+                found,
+                mine is not None,
+                session_id in self._from_before,
+                storage.clock() - self._began,
+            )
+        )
+
+
+def _first_key(asked: PendingLookup) -> bytes | None:
+    """Return a key of the first chunk in a namespace that is not known; without the salt, rank and layer group, which
+    are of no use there."""
+    key = asked.key
+    first = key.start * len(key.digests) // (key.end * DIGEST_BYTES) * DIGEST_BYTES
+    digest = key.digests[first : first + DIGEST_BYTES]
+    unknown = bytes(PACKED_KEY_BYTES - len(key.namespace) - DIGEST_BYTES)
+    return key.namespace + unknown + digest if len(digest) == DIGEST_BYTES else None

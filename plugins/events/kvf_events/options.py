@@ -1,0 +1,83 @@
+"""The table `[events]`: what it may say, and what is wrong with it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvframework.api.endpoint import parse_endpoint
+from kvframework.api.options import Options
+from kvframework.api.plugin import ServerTerms, TableContext
+from kvframework.errors import ConfigFieldError, EndpointError
+
+Format = Literal["map", "array"]
+Salted = Literal["withhold", "tell"]
+
+
+class EventsOptions(Options, frozen=True):
+    endpoint: Annotated[
+        str, msgspec.Meta(min_length=1, description="`ipc://` or `tcp://` socket at which routers subscribe")
+    ]
+    replay: Annotated[
+        str, msgspec.Meta(description="socket at which they ask for what they lack; empty: none, and late ones lack it")
+    ] = ""
+    format: Annotated[
+        Format, msgspec.Meta(description="form of an event: `map`, or `array` for readers of older releases")
+    ] = "map"
+    block_size: Annotated[
+        int, msgspec.Meta(ge=1, le=65536, description="tokens of a block as the router counts them; divides a chunk")
+    ] = 16
+    salted: Annotated[
+        Salted,
+        msgspec.Meta(
+            description="`tell`: prompts with a salt are announced with it, and every subscriber learns the salt"
+        ),
+    ] = "withhold"
+    engines: Annotated[
+        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=256, pattern="^[^@]+$")], ...],
+        msgspec.Meta(
+            max_length=16,
+            description="names of this node's engines as the router knows them, such as `10.0.0.7:8000`, one topic"
+            " each; empty: one topic, with the name of the machine",
+        ),
+    ] = ()
+    state: Annotated[
+        str,
+        msgspec.Meta(description="folder of the ledger; empty: `$STATE_DIRECTORY`, else `~/.local/state/kvframework`"),
+    ] = ""
+    insecure: Annotated[
+        bool, msgspec.Meta(description="tells over `tcp://` in plain text to any subscriber: prompts are in it")
+    ] = False
+
+
+def check(options: EventsOptions, context: TableContext) -> None:
+    """Refuse what contradicts itself or `[server]`. Raises `EndpointError` and `ConfigFieldError`."""
+    check_table(options, context.where, context.server)
+
+
+def check_table(options: EventsOptions, where: str, server: ServerTerms) -> None:
+    named = {"endpoint": options.endpoint, "replay": options.replay}
+    for key, endpoint in named.items():
+        if not endpoint:
+            continue
+        is_tcp = parse_endpoint(endpoint, where=f"{where} {key}").kind == "tcp"
+        if is_tcp and not server.has_keys and not options.insecure:
+            raise EndpointError(
+                "tcp:// needs CURVE keys, or insecure = true: token ids of prompts are told there",
+                where=f"{where} {key}",
+                available="[server.curve] secret_key = FILE, clients = DIR; or [events] insecure = true",
+                hint="make keys with: kvframework keys new DIR",
+            )
+    sockets = [each for each in (*named.values(), *server.endpoints) if each]
+    if len(set(sockets)) < len(sockets):
+        raise ConfigFieldError("two sockets at one address", where=where, available="an address for each")
+    if len(set(options.engines)) < len(options.engines):
+        raise ConfigFieldError("an engine is named twice", where=f"{where} engines", available="each name once")
+    if server.chunk_size % options.block_size:
+        raise ConfigFieldError(
+            f"block_size {options.block_size} does not divide the chunk of {server.chunk_size} tokens",
+            where=f"{where} block_size",
+            available=f"divisors of [server] chunk_size, {server.chunk_size}",
+            hint="write the block size of the router, which is that of the engines",
+        )

@@ -1,0 +1,165 @@
+"""The conformance kit for listeners: tests that every `Listener` must pass. Runs under pytest.
+
+Name the plugin; the kit finds, checks and creates it as a server does:
+
+    from kvf_dev.testing import ListenerConformance
+
+    class TestMyListener(ListenerConformance):
+        use = "mylistener"              # the entry point `listener.mylistener`
+        options = {"every_s": 1}        # as in its `[[listener]]`, if there are any
+
+or give a fixture `make_listener`, a function of a `ListenerContext` that returns a new listener.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar, cast
+
+import msgspec
+import pytest
+
+from kvf_dev.testing.making import NamedKit
+from kvframework.api.hasher import HasherProvider
+from kvframework.api.keys import CacheKey, PackedKey
+from kvframework.api.listener import (
+    Accessed,
+    Added,
+    ChunkShape,
+    Listener,
+    ListenerContext,
+    ListenerProvider,
+    Record,
+    Registered,
+    Removed,
+    RequestRecord,
+    RequestSubject,
+    ServerTerms,
+)
+from kvframework.messaging.server.listener_sockets import ListenerDoors
+from kvframework.record_ring import RecordRing, RingReader
+from kvframework.registry import PluginRegistry
+from kvframework.service.listeners import STOP_S, ServerContext
+
+__all__ = ["ListenerConformance"]
+
+MakeListener = Callable[[ListenerContext], Listener]
+
+_NAMESPACE, _DIGEST = b"n" * 16, b"d" * 32
+_KEY = PackedKey(_NAMESPACE.ljust(40, b"\0") + _DIGEST)
+
+
+def _records() -> list[Record]:
+    key = CacheKey("model", 1, 0, _NAMESPACE, 0, 256, "request", digests=_DIGEST)
+    return [
+        Added([_KEY, _KEY[::-1]]),
+        Registered(key, None),
+        Registered(msgspec.structs.replace(key, namespace=b"?" * 16), None),
+        Accessed(1, [_KEY], found=True),
+        Accessed(2, [_KEY, _KEY[::-1]], [True, False]),
+        Removed([_KEY]),
+        RequestRecord(
+            "LOOKUP", RequestSubject(1.0, "engine", 7, 3, "r", "model", _NAMESPACE[:4], 0, 256), "hit", 2.0, 2.0
+        ),
+    ]
+
+
+class _Heard:
+    """A listener in its thread, and the ring that it reads."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.ring = RecordRing(wanted=True)
+        self.listener = listener
+        self.error: BaseException | None = None
+        self._reader: RingReader = self.ring.open()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        listener.start(keeps=False)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self._reader.end(handed_over=False)
+        if not self._thread.ident:
+            self.start()
+        self._thread.join(STOP_S)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def waiting(self) -> int:
+        return self._reader.waiting
+
+    def _run(self) -> None:
+        try:
+            self.listener.listen(self._reader)
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+class ListenerConformance(NamedKit):
+    """Base class of an author's test class; see the module."""
+
+    _descriptor = ListenerProvider
+    _fixture = "make_listener"
+
+    endpoint: ClassVar[str] = "ipc:///run/kvframework/server.sock"
+    """The server's, as the listener learns it; nothing listens there."""
+
+    @pytest.fixture
+    def make_listener(self) -> MakeListener:
+        make: MakeListener = cast("MakeListener", self.by_name())
+        return make
+
+    @pytest.fixture
+    def heard(self, make_listener: MakeListener) -> Iterator[_Heard]:
+        hasher = PluginRegistry().resolve("hasher", "sha256")
+        assert isinstance(hasher, HasherProvider)
+        context = ServerContext(
+            "[[listener]] #1",
+            ServerTerms(256, (self.endpoint,)),
+            hasher.create(hasher.options()),
+            present=lambda keys: [key == _KEY for key in keys],
+            shape=lambda namespace, _salt: ChunkShape("model", 256, [_KEY[:40]]) if namespace == _NAMESPACE else None,
+            doors=ListenerDoors(),
+            keys=None,
+            admit_uids=(),
+        )
+        heard = _Heard(make_listener(context))
+        yield heard
+        heard.end()
+
+    def test_it_hears_every_kind_of_record_and_ends_with_the_server(self, heard: _Heard) -> None:
+        heard.start()
+        for record in _records():
+            heard.ring.put(record)
+        heard.end()
+        assert not heard.alive, f"`listen` has not returned {STOP_S:g} s after the end of the records"
+        assert heard.error is None, f"`listen` raised {heard.error!r}"
+        assert not heard.waiting, "`listen` returned before it had taken all records"
+
+    def test_it_bears_a_gap(self, heard: _Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kvframework.record_ring.MOST_BYTES", 1000)
+        for _ in range(3):
+            for record in _records():
+                heard.ring.put(record)
+        heard.start()
+        heard.end()
+        assert not heard.alive
+        assert heard.error is None, f"`listen` raised {heard.error!r} after records were lost"
+
+    def test_its_status_is_json_at_any_time(self, heard: _Heard) -> None:
+        heard.start()
+        for ended in (False, True):
+            if ended:
+                heard.end()
+            status = heard.listener.status()
+            assert isinstance(status, Mapping)
+            msgspec.json.encode(dict(status))
+
+    def test_it_says_what_contents_it_wants(self, heard: _Heard) -> None:
+        assert heard.listener.wants in ("none", "plain", "salted")
