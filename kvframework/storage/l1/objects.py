@@ -301,8 +301,7 @@ class ObjectTable:
         self, keys: Sequence[PackedKey], *, owner: int, request_id: str, deadline: float, use: Use | None = "lookup"
     ) -> PinLease | None:
         """Pin all of `keys`; pins none and returns None if one is missing. Counts as a `use` of each, unless that is
-        None; a large number of uses is reported to the policy later (`report_uses`): most of the objects are pinned
-        anyway."""
+        None; many uses are reported to the policy later (`report_uses`), while most objects are pinned anyway."""
         found = self.find(keys)
         if found is None:
             return None
