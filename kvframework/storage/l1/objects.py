@@ -1,7 +1,7 @@
 """The object table: the place of each object in the arena, its writer, and its pins.
 
 A pure state machine: no I/O, no clock of its own (`now` is passed in, seconds on any monotonic clock), no lock (the
-storage manager serialises calls). Invariants, tested against a model:
+lock of `kvframework.storage.table` serialises calls). Invariants, tested against a model:
 
 * Only committed objects are readable; reserved ranges never are.
 * A range has one owner: a free range, a write lease, or one readable object.
