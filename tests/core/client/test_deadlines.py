@@ -18,7 +18,6 @@ from kvframework.errors import ConfigFieldError, DeadlineExceeded
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import LOCAL, SCALE_VARIABLE, TCP, deadlines_for
 from tests.core.survival.holdings import held
-from tests.core.wire_path import engine as over_the_wire
 from tests.core.wire_path.remote import remote_server
 from tests.support.engines import PagedEngine
 from tests.support.server_process import ServerProcess
@@ -216,7 +215,7 @@ def test_the_first_store_over_tcp_survives_a_slow_way(monkeypatch: pytest.Monkey
         keys = server.keys.of("client") if server.keys else None
         with KVClient(f"tcp://127.0.0.1:{proxy.port}", curve=keys) as client:
             assert client.wait_up(PATIENCE_S)
-            engine = over_the_wire.Engine(client)
+            engine = PagedEngine(client)
             request = engine.request(list(range(512)))
             began = time.monotonic()
             future = engine.worker.submit_store(request, 0, 512, BLOCKS)
