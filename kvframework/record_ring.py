@@ -9,10 +9,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from kvframework.api.listener import Batch, Record, Records, Registered, RequestRecord
+from kvframework.api.keys import CacheKey, PackedKey
+from kvframework.api.listener import (
+    Accessed,
+    Added,
+    Batch,
+    Record,
+    Records,
+    Registered,
+    Removed,
+    RequestRecord,
+)
 from kvframework.api.transfer import ChunkContent
 
 # Of all records that wait for a reader, about.
@@ -42,11 +52,26 @@ class RecordRing:
         """How many records there were so far."""
         return self._before + len(self._held)
 
-    def put(self, record: Record) -> None:
+    def added(self, keys: Sequence[PackedKey]) -> None:
+        self._put(Added(keys), _RECORD_BYTES + _KEY_BYTES * len(keys))
+
+    def removed(self, key: PackedKey) -> None:
+        self._put(Removed((key,)), _RECORD_BYTES + _KEY_BYTES)
+
+    def accessed(self, tier: int, keys: Sequence[PackedKey], found: Sequence[bool] | bool) -> None:
+        self._put(Accessed(tier, keys, found), _RECORD_BYTES + _KEY_BYTES * len(keys))
+
+    def registered(self, key: CacheKey, content: ChunkContent | None) -> None:
+        nbytes = _RECORD_BYTES + len(key.tokens) + len(key.digests)
+        self._put(Registered(key, content), nbytes if content is None else nbytes + _content_bytes(content))
+
+    def finished(self, record: RequestRecord) -> None:
+        self._put(record, _REQUEST_BYTES + _PART_BYTES * len(record.tier_calls))
+
+    def _put(self, record: Record, nbytes: int) -> None:
         """Add a record. Never blocks for more than the moment in which a reader takes its own."""
         if not self._readers:
             return
-        nbytes = _nbytes(record)
         with self._lock:
             self._held.append((record, nbytes))
             self._bytes += nbytes
@@ -136,15 +161,6 @@ class RingReader(Records):
             batch = self.take()
             if batch.records or batch.lost:
                 yield batch
-
-
-def _nbytes(record: Record) -> int:
-    if isinstance(record, RequestRecord):
-        return _REQUEST_BYTES + _PART_BYTES * len(record.tier_calls)
-    if not isinstance(record, Registered):
-        return _RECORD_BYTES + _KEY_BYTES * len(record.keys)
-    key, content = record.key, record.content
-    return _RECORD_BYTES + len(key.tokens) + len(key.digests) + (0 if content is None else _content_bytes(content))
 
 
 def _content_bytes(content: ChunkContent) -> int:

@@ -1,6 +1,6 @@
 """What holds for every test: a run may be of one part of the suite, what an environment lacks is skipped with a reason,
-soaks run only when asked for, no example of hypothesis has a deadline, and a run in the background is like one in the
-foreground."""
+what only a GPU can prove is counted at the end, soaks run only when asked for, no example of hypothesis has a deadline,
+and a run in the background is like one in the foreground."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # The files whose collection imported torch, which takes each process that shares the tests 3 s.
 IMPORTED_TORCH: list[str] = []
-NEEDS = {"torch": ("torch",), "transformers": ("torch", "transformers")}
+NEEDS = {"torch": ("torch",), "transformers": ("torch", "transformers"), "vllm": ("vllm",), "sglang": ("sglang",)}
 
 
 # Models of these tests are so small that a second thread of torch, here or in a child, only waits: twenty times as long
@@ -99,7 +99,19 @@ def pytest_make_collect_report(
             IMPORTED_TORCH.append(collector.nodeid)
 
 
+class UnprovenWithoutGpu:
+    """Counts the tests marked `gpu` that a run has skipped: its success says nothing of what only a GPU can prove."""
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        count = sum("gpu" in report.keywords for report in terminalreporter.stats.get("skipped", ()))
+        if count:
+            terminalreporter.write_line(f"{count} tests need a GPU and were not run", yellow=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    # The benchmarks' conftest has this function, too.
+    if not config.pluginmanager.has_plugin("unproven"):
+        config.pluginmanager.register(UnprovenWithoutGpu(), "unproven")
     # Processes that share the tests report to the first one.
     if config.getoption("engine_results", default=None) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(EngineResults())

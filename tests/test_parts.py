@@ -1,9 +1,12 @@
-"""Every test file is in one part of the suite, and every part is run by an environment of tox."""
+"""Every test file is in one part of the suite, every part is run by an environment of tox, and a run says what it has
+not proven."""
 
 from __future__ import annotations
 
 import configparser
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,11 @@ def test_the_page_of_tests_names_every_folder() -> None:
     parents = {file.relative_to(ROOT).parts[:-1] for file in FILES} - {(), ("core",)}
     folders = {"/".join(each[: 2 if each[0] == "core" else 1]) for each in parents}
     assert sorted(folder for folder in folders if f"`{folder}/`" not in page) == []
+
+
+def test_tests_that_need_a_gpu_are_counted_where_there_is_none(tmp_path: Path) -> None:
+    skipping = "@pytest.mark.gpu\n@pytest.mark.parametrize('at', range(3))\ndef test_a(at): pytest.skip('no GPU')\n"
+    (tmp_path / "test_gpu.py").write_text(f"import pytest\n{skipping}def test_b(): pytest.skip('no Redis')\n")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.conftest", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-2:-1] == ["3 tests need a GPU and were not run"], done.stdout + done.stderr

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvframework.api.command import examples
 from kvframework.cli.usage import AsJson as DocumentAsJson
-from kvframework.cli.usage import ConfigFile, Overrides, examples
+from kvframework.cli.usage import ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from kvframework_bench.console import Stage
@@ -555,8 +556,9 @@ def gpu_report(
     process with a bound of its own, and what the machine shows of its GPUs. It takes some minutes; nothing else should
     use the GPU. The exit status is 1 where no GPU can be used, or a step failed; the file is written all the same.
     """
+    from kvframework.api.console import stderr
     from kvframework.cli.bundle import BundleFile, secrets_in
-    from kvframework.cli.console import print_document, print_text, stderr
+    from kvframework.cli.console import print_document, print_text
     from kvframework.masking import Redaction
     from kvframework_bench.gpu_report.contents import StepResult, collect, line_of
     from kvframework_bench.gpu_report.steps import steps
@@ -600,7 +602,8 @@ def compare(
     """
     from rich.console import Console
 
-    from kvframework.cli.console import WideTable, print_document, print_text, stdout
+    from kvframework.api.console import stdout
+    from kvframework.cli.console import WideTable, print_document, print_text
     from kvframework_bench.compare.run import compare as compared
     from kvframework_bench.compare.run import read_document
     from kvframework_bench.compare.view import sentences, table_of
@@ -634,7 +637,8 @@ def _run(
     """Look at the machine, run the bench, print. A bench that is terminated leaves no processes behind either."""
     from rich.console import Console
 
-    from kvframework.cli.console import WideTable, print_text, stderr, stdout
+    from kvframework.api.console import stderr, stdout
+    from kvframework.cli.console import WideTable, print_text
     from kvframework_bench.console import bars
     from kvframework_bench.document import Document
     from kvframework_bench.machine import BUSY_CORES, LoadMeter, describe_machine

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from kvframework.errors import EndpointError
 
-__all__ = ["Endpoint", "parse_endpoint"]
+__all__ = ["Endpoint", "parse_endpoint", "parse_listen"]
 
 # The kernel takes 107, those of a suffix included.
 MAX_SOCKET_PATH_BYTES = 100
@@ -47,6 +47,17 @@ def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
             hint="choose a shorter directory with [server] endpoint",
         )
     return Endpoint("ipc", path=path)
+
+
+def parse_listen(text: str, *, where: str = "") -> tuple[str, int]:
+    """The host and the port, 0 to 65535, of "HOST:PORT". Pure. Raises `EndpointError`."""
+    match = ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise EndpointError(
+            f"{text!r} is no host and port", where=where, available="HOST:PORT, [ADDRESS]:PORT", hint="127.0.0.1:9309"
+        )
+    host = match["six"] or match["host"]
+    return "" if host == "*" else host, int(match["port"])
 
 
 def _parse_tcp(text: str, where: str) -> Endpoint:

@@ -154,7 +154,8 @@ class Tier(ABC):
 
         What several nodes have in common is shown, and has metrics: rows `nodes` with `node` (its name), `state`
         (`up` if it answers) and the counters `values`, `nbytes` and `failed` of what came from it; and a table
-        `lending` with the counters `values` and `nbytes` of what went to others, and those in `refused`."""
+        `lending` with the counters `values` and `nbytes` of what went to others, and those in `refused`. Under
+        `counters`, the tier's own: what `kvframework.api.counter.Counts.status` returns."""
         return {}
 
     def rejected(self, key: PackedKey) -> None:

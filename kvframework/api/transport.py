@@ -288,8 +288,8 @@ class ServerTransport(ABC):
         from the serving thread; slow work continues behind `ServerContext.when_open`."""
 
     def status(self) -> dict[str, object]:
-        """Returns the transport's part of the status document, plain values of JSON. Called from any thread; must not
-        block."""
+        """Returns the transport's part of the status document, plain values of JSON. Under `counters`, its own:
+        what `kvframework.api.counter.Counts.status` returns. Called from any thread; must not block."""
         return {}
 
     @abstractmethod

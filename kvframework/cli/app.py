@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvframework import __version__
+from kvframework.api.command import examples
 from kvframework.cli import (
     clear,
     config,
@@ -25,7 +26,7 @@ from kvframework.cli import (
     status,
 )
 from kvframework.cli.commands import CommandGroup
-from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN, examples
+from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN
 from kvframework.errors import KVFrameworkError
 from kvframework.overdue import bounded
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 import kvframework
-from kvframework.cli.usage import quiet_connection, server_endpoint
 from kvframework.client import KVClient
+from kvframework.client.status_source import quiet_connection, server_endpoint
 from kvframework.config import load_config
 from kvframework.doctor.checkup import examine
 from kvframework.errors import ConfigError, ConfigFileError, KVFrameworkError

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvframework.cli.usage import AsJson, Endpoint, EndpointConfig, examples
+from kvframework.api.command import Endpoint, EndpointConfig, examples
+from kvframework.cli.usage import AsJson
 
 _EPILOG = examples(
     "kvframework clear                              L1 of this node's server",
@@ -37,8 +38,8 @@ def clear(
 
     from kvframework.api.options import ByteSize
     from kvframework.cli.console import confirm, print_document, print_text
-    from kvframework.cli.usage import quiet_connection, server_endpoint
     from kvframework.client import KVClient
+    from kvframework.client.status_source import quiet_connection, server_endpoint
     from kvframework.errors import VersionMismatch
     from kvframework.wire import messages as m
     from kvframework.wire.protocol import CLEAR_MODEL

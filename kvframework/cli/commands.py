@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
+from kvframework.api.command import QuickGroup
 from kvframework.api.installing import install_command
 from kvframework.errors import KVFrameworkError, PluginBroken, PluginConflict, PluginUnavailable
 
@@ -47,24 +48,6 @@ KNOWN = {
     "top": Known("kvframework-observe", "Show a live picture of the server in the terminal."),
     "trace": Known("kvframework-plan", "Record, check and describe traces of requests."),
 }
-
-
-class QuickGroup(TyperGroup):
-    """A group of commands whose absent options cost nothing: typer imports pydantic, a tenth of a second, to convert
-    each default, even the None of a flag."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = self.params
-        if args and args[0] in self.commands:  # no option of the group itself is given
-            ctx.params.update({str(each.name): each.default for each in own if each.expose_value})
-            self.params = []
-        for parameter in self.get_params(ctx):
-            if getattr(parameter, "is_flag", False) and parameter.default is None:
-                parameter.default = False
-        try:
-            return super().parse_args(ctx, args)
-        finally:
-            self.params = own
 
 
 class CommandGroup(QuickGroup):

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.commands import QuickGroup
-from kvframework.cli.usage import CONFIG_HELP, EXIT_ERROR, EXIT_FOUND, AsJson, ConfigFile, Endpoint, Overrides, examples
+from kvframework.api.command import Endpoint, QuickGroup, examples
+from kvframework.cli.usage import CONFIG_HELP, EXIT_ERROR, EXIT_FOUND, AsJson, ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from kvframework.config import Config
@@ -79,8 +79,9 @@ def show(
 
     The output is TOML. Secrets are masked: passwords in URLs, and the options that a plugin marks as secret.
     """
+    from kvframework.api.console import stdout
     from kvframework.cli.config_view import as_toml, view_config
-    from kvframework.cli.console import print_document, stdout
+    from kvframework.cli.console import print_document
     from kvframework.config import assemble, read_layers
     from kvframework.registry import PluginRegistry
 

@@ -25,9 +25,9 @@ from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
 from kvframework.cli.console import print_table, print_text
-from kvframework.cli.usage import quiet_connection
 from kvframework.client import KVClient
 from kvframework.client.session import ENDPOINT_VARIABLE
+from kvframework.client.status_source import quiet_connection
 from kvframework.config import (
     FIELD_DEFAULT,
     Config,

@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
+from kvframework.api.console import PIPE_WIDTH, PlainConsole, stderr, stdout
 from kvframework.cli.usage import EXIT_UNFORESEEN
 from kvframework.errors import KVFrameworkError
-
-_PIPE_WIDTH = 1000
-
-
-class PlainConsole(Console):
-    """A console that writes letters which cannot be shown as in JSON: a name or a peer's text commands no terminal, and
-    no name of a file lacks an encoding."""
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        for segment in super().render(renderable, options):
-            text, style, control = segment
-            yield segment if control or text.isprintable() else Segment(_printable(text), style)
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() or letter == "\n" else _escape(letter) for letter in text)
-
-
-def _escape(letter: str) -> str:
-    code = letter.encode("utf-16-be", "surrogatepass").hex()
-    return "".join(f"\\u{code[at : at + 4]}" for at in range(0, len(code), 4))
-
-
-# Results may be piped; wrapping at a guessed width would break lines that other programs read.
-stdout = PlainConsole(soft_wrap=True, highlight=False)
-stderr = PlainConsole(stderr=True, soft_wrap=True, highlight=False)
 
 
 def print_error(error: KVFrameworkError) -> None:
@@ -61,12 +35,6 @@ def print_document(document: object) -> None:
     stdout.print(msgspec.json.format(encoded).decode(), markup=False)
 
 
-def print_view(view: RenderableType) -> None:
-    """Print a view that may contain tables. Into a pipe it is not wrapped, whatever COLUMNS says."""
-    console = stdout if stdout.is_terminal else PlainConsole(width=_PIPE_WIDTH, highlight=False)
-    console.print(view, soft_wrap=not stdout.is_terminal)
-
-
 def print_text(text: Text | str) -> None:
     """Print a sentence. A terminal's lines end between words; in a pipe it is one line."""
     stdout.print(Text(text) if isinstance(text, str) else text, soft_wrap=not stdout.is_terminal)
@@ -74,7 +42,7 @@ def print_text(text: Text | str) -> None:
 
 def print_table(table: Table) -> None:
     """Prints a table as wide as the terminal. In a pipe each row is one line."""
-    console = stdout if stdout.is_terminal else PlainConsole(width=_PIPE_WIDTH)
+    console = stdout if stdout.is_terminal else PlainConsole(width=PIPE_WIDTH)
     console.print(table, soft_wrap=False)
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides, examples
+from kvframework.api.command import examples
+from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -55,7 +56,8 @@ def _show(checkup: Checkup) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from kvframework.cli.console import print_table, stdout
+    from kvframework.api.console import stdout
+    from kvframework.cli.console import print_table
 
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
@@ -72,7 +74,7 @@ def _text(finding: Finding) -> Text:
     """Two lines for people, one for a pipe. The name of the configuration's file is shown once, by `config.load`."""
     from rich.text import Text
 
-    from kvframework.cli.console import stdout
+    from kvframework.api.console import stdout
 
     place = finding.where.partition(": ")[2] or finding.where
     text = Text(f"{place}: {finding.fact}" if place else finding.fact)

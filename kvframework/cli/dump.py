@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvframework.cli.usage import CONFIG_HELP, Endpoint, Overrides, examples
+from kvframework.api.command import Endpoint, examples
+from kvframework.cli.usage import CONFIG_HELP, Overrides
 
 _EPILOG = examples(
     "kvframework dump",

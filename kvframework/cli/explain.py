@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.usage import AsJson, Endpoint, EndpointConfig, examples
+from kvframework.api.command import Endpoint, EndpointConfig, examples
+from kvframework.cli.usage import AsJson
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +50,7 @@ def explain(
         raise typer.BadParameter("name a request, or give --last and --all", param_hint="REQUEST_ID")
     from kvframework.cli.console import print_document
     from kvframework.cli.explain_view import print_explained, print_nothing
-    from kvframework.cli.usage import server_endpoint
+    from kvframework.client.status_source import server_endpoint
 
     reply = _ask(server_endpoint(endpoint, config), request or "", timeout)
     records: Sequence[Finished] = [each for each in reply.records if request or everything or each.reason]
@@ -70,8 +71,8 @@ def explain(
 def _ask(endpoint: str, request: str, timeout: float) -> RecentReply:
     """Return the finished requests. Raises `RequestError` if `request` is not among them, `VersionMismatch` for an
     older server, and what `KVClient` does."""
-    from kvframework.cli.usage import quiet_connection
     from kvframework.client import KVClient
+    from kvframework.client.status_source import quiet_connection
     from kvframework.errors import RequestError, UnknownRequest, VersionMismatch
     from kvframework.wire import messages as m
 

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvframework.cli.commands import QuickGroup
-from kvframework.cli.usage import examples
+from kvframework.api.command import QuickGroup, examples
 from kvframework.errors import ConfigFieldError
 
 SECRET_SUFFIX = ".secret"  # noqa: S105 - a file name
@@ -41,7 +40,7 @@ def new(
     Existing files are never replaced. Secret files (*.secret) are for their owner only: the server's stays with the
     server, a client's goes to the client's host, together with server.public.
     """
-    from kvframework.cli.console import stdout
+    from kvframework.api.console import stdout
     from kvframework.messaging.curve import PUBLIC_SUFFIX, write_pair
 
     _make(directory / CLIENTS)
@@ -73,7 +72,7 @@ def add(
     After its *.public file is removed the client is not admitted again; an existing connection stays until the
     server is restarted.
     """
-    from kvframework.cli.console import stdout
+    from kvframework.api.console import stdout
     from kvframework.messaging.curve import CurveKeyError
 
     if not (directory / CLIENTS).is_dir():
@@ -115,7 +114,7 @@ def digest() -> None:
     The salt is what a tenant's engine sends as its requests' cache_salt. It is a secret, so it is read from standard
     input, or asked for at a terminal, and never given as an argument. A line end behind it does not count.
     """
-    from kvframework.cli.console import stdout
+    from kvframework.api.console import stdout
     from kvframework.config import tenant_digest
 
     stdout.print(tenant_digest(_salt()), markup=False, highlight=False)

@@ -8,8 +8,9 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from kvframework.api.console import stdout
 from kvframework.api.tier import TierProvider
-from kvframework.cli.console import print_table, print_text, stdout
+from kvframework.cli.console import print_table, print_text
 from kvframework.config import toml_value
 from kvframework.registry import PluginInfo
 from kvframework.registry.loader import AnyProvider, OptionInfo, describe_options

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvframework.api.command import examples
 from kvframework.cli.commands import CommandGroup
-from kvframework.cli.usage import AsJson, examples
+from kvframework.cli.usage import AsJson
 
 if TYPE_CHECKING:
     from kvframework.errors import PluginNotFound

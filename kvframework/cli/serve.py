@@ -7,8 +7,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from kvframework.api.command import Endpoint, EndpointConfig, examples
 from kvframework.cli.serving import Format, Level, ServeOptions
-from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Endpoint, EndpointConfig, Overrides, examples
+from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides
 
 _SERVE_EPILOG = examples(
     "kvframework serve",
@@ -91,7 +92,7 @@ def hold(
         _become(context, serve or [])
     if serve or overrides:
         raise typer.BadParameter("options of the server are for its start")
-    from kvframework.cli.usage import server_endpoint
+    from kvframework.client.status_source import server_endpoint
     from kvframework.config import keeper_path
 
     _ask({"do": asked[0], "restart": restart}, keeper_path(server_endpoint(endpoint, config)), timeout, as_json)
@@ -132,7 +133,8 @@ def _options_of_serve(context: typer.Context, serve: list[str]) -> dict[str, Any
 def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -> None:
     from pathlib import Path
 
-    from kvframework.cli.console import print_document, print_text, stderr
+    from kvframework.api.console import stderr
+    from kvframework.cli.console import print_document, print_text
     from kvframework.config import check_private_directory, trusted_server_uid
     from kvframework.errors import EndpointError
     from kvframework.keeper.control import CONTROL_SUFFIX, ask

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvframework.cli.usage import Endpoint, EndpointConfig, examples
+from kvframework.api.command import Endpoint, EndpointConfig, examples
 
 EXIT_DEGRADED = 1
 
@@ -38,8 +38,7 @@ def status(
     """
     if check and as_json:
         raise typer.BadParameter("it goes with no --json", param_hint="--check")
-    from kvframework.cli.usage import quiet_connection, server_endpoint
-    from kvframework.client.status_source import StatusSource
+    from kvframework.client.status_source import StatusSource, quiet_connection, server_endpoint
 
     quiet_connection()
     source = StatusSource(server_endpoint(endpoint, config), timeout)
@@ -51,7 +50,7 @@ def status(
 
 
 def _show(document: bytes, round_trip_s: float | None, *, check: bool, as_json: bool) -> None:
-    from kvframework.cli.console import print_view, stdout
+    from kvframework.api.console import print_view, stdout
     from kvframework.cli.status_view import problem_lines, view_status
 
     if check:

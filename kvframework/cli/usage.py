@@ -5,8 +5,6 @@ A command's module holds its options alone and imports its work when it runs, so
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -23,19 +21,6 @@ EXIT_FOUND = 1  # a check that found a problem
 EXIT_ERROR = 2
 
 CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded default."
-
-
-def server_endpoint(endpoint: str | None, config: Path | None) -> str:
-    """Return the endpoint of the server that a command addresses: the option, the variable, the configuration."""
-    from kvframework.client.session import ENDPOINT_VARIABLE
-    from kvframework.config import default_endpoint, load_config
-
-    return endpoint or os.environ.get(ENDPOINT_VARIABLE) or load_config(config).server.endpoint or default_endpoint()
-
-
-def quiet_connection() -> None:
-    """Drop the connection's log lines, which would break the picture, or repeat the error."""
-    logging.getLogger("kvframework").addHandler(logging.NullHandler())
 
 
 def size_of(text: str) -> int:
@@ -74,16 +59,9 @@ def _parsed(parse: Callable[[str], T], text: str) -> T:
         raise typer.BadParameter(str(error)) from None
 
 
-def examples(*lines: str) -> str:
-    """Return the end of a help text. The mark keeps it from being wrapped."""
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
-
-
 ConfigFile = Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override one value of the TOML; repeatable."),
 ]
-Endpoint = Annotated[str | None, typer.Option(help="Without it $KVFRAMEWORK_ENDPOINT, then that of the configuration.")]
-EndpointConfig = Annotated[Path | None, typer.Option("--config", help="Take the endpoint from this TOML file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document.")]

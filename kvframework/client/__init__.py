@@ -30,9 +30,10 @@ from kvframework.client.model_identity import (
 )
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.shards import ModelPart
+from kvframework.client.status_source import StatusSource, quiet_connection, server_endpoint
 from kvframework.client.transfers import KVClient
 from kvframework.client.worker import WorkerAdapter
-from kvframework.messaging.curve import CurveKeys
+from kvframework.messaging.curve import CurveKeys, LoadedKeys
 from kvframework.pricing.prefill import EngineSpeed, PrefillMeter
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "KVClient",
     "KvIdentity",
     "LoadGrant",
+    "LoadedKeys",
     "LookupResult",
     "ModelFacts",
     "ModelPart",
@@ -57,6 +59,7 @@ __all__ = [
     "RequestHashes",
     "SchedulerAdapter",
     "Seconds",
+    "StatusSource",
     "WatchedCall",
     "WorkerAdapter",
     "changed_since",
@@ -69,6 +72,8 @@ __all__ = [
     "model_identity",
     "named_identity",
     "process_started",
+    "quiet_connection",
     "register_canonical",
+    "server_endpoint",
     "watch_calls",
 ]

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
+from kvframework.client.session import ENDPOINT_VARIABLE
 from kvframework.client.transfers import KVClient
+from kvframework.config import default_endpoint, load_config
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 
 R = TypeVar("R")
+
+
+def server_endpoint(endpoint: str | None, config: Path | None) -> str:
+    """Return the endpoint of the server that a command addresses: the option, the variable, the configuration."""
+    return endpoint or os.environ.get(ENDPOINT_VARIABLE) or load_config(config).server.endpoint or default_endpoint()
+
+
+def quiet_connection() -> None:
+    """Drop the connection's log lines, which would break the picture, or repeat the error."""
+    logging.getLogger("kvframework").addHandler(logging.NullHandler())
 
 
 class StatusSource:

@@ -1,6 +1,8 @@
 """Configuration: one TOML file becomes frozen structs; every mistake is an error with its place."""
 
-from kvframework.api.endpoint import Endpoint, parse_endpoint
+from kvframework.api.endpoint import Endpoint, parse_endpoint, parse_listen
+from kvframework.api.observe import ObserveConfig, collector_url
+from kvframework.api.toml import closest, convert, toml_value
 from kvframework.config.endpoint import (
     FULL_SUFFIX,
     LIVENESS_SUFFIX,
@@ -10,12 +12,11 @@ from kvframework.config.endpoint import (
     default_endpoint,
     ipc_path,
     keeper_path,
-    parse_listen,
     prepare_private_directory,
     trusted_server_uid,
 )
 from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, apply_override, read_layers
-from kvframework.config.load import assemble, collector_url, load_config
+from kvframework.config.load import assemble, load_config
 from kvframework.config.schema import (
     Config,
     CurveConfig,
@@ -23,13 +24,11 @@ from kvframework.config.schema import (
     L2Config,
     L2Keys,
     LogConfig,
-    ObserveConfig,
     PluginTable,
     ServerConfig,
     TenantConfig,
 )
 from kvframework.config.tenants import bytes_of_tenants, shares_of_tenants, tenant_digest
-from kvframework.config.toml import closest, convert, toml_value
 
 __all__ = [
     "CONFIG_VARIABLE",

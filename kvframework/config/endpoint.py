@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvframework.api.endpoint import ADDRESS, parse_endpoint
+from kvframework.api.endpoint import parse_endpoint
 from kvframework.errors import EndpointError
 
 # Beside the server's socket: the liveness socket, and the new path of the socket itself while the server takes no
@@ -48,17 +48,6 @@ def keeper_path(endpoint: str) -> str:
     endpoint = endpoint or default_endpoint()
     parsed = parse_endpoint(endpoint)
     return ipc_path(endpoint) if parsed.kind == "ipc" else str(default_directory() / f"tcp-{parsed.port}")
-
-
-def parse_listen(text: str, *, where: str = "") -> tuple[str, int]:
-    """The host and the port, 0 to 65535, of "HOST:PORT". Pure. Raises `EndpointError`."""
-    match = ADDRESS.fullmatch(text)
-    if match is None or int(match["port"]) > 65535:
-        raise EndpointError(
-            f"{text!r} is no host and port", where=where, available="HOST:PORT, [ADDRESS]:PORT", hint="127.0.0.1:9309"
-        )
-    host = match["six"] or match["host"]
-    return "" if host == "*" else host, int(match["port"])
 
 
 def default_directory(environ: Mapping[str, str] = os.environ) -> Path:

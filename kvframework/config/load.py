@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
-from kvframework.api.endpoint import parse_endpoint
-from kvframework.config.endpoint import parse_listen
+from kvframework.api.endpoint import parse_endpoint, parse_listen
+from kvframework.api.observe import ObserveConfig, collector_url
+from kvframework.api.toml import convert, unknown_key
 from kvframework.config.layers import CONFIG_VARIABLE, DEFAULT_EVICTION, Layers, read_layers
 from kvframework.config.schema import (
     CodecName,
@@ -22,39 +22,13 @@ from kvframework.config.schema import (
     L2Config,
     L2Keys,
     LogConfig,
-    ObserveConfig,
     PluginTable,
     ServerConfig,
     TenantConfig,
     TenantKeys,
 )
 from kvframework.config.tenants import tenants_of
-from kvframework.config.toml import convert, unknown_key
 from kvframework.errors import ConfigFieldError, EndpointError
-
-DEFAULT_PATH = "/v1/traces"
-
-
-def collector_url(text: str, *, where: str = "") -> str:
-    """The URL to which spans are sent: `text`, with `DEFAULT_PATH` if it has no path. Raises `ConfigFieldError`, also
-    for a URL with a user or password, which would stand in the log."""
-    try:
-        parts = urlsplit(text)
-        plain = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and text.isprintable()
-    except ValueError:
-        plain = False
-    if not plain or parts.fragment or " " in text:
-        raise ConfigFieldError(
-            "`traces` is no URL of a collector", where=where, hint='write traces = "http://127.0.0.1:4318"'
-        )
-    if parts.username is not None or parts.password is not None or parts.query:
-        raise ConfigFieldError(
-            "the URL in `traces` has a user, a password or a query, which are secrets at a collector",
-            where=where,
-            hint="give them as a header, by the variable OTEL_EXPORTER_OTLP_HEADERS",
-        )
-    return text if parts.path not in ("", "/") else f"{parts.scheme}://{parts.netloc}{DEFAULT_PATH}"
-
 
 __all__ = ["CONFIG_VARIABLE", "assemble", "load_config"]
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvframework.api.codec import NO_CODEC
+from kvframework.api.observe import ObserveConfig
 from kvframework.api.options import ByteSize
 from kvframework.api.tier import MAX_TIER_CALLS
 
@@ -133,28 +134,6 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Annotated[
         LogFormat, msgspec.Meta(description="form of the lines on standard error; `json`: one object a line")
     ] = "human"
-
-
-class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[observe]`: the process of `kvframework observe` that the server starts, and starts again after its end. Without
-    the table there is none. `listen` is HOST:PORT; port 0 is any free one, which the log names."""
-
-    listen: Annotated[
-        str,
-        msgspec.Meta(min_length=1, description="`HOST:PORT` of metrics, health and the page; port 0: any free one"),
-    ] = "127.0.0.1:9309"
-    tls_cert: Annotated[str, msgspec.Meta(description="file of the certificate chain; empty: plain HTTP")] = ""
-    tls_key: Annotated[str, msgspec.Meta(description="file of its key")] = ""
-    token_file: Annotated[
-        str,
-        msgspec.Meta(description="file of the token that callers give; read for each request; empty: none is asked"),
-    ] = ""
-    traces: Annotated[
-        str,
-        msgspec.Meta(
-            description="URL of a collector that takes OTLP over HTTP, for spans of sampled requests; empty: none"
-        ),
-    ] = ""
 
 
 class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

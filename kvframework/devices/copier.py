@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvframework.api.copy_plans import CopyPlanner
 from kvframework.api.driver import Arena, CopierDriver, CopyBatch, DeviceOptions
 from kvframework.child_process import end_with_parent
-from kvframework.devices.copy_plans import CopyPlanner
 from kvframework.devices.handles import read_handles
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import (

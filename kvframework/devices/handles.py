@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvframework.api.copy_plans import PlacedView
 from kvframework.api.driver import Allocation, Exported
 from kvframework.api.layout import CANONICAL, NO_BLOCK, OPAQUE, KVLayout, LayerGroup, MemoryLayoutDesc
 from kvframework.api.types import Message, dtype_bytes
-from kvframework.devices.copy_plans import PlacedView
 from kvframework.errors import BadLayout, RequestError
 
 if TYPE_CHECKING:

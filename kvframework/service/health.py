@@ -8,41 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvframework.api.counter import Counter
 from kvframework.api.options import ByteSize
+from kvframework.status import counted as counted_in
 from kvframework.text import counted, one_line
 from kvframework.wire.protocol import HINT
 
-L1_TROUBLE = ("dropped", "lapsed", "over_share", "quarantined")
-L2_TROUBLE = (
-    "bugs",
-    "codec_failed",
-    "corrupt",
-    "errors",
-    "foreign_codec",
-    "read_failed",
-    "refused",
-    "store_failed",
-    "write_dropped",
-    "write_given_up",
-    "write_lost",
-)
-MESSAGING_TROUBLE = (
-    "curve_refused",
-    "dropped",
-    "hello_refused",
-    "late",
-    "liveness_refused",
-    "loop_errors",
-    "local_shut",
-    "malformed",
-    "peers_shut_out",
-    "server_refused",
-    "tcp_shut",
-    "tick_errors",
-    "unanswerable",
-)
 LOSSES = ("lookups", "loads", "stores")
-EVENTS_TROUBLE = ("curve_refused", "dropped", "mismatched")
 # Fewer calls of one client within a minute or so are noise.
 LOST_MANY = 3
 # A server that restarts costs the requests sent meanwhile, on which an operator need not act.
@@ -51,45 +23,7 @@ ERROR_COUNTER = "errors."  # followed by the code of an error that was answered
 EVERY_S = 10.0
 # A call ends by its deadline, on a busy machine a little later. A call that is later than this may hang.
 OVERDUE_S = 0.5
-# The meaning of each counter, as the log states it after the number.
-MEANING = {
-    "l1.counters.dropped": "objects had no room in L1",
-    "l1.counters.lapsed": "pins outlived their lease",
-    "l1.counters.over_share": "leases ended early or were refused by pin_share, as others needed room",
-    "l1.counters.quarantined": "stores outlived their lease",
-    "bugs": "calls of the tier met a bug of its plugin",
-    "codec_failed": "values could not be unpacked",
-    "corrupt": "values were damaged and are deleted",
-    "errors": "calls of the tier failed",
-    "foreign_codec": "values were packed by a codec that is not allowed",
-    "read_failed": "values could not be read",
-    "refused": "calls were not made, as the tier is down",
-    "store_failed": "values could not be stored",
-    "write_dropped": "objects were not written, as too many waited",
-    "write_given_up": "objects could not be written and were given up",
-    "write_lost": "objects left L1 before they were written",
-    "losses.lookups": "lookups were lost by clients",
-    "losses.loads": "loads were lost by clients",
-    "losses.stores": "stores were lost by clients",
-    "events.counters.curve_refused": "readers of events had an unknown key",
-    "events.counters.dropped": "changes were not noted for routers in time, and are looked up",
-    "events.counters.mismatched": "contents for routers were not what their digests name",
-    "prefetch.refused": "loads did not begin, as too many were under way",
-    "log.dropped": "lines of the log were lost",
-    "messaging.counters.curve_refused": "connections had an unknown key",
-    "messaging.counters.dropped": "answers were not received by their client",
-    "messaging.counters.hello_refused": "clients were refused",
-    "messaging.counters.late": "answers came after their deadline",
-    "messaging.counters.liveness_refused": "liveness sockets were refused",
-    "messaging.counters.loop_errors": "errors of the serving loop",
-    "messaging.counters.malformed": "messages were malformed",
-    "messaging.counters.server_refused": "clients refused this server",
-    "messaging.counters.tick_errors": "errors of the server's periodic work",
-    "messaging.counters.local_shut": "times new local connections were deferred, as descriptors ran low",
-    "messaging.counters.peers_shut_out": "TCP peers held too many connections",
-    "messaging.counters.tcp_shut": "times new TCP connections were deferred, as descriptors ran low",
-    "messaging.counters.unanswerable": "messages had no request id",
-}
+_ANSWERED = Counter("requests", "were answered with an error", trouble=True)
 # A refused client tries again every 2 s.
 REFUSED_LATELY_S = 10.0
 # Refusals that leave a client without any cache.
@@ -108,7 +42,7 @@ def problems(document: Document) -> list[dict[str, str]]:
 
 def trouble(document: Document) -> dict[str, int]:
     """Return the counters of failures that are not 0, by their place in the document."""
-    return {name: amount for name, amount in _counters(document) if amount}
+    return {name: amount for name, _, amount in _trouble(document)}
 
 
 class CounterReport:
@@ -125,27 +59,21 @@ class CounterReport:
         """Return the counters that have grown since the last call as one line, an empty one for none. Starts the next
         interval."""
         self._next = now + EVERY_S
-        before, self._reported = self._reported, trouble(document)
-        grown = {name: amount - before.get(name, 0) for name, amount in self._reported.items()}
-        return "; ".join(_said(name, amount, document) for name, amount in grown.items() if amount > 0)
+        before, found = self._reported, list(_trouble(document))
+        self._reported = {name: amount for name, _, amount in found}
+        grown = ((name, counter, amount - before.get(name, 0)) for name, counter, amount in found)
+        return "; ".join(_said(*each, document) for each in grown if each[2] > 0)
 
 
-def _said(name: str, amount: int, document: Document) -> str:
+def _said(name: str, counter: Counter, amount: int, document: Document) -> str:
     """Return the words for a counter that has grown, and its place in the document."""
-    if name.startswith(f"messaging.counters.{ERROR_COUNTER}"):
-        return f"{amount} requests were answered with an error ({name})"
-    number, _, counter = name.removeprefix("l2.").partition(".")
-    if name.startswith("l2."):
-        tier = document["l2"][int(number)]
-        if counter == "store_failed":
-            why = f": {one_line(tier['last_error'])}" if tier["last_error"] else ""
-            return f"{counted(amount, 'values')} could not be stored in {tier['name']}{why} ({name})"
-        return f"{amount} {_meaning(counter)}, in {tier['name']} ({name})"
-    return f"{amount} {_meaning(name)} ({name})"
-
-
-def _meaning(name: str) -> str:
-    return MEANING.get(name, f"{name} were counted")
+    part, _, rest = name.partition(".")
+    tier = document["l2"][int(rest.partition(".")[0])] if part == "l2" else None
+    if tier is not None and name.endswith(".store_failed"):
+        why = f": {one_line(tier['last_error'])}" if tier["last_error"] else ""
+        return f"{counted(amount, counter.unit)} {counter.meaning} in {tier['name']}{why} ({name})"
+    where = f", in {tier['name']}" if tier is not None else ""
+    return f"{' '.join(filter(None, (str(amount), counter.unit, counter.meaning)))}{where} ({name})"
 
 
 def _problems(document: Document) -> Iterator[tuple[str, str]]:
@@ -199,21 +127,11 @@ def _lost(recent: Mapping[str, Any]) -> str:
     )
 
 
-def _counters(document: Document) -> Iterator[tuple[str, int]]:
-    for name in L1_TROUBLE:
-        yield f"l1.counters.{name}", document["l1"].get("counters", {}).get(name, 0)
-    for number, tier in enumerate(document["l2"]):
-        for name in L2_TROUBLE:
-            yield f"l2.{number}.{name}", tier.get(name, 0)
-    for name in LOSSES:
-        yield f"losses.{name}", document.get("losses", {}).get(name, 0)
-    yield "prefetch.refused", document.get("prefetch", {}).get("refused", 0)
-    yield "log.dropped", document.get("log", {}).get("dropped", 0)
-    for name in EVENTS_TROUBLE:
-        yield f"events.counters.{name}", document.get("events", {}).get("counters", {}).get(name, 0)
-    counters = document.get("messaging", {}).get("counters", {})
-    for name in MESSAGING_TROUBLE:
-        yield f"messaging.counters.{name}", counters.get(name, 0)
-    for name in sorted(counters):
-        if name.startswith(ERROR_COUNTER):
-            yield f"messaging.counters.{name}", counters[name]
+def _trouble(document: Document) -> Iterator[tuple[str, Counter, int]]:
+    for name, counter, amount in counted_in(document):
+        if counter.trouble and amount:
+            yield name, counter, amount
+    answered = document.get("messaging", {}).get("counters", {})
+    for name in sorted(answered):
+        if name.startswith(ERROR_COUNTER) and answered[name]:
+            yield f"messaging.counters.{name}", _ANSWERED, answered[name]

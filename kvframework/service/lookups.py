@@ -27,6 +27,7 @@ from kvframework.service.miss_reasons import MissFacts
 from kvframework.service.pricing import Pricing
 from kvframework.service.recording import Recording
 from kvframework.service.records import PendingLookup, RequestLog, TenantNames, subject_of
+from kvframework.status import REASONS
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.storage.tickets import Answer, LookupTickets, Wanted
@@ -158,7 +159,7 @@ class Lookups:
         )
         # Changed by the serving thread only, like all counters here.
         self._counters = Counter(lookups=0, asked_tokens=0)
-        self._counts = LookupCounts(m.REASONS, requests, storage.records.model_of)
+        self._counts = LookupCounts(REASONS, requests, storage.records.model_of)
         self._requests = requests
         self._grants = grants
         self.pricing = Pricing(storage, on=price)

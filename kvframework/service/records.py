@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvframework.api.keys import CacheKey, sampled_parent
-from kvframework.api.listener import NOT_MISSED, MissReason, Registered, RequestRecord, RequestSubject, TierCall
+from kvframework.api.listener import NOT_MISSED, MissReason, RequestRecord, RequestSubject, TierCall
 from kvframework.api.requests import ClientInfo
 from kvframework.api.transfer import ChunkContent
 from kvframework.config import TenantConfig, tenant_digest
@@ -88,6 +88,7 @@ MOST_WAITING = 4096
 EVERY_S = 0.1
 _AT_ONCE = 16
 _PAUSE_S = 0.0005
+_END_S = 1.0
 
 
 class RequestLog:
@@ -150,19 +151,27 @@ class RequestLog:
         )
         self._waiting.append(record)
         if self._ring.wanted:
-            self._ring.put(record)
-        if len(self._waiting) > MOST_WAITING:
-            self.count()
+            self._ring.finished(record)
+        # Whoever counts now may wait for a lock that this thread holds, and goes on later.
+        if len(self._waiting) > MOST_WAITING and self._counting.acquire(blocking=False):
+            try:
+                self._count(len(self._waiting))
+            finally:
+                self._counting.release()
 
     def count(self, most: int | None = None) -> bool:
-        """Have the waiting records counted, at most `most` of them; False if none is left. Blocks for 3 us a record."""
+        """Have the waiting records counted, at most `most` of them; False if none is left. Blocks for 3 us a record.
+        Not for who holds the lock of the storage."""
         with self._counting:
             waiting = len(self._waiting)
-            for _ in range(waiting if most is None else min(most, waiting)):
-                record = self._waiting.popleft()
-                for listener in self.listeners:
-                    listener(record)
+            self._count(waiting if most is None else min(most, waiting))
         return bool(self._waiting)
+
+    def _count(self, records: int) -> None:
+        for _ in range(records):
+            record = self._waiting.popleft()
+            for listener in self.listeners:
+                listener(record)
 
     def start(self) -> None:
         """Count in the background until `stop`."""
@@ -172,7 +181,7 @@ class RequestLog:
         """End the thread. Idempotent."""
         self._ended.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(_END_S)
 
     def _run(self) -> None:
         while not self._ended.wait(EVERY_S):
@@ -406,7 +415,7 @@ class Contents:
     def named(self, key: CacheKey, content: ChunkContent | None) -> None:
         """The objects of a key are there, and `content`, which was checked, is theirs."""
         if self._ring.wants_contents and (content is not None or key.tokens):
-            self._ring.put(Registered(key, content))
+            self._ring.registered(key, content)
 
     def end_session(self, session_id: int) -> None:
         for lease in [lease for lease, (of, _, _) in self._prepared.items() if of == session_id]:

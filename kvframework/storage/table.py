@@ -20,11 +20,11 @@ from typing import Any, TypeVar, cast
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, Use
 from kvframework.api.keys import DIGEST_BYTES
-from kvframework.api.listener import Added, Removed
 from kvframework.api.memory import Memory
 from kvframework.api.options import ByteSize
 from kvframework.overdue import call_within
 from kvframework.record_ring import NO_RECORDS, RecordRing
+from kvframework.status import L1Counters, zeros
 from kvframework.storage.l1.entries import NO_CLIENT, Account, AccountKey, RangeAllocator, StoredObject
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.eviction_statistics import MOST_DROPPED, Cause, EvictionStatistics, FindRow, Ghost
@@ -58,8 +58,6 @@ AT_ONCE = 512
 TURN_S = 0.001
 # Objects that one tick evicts, a bound on the time it takes from the serving thread.
 EVICT_AT_ONCE = 2048
-
-COUNTERS = ("stored", "dropped", "aborted", "loaded", "retrieves", "retrieve_misses")
 
 
 def _locked(method: F) -> F:
@@ -97,10 +95,10 @@ class Table:
     ) -> None:
         self.lock = threading.RLock()
         self.clock = clock
-        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counters = Counter(zeros(L1Counters))
         self._records = records
         self._ring = ring
-        self._came: list[Callable[[Sequence[PackedKey]], None]] = []
+        self._came: list[Callable[[Sequence[PackedKey]], None]] = [ring.added] if ring.wanted else []
         self._memory = memory
         # For server-driven transports; valid until `close`.
         self.arena = memory.view()
@@ -636,8 +634,6 @@ class Table:
         objects = self._table.commit(lease_id, owner=owner, now=self.clock())
         keys = [stored.key for stored in objects]
         self._statistics.back(keys)
-        if self._ring.wanted:
-            self._ring.put(Added(keys))
         for came in self._came:
             came(keys)
         self._writers_ended()
@@ -647,7 +643,7 @@ class Table:
         self._statistics.left(stored, cause, by)
         self.tiers.removed(stored.key)
         if self._ring.wanted:
-            self._ring.put(Removed((stored.key,)))
+            self._ring.removed(stored.key)
 
     def _writers_ended(self) -> None:
         """Report ended writers to the loads that wait for one; the caller holds the lock."""

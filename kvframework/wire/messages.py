@@ -17,6 +17,7 @@ from kvframework.api.transfer import ChunkContent
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.api.types import Message
 from kvframework.pricing.prefill import EngineSpeed
+from kvframework.status import MAX_RECENT, Finished, RecentReply, TierCall
 
 PROTOCOL_VERSION = 1
 MAX_HANDLES = 4096
@@ -30,46 +31,10 @@ MAX_SHORT, MAX_SHORT_ID = 16, 128
 MAX_FREED = 64
 # Instances for which one LOOKUP may ask for grants, and the objects of all grants that one answer has.
 MAX_GRANTS, MAX_GRANTED = 64, 4096
-# Records of finished requests that one answer holds at most.
-MAX_RECENT = 1024
 # Lookups of a trace that one answer holds at most.
 MAX_TRACED = 1024
 # How long an answer about a lookup may be held back, in seconds.
 MAX_WAIT_S = 1.0
-# Why a lookup missed, see `Finished.reason`; in the order of docs/operations.md.
-REASONS = (
-    "never_stored",
-    "dropped_full",
-    "dropped_share",
-    "refused",
-    "evicted",
-    "other_namespace",
-    "other_salt",
-    "too_short",
-    "priced",
-    "tier_down",
-    "timed_out",
-    "damaged",
-    "cleared",
-    "server_started",
-    "unknown_namespace",
-)
-
-# Why a server began with an empty L1, the first word of `l1.recovered.why_cold` in the status; in the order of
-# docs/restart.md.
-COLD_REASONS = (
-    "no_keeper",
-    "memory_cannot",
-    "keeper_failed",
-    "nothing_kept",
-    "incomplete",
-    "no_journal",
-    "other_release",
-    "other_machine",
-    "other_configuration",
-    "failed_starts",
-    "damaged",
-)
 
 InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
@@ -536,81 +501,6 @@ class Recent(Message, frozen=True):
     traced: bool = False
 
 
-class TierCall(Message, frozen=True, array_like=True):
-    """A call to a tier for a LOOKUP: `began` is of the server's monotonic clock; `values` were asked for, and `found`
-    of them were there."""
-
-    tier: str
-    operation: str
-    began: float
-    seconds: float
-    values: int
-    found: int
-    ok: bool
-
-
-class Finished(Message, frozen=True):
-    """A finished LOOKUP, STORE or RETRIEVE, whichever way its bytes took.
-
-    `number` counts all of them, from 1. `at` is the wall clock's time of the end, `monotonic` that of the server's
-    monotonic clock, in seconds; `seconds` is the time from the receipt of the first message. `namespace` is the
-    beginning of its hexadecimal digits. `outcome` is `hit`, `partial` or `miss`; `stored`, `present` or `dropped`; or
-    `failed`. Of a LOOKUP, `l1_tokens` were there when it came and `l2_tokens` came by its load. `missing` is the first
-    token of the first chunk that was missing, -1 for none, and `reason` why it was: of an eviction, `cause_at` (wall
-    clock), `idle_s` and `by`, the model that took the place. `path` is how the bytes moved: `engine`, `server` or
-    `wire`. `load_s` and `compute_s` are the prices by which the hit of a LOOKUP was cut, or not: for how long the
-    request waits for the load of what was cut off, or of all that was not in L1, and for how long it computes that.
-    `trace` is the W3C traceparent of a sampled request, and `tier_calls` are the first calls to tiers of such a
-    LOOKUP. Of a STORE, `added_tokens` are those of the chunks of which it wrote an object, -1 where that is not known:
-    the others were there, or were dropped.
-    """
-
-    number: int
-    request: str
-    at: float
-    monotonic: float
-    seconds: float
-    request_id: str
-    client: str
-    pid: int
-    session_id: int
-    model: str
-    namespace: str
-    outcome: str
-    start: int = 0
-    asked_tokens: int = 0
-    l1_tokens: int = 0
-    l2_tokens: int = 0
-    missing: int = -1
-    chunk_tokens: int = 0
-    reason: str = ""
-    detail: str = ""
-    cause_at: float = 0.0
-    idle_s: float = 0.0
-    by: str = ""
-    path: str = ""
-    objects: int = 0
-    nbytes: int = 0
-    tenant: str = ""
-    trace: str = ""
-    tier_calls: tuple[TierCall, ...] = ()
-    load_s: float = 0.0
-    compute_s: float = 0.0
-    added_tokens: int = -1
-
-
-class RecentReply(Message, frozen=True):
-    """The answer to RECENT, the oldest first. `last` is the number of the newest record, 0 for none; `forgotten` is the
-    number of those after `after` that are no longer held; `boot_id` and `started_at` (wall clock) name the server's
-    start, after which numbers begin again."""
-
-    records: Annotated[tuple[Finished, ...], msgspec.Meta(max_length=MAX_RECENT)]
-    last: int
-    forgotten: int
-    boot_id: bytes
-    started_at: float
-
-
 class Trace(Message, frozen=True):
     """TRACE: the LOOKUPs with a number above `after`; with -1 none yet, but those that follow are kept for this client
     until it asks with `done`, ends, or has not asked for 30 s. Processes of the server's own user on its node only."""
@@ -653,9 +543,8 @@ class StatusReply(Message, frozen=True):
 
 
 __all__ = [
-    "COLD_REASONS",
+    "MAX_RECENT",
     "PROTOCOL_VERSION",
-    "REASONS",
     "Aborted",
     "ApplyConfig",
     "Cancel",

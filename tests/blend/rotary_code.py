@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+from tests.support.lazy import torch
 
 FURTHEST = 131072
 
@@ -63,8 +62,6 @@ def embedding(code: Code, rope: dict[str, Any], head_dim: int, rotary_dim: int) 
 
 def stored(code: Code, angles: Any, raw: torch.Tensor, position: int, rotary_dim: int) -> torch.Tensor:
     """`raw` keys, [heads, tokens, head_dim], as the model stores them from `position` on. `angles`: of `embedding`."""
-    import torch
-
     keys, apply = raw[None], getattr(code.module, code.apply)
     positions = torch.arange(position, position + keys.shape[2])[None]
     if not code.name:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvf_blend.rotary import Rotary
+from tests.support.lazy import torch, transformers
 
 ENDS: dict[str, Any] = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.2}
 SMALL: dict[str, Any] = {
@@ -143,9 +144,5 @@ FAMILIES: dict[str, Callable[[Any], tuple[Any, Rotary]]] = {
 
 
 def make_model(config: Any, dtype: str = "float32", seed: int = 0) -> Any:
-    import torch
-
-    import transformers
-
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()

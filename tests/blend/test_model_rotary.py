@@ -8,16 +8,14 @@ import pytest
 from kvf_blend.errors import BadRotary
 from kvf_blend.rotary import check
 from tests.blend.rotary_models import ENDS, FAMILIES, LLAMA3, SMALL, YARN, make_model
+from tests.support.lazy import torch, transformers
 
 pytestmark = pytest.mark.transformers
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global probe, rotary_of, rotate_keys, torch, transformers
-    import torch
-
-    import transformers
+    global probe, rotary_of, rotate_keys
     from kvf_blend.engine.model_rotary import rotary_of
     from kvf_blend.engine.rotary_proof import probe
     from kvf_blend.engine.rotation import rotate_keys

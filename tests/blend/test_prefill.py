@@ -8,6 +8,7 @@ import pytest
 
 from kvf_blend.errors import BlendRefused
 from kvf_blend.messages import Piece
+from tests.support.lazy import torch, transformers
 
 pytestmark = pytest.mark.transformers
 
@@ -15,10 +16,7 @@ pytestmark = pytest.mark.transformers
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
     global Decoder, Held, Loaded, by_deviation, check_decoder, layers_of, learn_form, local_llama, placed
-    global prefill, prefill_module, rotary_of, torch, transformers
-    import torch
-
-    import transformers
+    global prefill, prefill_module, rotary_of
     from kvf_blend.engine import prefill as prefill_module
     from kvf_blend.engine.decoder import Decoder
     from kvf_blend.engine.decoder_check import check_decoder

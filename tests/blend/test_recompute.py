@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.lazy import torch
+
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global Held, by_deviation, torch
-    import torch
-
+    global Held, by_deviation
     from kvf_blend.engine.recompute import Held, by_deviation
 
 

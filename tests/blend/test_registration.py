@@ -26,17 +26,11 @@ from kvframework.errors import (
 from kvframework.server import Server
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
-from tests.blend.blend_client import CHUNK, ROTARY, SETTINGS, BlendWire, packed, pairs
+from tests.blend.blend_client import CHUNK, ROTARY, BlendWire, packed, pairs
 from tests.core.server.in_process import serving
 from tests.support.waiting import wait_until
 
 PROMPT = list(range(40))
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with serving(*SETTINGS) as running:
-        yield running
 
 
 @pytest.fixture

@@ -29,12 +29,6 @@ def joined(*documents: list[int]) -> list[int]:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with serving(*SETTINGS) as running:
-        yield running
-
-
-@pytest.fixture
 def client(server: Server) -> Iterator[BlendWire]:
     with BlendWire(server.endpoint) as connected:
         connected.begin()

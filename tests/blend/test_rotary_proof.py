@@ -8,15 +8,14 @@ import pytest
 
 from kvf_blend.errors import BadRotary
 from kvf_blend.rotary import Rotary
+from tests.support.lazy import torch
 
 pytestmark = pytest.mark.transformers
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global rotary_of, rotate_keys, torch
-    import torch
-
+    global rotary_of, rotate_keys
     from kvf_blend.engine.model_rotary import rotary_of
     from kvf_blend.engine.rotation import rotate_keys
 

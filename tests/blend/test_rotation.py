@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from kvf_blend.errors import BadRotary
 from kvf_blend.rotary import Rotary, inverse_frequencies
 from tests.blend.rotary_code import CODES, embedding, stored
+from tests.support.lazy import torch
 
 pytestmark = pytest.mark.transformers
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global pairs, rotate_keys, torch
-    import torch
-
+    global pairs, rotate_keys
     from kvf_blend.engine.rotation import pairs, rotate_keys
 
 

@@ -13,20 +13,13 @@ from kvframework.errors import LeaseUnknown
 from kvframework.server import Server
 from kvframework.service.lifecycle import CacheService
 from kvframework.wire import messages as m
-from tests.blend.blend_client import SETTINGS, BlendWire, packed
-from tests.core.server.in_process import serving
+from tests.blend.blend_client import BlendWire, packed
 from tests.support.waiting import wait_until
 
 SEPARATOR = [7, 7, 7]
 DOCUMENTS = [[100 * number + at for at in range(20 + 10 * number)] for number in range(1, 5)]
 TEXT = [token for each in DOCUMENTS for token in (*each, *SEPARATOR)]
 PROMPT = [1, *TEXT, 2]
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with serving(*SETTINGS) as running:
-        yield running
 
 
 @pytest.fixture

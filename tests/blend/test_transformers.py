@@ -14,6 +14,7 @@ from kvf_blend.engine.client import BlendClient
 from kvf_blend.errors import BadSegments, BlendRefused
 from kvframework.client import KVClient
 from kvframework.errors import KVFrameworkError, RequestError, UnknownRequest, VersionMismatch
+from tests.support.lazy import torch, transformers
 from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -23,10 +24,7 @@ pytestmark = pytest.mark.transformers
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global BlendTransformers, CacheSession, TransformersKV, add_adapters, set_adapter, torch, transformers
-    import torch
-
-    import transformers
+    global BlendTransformers, CacheSession, TransformersKV, add_adapters, set_adapter
     from kvf_blend.engine.blend import BlendTransformers
     from kvf_transformers import TransformersKV
     from kvf_transformers.session import CacheSession

@@ -8,21 +8,34 @@ import pytest
 
 from kvframework import record_ring as module
 from kvframework.api.keys import CacheKey
-from kvframework.api.listener import Added, Batch, Record, Registered, Removed
+from kvframework.api.listener import Accessed, Added, Batch, Record, Registered, Removed
 from kvframework.api.transfer import ChunkContent, Extra, Image
 from kvframework.record_ring import RecordRing
 
 KEY = CacheKey("m", 1, 0, b"n" * 16, 0, 4, "r", digests=b"d" * 32)
-RECORDS: list[Record] = [Added([b"a"]), Removed([b"a"]), Added([b"b"]), Registered(KEY, None)]
+RECORDS: list[Record] = [Added([b"a"]), Removed((b"a",)), Accessed(1, [b"b"], found=True), Registered(KEY, None)]
+
+
+def put(ring: RecordRing, record: Record) -> None:
+    if isinstance(record, Added):
+        ring.added(record.keys)
+    elif isinstance(record, Removed):
+        ring.removed(record.keys[0])
+    elif isinstance(record, Accessed):
+        ring.accessed(record.tier, record.keys, record.found)
+    elif isinstance(record, Registered):
+        ring.registered(record.key, record.content)
+    else:
+        ring.finished(record)
 
 
 def test_each_reader_gets_all_from_its_begin_in_order() -> None:
     ring = RecordRing(wanted=True)
     first = ring.open()
-    ring.put(RECORDS[0])
+    put(ring, RECORDS[0])
     second = ring.open()
     for record in RECORDS[1:]:
-        ring.put(record)
+        put(ring, record)
     assert (first.waiting, second.waiting) == (4, 3)
     assert first.take() == Batch(RECORDS)
     assert second.take() == Batch(RECORDS[1:])
@@ -32,7 +45,7 @@ def test_each_reader_gets_all_from_its_begin_in_order() -> None:
 
 def test_without_listeners_nothing_is_kept() -> None:
     ring = RecordRing()
-    ring.put(RECORDS[0])
+    put(ring, RECORDS[0])
     assert ring.end == 0
 
 
@@ -42,7 +55,7 @@ def test_a_full_ring_tells_a_slow_reader_its_gap_and_a_quick_one_none(monkeypatc
     slow, quick = ring.open(), ring.open()
     heard: list[Record] = []
     for number in range(10):
-        ring.put(Added([bytes([number])]))
+        ring.added([bytes([number])])
         batch = quick.take()
         assert not batch.lost
         heard += batch.records
@@ -56,13 +69,13 @@ def test_a_full_ring_tells_a_slow_reader_its_gap_and_a_quick_one_none(monkeypatc
 def test_a_reader_that_is_closed_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = RecordRing(wanted=True)
     reader, other = ring.open(), ring.open()
-    ring.put(RECORDS[0])
+    put(ring, RECORDS[0])
     other.take()
     reader.close()
     reader.close()
     assert not ring._held
     other.close()
-    ring.put(RECORDS[0])
+    put(ring, RECORDS[0])
     assert not ring._held
 
 
@@ -73,7 +86,7 @@ def test_batches_end_with_the_server_and_the_last_one_is_whole() -> None:
     thread = threading.Thread(target=lambda: heard.extend(each for batch in reader for each in batch.records))
     thread.start()
     for record in RECORDS:
-        ring.put(record)
+        put(ring, record)
     reader.end(handed_over=True)
     thread.join(10)
     assert heard == RECORDS
@@ -83,7 +96,7 @@ def test_batches_end_with_the_server_and_the_last_one_is_whole() -> None:
 def test_records_of_many_threads_are_all_there() -> None:
     ring = RecordRing(wanted=True)
     reader = ring.open()
-    threads = [threading.Thread(target=lambda: [ring.put(RECORDS[0]) for _ in range(2000)]) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: [put(ring, RECORDS[0]) for _ in range(2000)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     heard = 0
@@ -106,6 +119,6 @@ def test_a_content_counts_with_all_that_it_says(content: ChunkContent, monkeypat
     ring = RecordRing(wanted=True)
     reader = ring.open()
     for _ in range(3):
-        ring.put(Registered(KEY, content))
+        ring.registered(KEY, content)
     batch = reader.take()
     assert (len(batch.records), batch.lost) == (1, 2)

@@ -57,7 +57,7 @@ def test_the_prefix_comes_from_the_tier_after_the_server_was_killed(temporary):
         (["--kill", "--l2", "disk"], "give one of them"),
         (["--set", "path=/tmp/x"], "--l2"),
         (["--l2", "disk", "--set", "path=/tmp/x"], "without a tier plugin"),
-        (["--l2", "filesystm"], "did you mean 'filesystem'?"),
+        (["--l2", "filesystm", "--size", "tiny"], "did you mean 'filesystem'?"),
         (["--l2", "filesystem", "--set", "pth=/tmp/x", "--size", "tiny"], "unknown key 'pth'"),
         (["--l1-capacity", "a lot", "--size", "tiny"], "a lot"),
         (["--size", "tiny", "--tokens", "100"], "more than 256"),
@@ -140,15 +140,12 @@ def test_what_the_new_server_had_is_shown(found, hit, text):
 
 
 def test_a_held_server_has_its_l1_again_after_it_was_killed(temporary):
-    endpoint, config = f"ipc://{temporary}/s.sock", temporary / "kvf.toml"
-    config.write_text(f'[server]\nendpoint = "{endpoint}"\n[l1]\nuse = "pinned"\ncapacity = "4MiB"\n')
-    with HeldServerProcess(config, endpoint, temporary) as server:
+    with HeldServerProcess(["l1.capacity=4MiB"], f"ipc://{temporary}/s.sock", temporary) as server:
         server.await_ready()
         assert server.recovered().why_cold.startswith("nothing_kept")
         _, killed = server.kill_server()
         assert time.monotonic() > killed
         assert server.recovered().why_cold == ""
-    config.unlink()
     assert [name for name in left_behind(temporary) if not name.endswith((".log", ".hold.lock"))] == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.config.toml import read_toml
+from kvframework.api.toml import read_toml
 from tests.deploy.manifests import KUBERNETES, containers, documents
 from tests.deploy.podman import BASE, PYTHON, Podman, missing, wait_for_server
 from tests.support.waiting import wait_until

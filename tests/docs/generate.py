@@ -7,14 +7,13 @@ from pathlib import Path
 from kvf_observe.dashboard import dashboard
 from tests.docs import (
     alert_rules,
-    command_table,
     configuration_tables,
+    counter_table,
     engine_table,
     error_reference,
     hook_reference,
-    kubernetes_rules,
-    metric_table,
     option_tables,
+    reference_tables,
     registry_table,
     ttft_plot,
 )
@@ -32,12 +31,13 @@ def generated() -> dict[Path, str]:
     files = {page: page.read_text() for page in PAGES if page.name != "CHANGELOG.md"}
     files[DOCS / "errors.md"] = NOTE + error_reference.page()
     files[DOCS / "plugins" / "hooks.md"] = NOTE + hook_reference.page()
-    files[DOCS / "commands.md"] = command_table.renewed(files[DOCS / "commands.md"])
+    files[DOCS / "commands.md"] = reference_tables.commands(files[DOCS / "commands.md"])
     files[DOCS / "configuration.md"] = configuration_tables.renewed(files[DOCS / "configuration.md"])
+    files[DOCS / "status.md"] = counter_table.renewed(files[DOCS / "status.md"])
     files[ROOT / "deploy" / "grafana" / "kvframework.json"] = dashboard()
-    files[ROOT / "deploy" / "prometheus" / "kvframework.rules.yml"] = alert_rules.file()
-    files[ROOT / "deploy" / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = kubernetes_rules.file()
-    files[DOCS / "metrics.md"] = NOTE + metric_table.page()
+    files[ROOT / "deploy" / "prometheus" / "kvframework.rules.yml"] = alert_rules.prometheus()
+    files[ROOT / "deploy" / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = alert_rules.kubernetes()
+    files[DOCS / "metrics.md"] = NOTE + reference_tables.metrics()
     engines = DOCS / "engines" / "README.md"
     files[engines] = engine_table.renewed(files[engines])
     registry = DOCS / "plugins" / "registry.md"

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
+from kvf_plan.trace import conversations, lines
+from kvf_plan.trace.form import MAX_ID, UNKNOWN, Header, Request
+from kvf_plan.trace.reading import BAILIAN_CHUNK_TOKENS, MOONCAKE_CHUNK_TOKENS, open_trace
+from kvf_plan.trace.writing import TraceFile
 from kvf_vllm.options import VllmOptions
+from kvframework.service import recording
 from kvframework.service.counts import RECENT_S
 from kvframework.service.health import LOST_MANY
 from kvframework.wire.protocol import (
@@ -19,6 +25,8 @@ from kvframework.wire.protocol import (
     SHORTEST_SCALE,
     TCP,
 )
+from tests.docs.shown import blocks
+from tests.support.doc_tables import rows
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deadlines.md").read_text()
 ROWS = re.findall(r"^\| `(\w+_s)` \| ([^|]+) \| [^|]+ \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
@@ -50,3 +58,48 @@ def test_what_is_said_in_words() -> None:
     setting = PAGE.split("## One setting")[1].split("## ")[0]
     assert {name for name, *_ in ROWS} - set(SCALED) == set(re.findall(r"`(\w+_s)`", setting))
     assert "deadline_scale" in VllmOptions.__struct_fields__
+
+
+# The format that docs/traces.md shows is the one that is read and written.
+
+
+PAGE_OF_TRACES = (Path(__file__).resolve().parents[2] / "docs" / "traces.md").read_text()
+PLAIN = " ".join(PAGE_OF_TRACES.split())
+
+
+def test_its_example_is_read_and_written_as_it_stands(tmp_path: Path) -> None:
+    (shown,) = blocks(PAGE_OF_TRACES, "json")
+    (tmp_path / "shown.jsonl").write_text(shown)
+    trace = open_trace(tmp_path / "shown.jsonl")
+    assert trace.header == Header(256, "shown.jsonl", "kvframework", 1_790_000_000.0)
+    requests = list(trace)
+    first = Request(0.0, 768, 0, [8211907432098071111, 310985731095377218, 5120973109570921873], hit_tokens=512)
+    second = [8211907432098071111, 1175018310957392271]
+    assert requests == [first, Request(0.0125, 512, 0, second, start=256, hit_tokens=0, tenant=1, lost=3)]
+    with TraceFile(tmp_path / "again.jsonl") as file:
+        file.begin(trace.header.chunk_tokens, trace.header.recorded_at)
+        for request in requests:
+            file.add(request)
+    assert (tmp_path / "again.jsonl").read_text() == shown
+
+
+def test_its_table_has_every_field_and_whether_it_may_lack(tmp_path: Path) -> None:
+    table = {field.strip("`"): without for field, _, without in rows(PAGE_OF_TRACES, "The format")}
+    assert table.keys() == set(lines.Line.__struct_fields__)
+    whole = {"timestamp": 0, "input_length": 512, "hash_ids": [1], "output_length": 1, "start": 0, "hit_length": 1}
+    del whole["hit_length"]
+    (tmp_path / "t.jsonl").write_text(json.dumps(whole))
+    (request,) = open_trace(tmp_path / "t.jsonl")
+    assert request.hit_tokens == UNKNOWN
+    required = {name for name in table if name in ("timestamp", "input_length", "hash_ids")}
+    assert {name for name, without in table.items() if without == "refused"} == required
+
+
+def test_its_numbers_are_those_of_the_code() -> None:
+    assert MAX_ID == 2**63 - 1
+    assert f"the tokens of a chunk: {MOONCAKE_CHUNK_TOKENS}," in PAGE_OF_TRACES
+    assert f"the tokens of a chunk: {BAILIAN_CHUNK_TOKENS}," in PAGE_OF_TRACES
+    assert f"{conversations.CONVERSATIONS_PER_HOUR:.0f} an hour begin by chance" in PAGE_OF_TRACES
+    assert conversations.MAX_OPEN_BYTES == 1 << 30
+    assert f"has not asked for {recording.READER_S:.0f} s" in PLAIN
+    assert f"or after {recording.UNDECIDED_S:.0f} s without it" in PLAIN

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -16,7 +15,6 @@ from kvframework.doctor.machine import nodes
 from kvframework.errors import ConfigFieldError, KVFrameworkError
 from kvframework.registry import PluginRegistry, check_config
 from kvframework.registry.loader import describe_options
-from tests.core.cli.command import run
 from tests.core.doctor.sysfs import sysfs
 from tests.docs.shown import blocks
 from tests.docs.test_operations import PATTERNS
@@ -65,16 +63,6 @@ def test_every_check_and_error_code_it_names_exists(tmp_path: Path) -> None:
     assert set(re.findall(r"\[((?:device|plugin)\.\w+)\](?!\()", PAGE)) <= KVFrameworkError._by_code.keys()
 
 
-def test_its_commands_are_there() -> None:
-    texts = "\n".join([*blocks(PAGE, "bash"), *re.findall("`(.*?)`", PAGE)])
-    shown = re.findall(r"kvframework ((?:[a-z]+(?:-[a-z]+)* ?)+)", texts)
-    assert {"plugins list", "hold", "status", "doctor", "bench cuda"} <= {each.strip() for each in shown}
-    for command in sorted({each.strip() for each in shown}):
-        if command.startswith("bench") and importlib.util.find_spec("kvframework_bench") is None:
-            continue
-        assert run(*command.split(), "--help").returncode == 0, command
-
-
 # containers
 
 
@@ -106,14 +94,6 @@ def test_the_pods_containers_share_what_the_page_says(config: Config) -> None:
     assert {each["name"] for each in spec["volumes"]} == set(mounted[0])
     gibibytes = int(server["resources"]["limits"]["memory"].removesuffix("Gi"))
     assert gibibytes > int(config.l1.memory.options["capacity"].removesuffix("GiB")), "L1 + 512 MiB"
-
-
-def test_the_page_is_short_and_linked() -> None:
-    assert len(PAGE.splitlines()) < 250
-    assert "docs/deploy/gpu.md" in (ROOT / "README.md").read_text()
-    assert "deploy/gpu.md" in (ROOT / "docs" / "site" / "zensical.toml").read_text()
-    for target in re.findall(r"\]\(([^)#:]+)\)", PAGE):
-        assert (FILE.parent / target).exists(), target
 
 
 def test_a_mistake_in_its_toml_is_told_before_a_missing_driver(tmp_path: Path) -> None:

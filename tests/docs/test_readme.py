@@ -56,10 +56,6 @@ def test_two_commands_show_a_hit_rate() -> None:
     assert f"<http://{ObserveConfig().listen}/>" in section("Watch it")
 
 
-def test_it_is_short() -> None:
-    assert len(README.splitlines()) <= 125
-
-
 @pytest.mark.parametrize(
     ("page", "toml"), [(page, toml) for page, text in SHOWN.items() for toml in blocks(text, "toml")]
 )
@@ -95,13 +91,6 @@ def test_its_figures_stand_in_the_benchmarks(heading: str) -> None:
     assert [each for each in figures if each not in versions and each not in FIGURES] == []
 
 
-def test_the_demos_figures_are_those_of_its_page() -> None:
-    page = (ROOT / "docs" / "demo.md").read_text()
-    figures = re.findall(r"\d+\.\d+(?= s\b)|\d{4}(?= tokens)", section("See it work"))
-    assert len(figures) == 3
-    assert [each for each in figures if each not in page] == []
-
-
 def test_what_it_says_of_itself_is_true() -> None:
     package = (ROOT / "pyproject.toml").read_text()
     minor = ".".join(kvframework.__version__.split(".")[:2])
@@ -116,23 +105,8 @@ def test_what_it_says_of_itself_is_true() -> None:
     assert (min(tested, key=int), max(tested, key=int)) == (first, last)
 
 
-def test_its_table_has_a_cell_for_each_column() -> None:
-    rows = [line for line in section("Comparison").splitlines() if line.startswith("|")]
-    assert len(rows) > 10
-    assert {row.count("|") for row in rows} == {rows[0].count("|")}
-
-
-def test_each_row_and_column_of_its_table_has_its_evidence() -> None:
-    head, _, *rows = [line.strip("|").split("|") for line in section("Comparison").splitlines() if line.startswith("|")]
-    page = (ROOT / "docs" / "comparison.md").read_text()
-    columns = {name.replace("'s", "") for name in re.findall(r"^\| (\w[^|]*?) \| [\d.]", page, re.MULTILINE)}
-    assert columns == {name.strip().rpartition(" ")[0] for name in head[1:]}
-    evidence = re.findall(r"^\* \*\*(.*?)[.*]", page, re.MULTILINE)
-    assert [each.lower() for each in evidence] == [row[0].strip().lower() for row in rows]
-
-
 def test_python_blocks_compile() -> None:
-    for page in (ROOT / "docs" / "engines").glob("*.md"):
+    for page in (*(ROOT / "docs" / "engines").glob("*.md"), ROOT / "docs" / "plugins" / "tiers.md"):
         for code in blocks(page.read_text(), "python"):
             compile(code, page.name, "exec")
 

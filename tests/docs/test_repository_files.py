@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from kvframework.api import installing
+from kvframework.api.installing import install_command, requirement
+from tests.docs.install_commands import in_step
+from tests.docs.prose import PAGES
 from tests.docs.shown import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
-FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 WORKFLOW = ROOT / ".github" / "workflows" / "test.yml"
 DISTRIBUTIONS = (ROOT / "pyproject.toml", ROOT / "benchmarks" / "pyproject.toml")
 
@@ -28,16 +31,6 @@ def test_every_distribution_carries_the_licence(package: Path) -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-def test_the_repositorys_address_stands_in_one_place() -> None:
-    (address,) = re.findall(r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    pages = [
-        *ROOT.glob("*.md"),
-        *(ROOT / "docs").rglob("*.*"),
-        *(ROOT / "kvframework").rglob("*.py"),
-    ]
-    assert [str(page) for page in pages if page.is_file() and address.encode() in page.read_bytes()] == []
-
-
 def test_the_forges_ci_runs_the_environments_of_tox() -> None:
     tox = (ROOT / "tox.ini").read_text()
     (full,) = re.findall(r"^ +full = (.*)$", tox, re.MULTILINE)
@@ -49,23 +42,6 @@ def test_the_forges_ci_runs_the_environments_of_tox() -> None:
         assert minor is None or row["python"] == f"3.{minor[1]}"
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form.name != "config.yml"], ids=lambda form: form.name)
-def test_a_form_is_one(form: Path) -> None:
-    content = read(form)
-    assert content["name"]
-    assert content["description"]
-    for part in content["body"]:
-        assert part["type"] in ("markdown", "textarea", "input", "dropdown", "checkboxes")
-        assert part["type"] == "markdown" or (part["id"] and part["attributes"]["label"])
-
-
-@pytest.mark.parametrize("name", ["bug.yml", "slow.yml"])
-def test_a_report_brings_what_the_machine_says_of_itself(name: str) -> None:
-    text = (ROOT / ".github" / "ISSUE_TEMPLATE" / name).read_text()
-    assert "`kvframework dump --config kvf.toml`" in text
-    assert "`kvframework status --json`, before" in text or name == "bug.yml"
-
-
 def test_contributors_get_commands_that_exist() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text()
     groups = re.findall(r"--group (\w+)", "\n".join(blocks(page, "bash")))
@@ -75,3 +51,44 @@ def test_contributors_get_commands_that_exist() -> None:
     for module in re.findall(r"`python -m ([\w.]+)", page):
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
+
+
+# Every text says the install command that works today, which stands in one place.
+
+
+SOURCES = [
+    file
+    for folder in ("kvframework", "plugins", "benchmarks/kvframework_bench", "examples")
+    for file in sorted((ROOT / folder).rglob("*"))
+    if file.suffix in (".py", ".md-tpl", ".toml-tpl", ".yml-tpl", ".ini-tpl") and file.name != "installing.py"
+]
+ON_AN_INDEX = {"kvframework": "kvframework", "kvframework-bench": "kvframework-bench"}
+
+
+def test_no_source_spells_a_command_of_its_own() -> None:
+    named = re.compile(r"pip install [^`\n]*(?:DIR-OF-CLONE|(?<![\w./-])\"?kvframework(?:\[|\"|`| |$))", re.MULTILINE)
+    assert [str(file.relative_to(ROOT)) for file in SOURCES if named.search(file.read_text())] == []
+
+
+def test_every_page_is_in_step() -> None:
+    assert [
+        str(page) for page in PAGES if page.name != "CHANGELOG.md" and in_step(page.read_text()) != page.read_text()
+    ] == []
+
+
+def test_the_day_of_the_release_is_one_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = '`pip install DIR-OF-CLONE` or\npip install "DIR-OF-CLONE[s3,demo-trained]" # or DIR-OF-CLONE/benchmarks\n'
+    assert in_step(page) == page
+    monkeypatch.setattr(installing, "SOURCES", ON_AN_INDEX)
+    released = in_step(page)
+    assert released == (
+        '`pip install kvframework` or\npip install "kvframework[s3,demo-trained]" # or kvframework-bench\n'
+    )
+    assert in_step(released) == released
+    assert install_command("redis") == 'pip install "kvframework[redis]"'
+
+
+def test_a_requirement_is_quoted_where_a_shell_needs_it() -> None:
+    assert requirement() == installing.SOURCES["kvframework"]
+    assert requirement("a", "b").startswith('"')
+    assert requirement("plot", distribution="kvframework-bench").endswith('/benchmarks[plot]"')

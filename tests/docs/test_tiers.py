@@ -24,11 +24,6 @@ def test_its_tier_is_the_hooks_example() -> None:
     assert blocks(GUIDE, "python")[0].strip() == example(hookspecs.kvf_tiers)[1].strip()
 
 
-def test_python_blocks_compile() -> None:
-    for code in blocks(GUIDE, "python"):
-        compile(code, "tiers.md", "exec")
-
-
 def test_its_tier_package_and_proof_work_together(tmp_path: Path) -> None:
     tier, proof, *_ = blocks(GUIDE, "python")
     (package,) = blocks(GUIDE, "toml")
@@ -36,12 +31,6 @@ def test_its_tier_package_and_proof_work_together(tmp_path: Path) -> None:
     install(tmp_path, "kvf-dict", entry_points(package), {"kvf_dict": tier})
     (tmp_path / "test_dict.py").write_text(proof)
     assert prove(tmp_path) > 80
-
-
-def test_its_package_builds_a_wheel_of_the_module() -> None:
-    (package,) = blocks(GUIDE, "toml")
-    assert 'py-modules = ["kvf_dict"]' in package
-    assert 'requires-python = ">=3.10"' in package
 
 
 def test_its_diagnosis_gives_findings(tmp_path: Path) -> None:

@@ -20,9 +20,3 @@ def test_the_versions_are_those_of_this_release() -> None:
     assert said["plugin API"] == ".".join(map(str, API_VERSION))
     assert said["journal of L1"] == str(SCHEMA)
     assert said["envelope of L2 values"] == str(FORMAT_VERSION)
-
-
-def test_what_is_read_names_the_same_versions() -> None:
-    assert f"speaks protocol {PROTOCOL_VERSION} |" in PAGE
-    assert f"servers with journal {SCHEMA};" in PAGE
-    assert f"releases with envelope {FORMAT_VERSION} |" in PAGE

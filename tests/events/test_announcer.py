@@ -15,7 +15,7 @@ from kvf_events.history import Encoder
 from kvf_hashers.sha256 import Sha256
 from kvframework import record_ring
 from kvframework.api.keys import CacheKey
-from kvframework.api.listener import Accessed, Added, ChunkShape, Registered, Removed
+from kvframework.api.listener import ChunkShape
 from kvframework.api.transfer import ChunkContent, Extra, Image
 from kvframework.record_ring import RecordRing
 from tests.events.node import BLOCK, CHUNK, packed
@@ -56,8 +56,8 @@ class Node:
     def store(self, key: CacheKey, content: ChunkContent | None) -> None:
         objects = self.objects(key)
         self.here.update(objects)
-        self.ring.put(Added(objects))
-        self.ring.put(Registered(key, content))
+        self.ring.added(objects)
+        self.ring.registered(key, content)
 
     def news(self) -> list[News]:
         return self.announcer.turn(self.records.take())
@@ -79,12 +79,12 @@ def test_a_chunk_is_told_once_all_of_its_objects_are_there() -> None:
     key = node.key()
     first, other, second, last = node.objects(key)
     node.here |= {first, second}
-    node.ring.put(Added([first, second]))
-    node.ring.put(Registered(key, ChunkContent(packed(TOKENS))))
+    node.ring.added([first, second])
+    node.ring.registered(key, ChunkContent(packed(TOKENS)))
     assert node.turn() == []
-    node.ring.put(Added([last]))
+    node.ring.added([last])
     assert node.turn() == []  # its parent is not announced
-    node.ring.put(Added([other]))
+    node.ring.added([other])
     assert [len(event["block_hashes"]) for event in node.turn()] == [CHUNK // BLOCK] * 2
     assert node.reader.prompts() == {tuple(TOKENS[:end]) for end in range(BLOCK, 2 * CHUNK + 1, BLOCK)}
 
@@ -202,20 +202,20 @@ def test_wrong_tokens_are_never_told() -> None:
     node.store(node.key(), ChunkContent(packed(TOKENS[::-1])))
     assert node.turn() == []
     assert node.announcer.mismatched == 1
-    node.ring.put(Registered(node.key(), ChunkContent(packed(TOKENS))))
+    node.ring.registered(node.key(), ChunkContent(packed(TOKENS)))
     assert len(node.turn()) == 2
 
 
 def test_lost_entries_are_counted_and_what_is_told_is_right_again(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node()
     node.store(node.key(), ChunkContent(packed(TOKENS)))
-    node.ring.put(Accessed(1, node.objects(node.key())[:2], True))
+    node.ring.accessed(1, node.objects(node.key())[:2], True)
     node.turn()
     assert node.reader.held["STORAGE"]
     monkeypatch.setattr(record_ring, "MOST_BYTES", 0)
     gone = node.objects(node.key())[2]
     node.here.discard(gone)
-    node.ring.put(Removed([gone]))
+    node.ring.removed(gone)
     node.turn()
     assert node.records.lost == 1
     assert len(node.reader.held["CPU"]) == CHUNK // BLOCK

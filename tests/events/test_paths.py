@@ -18,10 +18,10 @@ from kvframework.wire.protocol import SALTED_TOKEN_IDS, TOKEN_IDS
 from tests.core.server.gated_transport import GatedPlugin
 from tests.core.server.in_process import serving
 from tests.core.server.test_server_driven import TOKENS, register, transfer
-from tests.core.wire_path import engine as paged
 from tests.core.wire_path.remote import Keys
 from tests.events.node import CHUNK, Engine, Router, beginnings, packed, prompt, router, settings
 from tests.events.test_announced import TellingServer
+from tests.support import engines as paged
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -30,7 +30,7 @@ from tests.support.wire_client import WireClient
 LONG = list(range(5, 2 * paged.CHUNK + 5))
 
 
-def keeping(engine: paged.Engine, tokens: list[int]) -> RequestHashes:
+def keeping(engine: paged.PagedEngine, tokens: list[int]) -> RequestHashes:
     """The request of an engine that keeps tokens for a server that wants them."""
     client = engine.client
     made = RequestHashes(client.hasher, paged.CHUNK, request_id="r", keep_tokens=client.wants_tokens())
@@ -52,7 +52,7 @@ def test_adapters_bring_the_tokens_on_both_paths_of_engines(tmp_path: Path) -> N
             for number, endpoint in enumerate((server.endpoint, f"tcp://127.0.0.1:{port}")):
                 with KVClient(endpoint, deadline_scale=20.0) as client:
                     assert client.wait_up(60)
-                    engine = paged.Engine(client, number + 1)
+                    engine = paged.PagedEngine(client, number + 1)
                     tokens = [number, *LONG[1:]]
                     assert engine.store(keeping(engine, tokens), list(range(32)))
                     wanted |= beginnings(tokens, block=paged.BLOCK)

@@ -15,7 +15,8 @@ from kvf_observe.app import exposition
 from kvf_observe.http.exposition import PREFIX
 from kvf_observe.metrics import METRICS, OWN
 from kvf_observe.poller import Observed
-from kvframework.wire.messages import REASONS
+from kvframework.api.counter import Counter, Counts
+from kvframework.status import REASONS
 from kvframework.wire.protocol import REQUESTS
 from tests.observe.documents import NOW, answered, document, unanswered
 
@@ -69,12 +70,18 @@ def test_the_promised_names_are_there() -> None:
 
 def test_every_metric_has_series_from_the_start() -> None:
     found = {name for name, _ in samples()}
-    missing = [
-        metric.name
-        for metric in METRICS
-        if not {metric.name, f"{metric.name}_count"} & found and metric.name != "l1_hit_rate_by_capacity"
+    missing = [metric.name for metric in METRICS if not {metric.name, f"{metric.name}_count"} & found]
+    assert sorted({*missing, "l1_hit_rate_by_capacity"}) == [
+        "l1_hit_rate_by_capacity",
+        "tier_own_total",
+        "transport_own_total",
     ]
-    assert missing == []
+    counts = Counts(renewed=Counter("leases"))
+    counts.add("renewed", 3)
+    declared = document(l2__0__details__counters=counts.status(), transports__cuda_ipc__counters=counts.status())
+    own = samples(answered(declared))
+    assert own["tier_own_total", frozenset({("tier", "filesystem"), ("what", "renewed")})] == 3
+    assert own["transport_own_total", frozenset({("transport", "cuda_ipc"), ("what", "renewed")})] == 3
     series = samples()
     for reason in REASONS:
         assert series["misses_total", frozenset({("reason", reason)})] == 0

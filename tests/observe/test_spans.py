@@ -16,7 +16,7 @@ from kvframework.api.installing import install_command
 from kvframework.api.keys import sampled_parent
 from kvframework.config import ObserveConfig, collector_url, load_config
 from kvframework.errors import ConfigFieldError, PluginUnavailable
-from kvframework.wire.messages import Finished, TierCall
+from kvframework.status import Finished, TierCall
 
 TRACE, SPAN = "ab" * 16, "cd" * 8
 PARENT = f"00-{TRACE}-{SPAN}-01"

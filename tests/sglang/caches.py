@@ -10,6 +10,7 @@ from kvf_sglang.options import SglangOptions
 from kvframework.client import KvIdentity
 from tests.sglang import pools
 from tests.sglang.pools import Transfer, content
+from tests.support.lazy import torch
 from tests.support.waiting import wait_until
 
 MODEL = KvIdentity("model", "revision")
@@ -56,8 +57,6 @@ class Engine:
 
     def load(self, names: list[str], first: int = 0) -> list[bool]:
         """Loads, and proves every byte of what is said to be there."""
-        import torch
-
         places = list(range(first, first + len(names)))
         self.pool.kv_buffer.zero_()
         loaded = self.cache.load(KV, names, self.pool.indices(places))

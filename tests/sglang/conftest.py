@@ -1,14 +1,15 @@
-"""Tests that need SGLang are skipped with a reason where it is missing."""
+"""A server process for a test."""
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterator
 
 import pytest
 
+from tests.support.server_process import ServerProcess
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("sglang") is None:
-        for item in items:
-            if item.get_closest_marker("sglang") is not None:
-                item.add_marker(pytest.mark.skip(reason="sglang not installed; its tox environment is `sglang`"))
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    with ServerProcess() as running:
+        yield running

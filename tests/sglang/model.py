@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.support.lazy import torch
 from tests.vllm import model as llama
 from tests.vllm.model import VOCABULARY
 
@@ -22,8 +23,6 @@ def make(directory: Path, size: str, *, seed: int = 1234) -> Path:
         return llama.make(directory, size)
     if (directory / "done").exists():
         return directory
-    import torch
-
     from transformers import AutoModelForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)

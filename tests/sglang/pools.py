@@ -7,6 +7,8 @@ import hashlib
 from types import SimpleNamespace
 from typing import Any
 
+from tests.support.lazy import torch
+
 PAGE, PAGES, LAYERS, HEADS, DIM = 8, 12, 3, 2, 4
 
 
@@ -23,8 +25,6 @@ class MHATokenToKVPoolHost(HostPool):
     head_dim = v_head_dim = DIM
 
     def __init__(self, layout: str = "layer_first", *, dtype: str = "float32", heads: int = HEADS) -> None:
-        import torch
-
         shapes = {
             "layer_first": (2, LAYERS, PAGES * PAGE, heads, DIM),
             "page_first": (2, PAGES * PAGE, LAYERS, heads, DIM),
@@ -47,8 +47,6 @@ class MHATokenToKVPoolHost(HostPool):
 
 class MLATokenToKVPoolHost(HostPool):
     def __init__(self, layout: str = "layer_first") -> None:
-        import torch
-
         shapes = {
             "layer_first": (LAYERS, PAGES * PAGE, 1, DIM),
             "page_first": (PAGES * PAGE, LAYERS, 1, DIM),
@@ -71,8 +69,6 @@ class MambaPoolHost(HostPool):
     page_size = 1
 
     def __init__(self, layout: str = "page_first", *, width: int = 5, beside: bool = True) -> None:
-        import torch
-
         self.layout = layout
         self.temporal_buffer = torch.zeros(PAGES, LAYERS, 1, 2, width)
         self.conv_buffer = [torch.zeros(PAGES, LAYERS, 1, 6, dtype=torch.bfloat16)]
@@ -93,16 +89,12 @@ class MHATokenToKVPool(HostPool):
     kv_cache_layout = "nhd"
 
     def __init__(self) -> None:
-        import torch
-
         self.k_buffer, self.v_buffer = (
             [torch.zeros((PAGES + 1) * PAGE, HEADS, DIM) for _ in range(LAYERS)] for _ in "kv"
         )
 
     def page(self, page: int) -> Any:
         """A copy of one page as `[planes, layers, tokens, heads, dim]`."""
-        import torch
-
         tokens = slice(page * PAGE, (page + 1) * PAGE)
         return torch.stack(
             [torch.stack([layer[tokens] for layer in plane]) for plane in (self.k_buffer, self.v_buffer)]
@@ -118,8 +110,6 @@ class MHATokenToKVPool(HostPool):
 
 class MLATokenToKVPool(HostPool):
     def __init__(self) -> None:
-        import torch
-
         self.kv_buffer = [torch.zeros((PAGES + 1) * PAGE, 1, DIM) for _ in range(LAYERS)]
 
 
@@ -127,8 +117,6 @@ class MambaPool:
     """A device pool of states: layers first."""
 
     def __init__(self, *, width: int = 5) -> None:
-        import torch
-
         self.mamba_cache = SimpleNamespace(
             temporal=torch.zeros(LAYERS, PAGES, 2, width),
             conv=[torch.zeros(LAYERS, PAGES, 6, dtype=torch.bfloat16)],
@@ -142,8 +130,6 @@ class MambaPool:
 
 def turned(*, slots_first: bool) -> Any:
     """States of 3 by 2 whose numbers lie column by column, as SGLang keeps convolutions on CPUs with AMX."""
-    import torch
-
     first = (PAGES, LAYERS) if slots_first else (LAYERS, PAGES)
     return torch.zeros(*first, 2, 3, dtype=torch.bfloat16).transpose(-1, -2)
 
@@ -171,7 +157,5 @@ def keys(count: int, *, seed: str = "") -> list[str]:
 
 def content(like: Any, key: str, part: int = 0) -> Any:
     """What a page holds, by its key."""
-    import torch
-
     generator = torch.Generator().manual_seed(int(key[:12], 16) + part)
     return torch.randint(-100, 100, like.shape, generator=generator).to(like.dtype)

@@ -4,7 +4,7 @@ the parts of a linker by themselves."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,22 +28,11 @@ from tests.sglang.pools import (
     keys,
     turned,
 )
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
-
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as server:
-        yield server
 
 
 class Linked(Engine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from kvframework.client import ModelFacts
 from tests.sglang import fake_sglang
 from tests.sglang.pools import PAGE, MambaPool, MHATokenToKVPool, Policy, content, keys
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -26,18 +27,6 @@ pytestmark = [
 ]
 
 FACTS = ModelFacts("model", "", "", "dummy", 0, {}, "torch.float32", {})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
-
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as server:
-        yield server
 
 
 class Transfer:

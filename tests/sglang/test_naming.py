@@ -24,7 +24,8 @@ def model(tmp_path: Path) -> Path:
     """A folder with weights and what lies beside them."""
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("config.json", "model.safetensors", "optimizer.pt", "preprocessor_config.json", "modeling.py"):
+    names = ("config.json", "model.safetensors", "more.bin", "optimizer.pt", "preprocessor_config.json", "modeling.py")
+    for name in names:
         (folder / name).write_text(name)
     return folder
 
@@ -46,7 +47,11 @@ def facts(model: Path) -> ModelFacts:
 
 
 def test_the_files_of_a_model(model: Path, tmp_path: Path) -> None:
-    assert [path.name for path in model_files(str(model))] == ["model.safetensors", "preprocessor_config.json"]
+    assert [path.name for path in model_files(str(model))] == [
+        "model.safetensors",
+        "more.bin",
+        "preprocessor_config.json",
+    ]
     assert {*model_files(str(model), code=True)} - {*model_files(str(model))} == {model / "modeling.py"}
     assert model_files(str(tmp_path / "nowhere")) == ()
     (tmp_path / "empty").mkdir()
@@ -111,10 +116,10 @@ def test_all_that_changes_kv_is_in_the_name(facts: ModelFacts, model: Path) -> N
         {"started": 0.0, "engine": "e2"},
     ):
         names.add(identify(replace(facts, **changed)))  # type: ignore[arg-type]
-    names.add(identify(facts, weights="mine"))
+    names |= {identify(facts, weights="mine"), identify(facts, model="called otherwise")}
     (model / "model.safetensors").write_text("retrained in place")
     names.add(identify(facts))
-    assert len(names) == 14
+    assert len(names) == 15
     # What may differ between two loads of the same model.
     assert identify(replace(facts, config={"hidden_size": 8, "transformers_version": "6"})) == identify(facts)
 

@@ -14,6 +14,7 @@ import pytest
 from kvframework.client import ModelFacts
 from tests.sglang import fake_sglang
 from tests.sglang.pools import PAGE, MambaPoolHost, MHATokenToKVPoolHost, Policy, content, keys
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -23,12 +24,6 @@ pytestmark = [
 ]
 
 FACTS = ModelFacts("model", "", "", "dummy", 0, {}, "torch.float32", {})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 @pytest.fixture(scope="module")

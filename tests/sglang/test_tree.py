@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from kvf_hashers import SglangPages
 from kvf_sglang.options import FINGERPRINT
 from tests.sglang.model import make
 from tests.sglang.test_engine import MODELS
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -35,12 +35,6 @@ PATIENT = {f"kvframework.{name}_deadline_s": 10.0 for name in ("lookup", "load",
 @pytest.fixture(scope="module")
 def model() -> Path:
     return make(MODELS / "tiny", "tiny")
-
-
-@pytest.fixture
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as server:
-        yield server
 
 
 def tree(server: ServerProcess, model: Path, **options: Any) -> Tree:
@@ -89,8 +83,6 @@ def prefetched(second: Tree, tokens: list[int]) -> Any:
 def test_a_new_tree_loads_what_another_has_stored(
     server: ServerProcess, model: Path, first: dict[str, str], second: dict[str, str]
 ) -> None:
-    import torch
-
     content = stored(server, model, **first)
     other = tree(server, model, **second)
     places = prefetched(other, [*PROMPT, 1, 2, 3])
@@ -100,8 +92,6 @@ def test_a_new_tree_loads_what_another_has_stored(
 
 
 def test_a_host_pool_smaller_than_the_hit_takes_what_it_can(server: ServerProcess, model: Path) -> None:
-    import torch
-
     content = stored(server, model)
     small = tree(server, model, tokens=2 * PAGE)
     places = prefetched(small, PROMPT)

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 
 from kvframework.api.requests import CacheKey, RequestSpec
+from kvframework.client import CanonicalInstance, KVClient, register_canonical
 from kvframework.errors import KVFrameworkError
 from kvframework.messaging.curve import CurveKeys
 from kvframework.wire import messages as m
@@ -167,6 +168,12 @@ class WireClient:
     def lookup(self, key: CacheKey) -> m.LookupReply:
         reply: m.LookupReply = self.call("LOOKUP", m.Lookup(msgspec.structs.replace(key, worker_id=None)))
         return reply
+
+
+def register_tiny(client: KVClient, instance_id: int = 1, model_name: str = "tiny", **fields: Any) -> CanonicalInstance:
+    """The same model, registered by the library."""
+    values = {"block_size": 16, "num_layers": 2, "hidden_dim_size": 8, "dtype": "float32", **fields}
+    return register_canonical(client, instance_id=instance_id, model_name=model_name, **values)
 
 
 def key_for(

@@ -1,14 +1,14 @@
-"""Tiny models with random weights that keep recurrent states, one of each family, and their prompts."""
+"""Tiny models with random weights, above all those that keep recurrent states, their prompts and sessions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from tests.support.lazy import torch, transformers
+from tests.support.server_process import ServerProcess
 
-import transformers
-
+CHUNK = 32
 VOCABULARY = 97
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -99,5 +99,12 @@ def made(config: Any, seed: int = 0) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def prompt(tokens: int, seed: int = 0) -> torch.Tensor:
+def prompt(tokens: int = 3 * CHUNK + 9, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def attach(model: Any, server: ServerProcess, name: str, **options: Any) -> Any:
+    """A session of `TransformersKV`."""
+    from kvf_transformers import TransformersKV
+
+    return TransformersKV(model, endpoint=server.endpoint, model_name=name, deadline_scale=20.0, **options)

@@ -5,53 +5,22 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.server_process import ServerProcess
+from tests.support.lazy import torch, transformers
+from tests.transformers.hybrid_models import CHUNK, SMALL, attach, made, prompt
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global PROMPT, TransformersKV, add_adapters, disable_adapters, set_adapter, torch, transformers
-    import torch
-
-    import transformers
-    from kvf_transformers import TransformersKV
+    global PROMPT, add_adapters, disable_adapters, set_adapter
     from tests.transformers.lora_layers import add_adapters, disable_adapters, set_adapter
 
-    PROMPT = torch.randint(2, 97, (1, 3 * CHUNK + 8), generator=torch.Generator().manual_seed(0))
-
-
-CHUNK = 32
-CONFIG = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+    PROMPT = prompt()
 
 
 def make_model(**changes):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**{**CONFIG, **changes})
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
-        yield running
-
-
-def attach(model, server, name, **options):
-    return TransformersKV(model, endpoint=server.endpoint, model_name=name, deadline_scale=20.0, **options)
+    return made(transformers.LlamaConfig(**{**SMALL, **changes}))
 
 
 def check_exact(kv, model, hits):
@@ -224,7 +193,7 @@ def test_many_adapters_are_no_more_registrations_than_are_kept(server):
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_texts_whose_positions_depend_on_their_length_are_left_out(server, kind):
     """Beyond the length of training all tokens get other positions, those of the prefix too."""
-    factors = {"factor": 4.0} if kind == "dynamic" else {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    factors = {"factor": 4.0} if kind == "dynamic" else {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     rope = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
     model = make_model(rope_parameters=rope, max_position_embeddings=64 if kind == "dynamic" else 256)
     short = PROMPT[:, :50]

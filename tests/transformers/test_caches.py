@@ -10,40 +10,23 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_s
 from kvframework.client import named_identity
 from kvframework.errors import BadLayout, RequestError
 from kvframework.wire import messages as m
+from tests.support.lazy import torch, transformers
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
+from tests.transformers.hybrid_models import CHUNK, SMALL, VOCABULARY, attach, made, prompt
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global ModelIdentity, TransformersKV, learn_form, torch, transformers
-    import torch
-
-    import transformers
+    global ModelIdentity, TransformersKV, learn_form
     from kvf_transformers import TransformersKV
     from kvf_transformers.cache_form import learn_form
     from kvf_transformers.identity import ModelIdentity
 
 
-CHUNK = 32
 TOKENS = 3 * CHUNK + 9
-VOCABULARY = 97
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 
 FAMILIES = {
     "llama with grouped heads": lambda t: t.LlamaConfig(**SMALL),
@@ -76,27 +59,8 @@ FAMILIES = {
 }
 
 
-def make_model(config, seed=0):
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def prompt(tokens=TOKENS, seed=0):
-    return torch.randint(2, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
-        yield running
-
-
 def identify(model, *names, **named):
     return ModelIdentity(model, *names, **named).current()
-
-
-def attach(model, server, name, **options):
-    return TransformersKV(model, endpoint=server.endpoint, model_name=name, deadline_scale=20.0, **options)
 
 
 def control(model, ids, new_tokens):
@@ -114,13 +78,13 @@ def control(model, ids, new_tokens):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_restored_prompt_has_the_logits_and_tokens_of_a_computed_one(server, family):
     ids = prompt()
-    with attach(make_model(FAMILIES[family](transformers)), server, family) as kv:
+    with attach(made(FAMILIES[family](transformers)), server, family) as kv:
         cold = kv.generate(ids, 8)
         assert cold.restored.hit_tokens == 0
         assert cold.saved.tokens == TOKENS // CHUNK * CHUNK
         assert cold.saved.nbytes > 0
     # a new model object and a new session, as in another process
-    model = make_model(FAMILIES[family](transformers))
+    model = made(FAMILIES[family](transformers))
     expected_logits, expected_tokens = control(model, ids, 8)
     with attach(model, server, family) as kv:
         logits, cache, restored = kv.prefill(ids)
@@ -135,7 +99,7 @@ def test_a_restored_prompt_has_the_logits_and_tokens_of_a_computed_one(server, f
 
 def test_other_kv_gives_other_tokens(server):
     """What the test above compares does depend on the restored bytes."""
-    model, ids = make_model(FAMILIES["llama with grouped heads"](transformers), seed=5), prompt(seed=5)
+    model, ids = made(FAMILIES["llama with grouped heads"](transformers), seed=5), prompt(seed=5)
     with attach(model, server, "spoiled") as kv:
         cold = kv.generate(ids, 8)
         restored = kv.restore(ids)
@@ -148,7 +112,7 @@ def test_other_kv_gives_other_tokens(server):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_restored_keys_and_values_are_the_stored_bytes(server, dtype):
-    model = make_model(transformers.LlamaConfig(**SMALL)).to(getattr(torch, dtype))
+    model = made(transformers.LlamaConfig(**SMALL)).to(getattr(torch, dtype))
     ids = prompt(seed=2)
     with attach(model, server, f"bytes {dtype}") as kv:
         _, cache, _ = kv.prefill(ids)
@@ -162,7 +126,7 @@ def test_restored_keys_and_values_are_the_stored_bytes(server, dtype):
 
 @pytest.mark.engine_feature("transformers", "other prompts")
 def test_prefixes_are_shared_and_one_token_is_left_to_compute(server):
-    with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "prefixes") as kv:
+    with attach(made(transformers.LlamaConfig(**SMALL)), server, "prefixes") as kv:
         ids = prompt(2 * CHUNK, seed=3)[0].tolist()
         assert kv.generate(ids, 1).saved.tokens == 2 * CHUNK
         assert kv.restore(ids).hit_tokens == CHUNK
@@ -173,7 +137,7 @@ def test_prefixes_are_shared_and_one_token_is_left_to_compute(server):
 
 
 def test_a_conversation_grows_from_chunk_to_chunk(server):
-    with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "conversation") as kv:
+    with attach(made(transformers.LlamaConfig(**SMALL)), server, "conversation") as kv:
         first = kv.generate(prompt(CHUNK + 20, seed=4), 16)
         assert first.saved.tokens == 2 * CHUNK
         longer = [*prompt(CHUNK + 20, seed=4)[0].tolist(), *first.tokens, 3, 4, 5]
@@ -182,7 +146,7 @@ def test_a_conversation_grows_from_chunk_to_chunk(server):
 
 
 def test_generation_ends_at_a_stop_id(server):
-    with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "stop") as kv:
+    with attach(made(transformers.LlamaConfig(**SMALL)), server, "stop") as kv:
         tokens = kv.generate(prompt(), 8).tokens
         assert kv.generate(prompt(), 8, stop_ids=[tokens[2]]).tokens == tokens[: tokens.index(tokens[2]) + 1]
 
@@ -190,19 +154,19 @@ def test_generation_ends_at_a_stop_id(server):
 @pytest.mark.engine_feature("transformers", "tenants")
 def test_models_with_other_weights_or_salt_share_nothing(server):
     ids = prompt(seed=6)
-    with attach(make_model(transformers.LlamaConfig(**SMALL), seed=1), server, "same name") as kv:
+    with attach(made(transformers.LlamaConfig(**SMALL), seed=1), server, "same name") as kv:
         assert kv.generate(ids, 1).saved.tokens
         assert kv.restore(ids).hit_tokens
-    with attach(make_model(transformers.LlamaConfig(**SMALL), seed=2), server, "same name") as kv:
+    with attach(made(transformers.LlamaConfig(**SMALL), seed=2), server, "same name") as kv:
         assert kv.restore(ids).hit_tokens == 0
-    with attach(make_model(transformers.LlamaConfig(**SMALL), seed=1), server, "same name", cache_salt="tenant") as kv:
+    with attach(made(transformers.LlamaConfig(**SMALL), seed=1), server, "same name", cache_salt="tenant") as kv:
         assert kv.restore(ids).hit_tokens == 0
 
 
 def test_requests_belong_to_the_trace_of_their_thread(server):
     ids, trace = prompt(seed=17), f"00-{'ab' * 16}-{'cd' * 8}-01"
     span = NonRecordingSpan(SpanContext(int("ab" * 16, 16), int("cd" * 8, 16), False, TraceFlags(1)))
-    with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "traced") as kv, server.client() as client:
+    with attach(made(transformers.LlamaConfig(**SMALL)), server, "traced") as kv, server.client() as client:
         before = client.call("RECENT", m.Recent(traced=True)).last
         kv.generate(ids, 1)
         with use_span(span):
@@ -213,7 +177,7 @@ def test_requests_belong_to_the_trace_of_their_thread(server):
 
 
 def test_nothing_stays_pinned(server):
-    with attach(make_model(transformers.LlamaConfig(**SMALL)), server, "pins") as kv:
+    with attach(made(transformers.LlamaConfig(**SMALL)), server, "pins") as kv:
         kv.generate(prompt(seed=7), 1)
         assert kv.generate(prompt(seed=7), 1).restored.hit_tokens
         with server.client() as client:
@@ -226,7 +190,7 @@ def test_a_prompt_that_is_done_leaves_first():
     long = 500
     with (
         ServerProcess(f"server.chunk_size={CHUNK}", capacity="1MiB") as small,
-        attach(make_model(transformers.LlamaConfig(**SMALL)), small, "hints") as kv,
+        attach(made(transformers.LlamaConfig(**SMALL)), small, "hints") as kv,
     ):
         kv.generate(prompt(long, seed=1), 1)
         kv.retain("done")
@@ -244,7 +208,7 @@ def test_a_prompt_that_is_done_leaves_first():
 def test_a_miss_in_l2_is_no_error(tmp_path, caplog):
     l2 = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}")
     with ServerProcess(f"server.chunk_size={CHUNK}", *l2) as running:
-        with attach(make_model(FAMILIES["llama with grouped heads"](transformers)), running, "cold") as kv:
+        with attach(made(FAMILIES["llama with grouped heads"](transformers)), running, "cold") as kv:
             assert kv.generate(prompt(), 1).restored.hit_tokens == 0
         counters = running.status()["messaging"]["counters"]
     assert not [name for name in counters if name.startswith("errors.")]
@@ -253,7 +217,7 @@ def test_a_miss_in_l2_is_no_error(tmp_path, caplog):
 
 @pytest.mark.engine_feature("transformers", "no server")
 def test_a_killed_server_costs_a_prefill_and_a_new_one_is_used_again():
-    model, ids = make_model(transformers.LlamaConfig(**SMALL)), prompt(seed=8)
+    model, ids = made(transformers.LlamaConfig(**SMALL)), prompt(seed=8)
     with ServerProcess(f"server.chunk_size={CHUNK}") as own, attach(model, own, "killed") as kv:
         before = kv.generate(ids, 4)
         own.kill9()
@@ -268,7 +232,7 @@ def test_a_killed_server_costs_a_prefill_and_a_new_one_is_used_again():
 
 @pytest.mark.engine_feature("transformers", "no server")
 def test_without_a_server_prompts_are_computed(tmp_path, caplog):
-    model, ids = make_model(transformers.LlamaConfig(**SMALL)), prompt()
+    model, ids = made(transformers.LlamaConfig(**SMALL)), prompt()
     with TransformersKV(model, endpoint=f"ipc://{tmp_path}/none", model_name="m", connect_timeout_s=0.1) as kv:
         generated = kv.generate(ids, 4)
     assert generated.tokens == control(model, ids, 4)[1]
@@ -277,7 +241,7 @@ def test_without_a_server_prompts_are_computed(tmp_path, caplog):
 
 
 def test_batches_and_empty_prompts_are_refused(tmp_path):
-    model = make_model(transformers.LlamaConfig(**SMALL))
+    model = made(transformers.LlamaConfig(**SMALL))
     with TransformersKV(model, endpoint=f"ipc://{tmp_path}/none", model_name="m", connect_timeout_s=0.0) as kv:
         for ids in (prompt().expand(2, -1), torch.zeros(1, 1, 5), []):
             with pytest.raises(RequestError):
@@ -311,7 +275,7 @@ def test_encoder_decoders_and_models_without_this_cache_are_refused():
 
 
 def test_shapes_are_learnt_per_layer():
-    templates = learn_form(make_model(FAMILIES["deepseek with unequal keys and values"](transformers))).pairs
+    templates = learn_form(made(FAMILIES["deepseek with unequal keys and values"](transformers))).pairs
     assert len(templates) == 3
     for keys, values in templates:
         assert keys.shape[2] == values.shape[2] == 0
@@ -319,7 +283,7 @@ def test_shapes_are_learnt_per_layer():
 
 
 def test_a_model_without_a_name_needs_one():
-    model = make_model(transformers.LlamaConfig(**SMALL))
+    model = made(transformers.LlamaConfig(**SMALL))
     with pytest.raises(RequestError, match="no name"):
         identify(model)
     assert identify(model, "mine").model_name == "mine"
@@ -329,7 +293,7 @@ def test_a_model_without_a_name_needs_one():
 
 
 def test_a_saved_model_is_the_same_in_every_process_and_another_after_a_change(tmp_path):
-    make_model(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    made(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     load = transformers.AutoModelForCausalLM.from_pretrained
     first, second = load(tmp_path), load(tmp_path)
     assert identify(first) == identify(second)
@@ -343,7 +307,7 @@ def test_a_saved_model_is_the_same_in_every_process_and_another_after_a_change(t
 
 
 def test_named_weights_are_called_as_engines_of_other_kinds_call_them(tmp_path):
-    make_model(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    made(transformers.LlamaConfig(**SMALL)).save_pretrained(tmp_path)
     load = transformers.AutoModelForCausalLM.from_pretrained
     first = load(tmp_path)
     named = identify(first, "ours", weights="w1")
@@ -363,16 +327,16 @@ def test_named_weights_are_called_as_engines_of_other_kinds_call_them(tmp_path):
 @pytest.mark.parametrize("given", [{"weights": "w"}, {"model_name": "m", "weights": "w", "revision": "r"}])
 def test_weights_are_named_with_the_model_and_without_a_revision(given):
     with pytest.raises(RequestError, match="weights"):
-        identify(make_model(transformers.LlamaConfig(**SMALL)), **given)
+        identify(made(transformers.LlamaConfig(**SMALL)), **given)
 
 
 def test_sessions_share_by_names_alone(server):
     """The promise is the user's: weights are not looked at."""
-    model, ids = make_model(transformers.LlamaConfig(**SMALL)), prompt(seed=11)
+    model, ids = made(transformers.LlamaConfig(**SMALL)), prompt(seed=11)
     with attach(model, server, "named", weights="w") as kv:
         kv.save(ids, kv.prefill(ids)[1])
         assert kv.restore(ids).hit_tokens == 3 * CHUNK
-    with attach(make_model(transformers.LlamaConfig(**SMALL), seed=1), server, "named", weights="w") as kv:
+    with attach(made(transformers.LlamaConfig(**SMALL), seed=1), server, "named", weights="w") as kv:
         assert kv.restore(ids).hit_tokens == 3 * CHUNK
     for other in ({"weights": "x"}, {}):
         with attach(model, server, "named", **other) as kv:
@@ -380,7 +344,7 @@ def test_sessions_share_by_names_alone(server):
 
 
 def test_a_server_hears_how_fast_the_model_computes(server):
-    model = make_model(FAMILIES["llama with grouped heads"](transformers))
+    model = made(FAMILIES["llama with grouped heads"](transformers))
     with attach(model, server, "speed") as kv:
         told = []
         for number in range(8):

@@ -6,38 +6,24 @@ from __future__ import annotations
 import pytest
 
 from kvframework.errors import BadLayout, RequestError
-from tests.support.server_process import ServerProcess
+from tests.support.lazy import torch, transformers
+from tests.transformers.hybrid_models import CHUNK, FORGETFUL, HYBRIDS, SMALL, attach, made, prompt
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global FORGETFUL, HYBRIDS, SMALL, PagedAttentionCache, Snapshots, TransformersKV, learn_form, made, prompt
-    global torch, transformers
-    import torch
+    global PagedAttentionCache, Snapshots, TransformersKV, learn_form
     from transformers.generation.continuous_batching import PagedAttentionCache
 
-    import transformers
     from kvf_transformers import TransformersKV
     from kvf_transformers.cache_form import learn_form
     from kvf_transformers.snapshots import Snapshots
-    from tests.transformers.hybrid_models import FORGETFUL, HYBRIDS, SMALL, made, prompt
 
 
-CHUNK = 32
 # One token after the hit: a state that is missing shows before it is forgotten.
 TOKENS = 3 * CHUNK + 1
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
-        yield running
-
-
-def attach(model, server, name, **options):
-    return TransformersKV(model, endpoint=server.endpoint, model_name=name, deadline_scale=20.0, **options)
 
 
 def plain_tokens(model, ids, new_tokens=8, **options):
@@ -154,7 +140,7 @@ def test_an_interval_is_no_negative_number():
 STATIC = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "gemma2 with windows": lambda: transformers.Gemma2Config(**SMALL, sliding_window=24),
-    "qwen3-next": lambda: HYBRIDS["qwen3-next"](),
+    "qwen3-next": HYBRIDS["qwen3-next"],
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvframework.errors import BadLayout, RequestError
+from tests.support.lazy import torch, transformers
 
 pytestmark = pytest.mark.torch
 
@@ -12,10 +13,7 @@ pytestmark = pytest.mark.torch
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
     global LoraLayer, ModelIdentity, NamedModel, _chunks, add_adapters, disable_adapters, length_limit
-    global set_adapter, torch, transformers
-    import torch
-
-    import transformers
+    global set_adapter
     from kvf_transformers.identity import ModelIdentity
     from kvf_transformers.named_model import NamedModel, length_limit
     from kvf_transformers.weight_digests import _chunks

@@ -11,67 +11,34 @@ import weakref
 import pytest
 
 from kvframework.errors import BadLayout, RequestError
-from tests.support.server_process import ServerProcess
+from tests.support.lazy import torch, transformers
+from tests.transformers.hybrid_models import CHUNK, HYBRIDS, SMALL, attach, prompt
+from tests.transformers.hybrid_models import made as model_of
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global HYBRIDS, TransformersKV, add_adapters, learn_form, set_adapter, torch, transformers
-    import torch
-
-    import transformers
-    from kvf_transformers import TransformersKV
+    global add_adapters, learn_form, set_adapter
     from kvf_transformers.cache_form import learn_form
-    from tests.transformers.hybrid_models import HYBRIDS
     from tests.transformers.lora_layers import add_adapters, set_adapter
 
 
-CHUNK = 32
 TOKENS = 3 * CHUNK + 9
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=97, n_embd=64, n_layer=3, n_head=4, n_positions=512, bos_token_id=1, eos_token_id=None
     ),
     "gemma2 with windows": lambda: transformers.Gemma2Config(**SMALL, sliding_window=24),
-    "lfm2 with states": lambda: HYBRIDS["lfm2"](),
-    "qwen3-next with states": lambda: HYBRIDS["qwen3-next"](),
+    "lfm2 with states": HYBRIDS["lfm2"],
+    "qwen3-next with states": HYBRIDS["qwen3-next"],
 }
 
 
 def made(family="llama", seed=0):
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
-
-
-def prompt(tokens=TOKENS, seed=0):
-    return torch.randint(2, 97, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
-        yield running
-
-
-def attach(model, server, name, **options):
-    return TransformersKV(model, endpoint=server.endpoint, model_name=name, deadline_scale=20.0, **options)
+    return model_of(FAMILIES[family](), seed)
 
 
 def generated(model, ids, count=8, **more):

@@ -6,25 +6,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.server_process import ServerProcess
+from tests.transformers.hybrid_models import CHUNK
 
 pytestmark = pytest.mark.transformers
 
-CHUNK = 32
 # One token after the hit: a state that is missing shows before it is forgotten.
 TOKENS = 3 * CHUNK + 1
 NAMES = ["qwen3-next", "qwen3.5", "lfm2", "falcon-h1", "granite-4", "zamba2", "nemotron-h", "olmo-hybrid"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

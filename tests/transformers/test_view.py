@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvf_layouts.dynamic_cache import DynamicCacheLayout
+from tests.support.lazy import torch
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global CacheView, torch
-    import torch
-
+    global CacheView
     from kvf_transformers.session import CacheView
 
 

@@ -10,56 +10,31 @@ import copy
 import pytest
 
 from kvframework.errors import RequestError
-from tests.support.server_process import ServerProcess
+from tests.support.lazy import torch, transformers
+from tests.transformers.hybrid_models import CHUNK, SMALL, attach
+from tests.transformers.hybrid_models import made as model_of
+from tests.transformers.hybrid_models import prompt as prompt_of
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global ModelIdentity, TransformersKV, add_adapters, set_adapter, torch, transformers
-    import torch
-
-    import transformers
-    from kvf_transformers import TransformersKV
+    global ModelIdentity, add_adapters, set_adapter
     from kvf_transformers.identity import ModelIdentity
     from tests.transformers.lora_layers import add_adapters, set_adapter
 
 
-CHUNK = 32
-CONFIG = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 NAMES = pytest.mark.parametrize("names", [{}, {"weights": "w"}], ids=["by its weights", "by names"])
 
 
 def made(seed=0):
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**CONFIG)).eval()
+    return model_of(transformers.LlamaConfig(**SMALL), seed)
 
 
 @pytest.fixture(scope="module")
 def prompt():
-    return torch.randint(2, 97, (1, 3 * CHUNK + 9), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ServerProcess(f"server.chunk_size={CHUNK}") as running:
-        yield running
-
-
-def attach(model, server, name, **options):
-    return TransformersKV(model, endpoint=server.endpoint, model_name=name, deadline_scale=20.0, **options)
+    return prompt_of()
 
 
 def exact(kv, model, prompt, hits):

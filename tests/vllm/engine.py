@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.lazy import torch
+
 # What is told to the connectors of `tests.vllm.faults` by the environment.
 STEPS = "KVF_TEST_STEPS"
 SERVER_PID = "KVF_TEST_SERVER_PID"
@@ -198,8 +200,6 @@ def _steps() -> list[int]:
 
 def _embeddings(order: Order, ask: Ask) -> Any:
     """[tokens, hidden size] of noise."""
-    import torch
-
     hidden = json.loads(Path(order.model, "config.json").read_text())["hidden_size"]
     return torch.randn(len(ask.prompt), hidden, generator=torch.Generator().manual_seed(ask.embeds))
 

@@ -12,6 +12,8 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from tests.support.lazy import torch
+
 
 @dataclass
 class Order:
@@ -49,8 +51,6 @@ def run(order: Order) -> Answer:
 
 
 def main() -> None:
-    import torch
-
     from kvf_transformers import TransformersKV
     from transformers import AutoModelForCausalLM
 

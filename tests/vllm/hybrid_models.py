@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.lazy import torch, transformers
 from tests.vllm.model import VOCABULARY, save
 
 # Weights so large that a state shows in the next token.
@@ -163,10 +164,6 @@ def make(directory: Path, name: str) -> Path:
     """The directory of a family's model. Made only if it is not there."""
     if (directory / "done").exists():
         return directory
-    import torch
-
-    import transformers
-
     family = FAMILIES[name]
     torch.manual_seed(1234)
     config = getattr(transformers, family.config)(**{**_COMMON, **family.fields})

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.lazy import torch
+
 # layers, hidden size, attention heads, KV heads, head size
 SIZES = {
     "tiny": (4, 256, 8, 4, 32),
@@ -25,8 +27,6 @@ def make(directory: Path, size: str, *, seed: int = 1234) -> Path:
     whose layers do, for "mla" a DeepSeek-V2. Made only if it is not there."""
     if (directory / "done").exists():
         return directory
-    import torch
-
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -47,7 +47,6 @@ def save(directory: Path, model: Any) -> Path:
 def make_adapter(directory: Path, model: Path, *, seed: int, rank: int = 8, alpha: int = 64) -> Path:
     """A LoRA adapter of a Llama's attention, or of layers with the same names, with weights by seed, in PEFT's files.
     Whatever is there is overwritten in place."""
-    import torch
     from safetensors.torch import save_file
 
     config = json.loads((model / "config.json").read_text())

@@ -4,10 +4,8 @@ views are compared with. Needs torch."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+from tests.support.lazy import torch
 
 # Attention backend, instruction set, cache layout.
 LAYOUTS = {
@@ -28,8 +26,6 @@ def engine_tensors(
     name: str, blocks: int, layers: int, heads: int, tokens: int, dim: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """One zeroed tensor `[blocks, heads, tokens, 2 * dim]` per layer, in the order of memory that the layout names."""
-    import torch
-
     sizes = dict(zip(_AXES, (layers, blocks, heads, tokens, 2 * dim), strict=True))
     order = LAYOUTS[name][2]
     memory = torch.zeros([sizes[axis] for axis in order], dtype=dtype)
@@ -46,8 +42,6 @@ def written_by_token(name: str, memory: Sequence[torch.Tensor], blocks: Sequence
 
 
 def _side_by_side(block: torch.Tensor, token: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    import torch
-
     block[:, token] = torch.cat([key, value], dim=-1)
 
 

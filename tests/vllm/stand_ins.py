@@ -198,3 +198,14 @@ class FakeInstance:
 
     def store_bytes(self, op: StoreOp) -> int:
         return op.end - op.start
+
+
+def scene(
+    tokens: int, held: int = 0, asked: dict[str, Any] | None = None, **options: Any
+) -> tuple[FakeServer, SchedulerSide, FakeRequest]:
+    """A server that holds the tokens from 0 to `held`, the scheduler's side, and a request of the first `tokens`, of
+    which `asked` are further fields."""
+    server = FakeServer()
+    if held:
+        filled(server, list(range(held)))
+    return server, scheduler(server, **options), FakeRequest("a", list(range(tokens)), **(asked or {}))

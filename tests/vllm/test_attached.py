@@ -20,17 +20,12 @@ from kvf_vllm.worker import WorkerSide
 from kvframework.api.layout import NO_BLOCK
 from kvframework.client import KVClient, KvIdentity, WorkerAdapter, integration
 from kvframework.errors import BadLayout
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.vllm.stand_ins import FakeRequest
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 BLOCKS, HEADS, BLOCK, DIM = 32, 2, 16, 8

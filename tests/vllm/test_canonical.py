@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from kvf_layouts.declaring import PagedRule
 from kvf_layouts.paged import PagedLayout
 from kvf_vllm.canonical import AXES, CanonicalBlocks, LayerForm
 from kvf_vllm.layouts import GroupFacts
-from kvframework.api.keys import CacheKey
-from kvframework.api.transport import Registration
-from kvframework.client.transfers import checked_transfer
 from kvframework.errors import BadLayout
-from tests.core.defaults.arena_link import ArenaLink
+from tests.support.engines import ArenaEngine
+from tests.support.lazy import torch
 from tests.vllm.packing import LAYOUTS, engine_tensors, written_by_token
 
 pytestmark = pytest.mark.torch
@@ -26,10 +23,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global CpuGather, prove_planes, torch
-    import torch
-
-    from kvf_cpu_gather.context import CpuGather
+    global prove_planes
     from kvf_vllm.canonical import prove_planes
 
 
@@ -98,43 +92,19 @@ def test_a_tensor_that_is_not_as_its_description_is_refused(shape: tuple[int, ..
         CanonicalBlocks({"l.0": form()}).planes([GroupFacts(("l.0",), 4)], {"l.0": torch.zeros(shape)}, 3)
 
 
-class Engine:
-    """Tensors as vLLM holds them, behind the real transport and a double of the server."""
+class Engine(ArenaEngine):
+    """Tensors as vLLM holds them."""
 
     def __init__(self, memory: dict[str, torch.Tensor], described: LayerForm, chunk: int, kernel: Any) -> None:
         groups = [GroupFacts(tuple(memory), described.block_size)]
         num_blocks = next(iter(memory.values())).shape[0]
-        blocks = CanonicalBlocks(dict.fromkeys(memory, described))
-        self.tensors = blocks.tensors(groups, memory, num_blocks)
-        rules = [PagedRule(tuple(memory), described.block_size)]
-        self.layout = PagedLayout(AXES, rules)
-        declared = self.layout.describe(self.tensors, block_size=described.block_size)
-        self.desc = self.layout.object_desc(declared, chunk)
-        self.link = ArenaLink(self.desc)
-        self.transport = CpuGather(self.link, "auto", kernel)
-        self.registration = Registration(1, 0, bytes(16), declared, self.desc)
-        self.transport.on_registered(self.registration, self.layout)
-        self.per_chunk = self.desc.chunk_tokens // described.block_size
-
-    def key(self, chunks: int) -> CacheKey:
-        digests = b"".join(bytes([index]) * 32 for index in range(chunks))
-        return CacheKey("m", 1, 0, bytes(16), 0, chunks * self.desc.chunk_tokens, "r", digests=digests)
-
-    def store(self, ids: Sequence[int]) -> None:
-        chunks = len(ids) // self.per_chunk
-        transfer = checked_transfer(self.registration, self.key(chunks), self.tensors, [ids], None, storing=True)
-        future = self.transport.store(transfer)
-        assert future.result(30)
-
-    def load(self, ids: Sequence[int], skip: int) -> None:
-        chunks = len(ids) // self.per_chunk
-        transfer = checked_transfer(self.registration, self.key(chunks), self.tensors, [ids], None, storing=False)
-        future = self.transport.load(transfer, skip)
-        assert future.result(30)
+        tensors = CanonicalBlocks(dict.fromkeys(memory, described)).tensors(groups, memory, num_blocks)
+        layout = PagedLayout(AXES, [PagedRule(tuple(memory), described.block_size)])
+        super().__init__(tensors, layout, block_size=described.block_size, chunk=chunk, kernel=kernel)
 
     def objects(self, chunks: int) -> torch.Tensor:
         """What is stored, `[planes, layers, tokens, hidden]` of integers."""
-        stored = [self.link.object_bytes(bytes([index]) * 32) for index in range(chunks)]
+        stored = [self.link.object_bytes(bytes([index]) * 32) for index in range(1, chunks + 1)]
         planes, layers, slots, _ = self.desc.groups[0].shape
         return torch.cat(
             [torch.frombuffer(bytearray(each), dtype=torch.uint8).view(planes, layers, slots, -1) for each in stored], 2
@@ -185,11 +155,11 @@ def test_keys_and_values_become_canonical_bytes_and_come_back(
         engine = Engine(
             {f"l.{index}": tensor for index, tensor in enumerate(memory)}, described, per_chunk * tokens, kernel
         )
-        engine.store(stored)
+        assert engine.store([stored], 2).result(30)
         expected = content.contiguous().view(torch.uint8).reshape(2, layers, count * tokens, -1)
         assert torch.equal(engine.objects(2), expected)
         before = [tensor.clone() for tensor in memory]
-        engine.load(loaded, skip)
+        assert engine.load([loaded], 2, skip).result(30)
         # The same order again says what must lie where; nothing else may have changed.
         written_by_token(name, before, loaded[skip // tokens :], content[:, :, skip:])
         for tensor, wanted in zip(memory, before, strict=True):

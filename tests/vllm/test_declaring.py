@@ -27,7 +27,7 @@ from kvf_vllm.facts import (
 from kvf_vllm.identity import identify
 from kvf_vllm.layouts import GroupFacts, OpaqueBlocks, packing_name
 from kvf_vllm.options import EQUAL, VllmOptions, check_version, parse_options
-from kvframework.client import ModelFacts, ModelPart, fingerprint, model_files, named_identity
+from kvframework.client import ModelFacts, ModelPart, model_files
 from kvframework.errors import BadLayout, ConfigFieldError, KVFrameworkError, VersionMismatch
 
 
@@ -166,108 +166,20 @@ def facts(**changes: Any) -> ModelFacts:
     return ModelFacts(**{**given, **changes})
 
 
-def files_of(folder: Path, *, code: bool = False) -> tuple[Path, ...]:
-    return model_files(str(folder), code=code)
-
-
-def test_whatever_changes_kv_changes_the_identity(tmp_path: Path) -> None:
-    first = files_of(weights(tmp_path / "a"))
-    other = files_of(weights(tmp_path / "b", value=b"\x01" * 60 + b"\x02" * 4))
-    variants = [
-        identify(facts(files=first)),
-        identify(facts(files=other)),
-        identify(facts(files=first, revision="s")),
-        identify(facts(files=first, quantization="fp8")),
-        identify(facts(files=first, config={"hidden_size": 9})),
-        identify(facts(files=first, dtype="torch.bfloat16")),
-        identify(facts(files=first, settings={"disable_sliding_window": True})),
-        identify(facts(files=first), model="org/model", weights="w1"),
-        identify(facts(files=first, name="org/other")),
-        identify(facts(files=first), model="called otherwise"),
-        identify(facts(), weights="w1"),
-        identify(facts(), weights="w2"),
-        identify(facts(load_format="dummy", seed=1)),
-        identify(facts(load_format="dummy", seed=2)),
-    ]
-    assert len(set(variants)) == len(variants)
-
-
-def test_where_a_model_lies_does_not_change_the_identity(tmp_path: Path) -> None:
-    here, there = files_of(weights(tmp_path / "a")), files_of(weights(tmp_path / "b"))
-    moved = facts(files=there, config={"hidden_size": 8, "_name_or_path": "elsewhere"})
-    assert identify(facts(files=here)) == identify(moved)
-
-
-def test_with_both_names_the_kv_is_called_as_any_engine_calls_it(tmp_path: Path) -> None:
-    config = {"hidden_size": 8, "_name_or_path": "anywhere"}
-    names = {"model": "our-llama", "weights": "2026-11"}
-    found = identify(facts(files=files_of(weights(tmp_path / "a"))), **names)
-    assert found == named_identity("our-llama", "2026-11", config=config, dtype="float32")
-    assert found == identify(facts(revision="other", name="elsewhere"), **names)
-    others = [
-        identify(facts(dtype="torch.bfloat16"), **names),
-        identify(facts(quantization="fp8"), **names),
-        identify(facts(config={**config, "hidden_size": 9}), **names),
-        identify(facts(settings={"disable_sliding_window": True}), **names),
-        identify(facts(), model="our-llama", weights="2026-12"),
-    ]
-    assert len({found, *others}) == 6
-    assert identify(facts(settings={"disable_sliding_window": False, "code_revision": ""}), **names) == found
-
-
-def test_weights_without_a_name_are_refused(tmp_path: Path) -> None:
-    files = files_of(weights(tmp_path / "a"))
-    gone = (tmp_path / "gone.safetensors",)
-    for unnamed in (facts(), facts(files=files, load_format="tensorizer"), facts(files=gone)):
+def test_weights_that_vllm_loads_from_elsewhere_have_no_name_but_the_users(tmp_path: Path) -> None:
+    """All else that names are made of is of `kvframework.client`, see tests/sglang/test_naming.py."""
+    files = model_files(str(weights(tmp_path / "a")), code=False)
+    assert identify(facts(files=files)) != identify(facts(files=files, revision="s"))
+    for unnamed in (facts(), facts(files=files, load_format="tensorizer")):
         with pytest.raises(ConfigFieldError) as refused:
             identify(unnamed)
         assert "kvframework.weights" in refused.value.hint
         assert identify(unnamed, weights="w").revision.endswith("+w")
 
 
-def test_every_byte_of_every_file_counts(tmp_path: Path) -> None:
-    def found() -> str:
-        return fingerprint(files_of(tmp_path / "a"))
-
-    value = bytearray(1 << 20)
-    names = {fingerprint(files_of(weights(tmp_path / "a", value=bytes(value))))}
-    for index in (0, 12_345, 700_001, len(value) - 1):
-        value[index] ^= 1
-        weights(tmp_path / "a", value=bytes(value))
-        names.add(found())
-    weights(tmp_path / "a", name="more.safetensors")
-    names.add(found())
-    for name in ("pytorch_model.bin", "broken.safetensors", "preprocessor_config.json"):
-        (tmp_path / "a" / name).write_bytes(b"x" * 100)
-        names.add(found())
-    assert len(names) == 9
-    (tmp_path / "a" / "optimizer.pt").write_bytes(b"x")
-    (tmp_path / "a" / "modeling.py").write_bytes(b"x")
-    assert found() in names
-    assert fingerprint(files_of(tmp_path / "a", code=True)) not in names
-
-
-def test_files_that_change_while_an_engine_starts_name_kv_of_its_own(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It may have loaded what they held before."""
-    folder = weights(tmp_path / "a")
-    before, later = time.time() - 60, time.time() + 60
-    plain = identify(facts(files=files_of(folder), engine="one", started=later))
-    assert plain == identify(facts(files=files_of(folder), engine="two", started=later))
-    assert not caplog.records
-    found = {identify(facts(files=files_of(folder), engine=engine, started=before)) for engine in ("one", "two")}
-    assert len({plain, *found}) == 3
-    assert "shared with no other" in caplog.text
-    # What a hub's cache links to may be this engine's own download.
-    snapshot, blob = tmp_path / "snapshot", tmp_path / "blobs" / "1234"
-    snapshot.mkdir()
-    blob.parent.mkdir()
-    (folder / "model.safetensors").rename(blob)
-    (snapshot / "model.safetensors").symlink_to(blob)
-    assert identify(facts(files=files_of(snapshot), engine="one", started=before)) == plain
-    assert before < model_of(vllm_config(folder)).started + 3600
-    assert model_of(vllm_config(folder)).started < time.time()
+def test_the_start_of_an_engine_is_that_of_its_process(tmp_path: Path) -> None:
+    started = model_of(vllm_config(weights(tmp_path / "a"))).started
+    assert time.time() - 3600 < started < time.time()
 
 
 def vllm_config(model: Path | str, **changes: Any) -> Any:

@@ -5,44 +5,25 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from kvf_vllm.options import BEYOND, FIRST, VllmOptions, parse_options
 from kvf_vllm.registration import MODULE, NAME
 from kvf_vllm.tally import COUNTERS, SECONDS
+from tests.support import doc_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs" / "engines" / "vllm.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
-def table(heading: str) -> list[list[str]]:
-    """The cells of the rows of the first table under a heading."""
-    section = DOC.split(f"## {heading}\n")[1].split("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    return [[cell.strip("` ") for cell in row] for row in rows]
-
-
 def test_every_option_is_documented_with_its_default_and_meaning() -> None:
-    fields = msgspec.structs.fields(VllmOptions)
-    documented = {row[0]: (row[2], row[3]) for row in table("Options")}
-    expected: dict[str, Any] = {}
-    for field in fields:
-        info = msgspec.inspect.type_info(field.type)
-        description = getattr(info, "extra_json_schema", None) or {}
-        default = field.default_factory() if field.default is msgspec.NODEFAULT else field.default  # type: ignore[misc]
-        expected[f"kvframework.{field.name}"] = (json.dumps(default), description.get("description"))
-    assert {name: (default, text.replace("`", "")) for name, (default, text) in documented.items()} == {
-        name: (default, text.replace('""', '""')) for name, (default, text) in expected.items()
-    }
+    assert doc_tables.engine_options(DOC) == doc_tables.declared_options(VllmOptions)
 
 
 def test_every_metric_is_documented() -> None:
     expected = {f"kvframework:{name}_total": text for name, text in COUNTERS.items()}
     expected |= {f"kvframework:{name}_seconds": text for name, text in SECONDS.items()}
-    assert {row[0]: row[1] for row in table("Metrics")} == expected
+    assert {name.strip("`"): text for name, text, *_ in doc_tables.rows(DOC, "Metrics")} == expected
 
 
 def test_the_engines_command_is_a_configuration_of_the_connector() -> None:

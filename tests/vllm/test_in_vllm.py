@@ -12,6 +12,7 @@ import pytest
 from kvf_vllm.events import Announcements
 from kvf_vllm.requests import Wish
 from kvf_vllm.step_messages import StepPlan
+from tests.support.lazy import torch
 from tests.vllm.stand_ins import BLOCK, FakeInstance, FakeRequest
 
 # vLLM's imports take long, and warn.
@@ -94,7 +95,6 @@ def test_a_wrong_option_is_refused_before_a_connector_is_made() -> None:
 
 def recurrent(mode: str, kind: str = "GDN_ATTN") -> Any:
     """vLLM's own KV cache configuration of a model with one recurrent layer beside one of attention."""
-    import torch
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
@@ -147,7 +147,6 @@ def test_stages_of_a_hybrid_have_its_groups_and_chunk_whatever_layers_they_hold(
 
 
 def test_loads_within_a_step_are_refused_where_vllm_could_not_name_the_failed_ones() -> None:
-    import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -216,7 +215,6 @@ def test_the_interface_of_the_last_release_is_the_one_that_is_followed() -> None
 
 def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:
     """vLLM starts no pipeline on a CPU: its classes for two stages of two workers, as its own code makes them."""
-    import torch
     from vllm.config import ParallelConfig
     from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec

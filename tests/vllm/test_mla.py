@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvf_vllm.facts import why_unread
+from tests.support.lazy import torch
 from tests.vllm import rows
 from tests.vllm.model import make, prompt
 from tests.vllm.rows import Bench
@@ -100,7 +101,6 @@ def test_what_vllm_decides_is_followed(
     monkeypatch: pytest.MonkeyPatch, size: str, given: dict[str, Any], amx: bool, reason: str
 ) -> None:
     """vLLM's own configuration: with AMX its latent attention reads earlier KV, also in a prefill."""
-    import torch
     from vllm.config import PoolerConfig
     from vllm.engine.arg_utils import EngineArgs
 

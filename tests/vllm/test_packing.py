@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.lazy import torch
 from tests.vllm.packing import engine_tensors, written_by_token
 
 pytestmark = [pytest.mark.vllm, pytest.mark.torch]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 @pytest.mark.parametrize(

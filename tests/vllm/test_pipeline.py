@@ -19,17 +19,12 @@ from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import Served, StepPlan, StepReport
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import KVClient, KvIdentity, LookupResult, RequestHashes
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
-from tests.vllm.stand_ins import SERVED, FakeRequest, FakeServer, computed, filled, scheduler, table
+from tests.vllm.stand_ins import SERVED, FakeRequest, FakeServer, computed, filled, scene, table
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 CHUNK, BLOCK, BLOCKS = 32, 16, 16
@@ -259,9 +254,7 @@ def test_stages_with_other_chunks_or_one_stage_with_two_names_store_nothing(capl
 
 def test_what_is_computed_behind_an_open_load_is_stored_when_all_workers_have_it() -> None:
     """A load within the step may fail in another worker, and what this one computes is wrong then."""
-    server = FakeServer()
-    side = scheduler(server, workers=2, load="sync")
-    request = FakeRequest("a", list(range(24)))
+    server, side, request = scene(24, workers=2, load="sync")
     filled(server, list(range(8)))
     assert side.matched_tokens(request, 0) == (8, False)
     side.allocated(request, table(24), 8)

@@ -16,6 +16,7 @@ from tests.vllm.stand_ins import (
     FakeServer,
     computed,
     filled,
+    scene,
     scheduler,
     table,
 )
@@ -37,10 +38,7 @@ def test_with_a_window_the_last_chunk_of_a_whole_prompt_is_computed() -> None:
 
 
 def test_local_blocks_that_end_inside_a_chunk_are_left_out_of_the_load() -> None:
-    server = FakeServer()
-    filled(server, list(range(32)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(32)))
+    server, side, request = scene(32, held=32)
     # Three blocks are vLLM's own: one and a half chunks.
     assert side.matched_tokens(request, 12) == (20, True)
     assert server.asked == [(8, 32)]
@@ -124,10 +122,7 @@ def test_a_request_without_room_keeps_its_hit_and_does_not_ask_at_every_step() -
 
 
 def test_what_vllm_finds_itself_later_ends_the_ticket() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(16)))
+    server, side, request = scene(16, held=16)
     side.matched_tokens(request, 0)
     assert server.tickets
     assert side.matched_tokens(request, 16) == (0, False)
@@ -137,10 +132,7 @@ def test_what_vllm_finds_itself_later_ends_the_ticket() -> None:
 
 @pytest.mark.parametrize("moment", ["asked", "allocated", "planned", "loaded"])
 def test_a_request_that_ends_leaves_no_ticket(moment: str) -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(16)))
+    server, side, request = scene(16, held=16)
     side.matched_tokens(request, 0)
     if moment != "asked":
         side.allocated(request, table(16), 16)
@@ -156,10 +148,7 @@ def test_a_request_that_ends_leaves_no_ticket(moment: str) -> None:
 
 
 def test_a_ticket_outlives_the_load_of_the_slowest_worker() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server, workers=2)
-    request = FakeRequest("a", list(range(16)))
+    server, side, request = scene(16, held=16, workers=2)
     side.matched_tokens(request, 0)
     side.allocated(request, table(16), 16)
     side.plan_step({}, lambda _request_id: None)
@@ -170,10 +159,7 @@ def test_a_ticket_outlives_the_load_of_the_slowest_worker() -> None:
 
 
 def test_a_failed_load_is_not_tried_again() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(16)))
+    server, side, request = scene(16, held=16)
     side.matched_tokens(request, 0)
     side.allocated(request, table(16), 16)
     side.plan_step({}, lambda _request_id: None)
@@ -184,10 +170,7 @@ def test_a_failed_load_is_not_tried_again() -> None:
 
 
 def test_a_local_hit_that_has_grown_is_asked_about_anew() -> None:
-    server = FakeServer()
-    filled(server, list(range(24)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(24)))
+    server, side, request = scene(24, held=24)
     assert side.matched_tokens(request, 0) == (24, True)
     assert side.matched_tokens(request, 8) == (16, True)
     assert server.asked == [(0, 24), (8, 24)]

@@ -22,6 +22,7 @@ from tests.vllm.stand_ins import (
     FakeServer,
     computed,
     filled,
+    scene,
     scheduler,
     table,
 )
@@ -44,10 +45,7 @@ TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
     ],
 )
 def test_requests_that_are_left_out(fields: dict[str, Any], reason: str) -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(16)), **fields)
+    server, side, request = scene(16, held=16, asked=fields)
     assert side.matched_tokens(request, 0) == (0, False)
     side.allocated(request, table(16), 0)
     assert not computed(side, request, 16).stores
@@ -230,10 +228,7 @@ def test_workers_that_disagree_about_names_load_and_store_nothing(caplog: pytest
 
 @pytest.mark.parametrize(("role", "does"), [("loads", "stores"), ("stores", "loads")])
 def test_a_role_of_one_direction(role: str, does: str) -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server, **{role: False})
-    request = FakeRequest("a", list(range(16)))
+    _, side, request = scene(16, held=16, **{role: False})
     assert side.matched_tokens(request, 0) == ((16, True) if does == "loads" else (0, False))
     assert bool(computed(side, request, 16).stores) is (does == "stores")
 

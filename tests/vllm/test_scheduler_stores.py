@@ -7,13 +7,11 @@ from collections import Counter
 
 from kvf_vllm.step_messages import StepReport
 from kvframework.api.layout import NO_BLOCK
-from tests.vllm.stand_ins import WINDOWED, FakeRequest, FakeServer, computed, filled, scheduler, table
+from tests.vllm.stand_ins import WINDOWED, FakeRequest, FakeServer, computed, filled, scene, scheduler, table
 
 
 def test_a_prompt_is_stored_chunk_by_chunk_and_found_again() -> None:
-    server = FakeServer()
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(30)))
+    server, side, request = scene(30)
     assert side.matched_tokens(request, 0) == (0, False)
     side.allocated(request, table(30), 0)
     first = computed(side, request, 20)
@@ -34,9 +32,7 @@ def test_a_prompt_is_stored_chunk_by_chunk_and_found_again() -> None:
 
 
 def test_what_was_generated_is_stored_as_chunks_fill() -> None:
-    server = FakeServer()
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(6)))
+    _, side, request = scene(6)
     side.matched_tokens(request, 0)
     assert not computed(side, request, 6).stores
     for token in (6, 7, 8):
@@ -46,36 +42,28 @@ def test_what_was_generated_is_stored_as_chunks_fill() -> None:
 
 
 def test_drafted_tokens_are_not_stored() -> None:
-    server = FakeServer()
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(6)))
+    _, side, request = scene(6)
     side.matched_tokens(request, 0)
     # Two known tokens are missing to a chunk; a step that also computes five drafts must not fill it.
     assert not computed(side, request, 11, table(11)).stores
 
 
 def test_blocks_that_a_window_gave_away_are_marked() -> None:
-    server = FakeServer()
-    side = scheduler(server, groups=WINDOWED)
-    request = FakeRequest("a", list(range(16)))
+    _, side, request = scene(16, groups=WINDOWED)
     side.matched_tokens(request, 0)
     plan = computed(side, request, 16, [[7, 8, 9, 10], [0, 0, 5, 6]])
     assert [op.block_ids for op in plan.stores] == [[[7, 8, 9, 10], [NO_BLOCK, NO_BLOCK, 5, 6]]]
 
 
 def test_a_missing_block_of_full_attention_is_never_stored() -> None:
-    server = FakeServer()
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(16)))
+    _, side, request = scene(16)
     side.matched_tokens(request, 0)
     assert not computed(side, request, 16, [[7, 0, 9, 10]]).stores
     assert side.tally.counts["unstorable_chunks"] == 1
 
 
 def test_what_was_not_sent_is_stored_later() -> None:
-    server = FakeServer()
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(24)))
+    _, side, request = scene(24)
     side.matched_tokens(request, 0)
     assert computed(side, request, 16).stores
     side.heard(StepReport(unstored={"a": 0}))
@@ -121,10 +109,7 @@ def test_stores_end_before_another_connector_loads_into_their_blocks() -> None:
 
 
 def test_what_vllm_held_itself_is_stored_although_the_rest_was_loaded() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(24)))
+    _, side, request = scene(24, held=16)
     assert side.matched_tokens(request, 8) == (8, True)
     side.allocated(request, table(24), 8)
     side.plan_step({}, lambda _request_id: None)
@@ -134,9 +119,7 @@ def test_what_vllm_held_itself_is_stored_although_the_rest_was_loaded() -> None:
 
 
 def test_a_store_is_fenced_until_the_last_worker_has_ended_it() -> None:
-    server = FakeServer()
-    side = scheduler(server, workers=2)
-    request = FakeRequest("a", list(range(8)))
+    _, side, request = scene(8, workers=2)
     side.matched_tokens(request, 0)
     (store,) = computed(side, request, 8, [[1, 2]]).stores
     for fence in ([store.number], []):
@@ -157,10 +140,7 @@ def test_what_another_connector_loads_within_a_step_is_stored_in_the_next() -> N
 
 
 def test_what_this_connector_has_loaded_is_followed_at_once() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(24)))
+    _, side, request = scene(24, held=16)
     assert side.matched_tokens(request, 0) == (16, True)
     side.allocated(request, table(24), 16)
     side.plan_step({}, lambda _request_id: None)
@@ -185,10 +165,7 @@ def test_in_doubt_about_a_step_all_stores_end_before_it_and_nothing_is_stored() 
 
 
 def test_a_request_that_something_has_raised_for_is_left_out() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(20)))
+    server, side, request = scene(20, held=16)
     assert side.matched_tokens(request, 0) == (16, True)
     side.allocated_in_vain("a", table(20), 16)
     assert not server.tickets

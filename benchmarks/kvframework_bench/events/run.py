@@ -23,7 +23,6 @@ from kvf_events.chunks import Chunk
 from kvf_events.history import Encoder
 from kvf_events.options import Format
 from kvframework.api.keys import CacheKey
-from kvframework.api.listener import Added, Registered, Removed
 from kvframework.api.transfer import ChunkContent
 from kvframework.record_ring import RecordRing
 from kvframework_bench.console import Stage, no_progress
@@ -190,9 +189,9 @@ def _handing_over(rounds: int) -> TellingCost:
 
     def hand_over() -> None:
         for _ in range(_CHUNKS_A_BATCH):
-            ring.put(Added(objects))
-            ring.put(Registered(key, content))
-            ring.put(Removed(objects))
+            ring.added(objects)
+            ring.registered(key, content)
+            ring.removed(objects[0])
 
     seconds = []
     for _ in range(rounds):

@@ -8,8 +8,8 @@ import pytest
 
 from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvf_layouts.paged import PagedLayout
+from kvframework.api.copy_plans import CopyPlanner, PlacedView
 from kvframework.api.transport import ArenaRange, GroupBlocks
-from kvframework.devices.copy_plans import CopyPlanner, PlacedView
 from kvframework_bench.cuda.workload import CHUNK_TOKENS, FULL, QUICK, SHAPES, CudaShape, fragment_shape
 
 FRAGMENTS = [fragment_shape(size, FULL.sweep_bytes) for size in FULL.sweep_fragments]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvframework.api.futures import Future, Promise
+from kvframework.api.histogram import Histogram
 from kvframework.api.requests import ClientInfo, Handler, HandlerResult, Message, Reply
 from kvframework.errors import (
     Cancelled,
@@ -26,7 +27,6 @@ from kvframework.errors import (
     ProtocolError,
     UnknownRequest,
 )
-from kvframework.histogram import Histogram
 from kvframework.messaging.polling import Deadlines
 from kvframework.messaging.server.sessions import ClientSession
 from kvframework.messaging.server.sockets import ReplySender

@@ -38,6 +38,7 @@ from kvframework.messaging.server.admission import Gate, Refusals, ZapHandler
 from kvframework.messaging.server.handlers import InFlight, RequestDurations
 from kvframework.messaging.server.sessions import ClientSession, LivenessServer, SessionTable
 from kvframework.messaging.server.sockets import EndpointFiles, Listeners, ReplySender
+from kvframework.status import MessagingCounters, zeros
 from kvframework.wire.frames import MAX_TYPE_BYTES, NO_ANSWER, REQUEST_ID_BYTES, Envelope, decode, split
 from kvframework.wire.messages import Empty, Goodbye, Hello, HelloReply
 from kvframework.wire.protocol import ONE_WAY_REQUESTS, REQUESTS, negotiate
@@ -52,28 +53,6 @@ IO_THREADS, IO_THREADS_TCP = 1, 2
 OWN_REQUESTS = frozenset({"HELLO", "GOODBYE", "CANCEL"})  # served by messaging itself
 MAX_LEFT = 4096
 Welcome = Callable[[Hello, ClientSession, int, bool], HelloReply]
-# In addition: `errors.CODE` for each code of an error that was answered.
-COUNTERS = (
-    "requests",
-    "responses",
-    "errors",
-    "sessions_opened",
-    "sessions_ended",
-    "hello_refused",
-    "server_refused",
-    "curve_refused",
-    "liveness_refused",
-    "malformed",
-    "unanswerable",
-    "dropped",
-    "unroutable",
-    "late",
-    "loop_errors",
-    "tick_errors",
-    "tcp_shut",
-    "local_shut",
-    "peers_shut_out",
-)
 
 
 @dataclass(frozen=True)
@@ -318,7 +297,7 @@ class MessageServer:
         admit_uids: Collection[int] = (),
         admit_readers: Callable[[bool], None] | None = None,
     ) -> None:
-        self.counters: dict[str, int] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counters: dict[str, int] = Counter(zeros(MessagingCounters))
         self._endpoints = [endpoint, tcp] if tcp else [endpoint]
         self._files = None if endpoint.startswith("tcp://") else EndpointFiles(endpoint, shared=bool(admit_uids))
         self._admit_uids = admit_uids

@@ -177,14 +177,6 @@ class ObjectRows:
         latest = itertools.islice(reversed(self._rows.items()), most)
         return [prefix for prefix, row in latest if digest in row]
 
-    def add(self, stored: StoredObject) -> None:
-        key = stored.key
-        row = self._rows.get(key[:PREFIX_BYTES])
-        if row is None:
-            row = self._rows[key[:PREFIX_BYTES]] = {}
-        row[key[PREFIX_BYTES:]] = stored
-        self._at[stored.offset] = stored
-
     def add_all(self, objects: Sequence[StoredObject]) -> None:
         """Add many, fastest where neighbours are of one row."""
         of, row = b"", dict[bytes, StoredObject]()

@@ -11,8 +11,8 @@ from itertools import accumulate
 from struct import Struct
 from typing import NamedTuple
 
+from kvframework.api.histogram import Histogram
 from kvframework.api.keys import PackedKey
-from kvframework.histogram import Histogram
 from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 
 # The stack of evicted bytes: how many bytes have left L1 since an object left, without those that came back. Pure.

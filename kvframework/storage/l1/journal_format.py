@@ -139,7 +139,7 @@ _IS_COMMITTED = bytes(kind == COMMITTED for kind in range(256))
 
 
 class Cold(Exception):
-    """Why nothing of what a keeper holds can be used: `reason` is one of `COLD_REASONS` of the wire."""
+    """Why nothing of what a keeper holds can be used: `reason` is one of `COLD_REASONS` of `kvframework.status`."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)

@@ -1,7 +1,7 @@
 """The object table: the place of each object in the arena, its writer, and its pins.
 
 A pure state machine: no I/O, no clock of its own (`now` is passed in, seconds on any monotonic clock), no lock (the
-storage manager serialises calls). Invariants, tested against a model:
+lock of `kvframework.storage.table` serialises calls). Invariants, tested against a model:
 
 * Only committed objects are readable; reserved ranges never are.
 * A range has one owner: a free range, a write lease, or one readable object.
@@ -301,8 +301,7 @@ class ObjectTable:
         self, keys: Sequence[PackedKey], *, owner: int, request_id: str, deadline: float, use: Use | None = "lookup"
     ) -> PinLease | None:
         """Pin all of `keys`; pins none and returns None if one is missing. Counts as a `use` of each, unless that is
-        None; a large number of uses is reported to the policy later (`report_uses`): most of the objects are pinned
-        anyway."""
+        None; many uses are reported to the policy later (`report_uses`), while most objects are pinned anyway."""
         found = self.find(keys)
         if found is None:
             return None

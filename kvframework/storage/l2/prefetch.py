@@ -1,6 +1,6 @@
 """The queues of loads from the L2 tiers: one load for each LOOKUP that L1 could answer only in part.
 
-The steps of a load are in `loading.py`. Each tier has its own load threads (`threads.py`); a load is always driven by
+The steps of a load are in `loading.py`. Each tier has its own load threads (`tiers.py`); a load is always driven by
 a thread of the tier that it asks: it moves from queue to queue, so that a slow tier delays no load of another. The
 batches of a load are driven apart, several at once; the next one queues behind the batches of other loads, so loads
 take turns. A tier has one thread more than batches are fetched from it at once, so what others ask is answered

@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+from kvframework.api.histogram import Histogram
 from kvframework.api.keys import PackedKey
 from kvframework.errors import KVFrameworkError, TierError
-from kvframework.histogram import Histogram
+from kvframework.status import TierCounters, zeros
 
 log = logging.getLogger(__name__)
 
@@ -166,25 +167,6 @@ OPERATIONS = (*LOADING, "put", "delete", "touch", "ping", "usage", "scan")
 STATES = ("closed", "half-open", "open")
 # The operations that each of the two circuits stops.
 _CALLS = ("reads", "writes")
-COUNTERS = (
-    "hits",
-    "misses",
-    "read_failed",
-    "bytes_read",
-    "stored",
-    "store_failed",
-    "bytes_written",
-    "evicted",
-    "errors",
-    "bugs",
-    "refused",
-    "corrupt",
-    "codec_failed",
-    "foreign_codec",
-    "write_dropped",
-    "write_lost",
-    "write_given_up",
-)
 
 
 class Call(NamedTuple):
@@ -206,7 +188,7 @@ class TierCalls:
 
     def __init__(self, name: str, timeout_s: float, breaker: Breaker, clock: Callable[[], float]) -> None:
         self.name = name
-        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counters = Counter(zeros(TierCounters))
         self.last_error = ""
         # The last success of a call in the circuit of reads.
         self.answered_at = 0.0

@@ -16,7 +16,6 @@ from typing import Protocol
 
 from kvframework.api.keys import PackedKey
 from kvframework.api.layout import MemoryLayoutDesc
-from kvframework.api.listener import Accessed
 from kvframework.api.requests import Select
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
@@ -139,7 +138,7 @@ class Tiers:
             store.on_sealed = l1.sealed
         for tier, store in enumerate(self.stores, 1) if ring.wanted else ():
             if not store.read_only:  # others announce what is theirs
-                store.on_seen = partial(_accessed, ring, tier)
+                store.on_seen = partial(ring.accessed, tier)
         self.writers = [
             TierWriter(
                 l1,
@@ -337,7 +336,3 @@ class Tiers:
         late = call_within(timeout_s, {f"tier {n}, {store.name}": store.close for n, store in enumerate(self.stores)})
         if late:
             log.error("closing %s takes too long", " and ".join(late))
-
-
-def _accessed(ring: RecordRing, tier: int, keys: Sequence[PackedKey], found: Sequence[bool] | bool) -> None:
-    ring.put(Accessed(tier, keys, found))

@@ -2,7 +2,7 @@
 
 The write policy decides which objects are written, and when. Objects are pinned only while they are being sent; waiting
 ones may be evicted and are then counted as lost. A full queue drops new objects with a count, so a slow or dead tier
-never delays a STORE. Driven by one or several storage threads (`threads.py`), each with its own batch. Lock order: the
+never delays a STORE. Driven by one or several storage threads (`tiers.py`), each with its own batch. Lock order: the
 storage lock, then `changed`.
 """
 

@@ -15,10 +15,10 @@ import torch
 
 from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.torch_copies import Copies, Piece, TorchCopies, mark_device, on_host, wait_for_devices
+from kvframework.api.copy_plans import CopyPlanner, PlacedView
 from kvframework.api.layout import GroupDesc, LayerGroup, LayerTensors, Layout, MemoryLayoutDesc
 from kvframework.api.transport import ArenaRange, GroupBlocks, Registration, Transfer
 from kvframework.api.types import Buffer
-from kvframework.devices.copy_plans import CopyPlanner, PlacedView
 from kvframework.errors import BadBlockIds
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ MODULES = (
         if "\n__all__ = " in file.read_text()
     ),
     "kvframework.client",
-    "kvframework.devices.copy_plans",
+    "kvframework.status",
     "kvf_dev.testing",
     "kvf_dev.testing.faults",
     "kvf_dev.testing.layout",

@@ -9,7 +9,7 @@ import sys
 from rich.table import Table
 from rich.text import Text
 
-from kvframework.cli.console import PlainConsole
+from kvframework.api.console import PlainConsole
 from kvframework.config import toml_value
 from tests.core.cli.command import run
 from tests.core.config.test_toml import refusal

@@ -18,8 +18,8 @@ from kvframework.api.requests import Handler
 from kvframework.cli import explain_view
 from kvframework.cli.explain_view import ADVICE, clock, headline, print_explained, sentences, why
 from kvframework.errors import UnknownRequest
+from kvframework.status import REASONS, Finished
 from kvframework.wire import messages as m
-from kvframework.wire.messages import REASONS, Finished
 from kvframework.wire.transfer_blocks import pack_indices
 from tests.core.cli.command import run
 from tests.core.server.in_process import serving

@@ -14,17 +14,12 @@ from kvframework import errors
 from kvframework.api.transport import StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.wire import messages as m
-from tests.core.client.engine import AXES, BLOCK, BLOCKS, CHUNK, DIM, HEADS, Engine
+from tests.support.engines import AXES, BLOCK, BLOCKS, CHUNK, DIM, HEADS, PagedEngine
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +40,13 @@ def client(server: ServerProcess) -> Iterator[KVClient]:
 
 
 def test_the_server_shows_what_the_model_computes_in(server: ServerProcess, client: KVClient) -> None:
-    Engine(client, model_dtype="bfloat16")
+    PagedEngine(client, model_dtype="bfloat16")
     (instance,) = server.status()["instances"]
     assert (instance["dtype"], instance["model_dtype"]) == ("float32", "bfloat16")
 
 
 def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVClient) -> None:
-    first = Engine(client)
+    first = PagedEngine(client)
     tokens = list(range(700))
     request = first.request(tokens)
     assert request.hashed_tokens == 512
@@ -59,7 +54,7 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
     assert first.worker.submit_store(request, 0, 512, blocks).result(30).ok
     assert first.worker.get_finished() == ({"r"}, set())
     with server.engine_client() as another:
-        second = Engine(another, instance_id=2)
+        second = PagedEngine(another, instance_id=2)
         result = second.scheduler.lookup(second.request(tokens, "q"))
         assert (result.hit_tokens, result.pending) == (512, False)
         target = [list(range(63, 31, -1))]
@@ -75,7 +70,7 @@ def test_what_one_engine_stores_another_loads(server: ServerProcess, client: KVC
 
 
 def test_the_trace_of_a_request_rides_in_each_of_its_requests(server: ServerProcess, client: KVClient) -> None:
-    engine = Engine(client)
+    engine = PagedEngine(client)
     trace = f"00-{'ab' * 16}-{'cd' * 8}-01"
     request = RequestHashes(client.hasher, CHUNK, request_id="r", trace=trace)
     request.extend(list(range(512)))
@@ -99,7 +94,7 @@ def test_the_trace_of_a_request_rides_in_each_of_its_requests(server: ServerProc
 def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     l2 = ("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}")
     with ServerProcess(*l2) as server, server.engine_client() as client:
-        engine = Engine(client)
+        engine = PagedEngine(client)
         asked = engine.scheduler.lookup(engine.request(list(range(512))))
         assert asked.pending
         assert asked.ticket
@@ -115,7 +110,7 @@ def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_failed_load_names_its_blocks(client: KVClient) -> None:
-    engine = Engine(client)
+    engine = PagedEngine(client)
     blocks = [list(range(16))]
     assert not engine.worker.submit_retrieve(engine.request([1] * 256), 0, 256, blocks).result(30).ok
     assert engine.worker.get_finished() == (set(), {"r"})
@@ -124,7 +119,7 @@ def test_a_failed_load_names_its_blocks(client: KVClient) -> None:
 
 
 def test_block_ids_out_of_range_raise_and_leave_nothing_locked(server: ServerProcess, client: KVClient) -> None:
-    engine = Engine(client)
+    engine = PagedEngine(client)
     with pytest.raises(errors.BadBlockIds):
         engine.worker.submit_store(engine.request([1] * 256), 0, 256, [list(range(BLOCKS - 15, BLOCKS + 1))])
     with server.client() as watcher:
@@ -132,7 +127,7 @@ def test_block_ids_out_of_range_raise_and_leave_nothing_locked(server: ServerPro
 
 
 def test_a_restarted_server_is_noticed_and_registered_with_again(server: ServerProcess, client: KVClient) -> None:
-    engine = Engine(client)
+    engine = PagedEngine(client)
     boot = client.boot_id
     request = engine.request(list(range(256)))
     blocks = [list(range(16))]
@@ -185,7 +180,7 @@ def test_without_a_server_everything_is_a_miss() -> None:
 
 
 def test_other_revisions_never_meet(client: KVClient) -> None:
-    one, two = Engine(client, 1, revision="a"), Engine(client, 2, revision="b")
+    one, two = PagedEngine(client, 1, revision="a"), PagedEngine(client, 2, revision="b")
     request = one.request([1] * 256)
     assert one.worker.submit_store(request, 0, 256, [list(range(16))]).result(30)
     assert one.scheduler.lookup(request).hit_tokens == 256
@@ -202,7 +197,7 @@ def test_an_unknown_transport_or_layout_is_a_clear_error(client: KVClient) -> No
 
 
 def test_close_unregisters(server: ServerProcess, client: KVClient) -> None:
-    engine = Engine(client)
+    engine = PagedEngine(client)
     engine.worker.close()
     engine.worker.close()
     with server.client() as watcher:
@@ -210,7 +205,7 @@ def test_close_unregisters(server: ServerProcess, client: KVClient) -> None:
 
 
 def test_a_bad_range_or_bad_blocks_submit_nothing(server: ServerProcess, client: KVClient) -> None:
-    engine = Engine(client)
+    engine = PagedEngine(client)
     request = engine.request(list(range(1000, 1512)), "r")
     good = list(range(16))
     bad: list[tuple[tuple[int, int], list[list[int]], type[errors.KVFrameworkError]]] = [
@@ -236,7 +231,7 @@ def test_a_bad_range_or_bad_blocks_submit_nothing(server: ServerProcess, client:
 
 
 def test_a_store_has_its_outcome_whatever_becomes_of_it(server: ServerProcess, client: KVClient) -> None:
-    engine = Engine(client)
+    engine = PagedEngine(client)
     blocks = [list(range(32))]
     request = engine.request(list(range(512)))
     stored = engine.worker.submit_store(request, 0, 512, blocks)
@@ -254,7 +249,7 @@ def test_a_store_has_its_outcome_whatever_becomes_of_it(server: ServerProcess, c
 def test_a_load_of_what_was_never_stored_is_not_called_evicted(
     client: KVClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(client)
+    engine = PagedEngine(client)
     loaded = engine.worker.submit_retrieve(engine.request(list(range(256))), 0, 256, [list(range(16))])
     assert not loaded.result(20)
     assert "not all objects are in L1" in caplog.text
@@ -263,7 +258,7 @@ def test_a_load_of_what_was_never_stored_is_not_called_evicted(
 
 @pytest.mark.parametrize("start", [100, -256, 1.5, None])
 def test_a_lookup_from_within_a_chunk_is_the_engines_mistake(client: KVClient, start: Any) -> None:
-    engine = Engine(client)
+    engine = PagedEngine(client)
     with pytest.raises(errors.BadRange, match="start"):
         engine.scheduler.lookup(engine.request(list(range(512))), start)
     engine.worker.close()
@@ -271,7 +266,7 @@ def test_a_lookup_from_within_a_chunk_is_the_engines_mistake(client: KVClient, s
 
 def test_a_workers_scheduler_asks_for_all_ranks(client: KVClient) -> None:
     """A hit is what both ranks have, and the world size is the registered one."""
-    ranks = [Engine(client, 70 + rank, world_size=2, rank=rank) for rank in range(2)]
+    ranks = [PagedEngine(client, 70 + rank, world_size=2, rank=rank) for rank in range(2)]
     scheduler, blocks = ranks[1].worker.scheduler(), [list(range(16))]
     hits = []
     for engine in ranks:
@@ -289,7 +284,7 @@ def test_a_workers_scheduler_asks_for_all_ranks(client: KVClient) -> None:
 
 def test_a_store_whose_request_has_ended_says_so(client: KVClient) -> None:
     """Its lease ended with the request, in the midst of the copy."""
-    engine = Engine(client)
+    engine = PagedEngine(client)
     request = engine.request([9, *range(255)])
 
     class Ends:

@@ -11,16 +11,11 @@ from kvframework.api.futures import Future
 from kvframework.api.layout import NO_BLOCK
 from kvframework.client import KVClient
 from kvframework.errors import BadBlockIds, BadRange
-from tests.core.client.engine import BLOCKS, Engine
+from tests.support.engines import BLOCKS, PagedEngine
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 PATIENCE_S = 30.0
@@ -91,13 +86,13 @@ def client(server: ServerProcess) -> Iterator[KVClient]:
 
 
 @pytest.fixture
-def engine(client: KVClient) -> Iterator[Engine]:
-    made = Engine(client)
+def engine(client: KVClient) -> Iterator[PagedEngine]:
+    made = PagedEngine(client)
     yield made
     made.worker.close()
 
 
-def submits(engine: Engine, start: Any = 0, end: Any = TOKENS, ids: Any = None) -> list[Callable[[], Any]]:
+def submits(engine: PagedEngine, start: Any = 0, end: Any = TOKENS, ids: Any = None) -> list[Callable[[], Any]]:
     request = engine.request(list(range(TOKENS)))
     blocks = [IDS] if ids is None else ids
     worker = engine.worker
@@ -108,7 +103,7 @@ def submits(engine: Engine, start: Any = 0, end: Any = TOKENS, ids: Any = None) 
 
 
 @pytest.mark.parametrize("ids", BAD_IDS.values(), ids=BAD_IDS)
-def test_bad_block_ids_are_named_before_anything_is_sent(server: ServerProcess, engine: Engine, ids: Any) -> None:
+def test_bad_block_ids_are_named_before_anything_is_sent(server: ServerProcess, engine: PagedEngine, ids: Any) -> None:
     for submit in submits(engine, ids=ids):
         with pytest.raises(BadBlockIds):
             submit()
@@ -117,7 +112,7 @@ def test_bad_block_ids_are_named_before_anything_is_sent(server: ServerProcess, 
 
 
 @pytest.mark.parametrize("ends", BAD_RANGES.values(), ids=BAD_RANGES)
-def test_a_bad_range_is_named_before_anything_is_sent(engine: Engine, ends: tuple[Any, Any]) -> None:
+def test_a_bad_range_is_named_before_anything_is_sent(engine: PagedEngine, ends: tuple[Any, Any]) -> None:
     for submit in submits(engine, *ends):
         with pytest.raises(BadRange):
             submit()
@@ -125,13 +120,13 @@ def test_a_bad_range_is_named_before_anything_is_sent(engine: Engine, ends: tupl
 
 
 @pytest.mark.parametrize("skip", BAD_SKIPS.values(), ids=BAD_SKIPS)
-def test_a_bad_number_of_skipped_tokens_is_named(engine: Engine, skip: Any) -> None:
+def test_a_bad_number_of_skipped_tokens_is_named(engine: PagedEngine, skip: Any) -> None:
     with pytest.raises(BadRange):
         engine.worker.submit_retrieve(engine.request(list(range(TOKENS))), 0, TOKENS, [IDS], skip_first_n_tokens=skip)
 
 
 @pytest.mark.parametrize("kind", [Count, Number])
-def test_integers_of_other_libraries_are_integers(engine: Engine, kind: Any) -> None:
+def test_integers_of_other_libraries_are_integers(engine: PagedEngine, kind: Any) -> None:
     request, target = engine.request([len(kind.__name__), *range(TOKENS)]), [kind(each) for each in range(63, 31, -1)]
     stored = engine.worker.submit_store(request, kind(0), kind(TOKENS), [[kind(each) for each in IDS]])
     assert stored.result(PATIENCE_S).ok
@@ -146,7 +141,7 @@ def test_integers_of_other_libraries_are_integers(engine: Engine, kind: Any) -> 
     ids=["nothing", "a bool", "a future of nothing", "a future of a bool"],
 )
 def test_a_transport_that_returns_something_else_is_a_miss(
-    engine: Engine, result: Any, monkeypatch: pytest.MonkeyPatch
+    engine: PagedEngine, result: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert engine.worker._instance is not None
     monkeypatch.setattr(engine.worker._instance.transfer, "store", lambda _: result)
@@ -160,7 +155,7 @@ def test_a_transport_that_returns_something_else_is_a_miss(
     assert lost == ["stores", "loads"]
 
 
-def test_a_failed_load_names_the_blocks_of_its_submit(engine: Engine) -> None:
+def test_a_failed_load_names_the_blocks_of_its_submit(engine: PagedEngine) -> None:
     ids = list(IDS)
     future = engine.worker.submit_retrieve(engine.request([1, *range(TOKENS)]), 0, TOKENS, [ids])
     ids.clear()  # the engine's own list, which it uses again
@@ -169,7 +164,7 @@ def test_a_failed_load_names_the_blocks_of_its_submit(engine: Engine) -> None:
     assert engine.worker.take_failed_blocks() == [set(IDS)]
 
 
-def test_after_close_a_failed_load_names_the_blocks_of_its_submit(engine: Engine) -> None:
+def test_after_close_a_failed_load_names_the_blocks_of_its_submit(engine: PagedEngine) -> None:
     engine.worker.close()
     ids = list(IDS)
     future = engine.worker.submit_retrieve(engine.request([1, *range(TOKENS)]), 0, TOKENS, [ids])
@@ -179,7 +174,7 @@ def test_after_close_a_failed_load_names_the_blocks_of_its_submit(engine: Engine
     assert engine.worker.take_failed_blocks() == [set(IDS)]
 
 
-def test_a_block_twice_in_one_store_is_refused(engine: Engine) -> None:
+def test_a_block_twice_in_one_store_is_refused(engine: PagedEngine) -> None:
     """The bytes of one block would be stored under two digests, of which one at least would lie."""
     store, load = submits(engine, ids=[[*IDS[:-1], IDS[0]]])
     with pytest.raises(BadBlockIds, match=r"tokens 0 to 512.*layer group 0.*twice"):
@@ -187,7 +182,7 @@ def test_a_block_twice_in_one_store_is_refused(engine: Engine) -> None:
     assert load().query(), "a load writes only the engine's own blocks"
 
 
-def test_what_is_no_block_is_named(engine: Engine) -> None:
+def test_what_is_no_block_is_named(engine: PagedEngine) -> None:
     for submit in submits(engine, ids=[[NO_BLOCK, *IDS[1:]]]):
         with pytest.raises(BadBlockIds, match=r"request 'r', tokens 0 to 512, layer group 0.*NO_BLOCK"):
             submit()

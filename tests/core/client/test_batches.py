@@ -11,19 +11,14 @@ from kvframework import errors
 from kvframework.api.transport import StoreOutcome
 from kvframework.client import RequestHashes
 from kvframework.wire import messages as m
-from tests.core.client.engine import BLOCKS, CHUNK, Engine
+from tests.support.engines import BLOCKS, CHUNK, PagedEngine
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
 
 BLOCKS_A, BLOCKS_B = list(range(16)), list(range(16, 32))
 TWO = [(0, CHUNK)] * 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +33,14 @@ def server(process: ServerProcess) -> ServerProcess:
 
 
 @pytest.fixture
-def engine(server: ServerProcess) -> Iterator[Engine]:
+def engine(server: ServerProcess) -> Iterator[PagedEngine]:
     with server.engine_client() as client:
-        made = Engine(client)
+        made = PagedEngine(client)
         yield made
         made.worker.close()
 
 
-def two_requests(engine: Engine, first: int = 0) -> list[RequestHashes]:
+def two_requests(engine: PagedEngine, first: int = 0) -> list[RequestHashes]:
     return [engine.request([first + n] * CHUNK, f"r{n}") for n in range(2)]
 
 
@@ -61,7 +56,7 @@ def asked_so_far(server: ServerProcess) -> int:
         return int(watcher.call("RECENT", m.Recent()).last)
 
 
-def test_a_batch_is_its_single_transfers_in_order(server: ServerProcess, engine: Engine) -> None:
+def test_a_batch_is_its_single_transfers_in_order(server: ServerProcess, engine: PagedEngine) -> None:
     since, requests = asked_so_far(server), two_requests(engine)
     stored = engine.worker.batched_submit_store(requests, TWO, [[BLOCKS_A], [BLOCKS_B]])
     assert [future.result(30) for future in stored] == [StoreOutcome(stored=1)] * 2
@@ -78,7 +73,7 @@ def test_a_batch_is_its_single_transfers_in_order(server: ServerProcess, engine:
 
 
 @pytest.mark.parametrize("short", ["requests", "ranges", "block_ids", "skip_first_n_tokens"])
-def test_lists_of_unequal_length_are_refused(server: ServerProcess, engine: Engine, short: str) -> None:
+def test_lists_of_unequal_length_are_refused(server: ServerProcess, engine: PagedEngine, short: str) -> None:
     since = asked_so_far(server)
     lists: dict[str, Any] = {"requests": two_requests(engine), "ranges": TWO, "block_ids": [[BLOCKS_A], [BLOCKS_B]]}
     if short == "skip_first_n_tokens":
@@ -106,7 +101,7 @@ BAD: list[tuple[tuple[int, int], list[Any], type[errors.KVFrameworkError]]] = [
 @pytest.mark.parametrize(("tokens", "blocks", "expected"), BAD)
 def test_a_bad_item_is_refused_before_the_first_is_sent(
     server: ServerProcess,
-    engine: Engine,
+    engine: PagedEngine,
     place: int,
     tokens: tuple[int, int],
     blocks: list[Any],
@@ -122,7 +117,7 @@ def test_a_bad_item_is_refused_before_the_first_is_sent(
     assert server.status()["l1"]["objects"] == 0
 
 
-def test_a_bad_skip_is_refused_before_the_first_is_sent(server: ServerProcess, engine: Engine) -> None:
+def test_a_bad_skip_is_refused_before_the_first_is_sent(server: ServerProcess, engine: PagedEngine) -> None:
     since = asked_so_far(server)
     with pytest.raises(errors.BadRange, match="skip_first_n_tokens"):
         engine.worker.batched_submit_retrieve(two_requests(engine), TWO, [[BLOCKS_A], [BLOCKS_B]], None, [0, CHUNK + 1])
@@ -142,7 +137,7 @@ class ChangedTensors:
             raise errors.BadLayout("tensors of another shape")
 
 
-def test_what_is_refused_behind_the_first_has_its_future_too(engine: Engine) -> None:
+def test_what_is_refused_behind_the_first_has_its_future_too(engine: PagedEngine) -> None:
     """A transport looks at the tensors itself. An exception then would lose the futures of what is under way."""
     requests = two_requests(engine)
     stored = engine.worker.batched_submit_store(requests, TWO, [[BLOCKS_A], [BLOCKS_B]], ChangedTensors())  # type: ignore[arg-type]
@@ -159,7 +154,7 @@ def test_what_is_refused_behind_the_first_has_its_future_too(engine: Engine) -> 
 
 def test_without_a_registration_each_item_is_a_miss(server: ServerProcess) -> None:
     with server.engine_client() as client:
-        engine = Engine(client)
+        engine = PagedEngine(client)
         requests = two_requests(engine)
         engine.worker.close()
         stored = engine.worker.batched_submit_store(requests, TWO, [[BLOCKS_A], [BLOCKS_B]])
@@ -169,7 +164,7 @@ def test_without_a_registration_each_item_is_a_miss(server: ServerProcess) -> No
         assert engine.worker.take_failed_blocks() == [{*BLOCKS_A, *BLOCKS_B}]
 
 
-def test_failed_loads_of_several_layouts_lose_no_request(engine: Engine) -> None:
+def test_failed_loads_of_several_layouts_lose_no_request(engine: PagedEngine) -> None:
     """As of an engine that registers other tensors before it has asked which loads of the earlier ones failed."""
     engine.worker.close()
     engine.worker.batched_submit_retrieve(two_requests(engine), TWO, [[BLOCKS_A], [BLOCKS_A, BLOCKS_B]])

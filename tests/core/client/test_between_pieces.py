@@ -11,7 +11,7 @@ from kvframework.api.futures import Future
 from kvframework.api.transport import LoadOutcome
 from kvframework.client import KVClient
 from kvframework.errors import ServerGone
-from tests.core.client.engine import Engine
+from tests.support.engines import PagedEngine
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -33,7 +33,7 @@ def connected(server: ServerProcess) -> KVClient:
     return client
 
 
-def between_pieces(engine: Engine) -> Future[LoadOutcome]:
+def between_pieces(engine: PagedEngine) -> Future[LoadOutcome]:
     request = engine.request(TOKENS)
     assert engine.worker.submit_store(request, 0, 1024, BLOCKS).result(60).ok
     load = engine.worker.submit_retrieve(request, 0, 1024, BLOCKS, in_pieces=True)
@@ -45,14 +45,14 @@ def between_pieces(engine: Engine) -> Future[LoadOutcome]:
 def test_the_end_of_the_connection_ends_them(server: ServerProcess) -> None:
     """A client that was closed, and opened again, found its own instance registered: its arena was still in use."""
     client = connected(server)
-    engine = Engine(client)
+    engine = PagedEngine(client)
     load = between_pieces(engine)
     client.close()
     outcome = load.result(0)
     assert (outcome.ok, outcome.error) == (False, "run.cancelled")
     wait_until(lambda: not server.status()["instances"], what="the end of the session")
     with connected(server) as again:
-        Engine(again).worker.close()
+        PagedEngine(again).worker.close()
     engine.worker.close()
 
 
@@ -60,7 +60,7 @@ def test_a_connection_that_breaks_is_replaced(server: ServerProcess) -> None:
     """The next one registers the instance again, for which the session of the first has to end: the client stayed away
     from its server as long as the engine did not go on with the load."""
     with connected(server) as client:
-        engine = Engine(client)
+        engine = PagedEngine(client)
         load = between_pieces(engine)
         broken = client._connection._link
         assert broken is not None
@@ -72,7 +72,7 @@ def test_a_connection_that_breaks_is_replaced(server: ServerProcess) -> None:
 
 def test_a_server_that_is_killed_ends_them(server: ServerProcess) -> None:
     with connected(server) as client:
-        engine = Engine(client)
+        engine = PagedEngine(client)
         load = between_pieces(engine)
         server.kill9()
         assert not load.result(60).ok
@@ -88,7 +88,7 @@ def test_a_server_that_is_killed_ends_them(server: ServerProcess) -> None:
 def test_a_forked_child_does_not_go_on_with_them(server: ServerProcess) -> None:
     """It has no arena to copy from."""
     with connected(server) as client:
-        engine = Engine(client)
+        engine = PagedEngine(client)
         load = between_pieces(engine)
         child = os.fork()
         if not child:

@@ -11,16 +11,11 @@ from kvframework.api.types import DTYPE_BYTES
 from kvframework.client import KVClient, WorkerAdapter
 from kvframework.client.canary import pattern
 from kvframework.errors import BadLayout, KVFrameworkError
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 LAYERS, BLOCKS, BLOCK, HEADS, DIM = 3, 20, 16, 16, 4

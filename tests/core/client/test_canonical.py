@@ -8,8 +8,9 @@ import pytest
 
 from kvframework import errors
 from kvframework.api.keys import CacheKey
-from kvframework.client import CanonicalInstance, KVClient, RequestHashes, SchedulerAdapter, register_canonical
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from tests.support.server_process import ServerProcess
+from tests.support.wire_client import register_tiny
 
 
 @pytest.fixture(scope="module")
@@ -19,20 +20,8 @@ def client() -> Iterator[KVClient]:
         yield connected
 
 
-def registered(client: KVClient, *, instance_id: int = 7, block_size: int = 16) -> CanonicalInstance:
-    return register_canonical(
-        client,
-        instance_id=instance_id,
-        model_name="tiny",
-        block_size=block_size,
-        num_layers=2,
-        hidden_dim_size=8,
-        dtype="float32",
-    )
-
-
 def test_a_canonical_instance_stores_and_a_scheduler_without_a_registration_finds_it(client: KVClient) -> None:
-    instance = registered(client, block_size=96)
+    instance = register_tiny(client, 7, block_size=96)
     assert instance.registration.desc.chunk_tokens == 288
     scheduler = SchedulerAdapter(client, model_name="tiny", namespace=instance.namespace)
     assert scheduler.chunk_tokens == 288

@@ -17,20 +17,13 @@ from kvframework.client import EngineSpeed, KVClient
 from kvframework.errors import ConfigFieldError, DeadlineExceeded
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import LOCAL, SCALE_VARIABLE, TCP, deadlines_for
-from tests.core.client.engine import Engine
 from tests.core.survival.holdings import held
-from tests.core.wire_path import engine as over_the_wire
 from tests.core.wire_path.remote import remote_server
+from tests.support.engines import PagedEngine
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 PATIENCE_S = 60.0
@@ -55,10 +48,10 @@ def stopped(server: ServerProcess) -> Iterator[None]:
 
 
 @contextmanager
-def engine_of(server: ServerProcess, revision: str) -> Iterator[Engine]:
+def engine_of(server: ServerProcess, revision: str) -> Iterator[PagedEngine]:
     with KVClient(server.endpoint, name=revision) as client:
         assert client.wait_up(PATIENCE_S)
-        engine = Engine(client, next(INSTANCES), revision=revision)
+        engine = PagedEngine(client, next(INSTANCES), revision=revision)
         yield engine
         engine.worker.close()
 
@@ -222,7 +215,7 @@ def test_the_first_store_over_tcp_survives_a_slow_way(monkeypatch: pytest.Monkey
         keys = server.keys.of("client") if server.keys else None
         with KVClient(f"tcp://127.0.0.1:{proxy.port}", curve=keys) as client:
             assert client.wait_up(PATIENCE_S)
-            engine = over_the_wire.Engine(client)
+            engine = PagedEngine(client)
             request = engine.request(list(range(512)))
             began = time.monotonic()
             future = engine.worker.submit_store(request, 0, 512, BLOCKS)

@@ -18,13 +18,11 @@ from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import LoadPlan, Transfer
 from kvframework.client import (
-    CanonicalInstance,
     KVClient,
     LookupResult,
     RequestHashes,
     SchedulerAdapter,
     WorkerAdapter,
-    register_canonical,
 )
 from kvframework.client.hashing import content_name
 from kvframework.client.transfers import PIECES_S, SPARE_S
@@ -33,25 +31,14 @@ from kvframework.service.engine_driven import MAX_OF_ASKER
 from kvframework.storage.l1.leases import MAX_PINS_PER_OWNER
 from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import unpack_offsets
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
-from tests.support.wire_client import WireClient, key_for
+from tests.support.wire_client import WireClient, key_for, register_tiny
 
 TOKENS = list(range(512))
 BLOCKS = list(range(32))
 AXES = ["plane", "block", "token", "head", "dim"]
-
-
-def registered_as(worker: KVClient, model_name: str) -> CanonicalInstance:
-    return register_canonical(
-        worker,
-        instance_id=7,
-        model_name=model_name,
-        block_size=16,
-        num_layers=2,
-        hidden_dim_size=8,
-        dtype="float32",
-    )
 
 
 class Engine:
@@ -60,7 +47,7 @@ class Engine:
 
     def __init__(self, server: ServerProcess, clients: list[KVClient], monkeypatch: pytest.MonkeyPatch) -> None:
         self.server, self.client, self.worker = server, clients[0], clients[-1]
-        instance = registered_as(self.worker, "tiny")
+        instance = register_tiny(self.worker, 7, "tiny")
         registered = m.Registered(instance.namespace, instance.registration.desc)
         self.scheduler = SchedulerAdapter(
             self.client, model_name="tiny", namespace=instance.namespace, chunk_tokens=256, instances=(7, 8)
@@ -360,7 +347,7 @@ def test_grants_that_no_load_ends_lapse() -> None:
 def test_an_instance_that_is_registered_anew_passes_over_what_was_granted_before(engine: Engine) -> None:
     (grant,) = engine.look_up().take_grants()
     engine.worker.request("UNREGISTER_KV_CACHE", m.Unregister(7), m.Empty)
-    other = registered_as(engine.worker, "other")
+    other = register_tiny(engine.worker, 7, "other")
     bare = other.transfer(msgspec.structs.replace(engine.key, model_name="other", namespace=other.namespace))
     engine.asked.clear()
     plan = engine.worker.prepare_load(dataclasses.replace(bare, grant=grant)).result()
@@ -380,8 +367,6 @@ def test_what_is_passed_over_is_given_back(engine: Engine) -> None:
 @contextlib.contextmanager
 def worker_with_a_hit(server: ServerProcess) -> Iterator[tuple[WorkerAdapter, RequestHashes]]:
     """A worker, and a request of 512 tokens in 32 blocks whose load is granted."""
-    import torch
-
     with server.engine_client() as client:
         caches = {"layer.0": torch.zeros(2, 64, 16, 1, 8)}
         worker = WorkerAdapter(client, instance_id=7, model_name="tiny", layout_options={"axes": AXES})

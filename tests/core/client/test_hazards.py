@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from kvframework.client import KVClient, WorkerAdapter  # noqa: E402
 from kvframework.errors import AlreadyRegistered  # noqa: E402
-from tests.core.client.engine import AXES, BLOCK, BLOCKS, DIM, HEADS, Engine  # noqa: E402
+from tests.support.engines import AXES, BLOCK, BLOCKS, DIM, HEADS, PagedEngine  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
@@ -42,7 +42,7 @@ class Gate:
         assert self.open.wait(60)
 
 
-def loads_its_own(engine: Engine) -> bool:
+def loads_its_own(engine: PagedEngine) -> bool:
     """Whether a load gives this engine, bit for bit, what it has stored."""
     before = {name: tensor.clone() for name, tensor in engine.kv.items()}
     for tensor in engine.kv.values():
@@ -53,7 +53,7 @@ def loads_its_own(engine: Engine) -> bool:
 
 def test_closing_the_client_during_a_gather_frees_no_range_that_is_still_written(server: ServerProcess) -> None:
     with server.engine_client() as one, server.engine_client() as two:
-        first, second = Engine(one, 1), Engine(two, 2)
+        first, second = PagedEngine(one, 1), PagedEngine(two, 2)
         gate = Gate()
         late = threading.Thread(
             target=lambda: first.worker.submit_store(first.request(TOKENS), 0, 1024, ALL, event=gate).result(20)  # type: ignore[arg-type]
@@ -75,7 +75,7 @@ def test_closing_the_client_during_a_gather_frees_no_range_that_is_still_written
 
 def test_a_restart_between_arena_and_lease_publishes_nothing(server: ServerProcess) -> None:
     with server.engine_client() as client:
-        engine = Engine(client)
+        engine = PagedEngine(client)
         begin: Any = client._begin
         boot = client.boot_id
 
@@ -101,7 +101,7 @@ def test_what_comes_too_late_is_given_back() -> None:
     short = ("server.store_lease_s=1", "server.retrieve_lease_s=1")
     with ServerProcess(*short) as server, KVClient(server.endpoint) as client, server.client() as watcher:
         assert client.wait_up(20)
-        engine = Engine(client)
+        engine = PagedEngine(client)
         for token in range(3):
             wait_until(lambda: client.usable, what="the client to heal")
             server.sigstop()
@@ -125,7 +125,7 @@ def test_what_comes_too_late_is_given_back() -> None:
 
 def test_a_failed_registration_can_be_closed(server: ServerProcess) -> None:
     with server.engine_client() as one, server.engine_client() as two:
-        Engine(one, 1)
+        PagedEngine(one, 1)
         worker = WorkerAdapter(two, instance_id=1, model_name="m", layout_options={"axes": AXES})
         kv = {"layer0": torch.zeros(2, BLOCKS, BLOCK, HEADS, DIM)}
         with pytest.raises(AlreadyRegistered):
@@ -145,7 +145,7 @@ def test_a_restart_in_mid_registration_loses_nothing(server: ServerProcess) -> N
             when_up(callback)  # type: ignore[arg-type]
 
         client.when_up = after_a_restart  # type: ignore[method-assign, assignment]
-        engine = Engine(client)
+        engine = PagedEngine(client)
         assert engine.worker.submit_store(engine.request(TOKENS), 0, 1024, ALL).result(20)
 
 

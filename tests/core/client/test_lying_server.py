@@ -13,18 +13,13 @@ from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.client import KVClient
 from kvframework.errors import ProtocolError
 from kvframework.wire import messages as m
-from tests.core.client.engine import Engine
+from tests.support.engines import PagedEngine
+from tests.support.lazy import torch
 from tests.support.lying_proxy import LyingProxy
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 PATIENCE_S = 30.0
@@ -74,7 +69,7 @@ class Lab:
     def __init__(self, server: ServerProcess, proxy: LyingProxy, client: KVClient) -> None:
         self.server = server
         self.proxy = proxy
-        self.engine = Engine(client)
+        self.engine = PagedEngine(client)
         self._requests = count()
 
     def new_request(self) -> Any:

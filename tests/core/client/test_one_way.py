@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from kvframework.api.transport import LoadPlan, Transfer
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, register_canonical
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.wire import messages as m
 from kvframework.wire.frames import NO_ANSWER, join
 from kvframework.wire.protocol import ONE_WAY_REQUESTS, REQUESTS
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
-from tests.support.wire_client import WireClient, key_for
+from tests.support.wire_client import WireClient, key_for, register_tiny
 
 TOKENS = list(range(512))
 
@@ -26,9 +26,7 @@ class Engine:
 
     def __init__(self, server: ServerProcess, client: KVClient, monkeypatch: pytest.MonkeyPatch) -> None:
         self.server, self.client = server, client
-        instance = register_canonical(
-            client, instance_id=1, model_name="tiny", block_size=16, num_layers=2, hidden_dim_size=8, dtype="float32"
-        )
+        instance = register_tiny(client, 1)
         registered = m.Registered(instance.namespace, instance.registration.desc)
         self.scheduler = SchedulerAdapter(client, model_name="tiny", namespace=instance.namespace)
         self.request = RequestHashes(client.hasher, client.chunk_size, request_id="r")

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframework.api.options import ByteSize
+from kvframework.api.toml import parse_toml
 from kvframework.config import Layers, read_layers, toml_value
-from kvframework.config.toml import parse_toml
 
 
 @pytest.fixture

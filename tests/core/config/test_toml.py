@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvframework.config.toml import MOST_BYTES, MOST_LEVELS, parse_toml, read_toml, toml_value
+from kvframework.api.toml import MOST_BYTES, MOST_LEVELS, parse_toml, read_toml, toml_value
 from kvframework.errors import ConfigFieldError, ConfigFileError
 
 # name: text, line, what stands at the caret

@@ -7,9 +7,8 @@ import pytest
 from kvf_cpu_gather.kernel import CopyKernel, load_kernel
 from kvf_layouts.paged import PagedLayout
 from kvframework.api.keys import CacheKey
-from kvframework.api.transport import Registration
-from kvframework.client.transfers import checked_transfer
-from tests.core.defaults.arena_link import ArenaLink
+from tests.support.engines import ArenaEngine
+from tests.support.lazy import torch
 
 BLOCK, CHUNK, HEADS, DIM, BLOCKS, LAYERS = 4, 8, 2, 3, 12, 2
 NHD = ("plane", "block", "token", "head", "dim")
@@ -40,42 +39,22 @@ def key(start: int = 0, end: int = 2 * CHUNK) -> CacheKey:
     return CacheKey("m", 1, 0, bytes(16), start, end, "r", digests=digests)
 
 
-class Engine:
-    """An engine's paged memory, its transport, and the double behind it."""
-
-    def __init__(self, axes=NHD, dtype="float32", seed=1, link=None, kv_caches=None, path="auto"):
-        import torch
-
-        from kvf_cpu_gather.context import CpuGather
-
-        self.layout = PagedLayout(axes)
+class Engine(ArenaEngine):
+    def __init__(self, axes=NHD, dtype="float32", seed=1, link=None, kv=None, path="auto"):
         sizes = {"plane": 2, "block": BLOCKS, "token": BLOCK, "head": HEADS, "dim": DIM}
         generator = torch.Generator().manual_seed(seed)
         shape = [sizes[axis] for axis in axes]
-        self.kv_caches = kv_caches or {
-            f"l{i}": torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for i in range(LAYERS)
-        }
-        declared = self.layout.describe(self.kv_caches, block_size=BLOCK)
-        self.desc = self.layout.object_desc(declared, CHUNK)
-        self.link = link or ArenaLink(self.desc)
-        self.registration = Registration(1, 0, bytes(16), declared, self.desc)
-        self.transport = CpuGather(self.link, path, copying_by[0])
-        self.transport.on_registered(self.registration, self.layout)
+        kv = kv or {f"l{i}": torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for i in range(LAYERS)}
+        super().__init__(
+            kv, PagedLayout(axes), block_size=BLOCK, chunk=CHUNK, link=link, path=path, kernel=copying_by[0]
+        )
 
     def store(self, ids=IDS, cache_key=None, event=None):
-        return self.transport.store(self.transfer(ids, cache_key, event, storing=True))
+        return self.transport.store(self.transfer(ids, cache_key or key(), storing=True, event=event))
 
     def load(self, ids=IDS, cache_key=None, skip=0, event=None):
-        return self.transport.load(self.transfer(ids, cache_key, event, storing=False), skip)
-
-    def transfer(self, ids, cache_key, event, *, storing):
-        """As the core makes it."""
-        return checked_transfer(self.registration, cache_key or key(), self.kv_caches, ids, event, storing=storing)
+        return self.transport.load(self.transfer(ids, cache_key or key(), storing=False, event=event), skip)
 
     def tokens(self, ids):
         """[planes, layers, tokens, heads, dim] of these blocks, as bytes-comparable integers."""
-        import torch
-
-        views = self.layout.block_views(self.registration.layout, self.kv_caches)[0]
-        stacked = torch.stack([torch.stack([view[ids] for view in plane]) for plane in views])
-        return stacked.flatten(2, 3).contiguous().view(torch.uint8)
+        return self.blocks()[:, :, ids].flatten(2, 3)

@@ -26,9 +26,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global torch, ThrottledLog
-    import torch
-
+    global ThrottledLog
     from kvf_cpu_gather.context import ThrottledLog
 
 
@@ -127,17 +125,6 @@ def test_objects_that_are_gone_when_the_wire_is_free_are_a_miss_that_says_why(ca
     assert (outcome.ok, outcome.error) == (False, "kvf_cpu_gather.pins_lost")
     assert "[kvf_cpu_gather.pins_lost]" in caplog.text
     assert given_back == ["lease"]
-
-
-def test_blocks_that_these_tensors_do_not_have_are_refused():
-    """A registration may leave the number of blocks open, when tensors come with each transfer."""
-    engine = Engine()
-    declared = msgspec.structs.replace(engine.registration.layout, num_blocks=0)
-    engine.registration = msgspec.structs.replace(engine.registration, layout=declared)
-    transfer = engine.transfer([[5, 2, 7, BLOCKS]], None, None, storing=True)
-    with pytest.raises(BadBlockIds, match=f"block id {BLOCKS}"):
-        engine.transport.store(transfer)
-    assert engine.link.calls == []
 
 
 class Event:

@@ -11,6 +11,7 @@ from kvframework.api.transport import StoreOutcome
 from kvframework.errors import Cancelled, DeadlineExceeded, ServerGone
 from tests.core.defaults.arena_link import ArenaLink
 from tests.core.defaults.gather_engine import CHUNK, IDS, Engine, both_ways, digest, key
+from tests.support.lazy import torch
 from tests.support.waiting import wait_until
 
 __all__ = ["both_ways"]
@@ -19,9 +20,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global torch, Course, Courses, Turn
-    import torch
-
+    global Course, Courses, Turn
     from kvf_cpu_gather.transfer_steps import Course, Courses, Turn
 
 
@@ -149,7 +148,7 @@ def test_what_was_cancelled_in_the_midst_of_its_copy_is_never_published(path):
         answer(engine)
     wait_until(lambda: event.threads, PATIENCE_S, "the copy")
     future.cancel()
-    for tensor in engine.kv_caches.values():
+    for tensor in engine.kv.values():
         tensor.zero_()
     event.gate.set()
     assert not future.result(PATIENCE_S).ok

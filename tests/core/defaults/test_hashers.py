@@ -47,11 +47,6 @@ def test_the_bytes_of_sglangs_pages_are_fixed() -> None:
     assert PAGES.fingerprint == "sglang/1"
 
 
-@pytest.mark.parametrize("hasher", [HASHER, PAGES], ids=["sha256", "sglang"])
-def test_an_empty_extra_is_none(hasher: KeyHasher) -> None:
-    assert hasher.chunk_digests(bytes(32), 4, extras={1: b""}) == hasher.chunk_digests(bytes(32), 4)
-
-
 def test_an_extra_is_not_taken_for_tokens() -> None:
     assert HASHER.chunk_digests(b"abcdefgh", 2) != HASHER.chunk_digests(b"efgh", 1, extras={0: b"abcd"})
 

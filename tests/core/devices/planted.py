@@ -62,25 +62,9 @@ class WrongStride(PlantedCopier):
         super().copy(stream, replace(batch, steps=steps) if to_arena else batch, to_arena=to_arena)
 
 
-class FreesEarly(PlantedCopier):
-    def reached(self, event: Event) -> bool:
-        return True if event.row is None else super().reached(event)
-
-
 class KeepsMemoryOpen(PlantedCopier):
     def close_memory(self, address: int) -> None:
         return None
-
-
-class KeepsOpenedEvents(PlantedCopier):
-    def destroy_event(self, event: Event) -> None:
-        return None
-
-
-class SynchronizesFirst(PlantedCopier):
-    def record(self, event: Event, behind: Stream) -> None:
-        behind.synchronize(60.0)
-        super().record(event, behind)
 
 
 class OpensWithoutASize(PlantedCopier):
@@ -132,13 +116,6 @@ class CopiesSoMany(PlantedCopier):
         _copy(self, stream, addresses[:1024], offsets[:1024], run, to_arena)
 
 
-class ForgetsTheLastFragment(PlantedCopier):
-    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
-        addresses, offsets, run = batch.fragments()
-        many = max(len(addresses) - (len(addresses) > 8), 1)
-        _copy(self, stream, addresses[:many], offsets[:many], run, to_arena)
-
-
 class OffsetsOf20Bits(PlantedCopier):
     def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
         addresses, offsets, run = batch.fragments()
@@ -152,26 +129,10 @@ class LoadsTheFirstLaneOnly(PlantedCopier):
         super().copy(stream, batch, to_arena=to_arena)
 
 
-class SwapsLanes(PlantedCopier):
-    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
-        batch = replace(batch, lane_addresses=batch.lane_addresses[::-1]) if to_arena else batch
-        super().copy(stream, batch, to_arena=to_arena)
-
-
-class StoresBothWays(PlantedCopier):
-    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
-        super().copy(stream, batch, to_arena=True)
-
-
 class PinsTheFirstSlice(PlantedCopier):
     def pin(self, offset: int, nbytes: int) -> None:
         if offset == 0:
             super().pin(offset, nbytes)
-
-
-class PinsFromTheBeginning(PlantedCopier):
-    def pin(self, offset: int, nbytes: int) -> None:
-        super().pin(0, nbytes)
 
 
 class HasOneCopyStream(PlantedCopier):
@@ -253,12 +214,6 @@ class KeepsStreams(PlantedEngine):
         super().destroy_event(event)
 
 
-class MakesAStreamEachTime(PlantedEngine):
-    def record(self, event: Event, behind: object | None) -> None:
-        self._behind.pop(event, None)
-        super().record(event, behind)
-
-
 class ExportsEachTensor(PlantedEngine):
     """As if an allocation ended at each tensor: the same memory is opened many times."""
 
@@ -296,16 +251,6 @@ class TheLastOfTheProcess(PlantedEngine):
 class ForgetsTheEvent(PlantedEngine):
     def record(self, event: Event, behind: object | None) -> None:
         super().record(event, None)
-
-
-class RecordsTooLate(PlantedEngine):
-    def record(self, event: Event, behind: object | None) -> None:
-        def late() -> None:
-            with contextlib.suppress(DeviceError):
-                record(event, behind)
-
-        record = super().record
-        threading.Timer(0.3, late).start()
 
 
 class ExportsNoOffset(PlantedEngine):
@@ -376,11 +321,6 @@ class NeverReleases(PlantedEngine):
 class HoldsTheThread(PlantedEngine):
     def block_stream(self, stream: object | None) -> Callable[[], None]:
         raise DeviceError("streams are not known here")
-
-
-class HoldsTheCurrentStream(PlantedEngine):
-    def block_stream(self, stream: object | None) -> Callable[[], None]:
-        return super().block_stream(None)
 
 
 class IgnoresSkip(DeviceTransfer):

@@ -4,55 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvf_dev.testing.accelerator import SimulatedNode
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, client_of, serving, status_of
+from kvf_dev.testing.transport.node import PATIENCE_S, status_of
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
-from kvframework.server import Server
 from tests.core.client import test_transport_choice as choice
+from tests.core.devices.conftest import Start
 from tests.core.devices.engines import works
-from tests.core.devices.rigs import simdev
 from tests.support.waiting import wait_until
 
 from tests.core.devices import faulty  # isort: skip  it imports the example
-
-Start = Callable[..., tuple[KVClient, Callable[[int], KitEngine]]]
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[SimulatedNode]:
     with SimulatedNode(tmp_path / "node", max_delay_s=0.0005) as made:
         yield made
-
-
-@pytest.fixture
-def start(node: SimulatedNode) -> Iterator[Start]:
-    """A server with one of the transports, a client, and how to make an engine by its number."""
-    with ExitStack() as stack:
-
-        def starting(transport: str, **options: object) -> tuple[KVClient, Callable[[int], KitEngine]]:
-            rig = simdev(str(node.path), module="tests.core.devices.faulty", transport=transport, **options)
-            stack.callback(rig.close)
-            server: Server = stack.enter_context(serving(rig))
-            client = stack.enter_context(client_of(rig, server.endpoint))
-
-            def engine(number: int) -> KitEngine:
-                made = KitEngine(rig, client, number, PAGED["nhd"], seed=number)
-                stack.callback(made.close)
-                return made
-
-            return client, engine
-
-        yield starting
 
 
 def copier(client: KVClient, transport: str) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,13 @@ import pytest
 from kvf_dev.testing.accelerator import Event, SimulatedNode
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, client_of, serving, status_of
+from kvf_dev.testing.transport.node import PATIENCE_S, client_of, status_of
 from kvframework.api.futures import Future
 from kvframework.api.transfer import StoreOutcome
-from kvframework.client import KVClient
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, DeviceError, DeviceLost
 from kvframework.registry import PluginRegistry, check_config
+from tests.core.devices.conftest import Start
 from tests.core.devices.engines import works
 from tests.core.devices.rigs import EXAMPLE, kvf_simdev, simdev
 from tests.core.registry.fake_distributions import install
@@ -29,33 +28,12 @@ from tests.support.waiting import wait_until
 from tests.core.devices import faulty  # isort: skip  it imports the example
 
 NHD = PAGED["nhd"]
-Start = Callable[[str], tuple[KVClient, Callable[[], KitEngine]]]
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[SimulatedNode]:
     with SimulatedNode(tmp_path / "node", max_delay_s=0.0005) as made:
         yield made
-
-
-@pytest.fixture
-def start(node: SimulatedNode) -> Iterator[Start]:
-    """A server with one of the transports, a client, and how to make an engine."""
-    with ExitStack() as stack:
-
-        def starting(transport: str) -> tuple[KVClient, Callable[[], KitEngine]]:
-            rig = simdev(str(node.path), module="tests.core.devices.faulty", transport=transport)
-            stack.callback(rig.close)
-            client = stack.enter_context(client_of(rig, stack.enter_context(serving(rig)).endpoint))
-
-            def engine() -> KitEngine:
-                made = KitEngine(rig, client, 1, NHD)
-                stack.callback(made.close)
-                return made
-
-            return client, engine
-
-        yield starting
 
 
 # the half in the engine

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvframework.api.copy_plans import CopyPlanner
 from kvframework.api.driver import Allocation, Exported, Step
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc
 from kvframework.api.transport import ArenaRange, GroupBlocks
 from kvframework.api.types import dtype_bytes
-from kvframework.devices.copy_plans import CopyPlanner
 from kvframework.devices.handles import ExportedAllocation, ExportedMemory, ExportedView, export_memory, read_handles
 from kvframework.errors import BadLayout, RequestError
 

@@ -15,6 +15,7 @@ import pytest
 
 from kvframework.keeper.server_child import memory_kills
 from tests.core.keeper.held import TIMEOUT, Held
+from tests.support.control_group import control_group
 from tests.support.processes import children, states
 from tests.support.waiting import wait_until
 
@@ -64,25 +65,7 @@ class TestFirstProcess:
 class TestLackOfMemory:
     @pytest.fixture
     def group(self) -> Iterator[Path]:
-        """A control group of version 1 that allows 128 MiB."""
-        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        places = [group for _, controllers, group in lines if "memory" in controllers.split(",")]
-        if not places:
-            pytest.skip("needs control groups of version 1")
-        group = Path(f"/sys/fs/cgroup/memory{places[0]}/kvf-test-{os.getpid()}")
-        try:
-            group.mkdir()
-            (group / "memory.limit_in_bytes").write_text(str(128 << 20))
-        except OSError as error:
-            pytest.skip(f"needs to make a control group: {error}")
-        yield group
-
-        def removed() -> bool:
-            with contextlib.suppress(OSError):
-                group.rmdir()
-            return not group.exists()
-
-        wait_until(removed, TIMEOUT, "an empty group")
+        yield from control_group(128)
 
     def test_a_server_that_the_kernel_killed_is_named(self, group: Path) -> None:
         within = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from kvf_dev.testing.transport.cases import GroupCase
 from kvf_layouts.declaring import PagedRule
 from kvf_layouts.paged import PagedLayout
-from kvframework.api.keys import CacheKey
-from kvframework.api.layout import check_skip
-from kvframework.api.transport import Registration, Transfer
-from kvframework.client.transfers import checked_transfer
 from tests.core.defaults.arena_link import ArenaLink
-
-if TYPE_CHECKING:
-    import torch
+from tests.support.engines import ArenaEngine
+from tests.support.lazy import torch
 
 NAMES = ("layer", "plane", "block", "token", "head", "dim")
 
@@ -29,8 +23,6 @@ class Group(GroupCase):
 
     def content(self, blocks: int, seed: int) -> torch.Tensor:
         """Random bits `[layer, plane, block, slot, head, dim]`."""
-        import torch
-
         dtype, generator = getattr(torch, self.dtype), torch.Generator().manual_seed(seed)
         shape = (self.layers, self.planes, blocks, self.slots, self.heads, self.dim * dtype.itemsize)
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).view(dtype)
@@ -75,8 +67,6 @@ def _in_one_storage(layers: list[object], *, interleaved: bool) -> list[object]:
     if any(isinstance(layer, tuple) for layer in layers):
         parts = [_in_one_storage([layer[plane] for layer in layers], interleaved=interleaved) for plane in (0, 1)]
         return list(zip(*parts, strict=True))
-    import torch
-
     if interleaved:
         return list(torch.stack(layers, dim=1).unbind(1))
     gap = 8  # elements between layers, as an allocator may leave
@@ -90,54 +80,23 @@ def _in_one_storage(layers: list[object], *, interleaved: bool) -> list[object]:
     return found
 
 
-@dataclass
-class Engine:
-    """Memory of several layer groups, registered with the transport over `link` (a double of the server)."""
+class Engine(ArenaEngine):
+    """Memory of several layer groups."""
 
-    groups: Sequence[Group]
-    contents: Sequence[torch.Tensor]
-    chunk_size: int
-    link: ArenaLink | None = None
-    kv: dict[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for index, (group, content) in enumerate(zip(self.groups, self.contents, strict=True)):
-            self.kv.update(hold(group, content, f"g{index}."))
-        self.layout = PagedLayout(rules=[group.rule(f"g{index}.*") for index, group in enumerate(self.groups)])
-        self.declared = self.layout.describe(self.kv, block_size=self.groups[0].block_size)
-        self.desc = self.layout.object_desc(self.declared, self.chunk_size)
-        self.link = self.link or ArenaLink(self.desc)
-        from kvf_cpu_gather.context import CpuGather
-
-        self.transport = CpuGather(self.link)
-        self.registration = Registration(1, 0, bytes(16), self.declared, self.desc)
-        self.transport.on_registered(self.registration, self.layout)
-
-    def key(self, chunks: int) -> CacheKey:
-        digests = b"".join(bytes([index + 1]) * 32 for index in range(chunks))
-        return CacheKey("m", 1, 0, bytes(16), 0, chunks * self.desc.chunk_tokens, "r", digests=digests)
-
-    def store(self, ids: Sequence[Sequence[int]], chunks: int):
-        return self.transport.store(self._transfer(ids, chunks, storing=True))
-
-    def load(self, ids: Sequence[Sequence[int]], chunks: int, skip: int = 0):
-        check_skip(self.declared, skip)
-        return self.transport.load(self._transfer(ids, chunks, storing=False), skip)
-
-    def _transfer(self, ids: Sequence[Sequence[int]], chunks: int, *, storing: bool) -> Transfer:
-        return checked_transfer(self.registration, self.key(chunks), self.kv, ids, None, storing=storing)
-
-    def blocks(self, group: int) -> torch.Tensor:
-        """What the engine holds now, as bytes `[plane, layer, block, slot, head, dim bytes]`."""
-        import torch
-
-        views = self.layout.block_views(self.declared, self.kv)[group]
-        stacked = torch.stack([torch.stack(list(plane)) for plane in views])
-        return stacked.contiguous().view(torch.uint8)
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        contents: Sequence[torch.Tensor],
+        chunk_size: int,
+        link: ArenaLink | None = None,
+    ) -> None:
+        self.groups = groups
+        named = [(f"g{index}.", group, each) for index, (group, each) in enumerate(zip(groups, contents, strict=True))]
+        kv = {name: held for prefix, group, each in named for name, held in hold(group, each, prefix).items()}
+        layout = PagedLayout(rules=[group.rule(f"{prefix}*") for prefix, group, _ in named])
+        super().__init__(kv, layout, block_size=groups[0].block_size, chunk=chunk_size, link=link)
 
 
 def as_bytes(content: torch.Tensor) -> torch.Tensor:
     """`[layer, plane, ...]` content as `Engine.blocks` shows it."""
-    import torch
-
     return content.transpose(0, 1).contiguous().view(torch.uint8)

@@ -14,14 +14,9 @@ from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import NO_BLOCK
 from kvframework.api.types import DTYPE_BYTES
 from tests.core.layouts.engines import Engine, Group, as_bytes
+from tests.support.lazy import torch
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 CHUNK, CHUNKS, SPARE = 24, 3, 2

@@ -7,75 +7,47 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.errors import NamespaceMismatch
 from tests.core.tiers.nodes import await_written
+from tests.support.engines import PagedEngine
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
-
-
 TOKENS = list(range(256))
 AXES = ["plane", "block", "token", "head", "dim"]
 
 
-class Engine:
+class Engine(PagedEngine):
     """Each layer's memory is filled with the number in its name. Groups are alike in all but their layers."""
 
     def __init__(
         self, client: KVClient, instance_id: int, groups: Sequence[Sequence[str]], *, rank: int = 0, world_size: int = 1
     ) -> None:
-        names = [name for group in groups for name in group]
-        self.client, self.groups, self.rank = client, groups, rank
-        self.kv = {name: torch.zeros((2, 16, 16, 1, 4)) for name in names}
-        rules = [{"layers": list(group), "axes": AXES, "block_size": 16} for group in groups]
-        self.worker = WorkerAdapter(
-            client,
-            instance_id=instance_id,
-            model_name="m",
-            world_size=world_size,
-            rank=rank,
-            layout="paged",
-            layout_options={"groups": rules},
-        )
-        self.registration = self.worker.register_kv_caches(self.kv, block_size=16)
-        self.scheduler = SchedulerAdapter(
-            client,
-            model_name="m",
-            namespace=self.registration.namespace,
-            world_size=world_size,
-            chunk_tokens=self.registration.desc.chunk_tokens,
-        )
+        kv = {name: torch.zeros((2, 16, 16, 1, 4)) for group in groups for name in group}
+        rules = {"groups": [{"layers": list(group), "axes": AXES, "block_size": 16} for group in groups]}
+        split = {"rank": rank, "world_size": world_size}
+        super().__init__(client, instance_id, kv=kv, layout="paged", layout_options=rules, **split)
+        self.asked = self.request(TOKENS)
         self.ids = [list(range(16))] * len(groups)
-
-    @property
-    def request(self) -> RequestHashes:
-        request = RequestHashes(self.client.hasher, 256, request_id="r")
-        request.extend(TOKENS)
-        return request
 
     def store(self) -> None:
         for name, memory in self.kv.items():
             memory.fill_(_number(name))
-        assert self.worker.submit_store(self.request, 0, 256, self.ids).result(0)
+        assert self.worker.submit_store(self.asked, 0, 256, self.ids).result(0)
 
     def hit(self) -> int:
-        result = self.scheduler.wait(self.scheduler.lookup(self.request), 20.0)
-        self.scheduler.free(result)
-        return result.hit_tokens
+        return super().hit(self.asked)
 
     def load(self) -> bool:
         """Whether all layers hold what is theirs afterwards; fails for another's."""
         for memory in self.kv.values():
             memory.fill_(-1.0)
-        loaded = self.worker.submit_retrieve(self.request, 0, 256, self.ids).result(0).ok
+        loaded = self.worker.submit_retrieve(self.asked, 0, 256, self.ids).result(0).ok
         for name, memory in self.kv.items():
             assert memory.eq(_number(name) if loaded else -1.0).all(), f"another layer's KV in {name}"
         return loaded

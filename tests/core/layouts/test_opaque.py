@@ -9,47 +9,19 @@ from hypothesis import strategies as st
 from kvf_layouts.declaring import OpaqueRule
 from kvf_layouts.opaque import OpaqueLayout
 from kvf_layouts.paged import PagedLayout
-from kvframework.api.keys import CacheKey, compute_namespace
-from kvframework.api.layout import check_skip
-from kvframework.api.transfer import Registration
-from kvframework.client.transfers import checked_transfer
+from kvframework.api.keys import compute_namespace
 from kvframework.errors import BadLayout, BadRange
-from tests.core.defaults.arena_link import ArenaLink
+from tests.support.engines import ArenaEngine
+from tests.support.lazy import torch
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global CpuGather, torch
-    import torch
-
-    from kvf_cpu_gather.context import CpuGather
 
 
 BLOCK, BLOCKS, CHUNK = 4, 10, 8
 
 
-class Engine:
-    def __init__(self, kv, layout, link=None):
-        self.kv, self.layout = kv, layout
-        self.declared = layout.describe(kv, block_size=BLOCK)
-        self.desc = layout.object_desc(self.declared, CHUNK)
-        self.link = link or ArenaLink(self.desc)
-        self.transport = CpuGather(self.link)
-        self.registration = Registration(1, 0, bytes(16), self.declared, self.desc)
-        self.transport.on_registered(self.registration, layout)
-
-    def key(self):
-        return CacheKey("m", 1, 0, bytes(16), 0, 2 * CHUNK, "r", digests=b"\1" * 32 + b"\2" * 32)
-
-    def store(self, ids):
-        return self.transport.store(checked_transfer(self.registration, self.key(), self.kv, ids, None, storing=True))
-
-    def load(self, ids, skip=0):
-        check_skip(self.declared, skip)
-        transfer = checked_transfer(self.registration, self.key(), self.kv, ids, None, storing=False)
-        return self.transport.load(transfer, skip)
+def engine_of(kv, layout, link=None):
+    return ArenaEngine(kv, layout, block_size=BLOCK, chunk=CHUNK, link=link)
 
 
 def cpu_packed(seed: int, dtype: str = "bfloat16") -> dict[str, torch.Tensor]:
@@ -74,14 +46,14 @@ def raw(tensor: torch.Tensor, block: int) -> bytes:
 )
 def test_an_object_is_each_layers_raw_blocks_and_comes_back(source, target, skip, dtype):
     layout = OpaqueLayout("amx", 0)
-    engine = Engine(cpu_packed(1, dtype), layout)
-    assert engine.store([source[:4]]).result()
+    engine = engine_of(cpu_packed(1, dtype), layout)
+    assert engine.store([source[:4]], 2).result()
     for chunk, digest in enumerate((b"\1" * 32, b"\2" * 32)):
         blocks = source[chunk * 2 : chunk * 2 + 2]
         assert engine.link.object_bytes(digest) == b"".join(raw(kv, b) for kv in engine.kv.values() for b in blocks)
-    other = Engine(cpu_packed(2, dtype), layout, link=engine.link)
+    other = engine_of(cpu_packed(2, dtype), layout, link=engine.link)
     before = {name: kv.clone() for name, kv in other.kv.items()}
-    assert other.load([target[:4]], skip * BLOCK).result()
+    assert other.load([target[:4]], 2, skip * BLOCK).result()
     for name, kv in other.kv.items():
         loaded = dict(zip(target[skip:4], source[skip:4], strict=True))
         for block in range(BLOCKS):
@@ -90,11 +62,11 @@ def test_an_object_is_each_layers_raw_blocks_and_comes_back(source, target, skip
 
 
 def test_only_whole_blocks_are_skipped():
-    engine = Engine(cpu_packed(1), OpaqueLayout("amx", 0))
-    engine.store([[0, 1, 2, 3]])
+    engine = engine_of(cpu_packed(1), OpaqueLayout("amx", 0))
+    engine.store([[0, 1, 2, 3]], 2)
     calls = list(engine.link.calls)
     with pytest.raises(BadRange, match="opaque blocks") as caught:
-        engine.load([[0, 1, 2, 3]], 6)
+        engine.load([[0, 1, 2, 3]], 2, 6)
     assert "4" in caught.value.available
     assert engine.link.calls == calls, "refused before anything is pinned"
 
@@ -104,7 +76,7 @@ def test_the_packing_is_in_the_form_and_the_namespace():
         return compute_namespace(model="m", desc=desc, hasher_fingerprint="h", world_size=1)
 
     kv = cpu_packed(1)
-    amx, vec = (Engine(kv, OpaqueLayout(packing, 0)).desc for packing in ("amx", "vec"))
+    amx, vec = (engine_of(kv, OpaqueLayout(packing, 0)).desc for packing in ("amx", "vec"))
     assert amx.groups[0].form == "opaque:amx"
     assert amx.groups[0].shape == (1, 2, 2, 2 * BLOCK * 6 * 2)
     canonical = PagedLayout(("block", "head", "token", "dim"))
@@ -131,30 +103,30 @@ def test_what_is_not_declared_is_refused():
 
 def test_planes_that_lie_apart_go_as_a_pair_and_order_in_memory_counts():
     memory = torch.arange(2 * BLOCKS * 8, dtype=torch.int16).view(2, BLOCKS, 2, 4)
-    engine = Engine({"a": tuple(memory.unbind(0))}, OpaqueLayout("x", 0))
-    engine.store([[3, 1, 0, 2]])
+    engine = engine_of({"a": tuple(memory.unbind(0))}, OpaqueLayout("x", 0))
+    engine.store([[3, 1, 0, 2]], 2)
     assert engine.desc.groups[0].shape == (2, 1, 2, 16)
     expected = b"".join(memory[plane, block].numpy().tobytes() for plane in (0, 1) for block in (3, 1))
     assert engine.link.object_bytes(b"\1" * 32) == expected
-    turned = Engine({"a": tuple(memory.transpose(2, 3).unbind(0))}, OpaqueLayout("x", 0))
-    turned.store([[3, 1, 0, 2]])
+    turned = engine_of({"a": tuple(memory.transpose(2, 3).unbind(0))}, OpaqueLayout("x", 0))
+    turned.store([[3, 1, 0, 2]], 2)
     assert turned.link.object_bytes(b"\1" * 32) == expected, "raw bytes as they lie, not as they are indexed"
 
 
 def test_groups_of_opaque_blocks_with_windows_and_states():
     kv = {"a": torch.zeros(BLOCKS, 5), "s": torch.zeros(7, BLOCKS, 3).transpose(0, 1).contiguous()}
     layout = OpaqueLayout("x", 0, [OpaqueRule(("s",), state=True), OpaqueRule(("a",), window=6)])
-    engine = Engine(kv, layout)
+    engine = engine_of(kv, layout)
     state, window = engine.declared.groups
     assert (state.state, window.window) == (True, 6)
     assert [group.shape for group in engine.desc.groups] == [(1, 1, 1, 84), (1, 1, 2, 20)]
     for number, tensor in enumerate(kv.values()):
         tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape) + number)
-    assert engine.store([[0, 1, 2, 3], [9, 8, 7, 6]]).result().stored == 4
+    assert engine.store([[0, 1, 2, 3], [9, 8, 7, 6]], 2).result().stored == 4
     kept = {name: tensor.clone() for name, tensor in kv.items()}
     for tensor in kv.values():
         tensor.zero_()
-    assert engine.load([[999, 999, 999, 5], [999, 999, 0, 1]], 4).result()
+    assert engine.load([[999, 999, 999, 5], [999, 999, 0, 1]], 2, 4).result()
     assert torch.equal(kv["s"][5], kept["s"][3])
     assert torch.equal(kv["a"][0], kept["a"][7])
     assert torch.equal(kv["a"][1], kept["a"][6])

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvf_layouts import PagedOptions
 from kvf_layouts.declaring import PagedRule
 from kvf_layouts.paged import PagedLayout
+from kvf_layouts.tensors import Place, check_apart, overlap
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup, canonical_desc, validate_layout
 from kvframework.errors import BadLayout
 from kvframework.wire.transfer_blocks import touched_blocks
+from tests.support.lazy import torch
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 NHD = ("plane", "block", "token", "head", "dim")
@@ -113,11 +113,6 @@ def test_other_strides_than_declared_are_refused_at_a_submit() -> None:
         layout.block_views(two, {"b": layer(), "a": layer()})
 
 
-def test_groups_of_layers_with_unequal_numbers_of_blocks_inside_are_refused() -> None:
-    with pytest.raises(BadLayout, match="number of blocks is 7"):
-        PagedLayout(NHD).describe({"a": layer(), "b": layer(blocks=7)}, block_size=4)
-
-
 @pytest.mark.parametrize(
     ("rule", "fact"),
     [
@@ -179,3 +174,55 @@ def test_touched_blocks_by_example() -> None:
     assert touched_blocks(state, 16, ids, storing=True) == ([13, 17, 21], 1, 0, 21)
     assert touched_blocks(state, 16, [NO_BLOCK] * 11 + [21], storing=True) == ([NO_BLOCK, NO_BLOCK, 21], 1, 2, 21)
     assert touched_blocks(state, 16, ids, storing=False) == ([NO_BLOCK, NO_BLOCK, 21], 1, 2, 21)
+
+
+# Whether tensors share elements, against counting them.
+
+
+@st.composite
+def places(draw: st.DrawFn, itemsize: int) -> Place:
+    rank = draw(st.integers(0, 3))
+    sizes = draw(st.lists(st.integers(1, 4), min_size=rank, max_size=rank))
+    strides = draw(st.lists(st.integers(0, 12), min_size=rank, max_size=rank))
+    return Place(draw(st.integers(0, 20)) * itemsize, tuple(sizes), tuple(s * itemsize for s in strides), itemsize)
+
+
+def addresses(place: Place) -> list[int]:
+    return [
+        place.address + sum(at * stride for at, stride in zip(index, place.strides, strict=True))
+        for index in itertools.product(*map(range, place.sizes))
+    ]
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([1, 2, 4]).flatmap(lambda size: st.tuples(places(size), places(size))))
+def test_overlap_is_a_shared_element(two: tuple[Place, Place]) -> None:
+    one, other = two
+    assert overlap(one, other) == bool(set(addresses(one)) & set(addresses(other)))
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 12)), max_size=3))
+def test_a_tensor_that_repeats_an_element_is_refused(axes: list[tuple[int, int]]) -> None:
+    memory = torch.zeros(128)
+    tensor = memory.as_strided([size for size, _ in axes], [stride for _, stride in axes])
+    place = Place(0, tuple(tensor.shape), tuple(tensor.stride()), 1)
+    if len(set(addresses(place))) == len(addresses(place)):
+        check_apart({"a": tensor})
+    else:
+        with pytest.raises(BadLayout, match="of one tensor share"):
+            check_apart({"a": tensor})
+
+
+def test_interleaved_layers_of_a_large_engine_are_quick_to_check() -> None:
+    memory = torch.empty(2000, 64, 2, 16, 8, device="meta")
+    layers = {f"l{index}": layer for index, layer in enumerate(memory.unbind(1))}
+    assert not any(
+        overlap(_place(one), _place(other)) for one, other in itertools.combinations(list(layers.values())[:12], 2)
+    )
+    shifted = _place(layers["l0"])._replace(address=4)
+    assert overlap(_place(layers["l0"]), shifted)
+
+
+def _place(tensor: torch.Tensor) -> Place:
+    return Place(tensor.storage_offset() * 4, tuple(tensor.shape), tuple(s * 4 for s in tensor.stride()), 4)

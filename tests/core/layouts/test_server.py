@@ -12,15 +12,11 @@ from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, Worker
 from kvframework.errors import BadLayout, BadRange
 from kvframework.wire.messages import Clear, Prepare, StorePlan
 from tests.core.layouts.engines import Group, as_bytes, hold
+from tests.support.engines import PagedEngine
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 CHUNK = 256
@@ -56,8 +52,8 @@ def table(group: Group, pattern: str) -> dict[str, object]:
     }
 
 
-class Engine:
-    """A worker and a scheduler with memory of several layer groups."""
+class Engine(PagedEngine):
+    """Memory of several layer groups."""
 
     def __init__(
         self,
@@ -69,43 +65,16 @@ class Engine:
         seed: int | None = None,
         path: str = "auto",
     ) -> None:
-        self.client, self.groups = client, groups
-        self.counts = [tokens // group.block_size + 1 for group in groups]
-        self.contents = [
-            torch.zeros_like(group.content(count, 0)) if seed is None else group.content(count, seed)
-            for group, count in zip(groups, self.counts, strict=True)
-        ]
-        self.kv: dict[str, object] = {}
-        for index, (group, content) in enumerate(zip(groups, self.contents, strict=True)):
-            self.kv.update(hold(group, content, f"g{index}."))
-        self.worker = WorkerAdapter(
-            client,
-            instance_id=instance_id,
-            model_name="m",
-            layout="paged",
-            layout_options={"groups": [table(group, f"g{index}.*") for index, group in enumerate(groups)]},
-            transport_options={"path": path},
-        )
-        self.registration = self.worker.register_kv_caches(self.kv, block_size=16)
-        self.scheduler = SchedulerAdapter(
-            client,
-            model_name="m",
-            namespace=self.registration.namespace,
-            chunk_tokens=self.registration.desc.chunk_tokens,
-        )
-
-    def request(self, tokens: Sequence[int], request_id: str = "r") -> RequestHashes:
-        request = RequestHashes(self.client.hasher, CHUNK, request_id=request_id)
-        request.extend(tokens)
-        return request
+        self.groups = groups
+        kv: dict[str, object] = {}
+        for index, group in enumerate(groups):
+            content = group.content(tokens // group.block_size + 1, seed or 0)
+            kv.update(hold(group, content if seed is not None else torch.zeros_like(content), f"g{index}."))
+        tables = [table(group, f"g{index}.*") for index, group in enumerate(groups)]
+        super().__init__(client, instance_id, kv=kv, path=path, layout="paged", layout_options={"groups": tables})
 
     def ids(self, tokens: int) -> list[list[int]]:
         return [list(range(tokens // group.block_size)) for group in self.groups]
-
-    def hit(self, request: RequestHashes, end: int | None = None) -> int:
-        result = self.scheduler.lookup(request, end=end)
-        self.scheduler.free(result)
-        return result.hit_tokens
 
     def blocks(self, group: int) -> torch.Tensor:
         return as_bytes(_content(self.groups[group], self.kv, f"g{group}."))

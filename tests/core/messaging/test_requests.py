@@ -23,7 +23,7 @@ from kvframework.errors import (
 )
 from kvframework.messaging.server import loop as server
 from kvframework.messaging.server.loop import OWN_REQUESTS, check_handlers
-from kvframework.service.health import MESSAGING_TROUBLE
+from kvframework.status import COUNTERS
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES
 from kvframework.wire.messages import Cancel, CancelReply
 from tests.core.messaging.lab import SPECS, TABLE, Lab, Text, ask, connected
@@ -143,7 +143,8 @@ def test_a_client_that_leaves_is_no_trouble(lab: Lab) -> None:
     wait_until(lambda: not lab.server.sessions)
     with connected(lab.endpoint) as another:
         ask(another, "ECHO", "c").result(20)
-    assert "unroutable" not in MESSAGING_TROUBLE, "a client may leave while its last answers are on their way"
+    unroutable = COUNTERS["messaging.counters.unroutable"]
+    assert not unroutable.trouble, "a client may leave while its last answers are on their way"
     assert not [name for name in lab.server.counters if name.startswith("errors.")]
 
 

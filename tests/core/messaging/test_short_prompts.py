@@ -12,7 +12,8 @@ from kvframework.messaging.server.sessions import SessionTable
 from kvframework.service.counts import LookupCounts, ShortPrompts
 from kvframework.service.finished import FinishedRequests
 from kvframework.service.records import RequestLog
-from kvframework.wire.messages import MAX_SHORT, REASONS, Hello, Ping, ShortPrompt
+from kvframework.status import REASONS
+from kvframework.wire.messages import MAX_SHORT, Hello, Ping, ShortPrompt
 
 
 class Session(ClientInfo):

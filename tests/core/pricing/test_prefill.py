@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvframework.pricing.cut import HORIZON_S, MOST_BUSY, Queue, Traffic, Turns
 from kvframework.pricing.prefill import EngineSpeed, prefill_s
 
 tokens = st.integers(0, 1 << 20)
@@ -45,3 +46,66 @@ def test_an_engine_without_speed_is_refused() -> None:
     with pytest.raises(ValueError, match="tokens_per_s"):
         EngineSpeed(0.0).check()
     EngineSpeed(25_000.0).check()
+
+
+# Loads that take turns, against a tier that serves them in small slices.
+
+
+SLICES = 200
+works = st.lists(st.integers(0, SLICES), max_size=5)
+
+
+def ends(left: list[int]) -> list[int]:
+    """When each of these loads is over, if each gets a slice in its turn."""
+    left, over, now = list(left), [0] * len(left), 0
+    while any(left):
+        for number, slices in enumerate(left):
+            if slices:
+                now += 1
+                left[number] -= 1
+                over[number] = now
+    return over
+
+
+@given(works, st.integers(1, SLICES))
+def test_a_load_waits_for_each_as_long_as_itself(left: list[int], work: int) -> None:
+    together, before = ends([*left, work]), ends(left)
+    turns = Turns(left)
+    assert turns.load_s(work) == pytest.approx(together[-1], abs=len(left))
+    delays = sum(after - one for after, one in zip(together, before, strict=False))
+    assert turns.cost_to_others(work) == pytest.approx(delays, abs=2 * len(left) + 1)
+
+
+@given(works, st.floats(0, 10), st.floats(0, 5), st.floats(0, 100), st.floats(0, 100))
+def test_more_takes_longer_and_costs_more(left: list[int], rate: float, busy: float, work: float, more: float) -> None:
+    turns = Turns(left, rate, busy)
+    assert work <= turns.load_s(work) <= turns.load_s(work + more) * (1 + 1e-9)
+    assert 0 <= turns.cost_to_others(work) <= turns.cost_to_others(work + more) * (1 + 1e-9)
+    assert turns.load_s(work) <= (sum(left) + work) / (1 - MOST_BUSY) * (1 + 1e-9)
+
+
+# Requests a second, and what one more costs the others.
+
+
+@given(st.floats(0.1, 50.0))
+def test_the_rate_is_that_of_the_last_minutes(rate: float) -> None:
+    traffic = Traffic(0.0)
+    now = 0.0
+    while now < 4 * HORIZON_S:
+        now += 1 / rate
+        traffic.add(now)
+    assert traffic.rate(now) == pytest.approx(rate, rel=0.1 + 1 / (rate * HORIZON_S))
+    assert traffic.rate(now + HORIZON_S) < rate / 2
+
+
+def test_two_requests_at_the_begin_are_no_crowd() -> None:
+    traffic = Traffic(100.0)
+    traffic.add(100.0)
+    traffic.add(100.0)
+    assert traffic.rate(100.0) < 0.5
+
+
+@given(st.floats(0, 100), st.floats(0, 20), st.floats(0, 10), st.floats(0, 10))
+def test_more_work_costs_more(wait_s: float, rate: float, work_s: float, more_s: float) -> None:
+    queue = Queue(wait_s, rate)
+    assert 0 <= queue.cost_to_others(work_s) <= queue.cost_to_others(work_s + more_s)

@@ -3,7 +3,6 @@ serves, and the one after it is warm."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import random
@@ -31,6 +30,7 @@ from kvframework.storage.l1.journal_format import (
 )
 from tests.core.restart.planted_server import FILE_TEXT, NAMES, PLANT, STRANGERS
 from tests.core.restart.prompts import CAPACITY, OBJECTS, hits, overwrite_all, store
+from tests.support.control_group import control_group
 from tests.support.held_server import HeldServer
 from tests.support.processes import has_ended, send
 from tests.support.waiting import wait_until
@@ -227,22 +227,4 @@ def test_a_server_that_the_kernel_kills_for_lack_of_memory(server: HeldServer, g
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A control group of version 1, as version 2 here is without controllers, that allows 64 MiB."""
-    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    places = [place for _, controllers, place in lines if "memory" in controllers.split(",")]
-    if not places:
-        pytest.skip("needs control groups of version 1")
-    group = Path(f"/sys/fs/cgroup/memory{places[0]}/kvf-test-{os.getpid()}")
-    try:
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(64 << 20))
-    except OSError as error:
-        pytest.skip(f"needs to make a control group: {error}")
-    yield group
-
-    def removed() -> bool:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-        return not group.exists()
-
-    wait_until(removed, 60, "an empty group")
+    yield from control_group(64)

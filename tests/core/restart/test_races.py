@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from tests.core.restart.prompts import CAPACITY, OBJECT, fill_of, overwrite_all
 from tests.support.held_server import HeldServer
+from tests.support.line_process import LineProcess
 from tests.support.processes import arenas, children, has_ended
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -118,39 +116,20 @@ def test_a_commit_in_flight_is_all_or_nothing(server: HeldServer) -> None:
     print(f"commits that counted: {sum(outcomes)} of {KILLS}")
 
 
-class Running:
+class Running(LineProcess):
     """The writer's process, and what it says."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
 
     def said(self, name: str) -> dict[str, Any]:
         """Return its next line with this fact."""
-        assert self.process.stdout is not None
         while True:
-            line = json.loads(self.process.stdout.readline())
+            line = json.loads(self.hear())
             if name in line:
                 assert isinstance(line, dict)
                 return line
 
-    def go_on(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
 
-
-@contextmanager
-def engine(server: HeldServer, how: str) -> Iterator[Running]:
-    command = [sys.executable, "-m", PROGRAM, server.endpoint, how]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with closing(process.stdin), closing(process.stdout):
-        try:
-            yield Running(process)
-        finally:
-            process.kill()
-            process.wait()
+def engine(server: HeldServer, how: str) -> Running:
+    return Running("-m", PROGRAM, server.endpoint, how)
 
 
 def test_a_copy_that_runs_on_after_its_client_has_connected_again(server: HeldServer) -> None:
@@ -160,28 +139,28 @@ def test_a_copy_that_runs_on_after_its_client_has_connected_again(server: HeldSe
         server.start()
         with server.client() as other:
             # It has the new server's arena beside the old one.
-            wait_until(lambda: arenas(running.process.pid) == 2, what="the second mapping")
+            wait_until(lambda: arenas(running.pid) == 2, what="the second mapping")
             taken = overwrite_all(other, 2)
             assert taken.isdisjoint(offset for offset, _ in ranges)
             assert quarantined(other) == 4 * OBJECT
-            running.go_on()
-            assert running.said("reconnected") == {"pid": running.process.pid, "reconnected": True, "stored": 0}
+            running.tell()
+            assert running.said("reconnected") == {"pid": running.pid, "reconnected": True, "stored": 0}
             assert overwrite_all(other, 3, first=5000).isdisjoint(offset for offset, _ in ranges)
-            running.go_on()
+            running.tell()
             running.said("ended")
             server.unwritten(other)
-            assert arenas(running.process.pid) == 1
+            assert arenas(running.pid) == 1
 
 
 def test_a_forked_child_of_a_writer_holds_nothing(server: HeldServer) -> None:
     """It cannot write: its range is free once the writer has ended."""
     with engine(server, "forks") as running:
         running.said("ranges")
-        (child,) = children(running.process.pid)
+        (child,) = children(running.pid)
         server.kill9()
         server.start()
         with server.client() as other:
-            wait_until(lambda: arenas(running.process.pid) == 2, what="the second mapping")
+            wait_until(lambda: arenas(running.pid) == 2, what="the second mapping")
             assert quarantined(other) == 4 * OBJECT
             running.process.kill()
             running.process.wait()

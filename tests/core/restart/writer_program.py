@@ -12,8 +12,8 @@ import os
 import sys
 
 from kvframework.api.keys import CacheKey
-from kvframework.client import KVClient, register_canonical
-from tests.support.wire_client import key_for
+from kvframework.client import KVClient
+from tests.support.wire_client import key_for, register_tiny
 
 TOKENS = [9] * 1024
 LATE = b"late"
@@ -27,15 +27,7 @@ def say(**facts: object) -> None:
 def main(endpoint: str, how: str) -> None:
     with KVClient(endpoint, deadline_scale=20.0, connect_timeout_s=60.0) as client:
         assert client.wait_up(60.0)
-        instance = register_canonical(
-            client,
-            instance_id=90,
-            model_name="tiny",
-            block_size=16,
-            num_layers=2,
-            hidden_dim_size=8,
-            dtype="float32",
-        )
+        instance = register_tiny(client, 90)
         key: CacheKey = key_for(instance.registration, TOKENS)
         with client.prepare_store(instance.transfer(key)).result(60.0) as plan:
             if how == "forks" and os.fork() == 0:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ import pytest
 
 from kvframework import errors
 from kvframework.wire import messages as m
-from tests.support.processes import send
+from tests.support.line_process import LineProcess
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -56,37 +54,12 @@ def _empty(server: ServerProcess) -> None:
         client.call("CLEAR", m.Clear())
 
 
-class Worker:
-    """A worker process that has prepared its transfer."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.say()
-
-    def say(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def go_on(self) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return self.say()
-
-    def signal(self, number: int) -> None:
-        send(self.process.pid, number)
-
-
 @contextmanager
-def worker(server: ServerProcess, what: str) -> Iterator[Worker]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, server.endpoint, what], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield Worker(process)
-    finally:
-        process.kill()
-        process.communicate()
+def worker(server: ServerProcess, what: str) -> Iterator[LineProcess]:
+    """A worker process that has prepared its transfer."""
+    with LineProcess("-c", WORKER, server.endpoint, what) as process:
+        process.hear()
+        yield process
 
 
 @contextmanager
@@ -142,35 +115,6 @@ def _holds(watcher: WireClient, instance_id: int) -> bool:
     return instance_id in watcher.status()["non_gpu_instance_ids"]
 
 
-def test_a_stopped_writer_that_wakes_up_harms_nobody(server: ServerProcess) -> None:
-    with server.client() as busy, server.client() as watcher:
-        registered = busy.register(instance_id=1)
-        watcher.register(instance_id=2)
-        key = key_for(registered, TOKENS)
-        with storing(busy, registered), worker(server, "store") as writer:
-            writer.signal(signal.SIGSTOP)
-            wait_until(lambda: quarantined(watcher) > 0, what="the quarantine")
-            assert watcher.lookup(key).hit_tokens == 0
-            committed = watcher.store(key, b"MINE", 2)
-            assert committed is not None, "the key is free for another writer"
-            assert committed.outcome.stored == 4
-            writer.signal(signal.SIGCONT)
-            assert writer.go_on() == "committed 0", "an expired lease publishes nothing"
-            found = watcher.retrieve(key, 2)
-            assert found is not None
-            assert found == (b"MINE" * len(found))[: len(found)]
-            assert quarantined(watcher) == 0, "the range came back with the commit"
-
-
-def test_the_quarantine_of_a_stopped_writer_ends_with_its_death(server: ServerProcess) -> None:
-    with server.client() as watcher, worker(server, "store") as writer:
-        watcher.call("CLEAR", m.Clear())
-        writer.signal(signal.SIGSTOP)
-        wait_until(lambda: quarantined(watcher) > 0, what="the quarantine")
-        writer.signal(signal.SIGKILL)
-        wait_until(lambda: quarantined(watcher) == 0, what="the range")
-
-
 def test_a_stopped_reader_is_told_that_its_pin_was_lost(server: ServerProcess) -> None:
     with server.client() as client:
         registered = client.register(instance_id=1)
@@ -180,9 +124,9 @@ def test_a_stopped_reader_is_told_that_its_pin_was_lost(server: ServerProcess) -
             reader.signal(signal.SIGSTOP)
             wait_until(lambda: client.status()["l1"]["pins"] == 0, what="the lapse of the pins")
             reader.signal(signal.SIGCONT)
-            assert reader.go_on() == "held False"
+            assert reader.ask() == "held False"
         with worker(server, "retrieve") as reader:
-            assert reader.go_on() == "held True"
+            assert reader.ask() == "held True"
 
 
 def test_a_lease_of_a_dead_client_is_nobodys(server: ServerProcess) -> None:
@@ -191,16 +135,3 @@ def test_a_lease_of_a_dead_client_is_nobodys(server: ServerProcess) -> None:
         lease = client.prepare_store(key_for(registered, [6] * 256)).lease
         with server.client() as other, pytest.raises(errors.LeaseUnknown):
             other.call("COMMIT_STORE", m.LeaseRef(lease))
-
-
-def test_two_hundred_lookups_of_dead_clients_leave_no_pin(server: ServerProcess) -> None:
-    with server.client() as client:
-        registered = client.register(instance_id=1)
-        key = key_for(registered, TOKENS)
-        client.store(key, b"PINS")
-        for _ in range(20):
-            doomed = server.client()
-            for _ in range(10):
-                assert doomed.lookup(key).hit_tokens == 1024
-            doomed.close()
-        wait_until(lambda: client.status()["l1"]["pins"] == 0, what="the pins of the dead")

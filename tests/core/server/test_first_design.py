@@ -165,12 +165,12 @@ def test_the_adapter_owns_the_futures_and_knows_of_no_transport(
 ) -> None:
     """A transport hands out a future and has no part in the answer of `get_finished`."""
     from kvf_cpu_gather.context import CpuGather
-    from tests.core.client.engine import CHUNK, Engine
+    from tests.support.engines import CHUNK, PagedEngine
 
     pending: Promise[StoreOutcome] = Promise()
     with KVClient(server.endpoint) as connected:
         assert connected.wait_up(20)
-        engine = Engine(connected)
+        engine = PagedEngine(connected)
         monkeypatch.setattr(CpuGather, "store", lambda *_given: pending)
         future = engine.worker.submit_store(engine.request([1] * CHUNK), 0, CHUNK, [list(range(16))])
         assert engine.worker.get_finished() == (set(), set())

@@ -14,8 +14,8 @@ from kvframework.api.keys import MAX_RETAINS, Retain, retain_of
 from kvframework.client import RequestHashes
 from kvframework.errors import InvalidPayload
 from kvframework.wire import messages as m
-from tests.core.client.engine import CHUNK, Engine
 from tests.core.server.in_process import serving
+from tests.support.engines import CHUNK, PagedEngine
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -106,7 +106,7 @@ def test_hints_cannot_fill_l1(client: WireClient) -> None:
 @pytest.mark.torch
 def test_the_library_sends_hints_with_lookups_loads_and_chunked_stores(small: ServerProcess) -> None:
     with small.engine_client() as connected:
-        engine = Engine(connected, 7)
+        engine = PagedEngine(connected, 7)
         with small.client() as other:
             other.call("CLEAR", m.Clear())
 

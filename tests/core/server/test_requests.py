@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from kvframework import errors
 from kvframework.api.keys import compute_namespace
@@ -113,23 +111,6 @@ def test_only_missing_chunks_are_handed_out_for_writing(client: WireClient) -> N
     assert_nothing_is_held(client)
 
 
-def test_request_ids_collide_and_tickets_do_not(server: ServerProcess, client: WireClient) -> None:
-    registered = client.register()
-    client.store(key_for(registered, TOKENS[:256]), b"a")
-    client.store(key_for(registered, [7] * 512), b"b")
-    with server.client() as other:
-        mine = client.lookup(key_for(registered, TOKENS[:256], request_id="same"))
-        theirs = other.lookup(key_for(registered, [7] * 512, request_id="same"))
-        assert (mine.hit_tokens, theirs.hit_tokens) == (256, 512)
-        assert mine.ticket != theirs.ticket
-        assert other.call("END_SESSION", m.EndSession("same")).tickets == 1
-        assert client.status()["l1"]["pins"] == 1, "another's END_SESSION frees nothing of ours"
-        with pytest.raises(errors.LeaseUnknown):
-            other.call("FREE_LOOKUP_LOCKS", m.TicketRef(mine.ticket))
-    assert client.call("FREE_LOOKUP_LOCKS", m.TicketRef(mine.ticket)).pins == 1
-    assert_nothing_is_held(client)
-
-
 def test_end_session_frees_no_range_that_may_still_be_written(server: ServerProcess, client: WireClient) -> None:
     registered = client.register()
     key = key_for(registered, TOKENS)
@@ -144,16 +125,6 @@ def test_end_session_frees_no_range_that_may_still_be_written(server: ServerProc
         assert found == (b"GOOD" * len(found))[: len(found)]
     assert client.call("COMMIT_STORE", m.LeaseRef(plan.lease)).outcome.stored == 0
     assert_nothing_is_held(client)
-
-
-def test_the_same_request_id_with_other_tokens_finds_only_its_own(client: WireClient) -> None:
-    registered = client.register()
-    client.store(key_for(registered, [1] * 256, request_id="r"), b"one")
-    client.store(key_for(registered, [2] * 256, request_id="r"), b"two")
-    for token, fill in ((1, b"one"), (2, b"two")):
-        found = client.retrieve(key_for(registered, [token] * 256, request_id="r"))
-        assert found is not None
-        assert found.startswith(fill)
 
 
 def test_pins_keep_objects_over_clear(client: WireClient) -> None:
@@ -314,41 +285,9 @@ def test_strange_leases_are_refused(client: WireClient, name: str) -> None:
         client.call(name, m.LeaseRef("feedbeef-1"))
 
 
-def test_bad_frames_leave_the_server_answering_others(server: ServerProcess, client: WireClient) -> None:
-    registered = client.register()
-    seeded = random.Random(20261120)
-    with server.client() as bad:
-        good = [b"\1" * 8, b"PREPARE_STORE", msgspec.msgpack.encode(m.Prepare(key_for(registered, TOKENS), 1))]
-        for _ in range(300):
-            frames = [
-                good[:2],
-                good[:1],
-                [b""],
-                [b"\1" * 7, *good[1:]],
-                [good[0], b"NO_SUCH", good[2]],
-                [good[0], b"\xff\xfe", good[2]],
-                [good[0], b"X" * 100, good[2]],
-                [*good, b"surplus"],
-                [good[0], good[1], good[2][: seeded.randrange(len(good[2]))]],
-                [good[0], good[1], seeded.randbytes(seeded.randrange(200))],
-                [seeded.randbytes(seeded.randrange(12)) for _ in range(seeded.randrange(1, 8))],
-            ]
-            bad.socket.send_multipart(seeded.choice(frames))
-        bad.socket.send_multipart([good[0], b"NOOP", bytes(17 << 20)])
-        for _ in range(3):
-            assert client.call("PING", m.Empty())
-    assert client.retrieve(key_for(registered, TOKENS)) is None
-    assert_nothing_is_held(client)
-
-
 def test_a_request_before_hello_is_refused(server: ServerProcess) -> None:
     with server.client(hello=False) as stranger, pytest.raises(errors.HelloRequired):
         stranger.call("REPORT_STATUS", m.Empty())
-
-
-def test_a_client_of_another_version_is_refused(server: ServerProcess) -> None:
-    with server.client(hello=False) as newer, pytest.raises(errors.VersionMismatch, match="versions 9 to 12"):
-        newer.call("HELLO", m.Hello("new", 1, min_version=9, max_version=12))
 
 
 def test_a_client_with_another_hasher_is_refused(server: ServerProcess) -> None:
@@ -360,24 +299,6 @@ def test_cancel_of_nothing(client: WireClient) -> None:
     assert client.call("CANCEL", m.Cancel(12345)).found is False
 
 
-def test_a_full_l1_evicts_or_says_what_it_dropped(server: ServerProcess, client: WireClient) -> None:
-    registered = client.register(hidden_dim_size=8192)
-    per_chunk = 2 * 2 * 256 * 8192 * 4
-    fits = (64 << 20) // per_chunk
-    for first in range(6):
-        committed = client.store(key_for(registered, [first] * 256), b"%d" % first)
-        assert committed is not None
-        assert committed.outcome.stored == 1
-        found = client.retrieve(key_for(registered, [first] * 256))
-        assert found is not None
-        assert found[:1] == b"%d" % first
-    tokens = list(range(256 * (fits + 2)))
-    plan = client.prepare_store(key_for(registered, tokens))
-    assert (len(plan.ranges), plan.outcome.dropped) == (fits, 2)
-    client.call("ABORT", m.LeaseRef(plan.lease))
-    assert_nothing_is_held(client)
-
-
 def test_the_server_has_not_loaded_torch(server: ServerProcess) -> None:
     with open(f"/proc/{server.pid}/maps") as maps:
         assert "libtorch" not in maps.read()
@@ -387,18 +308,6 @@ def test_an_unmapped_client_still_gets_answers(server: ServerProcess) -> None:
     with server.client(liveness=False) as remote:
         assert remote.call("PING", m.Empty())
         assert remote.arena is None
-
-
-def test_raw_dealers_without_frames_are_ignored(server: ServerProcess, client: WireClient) -> None:
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.linger = 0
-    dealer.connect(server.endpoint)
-    for _ in range(100):
-        dealer.send(b"x")
-    assert client.call("PING", m.Empty())
-    dealer.close()
-    context.term()
 
 
 def test_two_instances_that_differ_in_mla_alone_are_told_so() -> None:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvframework.service.health import (
-    EVENTS_TROUBLE,
-    EVERY_S,
-    L1_TROUBLE,
-    L2_TROUBLE,
-    LOSSES,
-    MEANING,
-    MESSAGING_TROUBLE,
-    CounterReport,
-    problems,
-    trouble,
-)
+import pytest
+
+from kvframework.api.counter import Counter, Counts
+from kvframework.service.health import EVERY_S, CounterReport, problems, trouble
+from kvframework.status import COUNTERS
 
 
 def document(**parts: Any) -> dict[str, Any]:
@@ -197,6 +190,28 @@ def test_the_report_of_values_that_were_not_stored_says_why() -> None:
 
 
 def test_every_counter_of_trouble_has_words_for_the_log() -> None:
-    names = {f"l1.counters.{name}" for name in L1_TROUBLE} | {*L2_TROUBLE, "prefetch.refused", "log.dropped"}
-    names |= {f"losses.{name}" for name in LOSSES} | {f"events.counters.{name}" for name in EVENTS_TROUBLE}
-    assert names | {f"messaging.counters.{name}" for name in MESSAGING_TROUBLE} == MEANING.keys()
+    for place, counter in COUNTERS.items():
+        assert counter.unit, place
+        assert counter.metric, place
+        assert place.endswith(counter.label or place.rpartition(".")[2]) or counter.label
+
+
+def test_a_plugin_declares_counters_of_its_own() -> None:
+    counts = Counts(renewed=Counter("leases", "were renewed late", trouble=True), asked=Counter("questions"))
+    counts.add("renewed", 2)
+    counts.add("asked")
+    with pytest.raises(KeyError):
+        counts.add("unknown")
+    own = document(
+        l2=[tier(details={"counters": counts.status()})], transports={"copying": {"counters": counts.status()}}
+    )
+    assert trouble(own) == {"l2.0.details.counters.renewed": 2, "transports.copying.counters.renewed": 2}
+    assert CounterReport(0.0).changes(own, 10.0) == (
+        "2 leases were renewed late (transports.copying.counters.renewed); "
+        "2 leases were renewed late, in redis (l2.0.details.counters.renewed)"
+    )
+
+
+@pytest.mark.parametrize("counters", [7, {"a": 1}, {"a": {"value": "many"}}, [1]])
+def test_what_a_plugin_calls_counters_and_is_none_is_passed_over(counters: object) -> None:
+    assert trouble(document(l2=[tier(details={"counters": counters})])) == {}

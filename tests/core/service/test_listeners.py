@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from kvframework.api.listener import Added, Listener, Records
+from kvframework.api.listener import Listener, Records
 from kvframework.record_ring import RecordRing
 from kvframework.service import listeners as module
 from kvframework.service.listeners import Listeners
 from tests.support.waiting import wait_until
 
-RECORD = Added([b"k"])
+KEYS = [b"k"]
 
 
 class Counting(Listener):
@@ -68,9 +68,9 @@ def test_one_that_fails_is_a_problem_and_others_hear_on(listeners: Listeners) ->
     listeners.add("bad", Failing())
     listeners.add("good", good)
     listeners.start(keeps=False)
-    listeners.ring.put(RECORD)
+    listeners.ring.added(KEYS)
     wait_until(lambda: "broken" in str(listeners.status("bad").get("problem")), what="the problem")
-    listeners.ring.put(RECORD)
+    listeners.ring.added(KEYS)
     wait_until(lambda: good.heard == 2, what="both records")
     assert listeners.others()["good"] == {"heard": 2}
 
@@ -91,7 +91,7 @@ def test_one_that_is_stuck_delays_the_end_by_the_bound_alone(
     listeners.add("stuck", stuck)
     listeners.add("good", good)
     listeners.start(keeps=False)
-    listeners.ring.put(RECORD)
+    listeners.ring.added(KEYS)
     began = time.monotonic()
     listeners.stop(handed_over=False)
     assert time.monotonic() - began < 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from kvframework.service.counts import MAX_MODELS, OTHER_MODELS, LookupCounts
 from kvframework.service.finished import MOST, FinishedRequests
 from kvframework.service.miss_reasons import START_EXPLAINS_S, Facts, Row, decide, elsewhere
 from kvframework.service.records import MOST_WAITING, RequestLog
+from kvframework.status import REASONS
 from kvframework.storage.l1.eviction_statistics import CAUSES, Ghost
 from kvframework.storage.namespaces import NamespaceRecord
-from kvframework.wire.messages import REASONS
 from tests.support.waiting import wait_until
 
 HERE, THERE = b"h" * 16, b"t" * 16
@@ -222,6 +223,36 @@ def test_more_records_than_may_wait_are_counted_by_who_makes_them() -> None:
     assert len(heard) > MOST_WAITING
     requests.count()
     assert heard == [str(number) for number in range(MOST_WAITING + 10)]
+
+
+def test_who_holds_the_storage_may_end_a_request_while_others_count() -> None:
+    """A ticket ends under the lock of the storage, which those who count take, too."""
+    requests, storage = RequestLog(), threading.RLock()
+    entered, heard = threading.Event(), list[str]()
+
+    def count(record: RequestRecord) -> None:
+        entered.set()
+        with storage:
+            heard.append(record.subject.request_id)
+
+    requests.listeners.append(count)
+
+    def end(number: int) -> None:
+        for _ in range(number):
+            requests.add("LOOKUP", subject(), "hit")
+
+    with storage:
+        end(1)
+        counting = threading.Thread(target=requests.count, daemon=True)
+        counting.start()
+        assert entered.wait(10)
+        ending = threading.Thread(target=end, args=(MOST_WAITING + 10,), daemon=True)
+        ending.start()
+        ending.join(10)
+        assert not ending.is_alive(), "it waits for who counts, who waits for the storage"
+    counting.join(10)
+    requests.count()
+    assert len(heard) == MOST_WAITING + 11
 
 
 def test_records_are_counted_without_being_asked_for() -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from kvframework.api.layout import EngineView
 from kvframework.client import KVClient, ModelPart, RequestHashes, WorkerAdapter
 from tests.core.layouts.engines import Group, as_bytes, hold
-
-if TYPE_CHECKING:
-    import torch
+from tests.support.lazy import torch
 
 CHUNK = 32
 BLOCK = 16
@@ -92,8 +89,6 @@ class Rank:
         path: str = "auto",
         known: bool = True,
     ) -> None:
-        import torch
-
         self.part, self.form = part, form
         own = max(model.heads // part.tp_size, 1)
         first = part.tp_rank * model.heads // part.tp_size
@@ -132,8 +127,6 @@ class Rank:
 
     def content(self) -> torch.Tensor:
         """`[layer, plane, block, slot, head, dim]` as the engine has it now, as bytes."""
-        import torch
-
         layers, planes = range(self.group.layers), range(self.group.planes)
         return as_bytes(torch.stack([torch.stack([self.view(at, plane) for plane in planes]) for at in layers]))
 
@@ -216,8 +209,6 @@ class SplitEngine:
 
     def expect(self, whole: torch.Tensor, skip: int = 0) -> None:
         """Each rank holds its part of the model's KV from token `skip` on, bit by bit; zeros before it."""
-        import torch
-
         for rank in self.ranks:
             found = rank.content().flatten(2, 3)[:, :, :TOKENS]
             wanted = rank.part_of(whole).flatten(2, 3)[:, :, :TOKENS]

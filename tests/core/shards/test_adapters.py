@@ -17,6 +17,7 @@ from kvf_vllm.layouts import GroupFacts
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.step_messages import LoadOp, StoreOp
 from kvframework.client import KVClient, KvIdentity, RequestHashes, WorkerAdapter
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
@@ -26,12 +27,6 @@ TOKENS = 2 * CHUNK
 PROMPT = list(range(TOKENS))
 # vLLM's own words for the model.
 MODEL = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, get_total_num_hidden_layers=lambda: LAYERS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from kvframework.errors import VersionMismatch
 from tests.core.shards.dying_rank import MODEL, TP
 from tests.core.shards.model import CHUNK, TOKENS, SplitEngine
 from tests.core.tiers.nodes import await_written
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -22,12 +23,6 @@ pytestmark = pytest.mark.torch
 
 PROMPT = list(range(TOKENS))
 SHARDS = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 def serving(*settings: str) -> ServerProcess:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvframework.client import KVClient, ModelPart, WorkerAdapter
 from tests.core.shards.model import BLOCK, CHUNK, FORMS, TOKENS, Model, SplitEngine, hashed
+from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 
 pytestmark = pytest.mark.torch
@@ -20,12 +21,6 @@ pytestmark = pytest.mark.torch
 SIZES = (1, 2, 4, 8)
 IDS = count(1, 64)
 BLOCK_AND_MORE = 21
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@
 * L1 is full: STORE evicts what may go, or says honestly what it dropped; what it said is stored is a hit.
   `test_full_l1.py`.
 * STORE resolved, LOOKUP at once from another process: a hit, 1000 times in 1000.
-  `test_stored_is_visible.py`.
+  `test_readers.py`.
 * 200 clients die between LOOKUP and RETRIEVE: their pins are gone at once.
   `test_crowd_dies.py`.
 * The server is killed -9 and started again, quickly or slowly, under load: clients notice by boot id within 2 s,

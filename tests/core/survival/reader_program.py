@@ -13,7 +13,7 @@ import sys
 import torch
 
 from kvframework.client import KVClient
-from tests.core.wire_path.engine import Engine
+from tests.support.engines import PagedEngine
 
 TOKENS = list(range(1024))
 BLOCKS = list(range(64))
@@ -31,7 +31,7 @@ class Held:
 
 def main(endpoint: str, path: str) -> None:
     with KVClient(endpoint, deadline_scale=20.0, connect_timeout_s=30.0) as client:
-        engine = Engine(client, 50, path=path, wide=WIDE)
+        engine = PagedEngine(client, 50, path=path, wide=WIDE)
         request = engine.request(TOKENS)
         submit = engine.worker.submit_retrieve
         loaded = submit(request, 0, len(TOKENS), [BLOCKS], event=Held()).result(20).ok  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +20,7 @@ from kvframework.config import read_layers
 from kvframework.errors import AlreadyRegistered, LeaseUnknown
 from kvframework.service.engine_driven import MAX_OF_ASKER
 from kvframework.wire import messages as m
+from tests.support.line_process import LineProcess
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -29,34 +29,15 @@ from tests.support.wire_client import WireClient, key_for
 CAPACITY, ROOM = "1MiB", 32
 
 
-class Hoarder:
+class Hoarder(LineProcess):
     """The process of `hoarder_program`, whose prompts are in L1."""
 
     def __init__(self, server: ServerProcess, prompts: int, first: int) -> None:
-        program = [
-            sys.executable,
-            "-m",
-            "tests.core.survival.hoarder_program",
-            server.endpoint,
-            str(prompts),
-            str(first),
-        ]
-        self.process = subprocess.Popen(
-            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
-        )
-        assert self.answer() == prompts
-
-    def answer(self) -> int:
-        assert self.process.stdout is not None
-        return int(self.process.stdout.readline())
+        super().__init__("-m", "tests.core.survival.hoarder_program", server.endpoint, str(prompts), str(first))
+        assert int(self.hear()) == prompts
 
     def do(self, line: str) -> int:
-        assert self.process.stdin is not None
-        print(line, file=self.process.stdin, flush=True)
-        return self.answer()
-
-    def end(self) -> None:
-        self.process.communicate(timeout=60)
+        return int(self.ask(line))
 
 
 @contextmanager
@@ -65,7 +46,7 @@ def hoarder_at(server: ServerProcess, prompts: int = ROOM, first: int = 1) -> It
     try:
         yield hoarder
     finally:
-        hoarder.end()
+        hoarder.process.communicate(timeout=60)
 
 
 def session_of(server: ServerProcess, pid: int) -> dict[str, Any]:
@@ -100,9 +81,9 @@ def store_nine(client: WireClient, first: int = 1000, instance_id: int = 2) -> i
 def test_hits_that_are_never_freed_do_not_keep_another_engine_from_storing() -> None:
     with ServerProcess(capacity=CAPACITY) as server, hoarder_at(server) as hoarder, server.client() as other:
         assert hoarder.do("look") == ROOM, "alone, it may pin all of L1"
-        assert session_of(server, hoarder.process.pid)["pinned_bytes"] == 1 << 20
+        assert session_of(server, hoarder.pid)["pinned_bytes"] == 1 << 20
         assert store_nine(other) == 9
-        seen = session_of(server, hoarder.process.pid)
+        seen = session_of(server, hoarder.pid)
         assert 0 < seen["pinned_bytes"] <= 1 << 19
         assert seen["over_share"] >= ROOM // 2
         assert server.status()["l1"]["counters"]["over_share"] == seen["over_share"]
@@ -115,11 +96,11 @@ def test_hits_that_are_never_freed_do_not_keep_another_engine_from_storing() -> 
             text=True,
             env={**os.environ, "COLUMNS": "200"},
         )
-        assert f"(process {hoarder.process.pid})" in run.stdout
+        assert f"(process {hoarder.pid})" in run.stdout
         assert "ended or refused by pin_share" in run.stdout
         wait_until(lambda: "by pin_share = 0.5" in server.log, 30, "the line in the log")
         (line,) = [line for line in server.log.splitlines() if "by pin_share = 0.5" in line]
-        assert f"test ({hoarder.process.pid}) keeps" in line
+        assert f"test ({hoarder.pid}) keeps" in line
 
 
 @pytest.mark.parametrize("share", ["0.1", "1.0"])
@@ -130,7 +111,7 @@ def test_the_share_is_the_configured_one(share: str) -> None:
         applied = other.call("APPLY_CONFIG", m.ApplyConfig(msgspec.json.encode(layers.raw), "test"))
         assert [each.key for each in applied.changes] == ["server.pin_share"]
         assert store_nine(other) == (0 if share == "1.0" else 9)
-        held = session_of(server, hoarder.process.pid)["pinned_bytes"]
+        held = session_of(server, hoarder.pid)["pinned_bytes"]
         assert held == 1 << 20 if share == "1.0" else 0 < held <= (1 << 20) // 10
 
 
@@ -149,10 +130,10 @@ def test_loads_that_are_never_ended_do_not_keep_another_engine_from_storing() ->
         wait_until(stores, 30, "room for another")
         for first in (2000, 3000, 4000):
             assert hoarder.do("load") < ROOM
-            assert session_of(server, hoarder.process.pid)["pinned_bytes"] <= 1 << 19
+            assert session_of(server, hoarder.pid)["pinned_bytes"] <= 1 << 19
             assert store_nine(other, first) == 9
         records = other.call("RECENT", m.Recent()).records
-        misses = [each for each in records if each.pid == hoarder.process.pid and each.outcome == "miss"]
+        misses = [each for each in records if each.pid == hoarder.pid and each.outcome == "miss"]
         # Its unpinned prompts made room for others.
         assert {each.reason for each in misses} == {"dropped_share", "evicted"}
         assert any("was refused, as its client keeps its share of L1" in why(each, 0.0) for each in misses)

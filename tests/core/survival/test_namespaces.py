@@ -18,13 +18,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter  # noqa: E402
+from kvframework.client import KVClient, RequestHashes  # noqa: E402
 from kvframework.wire import messages as m  # noqa: E402
+from tests.support.engines import AXES, PagedEngine  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-AXES = ["plane", "block", "token", "head", "dim"]
 PATIENCE_S = 20.0
 
 
@@ -46,8 +46,8 @@ def clients(server: ServerProcess) -> Iterator[tuple[KVClient, KVClient]]:
         yield one, two
 
 
-class Worker:
-    """A worker of the model "m", a scheduler beside it, and memory that holds one value everywhere."""
+class Worker(PagedEngine):
+    """Its memory holds one value everywhere."""
 
     def __init__(
         self,
@@ -55,50 +55,39 @@ class Worker:
         instance_id: int,
         value: float,
         *,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | None = None,
         shape: tuple[int, ...] = (2, -1, 16, 1, 2),
         block_size: int = 16,
-        layout: str = "paged",
-        layout_options: dict[str, object] | None = None,
         lora: bytes = b"",
-        **identity: Any,
+        **options: Any,
     ) -> None:
-        self.client, self.lora, self.value = client, lora, value
+        self.lora, self.value = lora, value
         self.blocks = 2 * 288 // block_size
         sizes = [self.blocks if size < 0 else size for size in shape]
-        self.kv = {f"l{index}": torch.full(sizes, value).to(dtype) for index in range(2)}
-        self.worker = WorkerAdapter(
-            client,
-            instance_id=instance_id,
-            model_name="m",
-            layout=layout,
-            layout_options=layout_options or {"axes": AXES},
-            **identity,
+        kv = {f"l{index}": torch.full(sizes, value).to(dtype or torch.float16) for index in range(2)}
+        super().__init__(
+            client, instance_id, kv=kv, block_size=block_size, layout=options.pop("layout", "paged"), **options
         )
-        registration = self.worker.register_kv_caches(self.kv, block_size=block_size)
-        self.namespace, self.chunk = registration.namespace, registration.desc.chunk_tokens
+        self.namespace = self.registration.namespace
         self.per_chunk = self.chunk // block_size
-        self.scheduler = SchedulerAdapter(client, model_name="m", namespace=self.namespace, chunk_tokens=self.chunk)
 
-    def request(self, token: int) -> RequestHashes:
+    def asked(self, token: int) -> RequestHashes:
         request = RequestHashes(self.client.hasher, self.chunk, request_id="same")
         request.extend([token] * self.chunk, {0: self.lora} if self.lora else None)
         return request
 
     def store(self, token: int) -> bool:
-        return self.worker.submit_store(self.request(token), 0, self.chunk, [list(range(self.per_chunk))]).result(30)
+        return self.worker.submit_store(self.asked(token), 0, self.chunk, [list(range(self.per_chunk))]).result(30)
 
     def hit(self, token: int) -> int:
-        result = self.scheduler.lookup(self.request(token))
-        self.scheduler.free(result)
-        return result.hit_tokens
+        return super().hit(self.asked(token))
 
     def load(self, token: int) -> bool:
         """Into other blocks than it stores from; afterwards they hold its own value, whatever came."""
         blocks = list(range(self.blocks - self.per_chunk, self.blocks))
         for tensor in self.kv.values():
             tensor.zero_()
-        loaded = self.worker.submit_retrieve(self.request(token), 0, self.chunk, [blocks]).result(30)
+        loaded = self.worker.submit_retrieve(self.asked(token), 0, self.chunk, [blocks]).result(30)
         kept = {name: tensor.clone() for name, tensor in self.kv.items()}
         for name, tensor in self.kv.items():
             own = torch.full_like(tensor, self.value)

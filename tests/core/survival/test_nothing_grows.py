@@ -7,8 +7,6 @@ By default some dozens of each, and Python's objects are counted; `-m slow` make
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from kvframework.wire import messages as m
 from tests.core.survival import traced_server
 from tests.core.survival.holdings import held
 from tests.core.survival.traced import FOLDER_VARIABLE, Traced, traced_of
+from tests.support.line_process import LineProcess
 from tests.support.processes import children, descriptors, own_bytes, threads
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -51,33 +50,16 @@ class Look:
     threads: int
 
 
-class Turns:
+class Turns(LineProcess):
     """The client's process."""
 
     def __init__(self, kind: str, endpoint: str, rig: str) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "tests.core.survival.turns_program", kind, endpoint, rig]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._line() == "ready"
-
-    def __enter__(self) -> Turns:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.process.kill()
-        self.process.communicate()
+        super().__init__("-W", "ignore", "-m", "tests.core.survival.turns_program", kind, endpoint, rig)
+        assert self.hear() == "ready"
 
     def go_on(self, turns: int) -> Traced:
         """Does so many more; what its objects take then."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{turns}\n")
-        self.process.stdin.flush()
-        return Traced(**json.loads(self._line()))
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the client has ended with {self.process.wait()}"
-        return line.strip()
+        return Traced(**json.loads(self.ask(str(turns))))
 
 
 class TracedServerProgram(ServerProgram):

@@ -5,20 +5,26 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 
+from kvframework.wire import messages as m
+from tests.core.survival import (
+    looker_program,
+    reader_program,
+)
+from tests.core.survival.reader_program import BLOCKS, COMPUTED, TOKENS, WIDE
+from tests.support.engines import (
+    BLOCK,
+    CHUNK,
+    PagedEngine,
+)
+from tests.support.line_process import LineProcess
+from tests.support.server_process import ServerProcess
+from tests.support.waiting import wait_until
+
 torch = pytest.importorskip("torch")
 
-from kvframework.wire import messages as m  # noqa: E402
-from tests.core.survival import reader_program  # noqa: E402
-from tests.core.survival.reader_program import BLOCKS, COMPUTED, TOKENS, WIDE  # noqa: E402
-from tests.core.wire_path.engine import Engine  # noqa: E402
-from tests.support.processes import send  # noqa: E402
-from tests.support.server_process import ServerProcess  # noqa: E402
-from tests.support.waiting import wait_until  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -35,22 +41,16 @@ def test_a_reader_that_is_stopped_while_it_copies_computes_instead(path: str) ->
         server.client(timeout=PATIENCE_S) as watcher,
         server.engine_client() as client,
     ):
-        other = Engine(client, 1, wide=WIDE)
+        other = PagedEngine(client, 1, wide=WIDE)
         assert other.store(other.request(TOKENS), BLOCKS)
-        command = [sys.executable, "-m", reader_program.__name__, server.endpoint, path]
-        reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert reader.stdout is not None
-        assert reader.stdin is not None
-        try:
-            assert reader.stdout.readline() == "copying\n"
-            send(reader.pid, signal.SIGSTOP)
+        with LineProcess("-m", reader_program.__name__, server.endpoint, path) as reader:
+            assert reader.hear() == "copying"
+            reader.signal(signal.SIGSTOP)
             wait_until(lambda: watcher.status()["l1"]["pins"] == 0, PATIENCE_S, "the lapse of the pins")
             assert other.store(other.request([7] * 1024, "foreign"), BLOCKS), other.last.result()
             assert other.scheduler.lookup(other.request(TOKENS)).hit_tokens == 0
-            reader.send_signal(signal.SIGCONT)
-            reader.stdin.write("\n")
-            reader.stdin.flush()
-            said = json.loads(reader.stdout.readline())
+            reader.signal(signal.SIGCONT)
+            said = json.loads(reader.ask())
             assert said == {"loaded": False, "finished": ["r"], "failed": BLOCKS, "right": True, "stored": True}
 
             l1 = watcher.status()["l1"]
@@ -58,6 +58,25 @@ def test_a_reader_that_is_stopped_while_it_copies_computes_instead(path: str) ->
             assert other.retrieve(other.request(TOKENS), BLOCKS), "what it computed and stored is a hit"
             assert bool((other.tokens(BLOCKS) == COMPUTED).all())
             watcher.call("CLEAR", m.Clear())
-        finally:
-            reader.kill()
-            reader.communicate()
+
+
+# A STORE that has resolved is a hit for a LOOKUP that another process makes at once, by both ways that bytes take.
+
+
+TIMES = 1000
+
+
+def test_resolved_is_visible_in_another_process() -> None:
+    with ServerProcess(capacity="32MiB") as server, server.engine_client() as client:
+        engines = [PagedEngine(client, 1, path="arena", wide=2), PagedEngine(client, 2, path="wire", wide=2)]
+        namespaces = {engine.registration.namespace.hex() for engine in engines}
+        assert len(namespaces) == 1
+        arguments = ("-m", looker_program.__name__, server.endpoint, *namespaces, str(CHUNK))
+        with LineProcess(*arguments) as looker:
+            assert looker.hear() == "ready"
+            hits = {"arena": 0, "wire": 0}
+            for number in range(2 * TIMES):
+                engine, path = engines[number % 2], ("arena", "wire")[number % 2]
+                assert engine.store(engine.request([number] * CHUNK), list(range(CHUNK // BLOCK)))
+                hits[path] += looker.ask(str(number)) == str(CHUNK)
+            assert hits == {"arena": TIMES, "wire": TIMES}

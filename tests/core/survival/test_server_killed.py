@@ -21,7 +21,7 @@ from tests.core.tiers.nodes import await_count
 from tests.support.processes import arenas, children, descriptors
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
-from tests.support.wire_client import WireClient, key_for
+from tests.support.wire_client import WireClient, key_for, register_tiny
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -91,7 +91,7 @@ def test_engines_outlive_every_death_of_their_server(
 
 def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
     """Whatever an engine process has asked for and not been answered."""
-    from kvframework.client import RequestHashes, SchedulerAdapter, register_canonical
+    from kvframework.client import RequestHashes, SchedulerAdapter
 
     with ServerProcess("l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}") as server:
         with server.client() as other:
@@ -104,15 +104,7 @@ def test_what_is_in_flight_at_the_death_fails_at_once(tmp_path: Path) -> None:
             request = RequestHashes(client.hasher, 256, request_id="r")
             request.extend([7] * 1024)
             assert scheduler.wait(scheduler.lookup(request), 10).hit_tokens == 1024
-            instance = register_canonical(
-                client,
-                instance_id=2,
-                model_name="tiny",
-                block_size=16,
-                num_layers=2,
-                hidden_dim_size=8,
-                dtype="float32",
-            )
+            instance = register_tiny(client, 2)
             server.sigstop()
             key = key_for(registered, [9] * 1024)
             transfer = instance.transfer(key)

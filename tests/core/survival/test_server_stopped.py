@@ -19,9 +19,9 @@ torch = pytest.importorskip("torch")
 
 from kvframework.client import KVClient  # noqa: E402
 from kvframework.client.scheduler import LookupResult  # noqa: E402
-from tests.core.client.engine import Engine  # noqa: E402
 from tests.core.client.test_hazards import Gate  # noqa: E402
 from tests.core.survival.holdings import held  # noqa: E402
+from tests.support.engines import PagedEngine  # noqa: E402
 from tests.support.server_process import ServerProcess  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 
@@ -52,14 +52,14 @@ def client(server: ServerProcess) -> Iterator[KVClient]:
 
 
 @pytest.fixture
-def engine(client: KVClient) -> Iterator[Engine]:
-    made = Engine(client, revision=str(next(REVISIONS)))  # what another one stored is not its own
+def engine(client: KVClient) -> Iterator[PagedEngine]:
+    made = PagedEngine(client, revision=str(next(REVISIONS)))  # what another one stored is not its own
     assert made.worker.submit_store(made.request(TOKENS), 0, 512, HERE).result(30).ok
     yield made
     made.worker.close()
 
 
-def calls_of(engine: Engine, tickets: list[LookupResult]) -> dict[str, Callable[[], bool]]:
+def calls_of(engine: PagedEngine, tickets: list[LookupResult]) -> dict[str, Callable[[], bool]]:
     """What an engine calls while it runs, and whether the answer is the one of an engine without a cache."""
 
     def pending() -> bool:
@@ -90,7 +90,7 @@ def calls_of(engine: Engine, tickets: list[LookupResult]) -> dict[str, Callable[
 
 @pytest.mark.parametrize("first", CALLS)
 def test_one_call_waits_and_all_others_miss_at_once(
-    server: ServerProcess, client: KVClient, engine: Engine, first: str
+    server: ServerProcess, client: KVClient, engine: PagedEngine, first: str
 ) -> None:
     rounds = 10
     tickets = [engine.scheduler.lookup(engine.request(TOKENS)) for _ in range(rounds)]
@@ -114,7 +114,7 @@ def test_one_call_waits_and_all_others_miss_at_once(
 
 
 def test_a_store_under_way_waits_once_and_a_load_is_whole(
-    server: ServerProcess, client: KVClient, engine: Engine
+    server: ServerProcess, client: KVClient, engine: PagedEngine
 ) -> None:
     """Both have their ranges when the server stops: what is left for them is to say so. A store is one only once the
     server knows; the pins of a load held, as the client knows by itself."""
@@ -148,7 +148,7 @@ def test_a_store_under_way_waits_once_and_a_load_is_whole(
     works_again(server, client, engine)
 
 
-def works_again(server: ServerProcess, client: KVClient, engine: Engine) -> None:
+def works_again(server: ServerProcess, client: KVClient, engine: PagedEngine) -> None:
     """Hits again, bit for bit, in the same session; and nothing is left of what was asked in between."""
     wait_until(lambda: client.usable, what="the client to heal")
     engine.worker.get_finished()

@@ -15,11 +15,12 @@ from typing import Any
 
 from kvframework.api.keys import CacheKey
 from kvframework.api.transport import Transfer
-from kvframework.client import CanonicalInstance, KVClient, register_canonical
+from kvframework.client import CanonicalInstance, KVClient
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.wire import messages as m
 from tests.core.survival import traced
 from tests.support.waiting import wait_until
+from tests.support.wire_client import register_tiny
 
 Turn = Callable[[int], None]
 KEPT = [0] * 512
@@ -44,18 +45,6 @@ def connected(endpoint: str) -> KVClient:
     return client
 
 
-def registered(client: KVClient, instance_id: int) -> CanonicalInstance:
-    return register_canonical(
-        client,
-        instance_id=instance_id,
-        model_name="tiny",
-        block_size=16,
-        num_layers=2,
-        hidden_dim_size=8,
-        dtype="float32",
-    )
-
-
 def transfer_of(known: CanonicalInstance, tokens: list[int]) -> Transfer:
     return known.transfer(key_of(known, tokens))
 
@@ -73,12 +62,12 @@ def keep(client: KVClient, known: CanonicalInstance, instance_id: int) -> None:
 def sessions(endpoint: str, _rig: str) -> Turn:
     """Clients that come, take all there is to take, and go without a word about it."""
     keeper = connected(endpoint)
-    own = registered(keeper, 0)
+    own = register_tiny(keeper, 0)
 
     def turn(number: int) -> None:
         keep(keeper, own, 0)
         with connected(endpoint) as client:
-            known = registered(client, number)
+            known = register_tiny(client, number)
             assert client.prepare_store(transfer_of(known, [number] * 512)).result().ranges
             assert client.prepare_load(transfer_of(known, KEPT)).result().hit
             assert client.request("LOOKUP", m.Lookup(key_of(known, KEPT, None)), m.LookupReply).hit_tokens == 512
@@ -116,7 +105,7 @@ def registrations(endpoint: str, _rig: str) -> Turn:
 def forks(endpoint: str, _rig: str) -> Turn:
     """An engine whose children inherit its connection: some clean up, some end at once."""
     client = connected(endpoint)
-    known = registered(client, 0)
+    known = register_tiny(client, 0)
     keep(client, known, 0)
     lookup = m.Lookup(key_of(known, KEPT, None))
     boot = client.boot_id
@@ -140,7 +129,7 @@ def forks(endpoint: str, _rig: str) -> Turn:
 def aborted(endpoint: str, _rig: str) -> Turn:
     """Requests that are given up: taken back, cancelled while L2 is asked, ended with their session, or too late."""
     client = connected(endpoint)
-    known = registered(client, 0)
+    known = register_tiny(client, 0)
     keep(client, known, 0)
     lookup = m.Lookup(key_of(known, KEPT, None))
 

@@ -71,7 +71,10 @@ class Engine:
 
     def store(self, prompt: Prompt) -> StoreOutcome:
         """Computes and stores what is not there; what became of each chunk."""
-        plan = self.client.prepare_store(self.key(prompt), self.instance_id)
+        return self.finish(prompt, self.client.prepare_store(self.key(prompt), self.instance_id))
+
+    def finish(self, prompt: Prompt, plan: m.StorePlan) -> StoreOutcome:
+        """Writes and commits what was prepared."""
         self._write(plan, prompt)
         if not plan.lease:
             return plan.outcome
@@ -113,7 +116,7 @@ class Engine:
         assert [place.chunk for place in plan.ranges] == list(range(chunks))
         for place in plan.ranges:
             found = self.client.arena[place.offset : place.offset + place.length]
-            expected = content(prompt.digests[place.chunk], place.length)
+            expected = self.content(prompt.digests[place.chunk], place.length)
             if found != expected:
                 raise AssertionError(f"{self._name}: WRONG BYTES, {_difference(found, expected, place.chunk)}")
         held = self.client.call("COMMIT_RETRIEVE", m.LeaseRef(plan.lease)).held
@@ -141,10 +144,14 @@ class Engine:
         """L1 forgets what nobody uses."""
         self.client.call("CLEAR", m.Clear())
 
+    def content(self, digest: bytes, nbytes: int) -> bytes:
+        """What a chunk must hold."""
+        return content(digest, nbytes)
+
     def _write(self, plan: m.StorePlan, prompt: Prompt) -> None:
         assert self.client.arena is not None
         for place in plan.ranges:
-            kv = content(prompt.digests[place.chunk], place.length)
+            kv = self.content(prompt.digests[place.chunk], place.length)
             self.client.arena[place.offset : place.offset + place.length] = kv
 
 

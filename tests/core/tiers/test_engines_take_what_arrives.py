@@ -21,6 +21,7 @@ from kvframework.storage.l2 import loading
 from kvframework.wire import messages as m
 from tests.core.server.in_process import serving
 from tests.core.storage.tier import MemoryTier
+from tests.support.lazy import torch, transformers
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
@@ -102,9 +103,6 @@ def node(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
 
 
 def test_transformers(node: Node) -> None:
-    import torch
-
-    import transformers
     from kvf_transformers import TransformersKV
 
     config = transformers.LlamaConfig(

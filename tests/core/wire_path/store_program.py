@@ -7,12 +7,12 @@ import sys
 import torch
 
 from kvframework.client import KVClient
-from tests.core.wire_path.engine import Engine
+from tests.support.engines import PagedEngine
 
 
 def main(endpoint: str, instance_id: str, fill: str, wide: str) -> None:
     with KVClient(endpoint, deadline_scale=20.0, connect_timeout_s=20.0) as client:
-        engine = Engine(client, int(instance_id), path="wire", wide=int(wide))
+        engine = PagedEngine(client, int(instance_id), path="wire", wide=int(wide))
         for tensor in engine.kv.values():
             tensor.fill_(float(fill))
         print("ready", flush=True)

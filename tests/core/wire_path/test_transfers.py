@@ -8,17 +8,12 @@ import pytest
 
 from kvframework.api.transport import StoreOutcome
 from kvframework.client import KVClient
-from tests.core.wire_path.engine import CHUNK, Engine
 from tests.core.wire_path.remote import RemoteServer, clear, held, remote_server
+from tests.support.engines import CHUNK, PagedEngine
+from tests.support.lazy import torch
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global torch
-    import torch
 
 
 TOKENS = list(range(700))
@@ -42,11 +37,11 @@ def client(server: RemoteServer) -> Iterator[KVClient]:
 def test_over_tcp_nothing_is_mapped_and_the_same_bytes_come_back(server: RemoteServer, client: KVClient) -> None:
     assert client.hello.liveness == ""
     assert not client.maps_arena
-    first = Engine(client)
+    first = PagedEngine(client)
     assert first.store(first.request(TOKENS), BLOCKS)
     assert first.last.result() == StoreOutcome(stored=2)
     with server.connect(name="client") as another:
-        second = Engine(another, 2)
+        second = PagedEngine(another, 2)
         result = second.scheduler.lookup(second.request(TOKENS))
         assert result.hit_tokens == 512
         assert second.retrieve(second.request(TOKENS), OTHERS, skip=20)
@@ -58,13 +53,13 @@ def test_over_tcp_nothing_is_mapped_and_the_same_bytes_come_back(server: RemoteS
 
 
 def test_wire_and_arena_hold_the_same_objects(server: RemoteServer, client: KVClient) -> None:
-    remote = Engine(client)
+    remote = PagedEngine(client)
     assert remote.store(remote.request(TOKENS), BLOCKS)
     with server.process.engine_client() as mapped:
-        local = Engine(mapped, 2, path="arena")
+        local = PagedEngine(mapped, 2, path="arena")
         assert local.retrieve(local.request(TOKENS), OTHERS)
         assert torch.equal(local.tokens(OTHERS), remote.tokens(BLOCKS))
-        forced = Engine(mapped, 3, path="wire")
+        forced = PagedEngine(mapped, 3, path="wire")
         assert forced.retrieve(forced.request(TOKENS), OTHERS)
         assert torch.equal(forced.tokens(OTHERS), remote.tokens(BLOCKS))
         more = list(range(2000, 2256))
@@ -74,7 +69,7 @@ def test_wire_and_arena_hold_the_same_objects(server: RemoteServer, client: KVCl
 
 
 def test_only_what_is_missing_travels(server: RemoteServer, client: KVClient) -> None:
-    engine = Engine(client)
+    engine = PagedEngine(client)
     assert engine.store(engine.request(TOKENS[:256]), BLOCKS[:16])
     before = engine.tokens(BLOCKS[:16])
     engine.kv["layer0"].add_(1.0)
@@ -88,7 +83,7 @@ def test_only_what_is_missing_travels(server: RemoteServer, client: KVClient) ->
 
 
 def test_a_miss_is_false_and_leaves_no_pin(server: RemoteServer, client: KVClient) -> None:
-    engine = Engine(client)
+    engine = PagedEngine(client)
     before = engine.tokens(OTHERS)
     assert engine.retrieve(engine.request(TOKENS), OTHERS) is False
     assert torch.equal(engine.tokens(OTHERS), before)
@@ -99,7 +94,7 @@ def test_a_miss_is_false_and_leaves_no_pin(server: RemoteServer, client: KVClien
 def test_many_batches_and_everything_skipped(client: KVClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvf_cpu_gather.wire_path.BATCH_BYTES", 70_000)
     monkeypatch.setattr("kvf_cpu_gather.wire_path.WINDOW_BYTES", 200_000)
-    engine = Engine(client, blocks=512)
+    engine = PagedEngine(client, blocks=512)
     tokens, blocks = list(range(16 * CHUNK)), list(range(256))
     target = list(range(511, 255, -1))
     assert engine.store(engine.request(tokens), blocks)
@@ -114,7 +109,7 @@ def test_many_batches_and_everything_skipped(client: KVClient, monkeypatch: pyte
 def test_a_full_l1_keeps_the_beginning_of_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvf_cpu_gather.wire_path.BATCH_BYTES", 1 << 20)
     with remote_server(capacity="4MiB") as small, small.connect() as client:
-        engine = Engine(client, blocks=160, wide=256)  # 1 MiB an object
+        engine = PagedEngine(client, blocks=160, wide=256)  # 1 MiB an object
         old = engine.request([9] * 512, "old")
         assert engine.store(old, BLOCKS)
         request = engine.request(list(range(10 * CHUNK)))
@@ -128,7 +123,7 @@ def test_a_full_l1_keeps_the_beginning_of_what_is_stored(monkeypatch: pytest.Mon
 def test_a_restarted_server_is_found_again(server: RemoteServer) -> None:
     with remote_server() as own, own.connect(deadline_scale=1.0) as client:
         assert client.wait_up(30)
-        engine = Engine(client)
+        engine = PagedEngine(client)
         boot = client.boot_id
         assert engine.store(engine.request(TOKENS), BLOCKS)
         own.process.kill9()
@@ -146,7 +141,7 @@ def test_a_restarted_server_is_found_again(server: RemoteServer) -> None:
 def test_a_broken_connection_takes_its_registration_along(server: RemoteServer) -> None:
     """The new session replaces the old one at once, which nobody would hear of over TCP for half a minute."""
     with server.connect() as client:
-        engine = Engine(client, 77)
+        engine = PagedEngine(client, 77)
         session = client.hello.session
         client._connection._link.close()  # type: ignore[union-attr]
         wait_until(lambda: client.usable and client.hello.session != session, what="another session")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,10 +17,10 @@ torch = pytest.importorskip("torch")
 from kvframework.client import KVClient  # noqa: E402
 from kvframework.wire import messages as m  # noqa: E402
 from tests.core.wire_path import store_program  # noqa: E402
-from tests.core.wire_path.engine import BLOCK, Engine  # noqa: E402
 from tests.core.wire_path.remote import RemoteServer, held, remote_server  # noqa: E402
 from tests.core.wire_path.stalling_proxy import StallingProxy  # noqa: E402
-from tests.support.processes import send  # noqa: E402
+from tests.support.engines import BLOCK, PagedEngine  # noqa: E402
+from tests.support.line_process import LineProcess  # noqa: E402
 from tests.support.waiting import wait_until  # noqa: E402
 from tests.support.wire_client import WireClient  # noqa: E402
 
@@ -52,44 +50,22 @@ def proxy_of(server: RemoteServer) -> Iterator[StallingProxy]:
         yield proxy
 
 
-class Worker:
-    """A worker process whose store stands still in the middle."""
-
-    def __init__(self, endpoint: str, instance_id: int, fill: float) -> None:
-        command = [sys.executable, "-m", store_program.__name__, endpoint, str(instance_id), str(fill), str(WIDE)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.heard() == "ready"
-
-    def heard(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def tell(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def signal(self, number: int) -> None:
-        send(self.process.pid, number)
-
-
 @contextmanager
-def worker(proxy: StallingProxy, instance_id: int = 50, fill: float = 1.0) -> Iterator[Worker]:
-    started = Worker(proxy.endpoint, instance_id, fill)
-    try:
+def worker(proxy: StallingProxy, instance_id: int = 50, fill: float = 1.0) -> Iterator[LineProcess]:
+    """A worker process whose store stands still in the middle."""
+    arguments = ("-m", store_program.__name__, proxy.endpoint, str(instance_id), str(fill), str(WIDE))
+    with LineProcess(*arguments) as started:
+        assert started.hear() == "ready"
         started.tell()
         wait_until(proxy.stalled.is_set, what="the middle of the store")
         yield started
-    finally:
-        started.process.kill()
-        started.process.communicate()
 
 
 @contextmanager
-def engine_at(endpoint: str, instance_id: int = 1, scale: float = 4.0) -> Iterator[Engine]:
+def engine_at(endpoint: str, instance_id: int = 1, scale: float = 4.0) -> Iterator[PagedEngine]:
     with KVClient(endpoint, deadline_scale=scale) as client:
         assert client.wait_up(20)
-        yield Engine(client, instance_id, blocks=128, wide=WIDE)
+        yield PagedEngine(client, instance_id, blocks=128, wide=WIDE)
 
 
 def test_kill_9_in_the_middle_of_a_store_publishes_nothing(server: RemoteServer, watcher: WireClient) -> None:
@@ -119,7 +95,7 @@ def test_a_stopped_worker_holds_up_nobody_and_may_go_on(server: RemoteServer, wa
             assert other.store(request, BLOCKS), "the keys are free for another writer"
             wait_until(lambda: 50 not in watcher.status()["non_gpu_instance_ids"], what="the end of its session")
             stopped.signal(signal.SIGCONT)
-            assert stopped.heard() in ("True", "False")
+            assert stopped.hear() in ("True", "False")
         assert other.retrieve(request, OTHERS)
         assert torch.equal(other.tokens(OTHERS), other.tokens(BLOCKS)), "of another writer, not of the one that woke up"
         wait_until(lambda: held(watcher) == (0, 0, 0, 0))
@@ -216,7 +192,7 @@ def test_what_is_received_lies_in_memory_that_is_there(server: RemoteServer, wat
 
     blocks = list(range(192))  # 24 MiB
     with KVClient(server.tcp, deadline_scale=4.0) as client:
-        engine = Engine(client, blocks=len(blocks), wide=WIDE)
+        engine = PagedEngine(client, blocks=len(blocks), wide=WIDE)
 
         def rounds(count: int) -> None:
             for _ in range(count):

@@ -12,12 +12,12 @@ from tests.support.waiting import wait_until
 
 pytest.importorskip("torch")
 
-from tests.core.wire_path.engine import Engine
+from tests.support.engines import PagedEngine
 
 
 def test_the_instance_is_not_registered() -> None:
     with OtherServer(Release(other_objects=True)) as server, KVClient(server.endpoint, deadline_scale=20.0) as client:
         with pytest.raises(VersionMismatch, match="computes another object layout"):
-            Engine(client)
+            PagedEngine(client)
         wait_until(lambda: not server.status()["instances"], what="the end of the instance")
         assert client.usable

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvf_dev.inspection import inspect_plugin
-from kvframework.config.toml import read_toml
+from kvframework.api.toml import read_toml
 from tests.core.registry.fake_distributions import install
 
 # Some examples are clients alone, without a plugin.

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvframework.cli.commands import QuickGroup
-from kvframework.cli.usage import examples
+from kvframework.api.command import QuickGroup, examples
 
 EXIT_INTERRUPTED = 130
 SHIPPED_TEXT = Path(__file__).with_name("declaration.txt")
@@ -102,7 +101,7 @@ def demo(
     from kvf_demo.prefix import DemoOptions, run_demo
     from kvf_demo.stage import StageOptions
     from kvf_demo.view import DemoView
-    from kvframework.cli.console import stderr, stdout
+    from kvframework.api.console import stderr, stdout
 
     options = DemoOptions(
         text=text,
@@ -167,7 +166,7 @@ def blend(
     from kvf_demo.blend import BlendDemoOptions, run_blend_demo
     from kvf_demo.stage import StageOptions
     from kvf_demo.view import DemoView, show_blend
-    from kvframework.cli.console import stderr, stdout
+    from kvframework.api.console import stderr, stdout
 
     console = stderr if as_json else stdout
     stage = StageOptions(l2=l2, settings=settings or [], redis_url=redis_url, capacity=l1_capacity, requests="blend")

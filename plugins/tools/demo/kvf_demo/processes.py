@@ -22,14 +22,15 @@ from kvf_demo.child import Child
 from kvf_demo.redis_server import redis_command
 from kvf_demo.result import Recovered
 from kvf_demo.s3_server import S3Site
-from kvframework.client import KVClient
+from kvframework.client import KVClient, StatusSource
 from kvframework.errors import KVFrameworkError
-from kvframework.wire import messages as m
+from kvframework.status import Status
 
 START_TIMEOUT_S = 30.0
 # The keeper gives its server 8 s.
 _END_S = 30.0
 _POLL_S = 0.02
+_STATUS_S = 5.0
 
 
 class DemoFailed(KVFrameworkError):
@@ -46,8 +47,10 @@ class DemoChild(Child):
     failed = DemoFailed
 
     def __init__(self, name: str, command: Sequence[str], directory: Path, *, piped: bool = False) -> None:
+        # What is not set is the embedded default.
+        environment = {name: value for name, value in os.environ.items() if name != "KVFRAMEWORK_CONFIG"}
         own = {"TMPDIR": str(directory), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        super().__init__(name, command, directory, environment=os.environ | own, piped=piped)
+        super().__init__(name, command, directory, environment=environment | own, piped=piped)
 
 
 class ServerProcess(DemoChild):
@@ -55,9 +58,9 @@ class ServerProcess(DemoChild):
 
     command: ClassVar[Sequence[str]] = ("serve",)
 
-    def __init__(self, config: Path, endpoint: str, directory: Path) -> None:
-        command = [sys.executable, "-m", "kvframework.cli.main", *self.command, "--config", str(config)]
-        super().__init__("server", command, directory)
+    def __init__(self, settings: Sequence[str], endpoint: str, directory: Path) -> None:
+        chosen = [part for setting in (f"server.endpoint={endpoint}", *settings) for part in ("--set", setting)]
+        super().__init__("server", [sys.executable, "-m", "kvframework.cli.main", *self.command, *chosen], directory)
         self._endpoint = endpoint
 
     def await_ready(self) -> None:
@@ -72,14 +75,13 @@ class ServerProcess(DemoChild):
     def await_written(self, timeout_s: float) -> int:
         """Wait until every stored object is in L2; return the number of objects there. Raises `DemoFailed`."""
         deadline = time.monotonic() + timeout_s
-        with KVClient(self._endpoint, name="demo") as client:
-            while True:
-                tiers = _status(client)["l2"] if client.hello else []
-                if tiers and not any(tier["write_pending"] for tier in tiers):
-                    return int(sum(tier.get("stored", 0) for tier in tiers))
-                if time.monotonic() > deadline:
-                    raise self.failure(f"had not written everything to L2 within {timeout_s:.0f} s: {tiers}")
-                time.sleep(_POLL_S)
+        while True:
+            tiers = _status(self._endpoint).l2
+            if tiers and not any(tier.write_pending for tier in tiers):
+                return sum(tier.stored for tier in tiers)
+            if time.monotonic() > deadline:
+                raise self.failure(f"had not written everything to L2 within {timeout_s:.0f} s: {tiers}")
+            time.sleep(_POLL_S)
 
 
 class HeldServerProcess(ServerProcess):
@@ -90,9 +92,7 @@ class HeldServerProcess(ServerProcess):
     def kill_server(self) -> tuple[int, float]:
         """Kill the server, not its keeper, by SIGKILL, and wait for its end. Return its process id and when it was
         killed, of the monotonic clock."""
-        with KVClient(self._endpoint, name="demo") as client:
-            client.wait_up(START_TIMEOUT_S)
-            pid = int(_status(client)["server"]["pid"])
+        pid = _status(self._endpoint).server.pid
         process = os.pidfd_open(pid)
         try:
             killed = time.monotonic()
@@ -108,9 +108,8 @@ class HeldServerProcess(ServerProcess):
 
     def recovered(self) -> Recovered:
         """Return what L1 of the server began with."""
-        with KVClient(self._endpoint, name="demo") as client:
-            client.wait_up(START_TIMEOUT_S)
-            return msgspec.convert(_status(client)["l1"]["recovered"], Recovered)
+        found = _status(self._endpoint).l1.recovered
+        return Recovered(found.objects, found.bytes, found.seconds, found.why_cold)
 
     def kill(self) -> None:
         """End the keeper, which ends its server and what it keeps. Idempotent."""
@@ -200,10 +199,12 @@ class EngineProcess(DemoChild):
         self._process.kill()
 
 
-def _status(client: KVClient) -> dict[str, Any]:
-    reply = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=5.0)
-    document: dict[str, Any] = msgspec.json.decode(reply.document)
-    return document
+def _status(endpoint: str) -> Status:
+    """Wait for a server that starts, and return its status."""
+    with KVClient(endpoint, name="demo") as client:
+        client.wait_up(START_TIMEOUT_S)
+    with contextlib.closing(StatusSource(endpoint, _STATUS_S, name="demo")) as source:
+        return msgspec.json.decode(source.ask(), type=Status)
 
 
 def _accepts(path: Path) -> bool:

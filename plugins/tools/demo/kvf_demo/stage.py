@@ -4,6 +4,7 @@ everything after the server was killed. Nothing is left behind."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -20,8 +21,6 @@ from kvf_demo.result import Recovered
 from kvf_demo.s3_server import BUCKET, INSTALL_HINT, weed_binary
 from kvf_demo.view import DemoView
 from kvframework.api.installing import install_command
-from kvframework.config import apply_override, toml_value
-from kvframework.registry import PluginRegistry
 
 _WRITE_TIMEOUT_S = 120.0
 _TIER_TITLES = {"redis": "Redis", "s3": "S3", "disk": "the disk"}
@@ -87,8 +86,7 @@ class DemoStage:
     def _set_up(self) -> None:
         self.directory = Path(self._stack.enter_context(_private_directory()))
         self.endpoint = f"ipc://{self.directory}/kvf.sock"
-        self._config = self.directory / "kvframework.toml"
-        self._config.write_text(_toml(self.endpoint, self._options, self._tier()))
+        self._settings = _settings(self._options, self._tier())
         with self._view.step("starting the server") as step:
             self._start_server()
             step.done(self.endpoint)
@@ -96,7 +94,7 @@ class DemoStage:
     def _start_server(self) -> None:
         with uninterrupted():
             kind = HeldServerProcess if self._options.held else ServerProcess
-            self._server = kind(self._config, self.endpoint, self.directory)
+            self._server = kind(self._settings, self.endpoint, self.directory)
             self._stack.enter_context(self._server)
         self._server.await_ready()
 
@@ -108,10 +106,7 @@ class DemoStage:
         if options.l2 == "s3" and not options.settings:
             return self._s3()
         if options.l2 != "redis":
-            table: dict[str, object] = {"use": options.l2} if options.l2 else {}
-            for setting in options.settings:
-                apply_override(table, setting)
-            return table
+            return {"use": options.l2} if options.l2 else {}
         url = options.redis_url
         binary = redis_binary()
         if not url and binary is not None:
@@ -158,8 +153,6 @@ def check_stage(options: StageOptions) -> None:
         raise DemoFailed("--redis-url without --l2 redis", hint="add --l2 redis")
     if options.settings and options.l2 in ("", "redis", "disk"):
         raise DemoFailed("--set without a tier plugin", hint="name one with --l2")
-    if options.l2 and options.l2 not in _TIER_TITLES:
-        PluginRegistry().offer("tier", options.l2)
 
 
 def check_text(text: Path) -> None:
@@ -178,12 +171,13 @@ def _private_directory() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kvf-demo-", dir=None if short else "/tmp", ignore_cleanup_errors=True)  # noqa: S108
 
 
-def _toml(endpoint: str, options: StageOptions, tier: Mapping[str, object]) -> str:
-    """Return the server's configuration; other values are the embedded defaults."""
-    lines = ["[server]", f"endpoint = {toml_value(endpoint)}"]
-    lines += ["[l1]", 'use = "pinned"', f"capacity = {toml_value(options.capacity)}"]
-    if tier:
-        lines += ["[[l2]]", *(f"{key} = {toml_value(value)}" for key, value in tier.items())]
+def _settings(options: StageOptions, tier: Mapping[str, object]) -> list[str]:
+    """Return what the server's configuration has besides the embedded defaults, each as `--set` takes it."""
+    chosen = {"l1.use": "pinned", "l1.capacity": options.capacity}
     if options.requests:
-        lines += ["[[requests]]", f"use = {toml_value(options.requests)}"]
-    return "\n".join(lines) + "\n"
+        chosen["requests.0.use"] = options.requests
+    own = {**chosen, **{f"l2.0.{key}": value for key, value in tier.items()}}
+    return [
+        *(f"{key}={json.dumps(value)}" for key, value in own.items()),
+        *(f"l2.0.{each}" for each in options.settings),
+    ]

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from kvf_demo.models import ChosenModel
 from kvf_demo.result import FAR_NEARER, OWN_MODEL, BlendResult, DemoResult, EngineRun, Recovered, WayResult
+from kvframework.api.numbers import counted, short_number
 from kvframework.api.options import ByteSize
-from kvframework.text import counted, short_number
 
 _NAMES = {"full": "full", "blend": "blend", "rotated": "rotated only", "naive": "naive"}
 _COLUMNS = ("first token", "loaded", "recomputed", "logits off", "KL", "token")

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.usage import EXIT_FOUND, AsJson, examples
+from kvframework.api.command import examples
+from kvframework.cli.usage import EXIT_FOUND, AsJson
 
 if TYPE_CHECKING:
     from kvf_dev.inspection import Problem, Report
@@ -78,7 +79,8 @@ def _show_report(report: Report) -> None:
 def _show(problem: Problem) -> None:
     from rich.text import Text
 
-    from kvframework.cli.console import print_text, stdout
+    from kvframework.api.console import stdout
+    from kvframework.cli.console import print_text
 
     stdout.print(
         Text.assemble((problem.severity, _SEVERITY_STYLES[problem.severity]), f" [{problem.id}] {problem.where}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvframework.cli.usage import examples
+from kvframework.api.command import examples
 
 # Those of `kvframework.registry.KINDS`, whose import would slow every help text.
 KINDS = ("transport", "layout", "memory", "tier", "eviction", "hasher", "codec", "requests", "listener")
@@ -43,7 +43,7 @@ def new(
     from rich.text import Text
 
     from kvf_dev.scaffold import choose_names, kits_requirement, render, write_distribution
-    from kvframework.cli.console import stdout
+    from kvframework.api.console import stdout
 
     names = choose_names(kind, name, *["helper"] * helper, *["driver"] * driver)
     folder = path if path is not None else Path(names.distribution)

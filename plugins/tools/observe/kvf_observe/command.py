@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvframework.cli.usage import Endpoint, EndpointConfig, examples
+from kvframework.api.command import Endpoint, EndpointConfig, examples
 
 _EPILOG = examples(
     "kvframework observe                        then open http://127.0.0.1:9309/",
@@ -52,10 +52,10 @@ def observe(
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("it needs --tls-key, and --tls-key needs it", param_hint="--tls-cert")
     from kvframework.api.installing import install_command
-    from kvframework.cli.usage import server_endpoint
-    from kvframework.config import ObserveConfig
+    from kvframework.api.logs import configure_logging, end_logging
+    from kvframework.api.observe import ObserveConfig
+    from kvframework.client import server_endpoint
     from kvframework.errors import PluginUnavailable
-    from kvframework.logs.form import configure_logging, end_logging
 
     try:
         from kvf_observe import process

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvf_observe.poller import Document, Observed
-from kvf_observe.readings import found, found_tokens, tier_names
+from kvf_observe.readings import found, found_tokens, tiers
 
 SECONDS, MINUTES = 900, 1440
 # The call of a tier that loads values.
@@ -100,7 +100,7 @@ def _point(document: Document, time: float, boot: int) -> Point:
         quarantined,
         len(document.get("instances", ())),
         len(document.get("problems", ())),
-        [_tier(name, tier) for name, tier in zip(tier_names(document), document.get("l2", ()), strict=True)],
+        [_tier(name, tier) for name, tier in tiers(document)],
     ]
 
 

@@ -19,49 +19,17 @@ from kvf_observe.readings import (
     each,
     first_word,
     histogram,
-    histograms,
     number,
     rows,
     tier,
     tier_counts,
     tier_each,
-    tier_histograms,
     tier_rows,
 )
-from kvframework.wire.messages import COLD_REASONS, REASONS
+from kvframework.status import COLD_REASONS, COUNTERS, REASONS
 
-CAUSES = ("room", "watermark", "tenant", "hinted")
-TIER_VALUES = {
-    "hit": "hits",
-    "miss": "misses",
-    "stored": "stored",
-    "evicted": "evicted",
-    "read_failed": "read_failed",
-    "store_failed": "store_failed",
-    "corrupt": "corrupt",
-    "codec_failed": "codec_failed",
-    "foreign_codec": "foreign_codec",
-}
 # Sampled requests by what became of their spans.
 NOTHING_TRACED = {"exported": 0, "failed": 0, "forgotten": 0}
-L1_OBJECTS = ("stored", "loaded", "aborted", "dropped")
-MESSAGING = (
-    "curve_refused",
-    "dropped",
-    "hello_refused",
-    "late",
-    "liveness_refused",
-    "local_shut",
-    "loop_errors",
-    "malformed",
-    "peers_shut_out",
-    "server_refused",
-    "tcp_shut",
-    "tick_errors",
-    "unanswerable",
-    "unroutable",
-)
-EVENTS = ("batches", "replays", "unread_replays", "subscribers", "bad_requests", "curve_refused")
 USE: dict[str, tuple[str, Type, str]] = {
     "bytes": ("bytes", "gauge", "bytes in L1"),
     "objects": ("objects", "gauge", "objects in L1"),
@@ -84,6 +52,17 @@ def _gauge(name: str, help_: str, place: str, read: Reader | None = None, labels
 
 def _histogram(name: str, help_: str, place: str, read: Reader, labels: Labels = ()) -> Metric:
     return Metric(name, "histogram", help_, place, read, labels)
+
+
+def _counted(name: str, help_: str, labels: Labels = (), row: str = "") -> Metric:
+    """The counters of the server that are declared for this family."""
+    declared = {place: each.label for place, each in COUNTERS.items() if each.metric == name}
+    places = {label or place.rpartition(".")[2]: place for place, label in declared.items()}
+    if labels[:1] == ("tier",):
+        read = tier_each({label: place.removeprefix("l2[].") for label, place in places.items()})
+    else:
+        read = each(places) if labels else number(*places.values())
+    return _counter(name, help_, ", ".join(places.values()), read, labels, row)
 
 
 def _tier_gauge(name: str, help_: str, field: str, row: str = "") -> Metric:
@@ -130,24 +109,11 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         _gauge(
             "sessions", "connected clients", "messaging.sessions[].session_id", derived.length("messaging.sessions")
         ),
-        _counter(
-            "clients_total",
-            "clients that connected, and that ended",
-            "messaging.counters.sessions_opened, messaging.counters.sessions_ended",
-            each({"opened": "messaging.counters.sessions_opened", "ended": "messaging.counters.sessions_ended"}),
-            ("what",),
-        ),
-        _counter(
-            "client_lost_total",
-            "calls that failed at clients",
-            "losses.lookups, losses.loads, losses.stores",
-            each({name: f"losses.{name}" for name in ("lookups", "loads", "stores")}),
-            ("what",),
-            "server-silent",
-        ),
-        _counter("client_lost_bytes_total", "bytes of the loads and stores that failed at clients", "losses.bytes"),
+        _counted("clients_total", "clients that connected, and that ended", ("what",)),
+        _counted("client_lost_total", "calls that failed at clients", ("what",), "server-silent"),
+        _counted("client_lost_bytes_total", "bytes of the loads and stores that failed at clients"),
         _gauge("log_waiting_lines", "lines of the log that are not written yet", "log.waiting"),
-        _counter("log_dropped_total", "lines of the log that were never written", "log.dropped", row="log-not-written"),
+        _counted("log_dropped_total", "lines of the log that were never written", row="log-not-written"),
     ),
     "Lookups": (
         _counter("lookups_total", "lookups", "lookups.lookups"),
@@ -186,16 +152,10 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "request_seconds",
             "time from the receipt of a request to its answer",
             "requests.*.counts",
-            histograms("requests"),
+            counts("requests"),
             ("type",),
         ),
-        _counter(
-            "messages_total",
-            "messages",
-            "messaging.counters.requests, messaging.counters.responses, messaging.counters.errors",
-            each({name: f"messaging.counters.{name}" for name in ("requests", "responses", "errors")}),
-            ("what",),
-        ),
+        _counted("messages_total", "messages", ("what",)),
         _counter(
             "refused_total",
             "requests that were answered with an error, by its code",
@@ -204,14 +164,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             ("code",),
             "malformed",
         ),
-        _counter(
-            "messaging_trouble_total",
-            "what messages, clients and the loop met",
-            ", ".join(f"messaging.counters.{name}" for name in MESSAGING),
-            each({name: f"messaging.counters.{name}" for name in MESSAGING}),
-            ("what",),
-            "malformed",
-        ),
+        _counted("messaging_trouble_total", "what messages, clients and the loop met", ("what",), "malformed"),
         _gauge("descriptors_in_use", "open descriptors", "messaging.descriptors.in_use", row="descriptors-low"),
         _gauge("descriptors_limit", "the limit of descriptors", "messaging.descriptors.limit", row="descriptors-low"),
         _gauge(
@@ -256,22 +209,13 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             each({"write": "l1.write_leases", "pin": "l1.pin_leases"}),
             ("kind",),
         ),
-        _counter(
+        _counted(
             "l1_object_events_total",
             "objects stored by engines, loaded from L2, aborted by their writer, and dropped for want of room",
-            ", ".join(f"l1.counters.{name}" for name in L1_OBJECTS),
-            each({name: f"l1.counters.{name}" for name in L1_OBJECTS}),
             ("what",),
             "l1-full-of-pins",
         ),
-        _counter(
-            "l1_evictions_total",
-            "evicted objects, by cause",
-            ", ".join(f"l1.evicted.{cause}" for cause in CAUSES),
-            each({cause: f"l1.evicted.{cause}" for cause in CAUSES}),
-            ("cause",),
-            "l1-full",
-        ),
+        _counted("l1_evictions_total", "evicted objects, by cause", ("cause",), "l1-full"),
         _histogram(
             "l1_evicted_idle_seconds",
             "how long evicted objects had not been used",
@@ -293,21 +237,11 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         ),
         _gauge("l1_ghosts", "digests that left L1 and are remembered", "l1.ghosts.held"),
         _gauge("l1_ghosts_bytes", "memory of these", "l1.ghosts.bytes"),
-        _counter("retrieves_total", "RETRIEVEs", "l1.counters.retrieves"),
-        _counter("retrieve_misses_total", "RETRIEVEs that found something missing", "l1.counters.retrieve_misses"),
-        _counter(
-            "stores_quarantined_total",
-            "stores that outlived their lease",
-            "l1.counters.quarantined",
-            row="writer-stopped",
-        ),
-        _counter("pins_lapsed_total", "pins that outlived their lease", "l1.counters.lapsed", row="reader-slow"),
-        _counter(
-            "pins_over_share_total",
-            "leases that ended early or were refused by `pin_share`",
-            "l1.counters.over_share",
-            row="share-pinned",
-        ),
+        _counted("retrieves_total", "RETRIEVEs"),
+        _counted("retrieve_misses_total", "RETRIEVEs that found something missing"),
+        _counted("stores_quarantined_total", "stores that outlived their lease", row="writer-stopped"),
+        _counted("pins_lapsed_total", "pins that outlived their lease", row="reader-slow"),
+        _counted("pins_over_share_total", "leases that ended early or were refused by `pin_share`", row="share-pinned"),
     ),
     "Tiers": (
         _gauge("tier_up", "whether both circuits are closed", "l2[].state", derived.tier_up, ("tier",), "tier-down"),
@@ -328,40 +262,19 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             "tier-down",
         ),
         _histogram(
-            "tier_seconds",
-            "time of calls that worked",
-            "l2[].seconds.*.counts",
-            tier_histograms("seconds"),
-            ("tier", "op"),
+            "tier_seconds", "time of calls that worked", "l2[].seconds.*.counts", tier_counts("seconds"), ("tier", "op")
         ),
-        _counter(
-            "tier_bytes_total",
-            "bytes of values",
-            "l2[].bytes_read, l2[].bytes_written",
-            tier_each({"read": "bytes_read", "write": "bytes_written"}),
-            ("tier", "direction"),
-        ),
-        _counter(
-            "tier_values_total",
-            "values, by what became of them",
-            ", ".join(f"l2[].{field}" for field in TIER_VALUES.values()),
-            tier_each(TIER_VALUES),
-            ("tier", "what"),
-            "tier-values-unusable",
-        ),
-        _counter(
+        _counted("tier_bytes_total", "bytes of values", ("tier", "direction")),
+        _counted("tier_values_total", "values, by what became of them", ("tier", "what"), "tier-values-unusable"),
+        _counted(
             "tier_calls_failed_total",
             "calls that failed; those of them that met a bug of the plugin; calls not made, as the tier is down",
-            "l2[].errors, l2[].bugs, l2[].refused",
-            tier_each({"error": "errors", "bug": "bugs", "refused": "refused"}),
             ("tier", "why"),
             "tier-down",
         ),
-        _counter(
+        _counted(
             "tier_never_written_total",
             "objects that were never written: the queue was full, they left L1 first, the tier did not accept them",
-            "l2[].write_dropped, l2[].write_lost, l2[].write_given_up",
-            tier_each({"dropped": "write_dropped", "lost": "write_lost", "given_up": "write_given_up"}),
             ("tier", "why"),
             "tier-slow",
         ),
@@ -419,13 +332,15 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             ("tier", "why"),
             "peers-apart",
         ),
-        _gauge("prefetch_in_flight", "loads from tiers under way", "prefetch.in_flight"),
         _counter(
-            "prefetch_refused_total",
-            "loads not begun, as too many were under way",
-            "prefetch.refused",
-            row="loads-refused",
+            "tier_own_total",
+            "what the plugin of a tier counts itself",
+            "l2[].details.counters.*.value",
+            derived.tier_own,
+            ("tier", "what"),
         ),
+        _gauge("prefetch_in_flight", "loads from tiers under way", "prefetch.in_flight"),
+        _counted("prefetch_refused_total", "loads not begun, as too many were under way", row="loads-refused"),
     ),
     "Devices": (
         _gauge(
@@ -451,6 +366,13 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             derived.devices("copies"),
             ("transport", "device"),
         ),
+        _counter(
+            "transport_own_total",
+            "what the plugin of a transport counts itself",
+            "transports.*.counters.*.value",
+            derived.transport_own,
+            ("transport", "what"),
+        ),
     ),
     "Events": (
         _gauge(
@@ -460,24 +382,19 @@ TABLE: dict[str, tuple[Metric, ...]] = {
             each({medium: f"events.blocks.{medium}" for medium in ("CPU", "STORAGE")}),
             ("medium",),
         ),
-        _counter(
+        _counted(
             "events_total",
             "batches sent to routers, answers with what one lacked, subscriptions, and what was refused",
-            ", ".join(f"events.counters.{name}" for name in EVENTS),
-            each({name: f"events.counters.{name}" for name in EVENTS}),
             ("what",),
         ),
-        _counter(
+        _counted(
             "events_dropped_total",
             "what the server was too busy to note for routers, and has looked up since",
-            "events.counters.dropped",
             row="events-dropped",
         ),
-        _counter(
+        _counted(
             "events_withheld_total",
             "contents that are not announced: not what their digests name, or of no form for routers",
-            "events.counters.mismatched, events.counters.withheld",
-            each({name: f"events.counters.{name}" for name in ("mismatched", "withheld")}),
             ("why",),
             "events-mismatched",
         ),

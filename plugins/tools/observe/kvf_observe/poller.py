@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvframework.client.status_source import StatusSource
+from kvframework.client import StatusSource
 from kvframework.errors import KVFrameworkError
 
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvf_observe.http.exposition import Document, Labels, Reader, Value
 from kvframework import errors
+from kvframework.status import own_counters
 
 _EMPTY = {"first": 1.0, "counts": (0,), "sum": 0.0}
 
@@ -34,7 +35,7 @@ def each(paths: Mapping[str, str]) -> Reader:
 
 
 def counts(path: str, always: Sequence[str] = ()) -> Reader:
-    """The numbers of a map by its keys, and 0 for `always`."""
+    """The numbers, or histograms, of a map by its keys, and 0 for `always`."""
 
     def read(document: Document) -> Iterator[tuple[Labels, Value]]:
         yield from (((label,), value) for label, value in (dict.fromkeys(always, 0) | _map(document, path)).items())
@@ -62,11 +63,6 @@ def rows(path: str, field: str) -> Reader:
     return read
 
 
-def histograms(path: str) -> Reader:
-    """The histograms of a map by its keys."""
-    return counts(path)
-
-
 def histogram(path: str) -> Reader:
     """One histogram."""
     return lambda document: iter([((), found(document, path) or _EMPTY)])
@@ -78,11 +74,16 @@ def tier_names(document: Document) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}.{number}" for number, name in enumerate(names)]
 
 
+def tiers(document: Document) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each tier with its label."""
+    return zip(tier_names(document), document.get("l2", ()), strict=True)
+
+
 def tier(path: str) -> Reader:
     """One number of each tier; a tier without it has no series."""
 
     def read(document: Document) -> Iterator[tuple[Labels, Value]]:
-        for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
+        for name, status in tiers(document):
             value = found(status, path)
             if isinstance(value, int | float):
                 yield (name,), value
@@ -94,22 +95,17 @@ def tier_each(paths: Mapping[str, str]) -> Reader:
     """Numbers of each tier, by a second label."""
 
     def read(document: Document) -> Iterator[tuple[Labels, Value]]:
-        for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
+        for name, status in tiers(document):
             yield from (((name, label), found(status, path) or 0) for label, path in paths.items())
 
     return read
-
-
-def tier_histograms(path: str) -> Reader:
-    """Histograms of each tier, by a second label."""
-    return tier_counts(path)
 
 
 def tier_counts(path: str) -> Reader:
     """What a map of each tier has, by its keys; a tier without it has no series."""
 
     def read(document: Document) -> Iterator[tuple[Labels, Value]]:
-        for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
+        for name, status in tiers(document):
             for label, value in _map(status, path).items():
                 if isinstance(value, int | float | Mapping):
                     yield (name, label), value
@@ -122,7 +118,7 @@ def tier_rows(path: str, name: str, value: Callable[[Mapping[str, Any]], Value])
     over."""
 
     def read(document: Document) -> Iterator[tuple[Labels, Value]]:
-        for of_tier, status in zip(tier_names(document), document.get("l2", ()), strict=True):
+        for of_tier, status in tiers(document):
             rows = found(status, path)
             for row in rows if isinstance(rows, list) else ():
                 if isinstance(row, Mapping) and name in row and isinstance(number := value(row), int | float):
@@ -171,20 +167,20 @@ def capacities(document: Document) -> Iterator[tuple[Labels, Value]]:
 
 def tier_up(document: Document) -> Iterator[tuple[Labels, Value]]:
     """1 for a tier whose circuits are both closed."""
-    for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
+    for name, status in tiers(document):
         yield (name,), int(status["state"] == "closed")
 
 
 def tier_problems(document: Document) -> Iterator[tuple[Labels, Value]]:
     """1 for each problem that a tier reports, with its words, of which there are few; 0 for a tier without any."""
-    for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
+    for name, status in tiers(document):
         facts = dict.fromkeys(status.get("problems", ()), 1) or {"": 0}
         yield from (((name, fact), value) for fact, value in facts.items())
 
 
 def circuits(document: Document) -> Iterator[tuple[Labels, Value]]:
     """1 for a circuit that stops calls."""
-    for name, status in zip(tier_names(document), document.get("l2", ()), strict=True):
+    for name, status in tiers(document):
         yield from (((name, which), int(state != "closed")) for which, state in status["circuits"].items())
 
 
@@ -211,6 +207,18 @@ def devices(field: str) -> Reader:
                 yield (name, str(device["device"])), int(value is not None) if field == "pid" else value
 
     return read
+
+
+def tier_own(document: Document) -> Iterator[tuple[Labels, Value]]:
+    """The counters that the tiers' plugins declare themselves."""
+    for name, status in tiers(document):
+        yield from (((name, what), each.value) for what, each in own_counters(status.get("details")).items())
+
+
+def transport_own(document: Document) -> Iterator[tuple[Labels, Value]]:
+    """The counters that the transports' plugins declare themselves."""
+    for name, status in (document.get("transports") or {}).items():
+        yield from (((name, what), each.value) for what, each in own_counters(status).items())
 
 
 def started(document: Document) -> Iterator[tuple[Labels, Value]]:

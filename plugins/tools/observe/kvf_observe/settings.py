@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from kvf_observe.http import settings
 from kvframework.api.installing import install_command
-from kvframework.config import ObserveConfig, collector_url
+from kvframework.api.observe import ObserveConfig, collector_url
 from kvframework.errors import KVFrameworkError, PluginUnavailable
 
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http"

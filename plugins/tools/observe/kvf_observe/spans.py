@@ -33,9 +33,9 @@ from opentelemetry.trace import (
 
 from kvf_observe.metrics import NOTHING_TRACED
 from kvframework import __version__
-from kvframework.client.status_source import StatusSource
+from kvframework.client import StatusSource
 from kvframework.errors import KVFrameworkError
-from kvframework.wire.messages import Finished, TierCall
+from kvframework.status import Finished, TierCall
 
 _NS = 1_000_000_000
 Attributes = Mapping[str, str | int]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvframework.cli.usage import examples
+from kvframework.api.command import examples
 
 _EPILOG = examples(
     "kvframework route --node a=tcp://10.0.0.1:5557 --node b=tcp://10.0.0.2:5557",
@@ -52,7 +52,7 @@ def route(
     is found when it does. SIGINT (Ctrl-C) or SIGTERM ends this process.
     """
     from kvf_route.settings import check_extra, configured
-    from kvframework.logs.form import configure_logging, end_logging
+    from kvframework.api.logs import configure_logging, end_logging
 
     check_extra()
     from kvf_route import process

@@ -13,7 +13,7 @@ from kvf_observe.http.settings import is_loopback, read_token, refusals, tls_con
 from kvf_route.app import App
 from kvf_route.router import Router
 from kvf_route.settings import Node, RouteConfig, read_nodes
-from kvframework.config import parse_listen
+from kvframework.api.endpoint import parse_listen
 from kvframework.errors import KVFrameworkError
 
 log = logging.getLogger(__name__)

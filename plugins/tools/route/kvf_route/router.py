@@ -17,7 +17,7 @@ from kvf_route.index import Index
 from kvf_route.scoring import Scoring
 from kvf_route.settings import Node, Publisher
 from kvf_route.subscription import Intake, Subscription
-from kvframework.messaging.curve import CurveKeys, LoadedKeys
+from kvframework.client import CurveKeys, LoadedKeys
 
 _SWEEP_S = 0.2
 

@@ -24,7 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvf_route.contents import Contents
 from kvf_route.follower import Follower
 from kvf_route.settings import Publisher
-from kvframework.messaging.curve import LoadedKeys
+from kvframework.client import LoadedKeys
 
 
 class Intake:

@@ -13,8 +13,8 @@ from kvf_dev.inspection.problems import Problem, problem
 _PUBLIC = (
     "kvframework.api",
     "kvframework.client",
-    "kvframework.devices.copy_plans",
     "kvframework.errors",
+    "kvframework.status",
     "kvf_dev.testing",
 )
 _MOST_FILES = 500

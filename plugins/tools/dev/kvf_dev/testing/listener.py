@@ -24,15 +24,10 @@ from kvf_dev.testing.making import NamedKit
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.api.listener import (
-    Accessed,
-    Added,
     ChunkShape,
     Listener,
     ListenerContext,
     ListenerProvider,
-    Record,
-    Registered,
-    Removed,
     RequestRecord,
     RequestSubject,
     ServerTerms,
@@ -50,19 +45,17 @@ _NAMESPACE, _DIGEST = b"n" * 16, b"d" * 32
 _KEY = PackedKey(_NAMESPACE.ljust(40, b"\0") + _DIGEST)
 
 
-def _records() -> list[Record]:
+def _fill(ring: RecordRing) -> None:
+    """Put a record of every kind into a ring."""
     key = CacheKey("model", 1, 0, _NAMESPACE, 0, 256, "request", digests=_DIGEST)
-    return [
-        Added([_KEY, _KEY[::-1]]),
-        Registered(key, None),
-        Registered(msgspec.structs.replace(key, namespace=b"?" * 16), None),
-        Accessed(1, [_KEY], found=True),
-        Accessed(2, [_KEY, _KEY[::-1]], [True, False]),
-        Removed([_KEY]),
-        RequestRecord(
-            "LOOKUP", RequestSubject(1.0, "engine", 7, 3, "r", "model", _NAMESPACE[:4], 0, 256), "hit", 2.0, 2.0
-        ),
-    ]
+    subject = RequestSubject(1.0, "engine", 7, 3, "request", "model", _NAMESPACE[:4], 0, 256)
+    ring.added([_KEY, _KEY[::-1]])
+    ring.registered(key, None)
+    ring.registered(msgspec.structs.replace(key, namespace=b"?" * 16), None)
+    ring.accessed(1, [_KEY], found=True)
+    ring.accessed(2, [_KEY, _KEY[::-1]], [True, False])
+    ring.finished(RequestRecord("LOOKUP", subject, "hit", 2.0, 2.0))
+    ring.removed(_KEY)
 
 
 class _Heard:
@@ -135,8 +128,7 @@ class ListenerConformance(NamedKit):
 
     def test_it_hears_every_kind_of_record_and_ends_with_the_server(self, heard: _Heard) -> None:
         heard.start()
-        for record in _records():
-            heard.ring.put(record)
+        _fill(heard.ring)
         heard.end()
         assert not heard.alive, f"`listen` has not returned {STOP_S:g} s after the end of the records"
         assert heard.error is None, f"`listen` raised {heard.error!r}"
@@ -145,8 +137,7 @@ class ListenerConformance(NamedKit):
     def test_it_bears_a_gap(self, heard: _Heard, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvframework.record_ring.MOST_BYTES", 1000)
         for _ in range(3):
-            for record in _records():
-                heard.ring.put(record)
+            _fill(heard.ring)
         heard.start()
         heard.end()
         assert not heard.alive

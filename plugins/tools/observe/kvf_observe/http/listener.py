@@ -21,9 +21,9 @@ import h11
 
 from kvf_observe.http.messages import HEADERS, PLAIN, Answer, Reply, Request, WantsBody, refused
 from kvf_observe.http.settings import Listening, is_loopback
-from kvframework.config import parse_listen
+from kvframework.api.endpoint import parse_listen
+from kvframework.api.logs import one_line
 from kvframework.errors import EndpointError
-from kvframework.text import one_line
 
 log = logging.getLogger(__name__)
 MOST_CONNECTIONS = 128

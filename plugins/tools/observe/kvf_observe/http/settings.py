@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
+from kvframework.api.endpoint import parse_listen
 from kvframework.api.installing import install_command
-from kvframework.config import parse_listen
 from kvframework.errors import ConfigFieldError, EndpointError, KVFrameworkError, PluginUnavailable
 
 LOOPBACK_NAMES = ("localhost",)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvframework.cli.usage import Endpoint, EndpointConfig, examples
+from kvframework.api.command import Endpoint, EndpointConfig, examples
 
 _EPILOG = examples(
     "kvframework top                            h shows the keys, q quits",
@@ -53,8 +53,7 @@ def top(
         raise typer.BadParameter("it goes with no --frames", param_hint="--once")
     from kvf_observe.top.screen import print_frames, watch
     from kvf_observe.top.terminal import has_terminal
-    from kvframework.cli.usage import quiet_connection, server_endpoint
-    from kvframework.client.status_source import StatusSource
+    from kvframework.client import StatusSource, quiet_connection, server_endpoint
 
     quiet_connection()
     if isinstance(sys.stdout, io.TextIOWrapper):

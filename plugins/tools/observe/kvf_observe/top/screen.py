@@ -15,8 +15,8 @@ from kvf_observe.poller import Observed, Poller
 from kvf_observe.top.picture import Moments, Shown, clamped, frame, picture
 from kvf_observe.top.state import State, pressed
 from kvf_observe.top.terminal import HungUp, Terminal
-from kvframework.cli.console import print_view, stdout
-from kvframework.client.status_source import StatusSource
+from kvframework.api.console import print_view, stdout
+from kvframework.client import StatusSource
 
 _ESCAPE = 0x1B
 # What a terminal sends for a key without a letter: CSI or SS3, numbers, and a last byte.

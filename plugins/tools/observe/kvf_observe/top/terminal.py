@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from kvframework.cli.console import PlainConsole
+from kvframework.api.console import PlainConsole
 
 _KEYBOARD, _SCREEN = 0, 1
 

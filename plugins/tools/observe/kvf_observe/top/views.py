@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvf_observe.readings import tier_names
+from kvf_observe.readings import tiers
 from kvf_observe.top.minute import Window, reach
+from kvframework.api.logs import one_line
+from kvframework.api.numbers import short_count, short_duration, short_number
 from kvframework.api.options import ByteSize
-from kvframework.text import one_line, short_count, short_duration, short_number
 
 # Text, a number, or nothing that is known.
 Value = str | float | None
@@ -122,7 +123,7 @@ def with_the_ended(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 
 
 def _tiers(window: Window) -> Iterator[Row]:
-    for number, (name, tier) in enumerate(zip(tier_names(window.now), window.now.get("l2", ()), strict=True)):
+    for number, (name, tier) in enumerate(tiers(window.now)):
 
         def grown(counter: str, number: int = number) -> float:
             return window.grown("l2", number, counter)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.usage import EXIT_FOUND, AsJson, count_of, examples, seconds_of, size_of
+from kvframework.api.command import examples
+from kvframework.cli.usage import EXIT_FOUND, AsJson, count_of, seconds_of, size_of
 
 if TYPE_CHECKING:
     from kvf_plan.planning.plan import Wanted
@@ -135,7 +136,7 @@ def plan(
     from kvf_plan.planning.plan import EVICTIONS, WRITE_POLICIES, Wanted, make_plan
     from kvf_plan.planning.plot import check_plot, draw
     from kvf_plan.trace.reading import open_trace
-    from kvframework.cli.console import stderr
+    from kvframework.api.console import stderr
     from kvframework.errors import PlanError
 
     if plot is not None:

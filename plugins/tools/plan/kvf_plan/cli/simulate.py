@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.cli.usage import AsJson, ConfigFile, Overrides, count_of, examples, size_of
+from kvframework.api.command import examples
+from kvframework.cli.usage import AsJson, ConfigFile, Overrides, count_of, size_of
 
 if TYPE_CHECKING:
     from kvf_plan.simulation import Engines
@@ -81,7 +82,8 @@ def simulate(
     from kvf_plan.simulation import Settings
     from kvf_plan.simulation import simulate as run
     from kvf_plan.trace.reading import open_trace
-    from kvframework.cli.console import print_document, print_view
+    from kvframework.api.console import print_view
+    from kvframework.cli.console import print_document
     from kvframework.config import load_config
 
     settings = Settings(

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from kvframework.config.toml import parse_toml
+from kvframework.api.toml import parse_toml
 from kvframework.errors import PlanError
 
 Basis = Literal["measured", "said", "assumed", "yours"]

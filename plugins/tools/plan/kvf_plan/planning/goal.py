@@ -14,10 +14,10 @@ import msgspec
 
 from kvf_plan.planning.offers import TierOffer
 from kvframework.api.options import ByteSize
+from kvframework.api.toml import parse_toml
 from kvframework.config import Config, assemble, toml_value
 from kvframework.config.layers import layers_of
 from kvframework.config.schema import WritePolicyName
-from kvframework.config.toml import parse_toml
 from kvframework.errors import PlanError
 
 # The watermarks that write_back needs: L1 evicts before it is full.

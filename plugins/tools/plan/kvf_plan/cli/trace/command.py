@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvframework.cli.commands import QuickGroup
-from kvframework.cli.usage import AsJson, Endpoint, EndpointConfig, examples, seconds_of
+from kvframework.api.command import Endpoint, EndpointConfig, QuickGroup, examples
+from kvframework.cli.usage import AsJson, seconds_of
 
 app = typer.Typer(cls=QuickGroup, help="Traces: when requests came, and what they share.", no_args_is_help=True)
 
@@ -49,8 +49,8 @@ def record(
     """
     from kvf_plan.cli.trace.recording import Recorder
     from kvframework.cli.console import print_text
-    from kvframework.cli.usage import quiet_connection, server_endpoint
     from kvframework.client import KVClient
+    from kvframework.client.status_source import quiet_connection, server_endpoint
 
     quiet_connection()
     with KVClient(server_endpoint(endpoint, config), name="trace", connect_timeout_s=timeout) as client:

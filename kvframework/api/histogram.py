@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from math import log2
-from typing import Any
+
+__all__ = ["Histogram"]
 
 _PER_OCTAVE = 8
 
@@ -39,7 +40,7 @@ class Histogram:
                 return self._first * float(2 ** ((index + 0.5) / _PER_OCTAVE))
         return 0.0
 
-    def octaves(self) -> dict[str, Any]:
+    def octaves(self) -> dict[str, object]:
         """Return the histogram for the status document: `counts[i]` values are less than `first * 2 ** (i + 1)` and not
         less than half of that; the first and the last bucket have no other end."""
         counts = [sum(self._buckets[at : at + _PER_OCTAVE]) for at in range(0, self._last + 1, _PER_OCTAVE)]

@@ -1,11 +1,36 @@
-"""Makes docs/metrics.md out of the table of metrics."""
+"""Makes docs/commands.md's table out of the command line itself, and docs/metrics.md out of the table of metrics."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from kvf_observe.http.exposition import Metric
 from kvf_observe.metrics import OWN, TABLE
+from tests.support.whole_cli import whole_cli
 
-HEAD = """# Metrics
+START, END = "<!-- commands -->\n", "<!-- end of commands -->"
+
+
+def commands(page: str) -> str:
+    """The page with the table between its comments as the commands are."""
+    before, _, rest = page.partition(START)
+    _, _, after = rest.partition(END)
+    rows = [f"| `{name}` | {text} |" for name, text in _commands(whole_cli(without=("bench",)), "kvframework")]
+    return before + START + "\n".join(["| command | what it does |", "|---|---|", *rows, ""]) + END + after
+
+
+def _commands(command: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Every command that does something, and the first paragraph of its help. Of other distributions
+    only this repository's own are there: what is installed must not change the page."""
+    inner = getattr(command, "commands", {})
+    if not inner or command.invoke_without_command:
+        yield name, " ".join((command.help or "").split("\n\n")[0].split()).replace("|", "\\|")
+    for each, inside in inner.items():
+        yield from _commands(inside, f"{name} {each}")
+
+
+METRICS = """# Metrics
 
 What `/metrics` of [`kvframework observe`](observe.md) says, and where each value stands in the
 [status document](status.md). Names are stable, as those of the document. All series exist from the
@@ -16,9 +41,9 @@ called `redis.0` and `redis.1`.
 """
 
 
-def page() -> str:
+def metrics() -> str:
     """The page, without its note."""
-    parts = [HEAD, _section("Observing", OWN)]
+    parts = [METRICS, _section("Observing", OWN)]
     parts += [_section(title, metrics) for title, metrics in TABLE.items()]
     return "\n".join(parts)
 

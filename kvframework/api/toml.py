@@ -22,6 +22,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+__all__ = ["convert", "read_toml"]
+
 # The largest file that is read: no configuration has this many bytes, a device has no end, and the parser takes 2 us
 # for a byte.
 MOST_BYTES = 256 << 10

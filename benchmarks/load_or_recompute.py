@@ -1,6 +1,6 @@
 """Settings of docs/load-or-recompute.md, by the server's own code under virtual time.
 
-`python -m tests.core.pricing.settings TRACE [NAME ...]` prints the mean time to the first token: priced, with all
+`python benchmarks/load_or_recompute.py TRACE [NAME ...]` prints the mean time to the first token: priced, with all
 loaded, with nothing loaded, and with everything loaded from a constant number of tokens on.
 """
 

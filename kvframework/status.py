@@ -1,0 +1,690 @@
+"""The status document, as REPORT_STATUS returns it and `kvframework status --json` prints it: its fields as types, and
+its counters as declarations; and the records of finished requests. docs/status.md says what the fields mean.
+
+`msgspec.json.decode(document, type=Status)` reads a document. All fields have defaults, and unknown ones are passed
+over, so that a server of another release can be read. A new counter is a line of this module, beside the one that
+counts: the log's reports, `kvframework status`, metrics, the dashboard and docs/status.md follow from it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from kvframework.api.counter import Counter
+from kvframework.api.types import Message
+
+# Why a lookup missed, the keys of `lookups.misses`; in the order of docs/operations.md.
+REASONS = (
+    "never_stored",
+    "dropped_full",
+    "dropped_share",
+    "refused",
+    "evicted",
+    "other_namespace",
+    "other_salt",
+    "too_short",
+    "priced",
+    "tier_down",
+    "timed_out",
+    "damaged",
+    "cleared",
+    "server_started",
+    "unknown_namespace",
+)
+
+# Why a server began with an empty L1, the first word of `l1.recovered.why_cold`; in the order of docs/restart.md.
+COLD_REASONS = (
+    "no_keeper",
+    "memory_cannot",
+    "keeper_failed",
+    "nothing_kept",
+    "incomplete",
+    "no_journal",
+    "other_release",
+    "other_machine",
+    "other_configuration",
+    "failed_starts",
+    "damaged",
+)
+
+
+# Records of finished requests that one answer holds at most.
+MAX_RECENT = 1024
+# Families of metrics of several counters.
+_CALLS_FAILED = "tier_calls_failed_total"
+_EVENTS = "events_total"
+_EVICTIONS = "l1_evictions_total"
+_L1_OBJECTS = "l1_object_events_total"
+_LOST = "client_lost_total"
+_NEVER_WRITTEN = "tier_never_written_total"
+_TROUBLE = "messaging_trouble_total"
+_VALUES = "tier_values_total"
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the document."""
+
+
+class Problem(Part, frozen=True):
+    """A problem that keeps the server from working as configured now."""
+
+    where: str = ""
+    fact: str = ""
+
+
+class Histogram(Part, frozen=True):
+    """Durations by octaves, in seconds: `counts[i]` took less than `first` x 2^(i + 1), and not less than half of
+    that."""
+
+    first: float = 0.0
+    counts: tuple[int, ...] = ()
+    sum: float = 0.0
+
+
+class Server(Part, frozen=True):
+    version: str = ""
+    boot_id: str = ""
+    pid: int = 0
+    started_at: str = ""
+    uptime_s: float = 0.0
+    endpoint: str = ""
+    tcp: str = ""
+    config: str = ""
+    chunk_size: int = 0
+    missing_kernels: tuple[str, ...] = ()
+
+
+class Instance(Part, frozen=True):
+    """A registered instance of an engine."""
+
+    instance_id: int = 0
+    session_id: int = 0
+    pid: int = 0
+    model: str = ""
+    world_size: int = 1
+    rank: int | None = None
+    shards: tuple[int, ...] = ()
+    namespace: str = ""
+    transport: str = ""
+    is_gpu: bool = False
+    lost: str | None = None
+    layers: int = 0
+    block_size: int = 0
+    logical_block_size: int = 0
+    hidden_sizes: tuple[int, ...] = ()
+    dtype: str = ""
+    model_dtype: str = ""
+    mla: bool = False
+    num_blocks: int = 0
+    format: str = ""
+    axes: tuple[tuple[str, ...], ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    forms: tuple[str, ...] = ()
+    chunk_tokens: int = 0
+    bytes_per_token: float = 0.0
+    group_physical_block_sizes: tuple[int, ...] = ()
+    group_compress_ratios: tuple[int, ...] = ()
+
+
+class ModelLookups(Part, frozen=True):
+    lookups: int = 0
+    asked_tokens: int = 0
+    l1_tokens: int = 0
+    l2_tokens: int = 0
+
+
+class Lookups(Part, frozen=True):
+    lookups: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    unknown_namespace: int = 0
+    by_model: dict[str, ModelLookups] = {}
+    misses: dict[str, int] = {}
+
+
+class Engine(Part, frozen=True):
+    """What a connected engine last said of its speed."""
+
+    client: str = ""
+    pid: int = 0
+    tokens_per_s: float = 0.0
+    attention_tokens: float = 0.0
+    queued_s: float = 0.0
+    requests_per_s: float = 0.0
+
+
+class Price(Part, frozen=True):
+    on: bool = False
+    lookups: int = 0
+    cut: int = 0
+    cut_tokens: int = 0
+    saved_s: float = 0.0
+    engines: tuple[Engine, ...] = ()
+
+
+class Account(Part, frozen=True):
+    """The use of L1 by one model, tenant, namespace or engine."""
+
+    bytes: int = 0
+    objects: int = 0
+    lookups: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    stored_objects: int = 0
+    evicted_objects: int = 0
+
+
+class HotPrefix(Part, frozen=True):
+    model: str = ""
+    prefix: str = ""
+    hit_tokens: int = 0
+    count: int = 0
+    error: int = 0
+
+
+class Use(Part, frozen=True):
+    models: dict[str, Account] = {}
+    tenants: dict[str, Account] = {}
+    namespaces: dict[str, Account] = {}
+    engines: dict[str, Account] = {}
+    hot_prefixes: tuple[HotPrefix, ...] = ()
+
+
+class Device(Part, frozen=True):
+    """A device's copier process."""
+
+    device: str = ""
+    pid: int | None = None
+    starts: int = 0
+    instances: int = 0
+    copies: int = 0
+    last_error: str = ""
+    lacks: tuple[str, ...] = ()
+
+
+class OwnCounter(Part, frozen=True):
+    """A counter that a plugin declares, see `kvframework.api.counter.Counts`."""
+
+    value: int = 0
+    unit: str = ""
+    meaning: str = ""
+    trouble: bool = False
+
+
+class Transport(Part, frozen=True):
+    devices: tuple[Device, ...] = ()
+    counters: dict[str, OwnCounter] = {}
+
+
+class Recovered(Part, frozen=True):
+    objects: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    why_cold: str = ""
+    verified: int = 0
+    damaged: int = 0
+
+
+class Evicted(Part, frozen=True):
+    """Evicted objects by the cause."""
+
+    room: Annotated[int, Counter("objects", "were evicted for the place of another object", False, _EVICTIONS)] = 0
+    watermark: Annotated[int, Counter("objects", "were evicted to get below the watermark", False, _EVICTIONS)] = 0
+    tenant: Annotated[int, Counter("objects", "were evicted by the share of a tenant", False, _EVICTIONS)] = 0
+    hinted: Annotated[
+        int, Counter("objects", "were evicted, of which a request had said that no one needs them", False, _EVICTIONS)
+    ] = 0
+
+
+class Ghosts(Part, frozen=True):
+    held: int = 0
+    most: int = 0
+    bytes: int = 0
+
+
+class Capacity(Part, frozen=True):
+    capacity_bytes: int = 0
+    hit_rate: float = 0.0
+
+
+class L1Counters(Part, frozen=True):
+    stored: Annotated[int, Counter("objects", "were stored by engines", False, _L1_OBJECTS)] = 0
+    loaded: Annotated[int, Counter("objects", "were loaded from L2", False, _L1_OBJECTS)] = 0
+    aborted: Annotated[int, Counter("objects", "were aborted by their writer", False, _L1_OBJECTS)] = 0
+    dropped: Annotated[int, Counter("objects", "had no room in L1", True, _L1_OBJECTS)] = 0
+    retrieves: Annotated[int, Counter("RETRIEVEs", "", False, "retrieves_total")] = 0
+    retrieve_misses: Annotated[int, Counter("RETRIEVEs", "found something missing", False, "retrieve_misses_total")] = 0
+    lapsed: Annotated[int, Counter("pins", "outlived their lease", True, "pins_lapsed_total")] = 0
+    over_share: Annotated[
+        int,
+        Counter(
+            "leases", "ended early or were refused by pin_share, as others needed room", True, "pins_over_share_total"
+        ),
+    ] = 0
+    quarantined: Annotated[int, Counter("stores", "outlived their lease", True, "stores_quarantined_total")] = 0
+
+
+class L1(Part, frozen=True):
+    capacity_bytes: int = 0
+    ready_bytes: int = 0
+    used_bytes: int = 0
+    free_bytes: int = 0
+    largest_free_bytes: int = 0
+    fragmentation: float = 0.0
+    quarantined_bytes: int = 0
+    objects: int = 0
+    pins: int = 0
+    write_leases: int = 0
+    pin_leases: int = 0
+    evictions: int = 0
+    recovered: Recovered = Recovered()
+    journal_bytes: int = 0
+    evicted: Evicted = Evicted()
+    evicted_idle_s: Histogram = Histogram()
+    wanted_after_eviction_s: Histogram = Histogram()
+    ghosts: Ghosts = Ghosts()
+    more_capacity: tuple[Capacity, ...] = ()
+    counters: L1Counters = L1Counters()
+
+
+class Usage(Part, frozen=True):
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+
+
+class Circuits(Part, frozen=True):
+    read: str = ""
+    write: str = ""
+
+
+class Latency(Part, frozen=True):
+    """Durations of calls that worked, in milliseconds."""
+
+    count: int = 0
+    p50: float = 0.0
+    p99: float = 0.0
+
+
+class TierCounters(Part, frozen=True):
+    """What is counted of the calls of one tier; part of `Tier`."""
+
+    hits: Annotated[int, Counter("values", "were found", False, _VALUES, "hit")] = 0
+    misses: Annotated[int, Counter("values", "were not found", False, _VALUES, "miss")] = 0
+    stored: Annotated[int, Counter("values", "were stored", False, _VALUES)] = 0
+    evicted: Annotated[int, Counter("values", "were evicted to keep below the high watermark", False, _VALUES)] = 0
+    read_failed: Annotated[int, Counter("values", "could not be read", True, _VALUES)] = 0
+    store_failed: Annotated[int, Counter("values", "could not be stored", True, _VALUES)] = 0
+    corrupt: Annotated[int, Counter("values", "were damaged and are deleted", True, _VALUES)] = 0
+    codec_failed: Annotated[int, Counter("values", "could not be unpacked", True, _VALUES)] = 0
+    foreign_codec: Annotated[int, Counter("values", "were packed by a codec that is not allowed", True, _VALUES)] = 0
+    bytes_read: Annotated[int, Counter("bytes of values", "were read", False, "tier_bytes_total", "read")] = 0
+    bytes_written: Annotated[int, Counter("bytes of values", "were written", False, "tier_bytes_total", "write")] = 0
+    errors: Annotated[int, Counter("calls of the tier", "failed", True, _CALLS_FAILED, "error")] = 0
+    bugs: Annotated[int, Counter("calls of the tier", "met a bug of its plugin", True, _CALLS_FAILED, "bug")] = 0
+    refused: Annotated[int, Counter("calls", "were not made, as the tier is down", True, _CALLS_FAILED)] = 0
+    write_dropped: Annotated[
+        int, Counter("objects", "were not written, as too many waited", True, _NEVER_WRITTEN, "dropped")
+    ] = 0
+    write_lost: Annotated[int, Counter("objects", "left L1 before they were written", True, _NEVER_WRITTEN, "lost")] = 0
+    write_given_up: Annotated[
+        int, Counter("objects", "could not be written and were given up", True, _NEVER_WRITTEN, "given_up")
+    ] = 0
+
+
+class Tier(TierCounters, frozen=True):
+    """A tier of L2. `details` are its plugin's own facts."""
+
+    name: str = ""
+    codec: str = ""
+    read_only: bool = False
+    problems: tuple[str, ...] = ()
+    details: dict[str, Any] = {}
+    capabilities: tuple[str, ...] = ()
+    usage: Usage | None = None
+    load_bytes_per_s: float = 0.0
+    load_call_s: float = 0.0
+    load_queued_bytes: int = 0
+    state: str = ""
+    state_s: float = 0.0
+    circuits: Circuits = Circuits()
+    last_error: str = ""
+    pending_calls: int = 0
+    oldest_call_s: float = 0.0
+    overdue_call: str = ""
+    overdue_s: float = 0.0
+    latency_ms: dict[str, Latency] = {}
+    seconds: dict[str, Histogram] = {}
+    write_policy: str = ""
+    promote: bool = False
+    write_pending: int = 0
+    loads: int = 0
+    writes: int = 0
+
+
+class LostBy(Part, frozen=True):
+    """What one client lost lately."""
+
+    session_id: int = 0
+    client: str = ""
+    pid: int = 0
+    lookups: int = 0
+    loads: int = 0
+    stores: int = 0
+    bytes: int = 0
+    codes: dict[str, int] = {}
+    ago_s: float = 0.0
+
+
+class Losses(Part, frozen=True):
+    """Calls that failed at clients, those that have ended included."""
+
+    lookups: Annotated[int, Counter("lookups", "were lost by clients", True, _LOST)] = 0
+    loads: Annotated[int, Counter("loads", "were lost by clients", True, _LOST)] = 0
+    stores: Annotated[int, Counter("stores", "were lost by clients", True, _LOST)] = 0
+    bytes: Annotated[
+        int, Counter("bytes of loads and stores", "were lost by clients", False, "client_lost_bytes_total")
+    ] = 0
+    recent: tuple[LostBy, ...] = ()
+
+
+class Prefetch(Part, frozen=True):
+    in_flight: int = 0
+    refused: Annotated[
+        int, Counter("loads", "did not begin, as too many were under way", True, "prefetch_refused_total")
+    ] = 0
+
+
+class Log(Part, frozen=True):
+    waiting: int = 0
+    dropped: Annotated[int, Counter("lines of the log", "were lost", True, "log_dropped_total")] = 0
+    problem: str = ""
+
+
+class Observe(Part, frozen=True):
+    """The process of `kvframework observe` that the server keeps; empty without one."""
+
+    listen: str = ""
+    pid: int | None = None
+    starts: int = 0
+    problem: str = ""
+
+
+class EventsCounters(Part, frozen=True):
+    batches: Annotated[int, Counter("batches", "were sent to routers", False, _EVENTS)] = 0
+    replays: Annotated[int, Counter("answers", "gave a router what it lacked", False, _EVENTS)] = 0
+    unread_replays: Annotated[
+        int, Counter("answers", "gave a router what it lacked, and were not read", False, _EVENTS)
+    ] = 0
+    subscribers: Annotated[int, Counter("subscriptions", "", False, _EVENTS)] = 0
+    bad_requests: Annotated[int, Counter("questions of routers", "were of another form", False, _EVENTS)] = 0
+    curve_refused: Annotated[int, Counter("readers of events", "had an unknown key", True, _EVENTS)] = 0
+    dropped: Annotated[
+        int, Counter("changes", "were not noted for routers in time, and are looked up", True, "events_dropped_total")
+    ] = 0
+    mismatched: Annotated[
+        int, Counter("contents for routers", "were not what their digests name", True, "events_withheld_total")
+    ] = 0
+    withheld: Annotated[int, Counter("contents for routers", "are not announced", False, "events_withheld_total")] = 0
+
+
+class Events(Part, frozen=True):
+    """What is announced to routers; empty without `[events]`."""
+
+    endpoint: str = ""
+    replay: str = ""
+    blocks: dict[str, int] = {}
+    next_number: int = 0
+    waiting: int = 0
+    ledger_bytes: int = 0
+    problem: str = ""
+    counters: EventsCounters = EventsCounters()
+
+
+class MessagingCounters(Part, frozen=True):
+    """Beside these are the answers with an error by its code, as `errors.CODE`."""
+
+    requests: Annotated[int, Counter("requests", "", False, "messages_total")] = 0
+    responses: Annotated[int, Counter("answers", "", False, "messages_total")] = 0
+    errors: Annotated[int, Counter("answers", "were errors", False, "messages_total")] = 0
+    sessions_opened: Annotated[int, Counter("clients", "connected", False, "clients_total", "opened")] = 0
+    sessions_ended: Annotated[int, Counter("clients", "ended", False, "clients_total", "ended")] = 0
+    curve_refused: Annotated[int, Counter("connections", "had an unknown key", True, _TROUBLE)] = 0
+    dropped: Annotated[int, Counter("answers", "were not received by their client", True, _TROUBLE)] = 0
+    hello_refused: Annotated[int, Counter("clients", "were refused", True, _TROUBLE)] = 0
+    late: Annotated[int, Counter("answers", "came after their deadline", True, _TROUBLE)] = 0
+    liveness_refused: Annotated[int, Counter("liveness sockets", "were refused", True, _TROUBLE)] = 0
+    local_shut: Annotated[
+        int, Counter("times", "new local connections were deferred, as descriptors ran low", True, _TROUBLE)
+    ] = 0
+    loop_errors: Annotated[int, Counter("errors of the serving loop", "", True, _TROUBLE)] = 0
+    malformed: Annotated[int, Counter("messages", "were malformed", True, _TROUBLE)] = 0
+    peers_shut_out: Annotated[int, Counter("TCP peers", "held too many connections", True, _TROUBLE)] = 0
+    server_refused: Annotated[int, Counter("clients", "refused this server", True, _TROUBLE)] = 0
+    tcp_shut: Annotated[
+        int, Counter("times", "new TCP connections were deferred, as descriptors ran low", True, _TROUBLE)
+    ] = 0
+    tick_errors: Annotated[int, Counter("errors of the server's periodic work", "", True, _TROUBLE)] = 0
+    unanswerable: Annotated[int, Counter("messages", "had no request id", True, _TROUBLE)] = 0
+    unroutable: Annotated[int, Counter("answers", "were for clients that have ended", False, _TROUBLE)] = 0
+
+
+class Descriptors(Part, frozen=True):
+    """Open descriptors of the server, and what it accepts."""
+
+    in_use: int = 0
+    limit: int = 0
+    tcp: bool = True
+    sessions: bool = True
+    local: bool = True
+    readers: bool = True
+    shut_out: dict[str, int] = {}
+
+
+class Session(Part, frozen=True):
+    """A connected client."""
+
+    session_id: int = 0
+    pid: int = 0
+    name: str = ""
+    local: bool = False
+    version: int = 0
+    client_version: str = ""
+    pinned_bytes: int = 0
+    over_share: int = 0
+
+
+class Refused(Part, frozen=True):
+    """A refused client, or one that refuses the server."""
+
+    client: str = ""
+    pid: int = 0
+    client_version: str = ""
+    versions: str = ""
+    what: str = ""
+    code: str = ""
+    reason: str = ""
+    count: int = 0
+    ago_s: float = 0.0
+
+
+class Messaging(Part, frozen=True):
+    descriptors: Descriptors = Descriptors()
+    sessions: tuple[Session, ...] = ()
+    refused: tuple[Refused, ...] = ()
+    counters: MessagingCounters = MessagingCounters()
+
+
+class Status(Part, frozen=True):
+    """The whole document."""
+
+    server: Server = Server()
+    problems: tuple[Problem, ...] = ()
+    instances: tuple[Instance, ...] = ()
+    gpu_instance_ids: tuple[int, ...] = ()
+    non_gpu_instance_ids: tuple[int, ...] = ()
+    namespaces: tuple[str, ...] = ()
+    tickets: int = 0
+    lookups: Lookups = Lookups()
+    price: Price = Price()
+    use: Use = Use()
+    requests: dict[str, Histogram] = {}
+    transports: dict[str, Transport] = {}
+    l1: L1 = L1()
+    l2: tuple[Tier, ...] = ()
+    losses: Losses = Losses()
+    prefetch: Prefetch = Prefetch()
+    log: Log = Log()
+    observe: Observe = Observe()
+    events: Events = Events()
+    listeners: dict[str, Any] = {}
+    messaging: Messaging = Messaging()
+
+
+class TierCall(Message, frozen=True, array_like=True):
+    """A call to a tier for a LOOKUP: `began` is of the server's monotonic clock; `values` were asked for, and `found`
+    of them were there."""
+
+    tier: str
+    operation: str
+    began: float
+    seconds: float
+    values: int
+    found: int
+    ok: bool
+
+
+class Finished(Message, frozen=True):
+    """A finished LOOKUP, STORE or RETRIEVE, whichever way its bytes took.
+
+    `number` counts all of them, from 1. `at` is the wall clock's time of the end, `monotonic` that of the server's
+    monotonic clock, in seconds; `seconds` is the time from the receipt of the first message. `namespace` is the
+    beginning of its hexadecimal digits. `outcome` is `hit`, `partial` or `miss`; `stored`, `present` or `dropped`; or
+    `failed`. Of a LOOKUP, `l1_tokens` were there when it came and `l2_tokens` came by its load. `missing` is the first
+    token of the first chunk that was missing, -1 for none, and `reason` why it was: of an eviction, `cause_at` (wall
+    clock), `idle_s` and `by`, the model that took the place. `path` is how the bytes moved: `engine`, `server` or
+    `wire`. `load_s` and `compute_s` are the prices by which the hit of a LOOKUP was cut, or not: for how long the
+    request waits for the load of what was cut off, or of all that was not in L1, and for how long it computes that.
+    `trace` is the W3C traceparent of a sampled request, and `tier_calls` are the first calls to tiers of such a
+    LOOKUP. Of a STORE, `added_tokens` are those of the chunks of which it wrote an object, -1 where that is not known:
+    the others were there, or were dropped.
+    """
+
+    number: int
+    request: str
+    at: float
+    monotonic: float
+    seconds: float
+    request_id: str
+    client: str
+    pid: int
+    session_id: int
+    model: str
+    namespace: str
+    outcome: str
+    start: int = 0
+    asked_tokens: int = 0
+    l1_tokens: int = 0
+    l2_tokens: int = 0
+    missing: int = -1
+    chunk_tokens: int = 0
+    reason: str = ""
+    detail: str = ""
+    cause_at: float = 0.0
+    idle_s: float = 0.0
+    by: str = ""
+    path: str = ""
+    objects: int = 0
+    nbytes: int = 0
+    tenant: str = ""
+    trace: str = ""
+    tier_calls: tuple[TierCall, ...] = ()
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    added_tokens: int = -1
+
+
+class RecentReply(Message, frozen=True):
+    """The answer to RECENT, the oldest first. `last` is the number of the newest record, 0 for none; `forgotten` is the
+    number of those after `after` that are no longer held; `boot_id` and `started_at` (wall clock) name the server's
+    start, after which numbers begin again."""
+
+    records: Annotated[tuple[Finished, ...], msgspec.Meta(max_length=MAX_RECENT)]
+    last: int
+    forgotten: int
+    boot_id: bytes
+    started_at: float
+
+
+def counted(document: Mapping[str, Any], kind: type[Part] = Status, at: str = "") -> Iterator[tuple[str, Counter, int]]:
+    """Yield each counter of a document by its place, such as `l2.0.hits`, with its value. A part that is not there has
+    none."""
+    for name, (inner, counter) in _fields(kind).items():
+        value, place = document.get(name), f"{at}{name}"
+        if counter is not None:
+            yield place, counter, value or 0
+        elif not value:
+            continue
+        elif inner == tuple[Tier, ...]:
+            for number, tier in enumerate(value):
+                yield from counted(tier, Tier, f"{place}.{number}.")
+                yield from _own(tier.get("details"), f"{place}.{number}.details.counters.")
+        elif inner == dict[str, Transport]:
+            for transport, status in value.items():
+                yield from _own(status, f"{place}.{transport}.counters.")
+        elif isinstance(inner, type) and issubclass(inner, Part):
+            yield from counted(value, inner, f"{place}.")
+
+
+def own_counters(status: object) -> dict[str, OwnCounter]:
+    """Return the counters that a plugin declares in what it says of itself, by name. What is none is passed over."""
+    declared = status.get("counters") if isinstance(status, Mapping) else None
+    try:
+        return msgspec.convert(declared or {}, dict[str, OwnCounter])
+    except msgspec.ValidationError:
+        return {}
+
+
+def _own(status: object, at: str) -> Iterator[tuple[str, Counter, int]]:
+    for name, each in own_counters(status).items():
+        yield f"{at}{name}", Counter(each.unit, each.meaning, each.trouble), each.value
+
+
+def places(kind: type[Part] = Status, at: str = "") -> Iterator[tuple[str, Counter | None]]:
+    """Yield the place of each field, and its declaration if it is a counter. `[]` is each item of a list, `*` each key
+    of a map."""
+    for name, (inner, counter) in _fields(kind).items():
+        place = f"{at}{name}"
+        origin, items = get_origin(inner), [each for each in get_args(inner) if each is not type(None)]
+        if origin is dict and items[1] is not Any:
+            inner, place = items[1], f"{place}.*"
+        elif origin is tuple and isinstance(items[0], type) and issubclass(items[0], Part):
+            inner, place = items[0], f"{place}[]"
+        elif origin is not tuple and origin is not dict and items:
+            inner = items[0]
+        if isinstance(inner, type) and issubclass(inner, Part):
+            yield from places(inner, f"{place}.")
+        else:
+            yield place, counter
+
+
+def zeros(kind: type[Part]) -> dict[str, int]:
+    """Return the counters of a part by name, each at its beginning."""
+    return {name: 0 for name, (_, counter) in _fields(kind).items() if counter is not None}
+
+
+@functools.cache
+def _fields(kind: type[Part]) -> dict[str, tuple[Any, Counter | None]]:
+    """Return the type of each field, and its declaration if it is a counter."""
+    found: dict[str, tuple[Any, Counter | None]] = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        counter = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Counter)), None)
+        found[name] = get_args(hint)[0] if counter is not None else hint, counter
+    return found
+
+
+# The declarations by their place, such as `l2[].hits`.
+COUNTERS = {place: counter for place, counter in places() if counter is not None}
