@@ -29,7 +29,7 @@ def shown_options(options: msgspec.Struct) -> dict[str, object]:
     struct = msgspec.inspect.type_info(type(options))
     assert isinstance(struct, msgspec.inspect.StructType)
     secrets = {field.name: secret_mark(field.type) for field in struct.fields}
-    return {name: _shown(getattr(options, name), secrets[name]) for name in options.__struct_fields__}
+    return {name: shown(getattr(options, name), secrets[name]) for name in options.__struct_fields__}
 
 
 def secret_mark(kind: msgspec.inspect.Type) -> str | None:
@@ -78,11 +78,6 @@ def _hidden(value: object, mark: str | None) -> Iterator[str]:
         yield value
 
 
-def shown(value: object) -> object:
-    """Return a value of the configuration that is no option of a plugin: the credentials of URLs are hidden."""
-    return _shown(value)
-
-
 def masked_url(url: str) -> str:
     """Return `url` without user name, password and query, even if it is malformed."""
     scheme, separator, rest = url.partition("://")
@@ -92,13 +87,14 @@ def masked_url(url: str) -> str:
     return f"{scheme}://{f'{HIDDEN}@' if at else ''}{place.partition('?')[0]}"
 
 
-def _shown(value: object, mark: object = None) -> object:
+def shown(value: object, mark: object = None) -> object:
+    """Return a value as it may be shown: hidden by its `mark`, and the credentials of URLs in any case."""
     if isinstance(value, Mapping):
-        return {key: _shown(each, mark) for key, each in value.items()}
+        return {key: shown(each, mark) for key, each in value.items()}
     if isinstance(value, msgspec.Struct):
         return shown_options(value)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_shown(each, mark) for each in value]
+        return [shown(each, mark) for each in value]
     if not isinstance(value, str):
         return HIDDEN if mark and value is not None else value
     # A plugin may have forgotten to mark a URL.

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.api.listener import (
     Accessed,
@@ -24,6 +23,7 @@ from kvframework.api.listener import (
     Removed,
     RequestRecord,
 )
+from kvframework.api.transfer import ChunkContent
 
 # Of all records that wait for a reader, about.
 MOST_BYTES = 64 << 20

@@ -148,16 +148,16 @@ class RunningConfig:
         with self._lock:
             found = changes(self._complete, complete)
             before, after = self.shown(), shown_config(config, self._registry)
-            told = tuple(
+            rows = tuple(
                 m.ConfigChange(each.key, _text(before.get(each.key)), _text(after.get(each.key)), each.when == "now")
                 for each in found
             )
-            applied = not dry_run and all(each.now for each in told)
+            applied = not dry_run and all(each.now for each in rows)
             if applied and found:
                 self._configure(config)
                 self._given, self._complete = config, complete
-                log.info("configuration: %s", "; ".join(f"{each.key} = {each.new}, was {each.old}" for each in told))
-            return m.ConfigApplied(told, applied)
+                log.info("configuration: %s", "; ".join(f"{each.key} = {each.new}, was {each.old}" for each in rows))
+            return m.ConfigApplied(rows, applied)
 
     def _apply(self, client: ClientInfo, payload: m.ApplyConfig, _buffers: Sequence[memoryview]) -> m.ConfigApplied:
         check_own_user(client, "change the configuration")

@@ -17,19 +17,17 @@ import kvframework
 from kvframework.api.codec import Codec, CodecProvider
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.hasher import HasherProvider, KeyHasher
+from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.layout import Layout, LayoutProvider
 from kvframework.api.listener import Listener, ListenerProvider
 from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableContext
-from kvframework.api.node import NodeIdentity
 from kvframework.api.options import ByteSize
 from kvframework.api.requests import Handler, RequestsProvider
-from kvframework.api.server_transport import ServerTransport
-from kvframework.api.tier import Tier, TierProvider
-from kvframework.api.transport import AnyTransportProvider
+from kvframework.api.tier import NodeIdentity, Tier, TierProvider
+from kvframework.api.transport import AnyTransportProvider, ServerTransport
 from kvframework.config import Config, L2Config, PluginTable, bytes_of_tenants, default_endpoint, shares_of_tenants
 from kvframework.devices.halves import server_half
 from kvframework.errors import PluginBroken
-from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.form import change_logging
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.loop import MessageServer, Served, check_handlers

@@ -18,7 +18,7 @@ from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.client.transfers import bare_transfer
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
-from kvframework.wire.registration import non_gpu_layout
+from kvframework.wire.protocol import non_gpu_layout
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.rounds import Case
 

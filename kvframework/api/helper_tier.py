@@ -24,8 +24,7 @@ from contextlib import contextmanager
 
 from kvframework.api.copying import copy_bytes
 from kvframework.api.plugin import O
-from kvframework.api.registered_memory import RegistersMemory
-from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
+from kvframework.api.tier import Outcome, PackedKey, RegistersMemory, Tier, TierEntry, TierUsage
 from kvframework.api.tier_process import (
     Answer,
     Call,

@@ -1,15 +1,36 @@
-"""The `Memory` contract: the shared arena in which all objects of L1 lie. Created once, in the server process."""
+"""The `Memory` contract: the shared arena in which all objects of L1 lie. Created once, in the server process.
+And what memory a process may take, and how a shared file is mapped."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+from kvframework.api.copying import address_of
 from kvframework.api.plugin import Diagnose, O, Provider, TableContext, hookimpl
 from kvframework.errors import ArenaError
 
-__all__ = ["ArenaError", "Memory", "MemoryContext", "MemoryProvider", "TableContext", "hookimpl"]
+__all__ = [
+    "ArenaError",
+    "Memory",
+    "MemoryContext",
+    "MemoryProvider",
+    "SharedMapping",
+    "TableContext",
+    "available_memory",
+    "hookimpl",
+    "huge_page_bytes",
+    "map_shared",
+]
 
 
 class Memory(ABC):
@@ -66,3 +87,111 @@ class MemoryProvider(Provider[O]):
     create: Callable[[O, MemoryContext], Memory]
     keeps: bool = False
     diagnose: Diagnose[O] | None = None
+
+
+_USUAL_BYTES = 2 << 20
+_MAP_FIXED = 0x10
+
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+
+
+class SharedMapping(NamedTuple):
+    """The mapping of a shared file at an address where huge pages can be mapped, for the arena in server and engines.
+
+    A huge page is mapped as one only where address and offset in the file are both multiples of its size; the kernel
+    itself aligns a file in memory only where huge pages are on for all of them. It is
+    all of a file, from byte `begin` of `memory` on. The mapping ends with `memory`, whose `close` raises `BufferError`
+    while there are views."""
+
+    memory: mmap.mmap
+    begin: int
+    nbytes: int
+
+    def view(self) -> memoryview:
+        """A new writable view of the file's bytes."""
+        with memoryview(self.memory) as whole:
+            return whole[self.begin : self.begin + self.nbytes]
+
+    def advise(self, advice: int) -> None:
+        """Calls madvise(2) on the file's bytes. Raises `OSError`."""
+        self.memory.madvise(advice, self.begin, self.nbytes)
+
+
+@functools.cache
+def huge_page_bytes(sysfs: Path = Path("/sys")) -> int:
+    """The size of a transparent huge page of this kernel, the usual one where it does not tell."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((sysfs / "kernel/mm/transparent_hugepage/hpage_pmd_size").read_text())
+    return _USUAL_BYTES
+
+
+def map_shared(fd: int, nbytes: int) -> SharedMapping:
+    """Map the first `nbytes` of a file, shared and writable; `fd` stays the caller's, and may be closed. Raises
+    `OSError`, `ValueError` and `OverflowError` as `mmap.mmap`."""
+    huge = huge_page_bytes()
+    # A file of reserved huge pages the kernel aligns by itself.
+    if nbytes >= huge > os.fstatvfs(fd).f_bsize:
+        # Address space only, of which the aligned part becomes the file's.
+        with contextlib.suppress(OSError, ValueError, OverflowError):
+            room = mmap.mmap(-1, nbytes + huge, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with address_of(memoryview(room), True) as (address, _):
+                begin = -address % huge
+                flags = mmap.MAP_SHARED | _MAP_FIXED
+                at = _mmap(address + begin, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+            if at == address + begin:
+                return SharedMapping(room, begin, nbytes)
+    return SharedMapping(mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE), 0, nbytes)
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that can be made resident now: the machine's MemAvailable or the tightest cgroup's headroom.
+
+    A limit that cannot be read does not count, so an unreadable file never stops a start.
+    """
+    rooms = [kib * 1024 for name, kib in _table(proc / "meminfo").items() if name == "MemAvailable:"]
+    for directory, limit, used, reclaimable in cgroup_limits(proc, cgroups):
+        rooms.append(max(limit - used + _table(directory / "memory.stat").get(reclaimable, 0), 0))
+    return min(rooms, default=sys.maxsize)
+
+
+def cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[Path, int, int, str]]:
+    """Yields folder, limit and use of each cgroup above this process that has a limit, and the name in its memory.stat
+    of what the kernel would reclaim. The names of the files differ between versions 1 and 2."""
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if controllers == "":
+            root, names, reclaimable = cgroups, ("memory.max", "memory.current"), "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            reclaimable = "total_inactive_file"
+        else:
+            continue
+        for directory in _up(root, group):
+            limit, used = (_text(directory / name).strip() for name in names)
+            if limit.isdigit() and used.isdigit():
+                yield directory, int(limit), int(used), reclaimable
+
+
+def _up(root: Path, group: str) -> Iterator[Path]:
+    """The group's directory and all above it: every one of them may hold the limit. Inside a container the path may
+    name a directory of the host that does not exist; then the root of the container counts."""
+    directory = root / group.strip("/")
+    yield directory
+    while directory != root and root in directory.parents:
+        directory = directory.parent
+        yield directory
+
+
+def _table(path: Path) -> dict[str, int]:
+    rows = (line.split() for line in _text(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

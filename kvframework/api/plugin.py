@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 import pluggy
+from msgspec import Meta, Struct
 
-from kvframework.api.findings import Finding
 from kvframework.api.options import NoOptions, Options
 
-__all__ = ["API_VERSION", "Provider", "ServerTerms", "TableContext", "hookimpl"]
+__all__ = ["API_VERSION", "Finding", "Provider", "ServerTerms", "TableContext", "hookimpl"]
 
 PROJECT = "kvframework"
 ENTRY_POINT_GROUP = "kvframework.v1"
@@ -48,6 +48,24 @@ class TableContext:
     where: str
     replaces: int | None = None
     server: ServerTerms = ServerTerms()
+
+
+Level = Literal["ok", "warn", "fail"]
+
+
+class Finding(Struct, frozen=True):
+    """The result of one check.
+
+    `id` is stable, of the form "subject.thing", such as "redis.policy". `level` "fail": it will not work; "warn": it
+    works, but badly or not for long. `fact` is the observation, with its numbers and never a secret; `advice` is the
+    one thing to do about it, "" if there is none. `where` is the place in the TOML; the doctor fills it in for plugins.
+    """
+
+    id: Annotated[str, Meta(pattern=r"^[a-z0-9_-]+(\.[a-z0-9_-]+)+$")]
+    level: Level
+    fact: str
+    advice: str = ""
+    where: str = ""
 
 
 # (options, TableContext, deadline) -> Sequence[Finding]: the report of `kvframework doctor` on a plugin's store or

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvframework.api.registered_memory import RegistersMemory
-from kvframework.api.tier import Outcome, Tier
+from kvframework.api.tier import Outcome, RegistersMemory, Tier
 from kvframework.by_name import NamedCall
 from kvframework.child_process import end_with_parent
 from kvframework.errors import KVFrameworkError, TierError

@@ -1,15 +1,20 @@
-"""TOML: from a text or file to a raw table, with errors that name file and line, and from a value to its text."""
+"""TOML: from a text or file to a raw table, with errors that name file and line, and from a value to its text. And from
+a raw table to a msgspec struct, with errors that name the field and its mistake."""
 
 from __future__ import annotations
 
+import difflib
 import enum
 import json
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from kvframework.api.options import ByteSize
-from kvframework.api.toml_mistakes import deep_at, excerpt, explain
 from kvframework.errors import ConfigFieldError, ConfigFileError
 
 if sys.version_info >= (3, 11):
@@ -22,31 +27,79 @@ __all__ = ["read_toml"]
 # The largest file that is read: no configuration has this many bytes, a device has no end, and the parser takes 2 us
 # for a byte.
 MOST_BYTES = 256 << 10
-# The deepest table or array that is read: no option is as deep, Python's stack has an end, and the parser takes the
-# square of a key's parts.
+# The deepest table or array that is read: no option is as deep, and Python's stack has an end.
 MOST_LEVELS = 32
+# The parser takes the square of a key's parts, and a key is in one line.
+_MOST_DOTS = 256
+MOST_SHOWN = 72
+_HINT = "text needs plain quotes, each quote, [ and { its end; a key or a table is named once"
+_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
+# What is secret is guessed from keys: a file with a mistake has no plugins yet that would say it.
+_SECRET = re.compile(
+    r"passw|passphrase|(?<![a-z])pass(?![a-z])|pwd|secret|token|salt|credential|private|api.?key|://", re.IGNORECASE
+)
 
 
 def parse_toml(text: str, *, where: str) -> dict[str, object]:
-    """Parses a TOML text. Raises `ConfigFileError`, and `ConfigFieldError` for what is nested too deep, with the line,
-    its text, a caret at the mistake and a hint."""
+    """Parses a TOML text. Raises `ConfigFileError` with the line, its text and a caret at the mistake, and
+    `ConfigFieldError` for what is nested too deep."""
     text = text.replace("\r\n", "\n")
-    deep = deep_at(text, MOST_LEVELS)
-    if deep is not None:
-        line = text.count("\n", 0, deep) + 1
-        raise ConfigFieldError(
-            f"this is nested more than {MOST_LEVELS} levels deep\n{_indented(excerpt(text, deep, line))}",
-            where=f"{where}: line {line}",
-            hint="a name with a dot in it needs quotes, and each [ and { its end",
-        )
+    if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
+        raise _too_deep(text, where)
     try:
-        return tomllib.loads(text)
+        parsed = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        mistake = explain(text, str(error))
-        fact = f"not valid TOML, line {mistake.line}: {mistake.fact}\n{_indented(mistake.excerpt)}"
-        raise ConfigFileError(fact, where=where, hint=mistake.hint) from None
+        raise ConfigFileError(f"not valid TOML, {_explained(text, str(error))}", where=where, hint=_HINT) from None
+    except RecursionError:
+        raise _too_deep(text, where) from None
     except ValueError as error:  # a number of thousands of digits
         raise ConfigFileError(f"not valid TOML: {error}", where=where) from None
+    if any(_deeper(value, MOST_LEVELS) for value in parsed.values()):
+        raise _too_deep(text, where)
+    return parsed
+
+
+def _too_deep(text: str, where: str) -> ConfigFieldError:
+    signs = [sum(map(line.count, ".[{")) for line in text.splitlines()]
+    return ConfigFieldError(
+        f"nested more than {MOST_LEVELS} levels deep",
+        where=f"{where}: line {signs.index(max(signs)) + 1}",
+        hint="a name with a dot in it needs quotes, and each [ and { its end",
+    )
+
+
+def _deeper(value: object, levels: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (levels == 0 or any(_deeper(each, levels - 1) for each in inner))
+
+
+def _explained(text: str, message: str) -> str:
+    """Return the place and the message of the parser, the line and a caret below it, printable and without secrets."""
+    place = _PLACE.search(message)
+    fact = _PLACE.sub("", message)[:MOST_SHOWN]
+    lines = text.split("\n")
+    number, column = len(text.rstrip().split("\n")), MOST_BYTES
+    if place and place[1]:
+        number, column = int(place[1]), int(place[2]) - 1
+    line = lines[number - 1]
+    secret = _SECRET.search(line)
+    if secret:
+        line = f"{line[: secret.end()]} ***"
+    try:  # else the line is inside a value, which may be a secret
+        tomllib.loads("\n".join(lines[: number - 1]))
+    except (ValueError, RecursionError):
+        line = "***"
+    column = min(column, len(line))
+    skipped = max(column - MOST_SHOWN // 2, 0) if len(line) > MOST_SHOWN else 0
+    shown = "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}"
+        for letter in line[skipped : skipped + MOST_SHOWN].replace("\t", " ")
+    )
+    margin = " " * len(str(number))
+    return (
+        f"line {number}: {fact[:1].lower()}{fact[1:]}\n    {number} | {shown}\n"
+        f"    {margin} | {' ' * (column - skipped)}^"
+    )
 
 
 def read_toml(path: Path, named_by: str = "--config and KVFRAMEWORK_CONFIG") -> dict[str, object]:
@@ -91,12 +144,78 @@ def toml_value(value: object) -> str:
     raise TypeError(f"TOML has no {type(value).__name__}")
 
 
-def _indented(lines: str) -> str:
-    return "\n".join(f"    {line}" for line in lines.splitlines())
-
-
 def _size(size: int) -> str:
     for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size and size % (1 << power) == 0:
             return f'"{size >> power}{unit}"'
     return str(int(size))
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_UNQUOTED = {
+    "bool": "write true or false, without quotes",
+    "int": "write the number without quotes",
+    "float": "write the number without quotes",
+}
+_FIELD = re.compile(r"^(?P<fact>.*) - at `\$\.?(?P<field>[^`]*)`$", re.DOTALL)
+
+
+def convert(raw: Mapping[str, object], struct: type[T], *, where: str, core_keys: Sequence[str] = ()) -> T:
+    """`raw` as a `struct`, without coercing types; `ByteSize` fields also take strings such as "512MiB".
+
+    `core_keys` are further keys that the same table may hold, named when a key is unknown. Raises `ConfigFieldError`
+    with the place, the accepted values and the closest match.
+    """
+    fields = struct.__struct_encode_fields__
+    for key in raw:
+        if key not in fields:
+            raise unknown_key(key, (*fields, *core_keys), where=where)
+    try:
+        return msgspec.convert(raw, struct, dec_hook=_decode)
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise _field_error(str(error), struct, where) from None
+
+
+def unknown_key(key: str, available: Iterable[str], *, where: str) -> ConfigFieldError:
+    """The error for an unknown key, with a hint to the closest known one."""
+    known = sorted(available)
+    return ConfigFieldError(
+        f"unknown key {key!r}", where=where, available=", ".join(known) or "no keys", hint=closest(key, known)
+    )
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """A hint to the closest known word, "" if none is similar."""
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {matches[0]!r}?" if matches else ""
+
+
+def _decode(kind: type, value: object) -> object:
+    if kind is ByteSize:
+        return ByteSize.parse(value)
+    raise NotImplementedError(f"{kind.__name__} is no type for an option")
+
+
+def _field_error(text: str, struct: type[msgspec.Struct], where: str) -> ConfigFieldError:
+    match = _FIELD.match(text)
+    # TOML has no null: an optional key is simply missing.
+    fact = (match["fact"] if match else text).replace(" | null`", "`")
+    field = match["field"] if match else ""
+    return ConfigFieldError(
+        fact[:1].lower() + fact[1:],
+        where=f"{where} {field}" if field else where,
+        available=_choices(struct, field) if match else ", ".join(sorted(struct.__struct_encode_fields__)),
+        hint=next((hint for expected, hint in _UNQUOTED.items() if fact == f"Expected `{expected}`, got `str`"), ""),
+    )
+
+
+def _choices(struct: type[msgspec.Struct], name: str) -> str:
+    """The values of a field that takes only certain ones, else ""."""
+    info = msgspec.inspect.type_info(struct)
+    assert isinstance(info, msgspec.inspect.StructType)
+    for field in info.fields:
+        kind = field.type.type if isinstance(field.type, msgspec.inspect.Metadata) else field.type
+        if field.encode_name == name and isinstance(kind, msgspec.inspect.LiteralType):
+            return ", ".join(map(str, kind.values))
+    return ""

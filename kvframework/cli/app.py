@@ -20,12 +20,10 @@ from kvframework.cli import (
     doctor,
     dump,
     explain,
-    hold,
     keys,
     plugins,
     serve,
     status,
-    tenants,
 )
 from kvframework.cli.commands import CommandGroup
 from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN
@@ -51,13 +49,11 @@ app = typer.Typer(
 
 for command in (
     serve,
-    hold,
     status,
     explain,
     clear,
     config,
     keys,
-    tenants,
     plugins,
     doctor,
     dump,

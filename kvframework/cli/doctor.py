@@ -12,7 +12,7 @@ from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from kvframework.api.findings import Finding
+    from kvframework.api.plugin import Finding
     from kvframework.doctor.checkup import Checkup
 
 _EPILOG = examples(

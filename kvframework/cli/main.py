@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from kvframework.cli.serve_options import ServeOptions, plain_options
+if TYPE_CHECKING:
+    from kvframework.cli.serving import ServeOptions
 
 EXIT_INTERRUPTED = 130
 
@@ -16,8 +18,10 @@ EXIT_INTERRUPTED = 130
 def main() -> None:
     """Run the command and exit with its status."""
     _open_standard_streams()
-    options = plain_options(sys.argv[1:])
     try:
+        from kvframework.cli.serving import plain_options
+
+        options = plain_options(sys.argv[1:])
         if options is not None:
             _serve(options)
         else:

@@ -1,16 +1,17 @@
-"""`kvframework serve`: one server in the foreground, until SIGINT or SIGTERM."""
+"""`kvframework serve`: one server in the foreground, until SIGINT or SIGTERM. `kvframework hold`: starts it again after
+its end, and keeps its memory until then."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvframework.api.command import examples
-from kvframework.cli.serve_options import Format, Level, ServeOptions
-from kvframework.cli.usage import ConfigFile, Overrides
+from kvframework.api.command import Endpoint, EndpointConfig, examples
+from kvframework.cli.serving import Format, Level, ServeOptions
+from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides
 
-_EPILOG = examples(
+_SERVE_EPILOG = examples(
     "kvframework serve",
     "kvframework serve --config kvf.toml --log-format json",
     "kvframework serve --set l1.capacity=8GiB",
@@ -18,8 +19,18 @@ _EPILOG = examples(
 )
 
 
+_HOLD_EPILOG = examples(
+    "kvframework hold                         a server by default values",
+    "kvframework hold -- --config kvf.toml    with options of `kvframework serve`",
+    "kvframework hold --status                what is kept, and for which server",
+    "kvframework hold --reload                the installed version takes over",
+    "kvframework hold --drop --restart        free what is kept, start cold",
+)
+
+
 def register(app: typer.Typer) -> None:
-    app.command("serve", epilog=_EPILOG)(serve)
+    app.command("serve", epilog=_SERVE_EPILOG)(serve)
+    app.command("hold", epilog=_HOLD_EPILOG)(hold)
 
 
 def serve(
@@ -43,3 +54,141 @@ def serve(
     from kvframework.cli.serving import run_server
 
     run_server(ServeOptions(config, overrides or (), log_level, log_format, takeover))
+
+
+def hold(
+    context: typer.Context,
+    serve: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- OPTIONS OF SERVE]", help="The options of `kvframework serve`.")
+    ] = None,
+    status: Annotated[bool, typer.Option("--status", help="Show what the running keeper keeps.")] = False,
+    reload: Annotated[
+        bool, typer.Option("--reload", help="Have it start a new server that takes over from the running one.")
+    ] = False,
+    drop: Annotated[bool, typer.Option("--drop", help="Have it free what it keeps.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="With --drop: end the server that uses it, and start it cold.")
+    ] = False,
+    endpoint: Endpoint = None,
+    config: EndpointConfig = None,
+    timeout: Annotated[float, typer.Option(min=0.01, max=3600, help="Seconds to wait for the keeper.")] = 300.0,
+    as_json: AsJson = False,
+    overrides: Annotated[list[str] | None, typer.Option("--set", hidden=True)] = None,
+) -> None:
+    """Run the server of this node in a child process, and keep its L1 over the server's end.
+
+    A server that ends, also by `kill -9`, starts again at once and has its objects again. SIGINT or SIGTERM ends both,
+    and what is kept. SIGHUP and SIGUSR1 pass on to the server. Exit status 2: another one holds the endpoint, or the
+    server refuses to start.
+
+    --status, --reload and --drop ask the keeper that runs at the endpoint; their exit status is 1 if it refuses.
+    """
+    asked = [name for name, chosen in (("status", status), ("reload", reload), ("drop", drop)) if chosen]
+    if len(asked) > 1 or (restart and not drop):
+        raise typer.BadParameter("--status, --reload and --drop are three commands; --restart goes with --drop")
+    if not asked:
+        if endpoint or config or as_json or overrides:
+            raise typer.BadParameter("options of the server come after `--`: kvframework hold -- --config kvf.toml")
+        _become(context, serve or [])
+    if serve or overrides:
+        raise typer.BadParameter("options of the server are for its start")
+    from kvframework.client.status_source import server_endpoint
+    from kvframework.config import keeper_path
+
+    _ask({"do": asked[0], "restart": restart}, keeper_path(server_endpoint(endpoint, config)), timeout, as_json)
+
+
+def _become(context: typer.Context, serve: list[str]) -> NoReturn:
+    import os
+    import sys
+    from pathlib import Path
+
+    from kvframework.config import keeper_path, load_config, prepare_private_directory
+    from kvframework.errors import EndpointError
+    from kvframework.keeper.holder import PATHS, become_holder
+
+    chosen = _options_of_serve(context, serve)
+    # Earlier releases of typer leave them strings.
+    settings = load_config(chosen["config"] and Path(chosen["config"]), chosen["overrides"] or ())
+    form = Format(chosen["log_format"]).value if chosen["log_format"] else settings.log.format
+    base = keeper_path(settings.server.endpoint)
+    prepare_private_directory(Path(base).parent, shared=bool(settings.server.admit_uids))
+    program = PATHS + "from kvframework.cli.main import main; main()"
+    try:
+        become_holder([sys.executable, "-c", program, "serve", *serve], base, form, os.environ)
+    except OSError as error:
+        raise EndpointError(f"the keeper cannot be started: {error.strerror}", where=sys.executable) from error
+
+
+def _options_of_serve(context: typer.Context, serve: list[str]) -> dict[str, Any]:
+    """The values of the options of `kvframework serve`. Wrong ones are refused before there is anything to keep."""
+    assert context.parent is not None
+    commands: Any = context.parent.command
+    options: dict[str, Any] = (
+        commands.get_command(context.parent, "serve").make_context("serve", list(serve), parent=context.parent).params
+    )
+    return options
+
+
+def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -> None:
+    from pathlib import Path
+
+    from kvframework.api.console import stderr
+    from kvframework.cli.console import print_document, print_text
+    from kvframework.config import check_private_directory, trusted_server_uid
+    from kvframework.errors import EndpointError
+    from kvframework.keeper.control import CONTROL_SUFFIX, ask
+    from kvframework.text import short_number
+
+    try:
+        check_private_directory(Path(base).parent, owner=trusted_server_uid())
+        reply = ask(base + CONTROL_SUFFIX, request, timeout)
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise EndpointError(
+            "no `kvframework hold` runs here",
+            where=base,
+            hint="start one, or name its --endpoint; under systemd: systemctl show kvframework -p NFileDescriptorStore",
+        ) from None
+    except PermissionError:
+        raise EndpointError("the keeper answers its own user, and root, alone", where=base) from None
+    except TimeoutError:
+        raise EndpointError(
+            f"the keeper does not answer within {short_number(timeout)} s",
+            where=base,
+            hint="it may still do what it was asked: `kvframework hold --status`",
+        ) from None
+    except OSError as error:
+        raise EndpointError(f"the keeper does not answer: {error.strerror or error}", where=base) from error
+    if as_json:
+        print_document(reply)
+    elif "held" in reply:
+        _print_status(reply)
+    elif reply["done"]:
+        print_text(reply["text"])
+    else:
+        stderr.print(reply["text"], markup=False)
+    if not reply["done"]:
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _print_status(status: dict[str, Any]) -> None:
+    """Print the keeper's reply: the server, its starts, and a line for each thing that is kept."""
+    from kvframework.api.options import ByteSize
+    from kvframework.cli.console import print_text
+    from kvframework.text import short_number
+
+    server = status["server"]
+    if server is not None:
+        form = "ready" if server["ready"] else "not ready yet"
+        text = f"server: process {server['pid']}, {form}, since {short_number(server['since_s'])} s"
+    elif status["next_start_s"] is not None:
+        text = f"server: none, the next start is in {short_number(status['next_start_s'])} s"
+    else:
+        text = "server: none"
+    print_text(text)
+    print_text(f"starts: {status['starts']}{'; ' + status['last_end'] if status['last_end'] else ''}")
+    for row in status["held"]:
+        print_text(f"kept: {row['name']}, {ByteSize(row['size'])}, {ByteSize(row['bytes'])} of memory")
+    if not status["held"]:
+        print_text("kept: nothing")
+    print_text(f"keeper: process {status['pid']}")

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import gc
 import logging
 import os
 import resource
+import select
+import socket
 import sys
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvframework.cli.serve_options import ServeOptions
-from kvframework.errors import ConfigFileError, KVFrameworkError
+from kvframework.errors import ConfigFileError, EndpointError, KVFrameworkError
 from kvframework.overdue import bounded
 
 if TYPE_CHECKING:
     from kvframework.cli.signals import StopSignals
+    from kvframework.client import KVClient
     from kvframework.config import Config
     from kvframework.keeper.notify import Keeper
     from kvframework.server import Server
@@ -31,6 +35,59 @@ log = logging.getLogger(__name__)
 _SWITCH_S = 0.0005
 # Of glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+class Level(str, enum.Enum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+class Format(str, enum.Enum):
+    human = "human"
+    json = "json"
+
+
+class ServeOptions(NamedTuple):
+    """What `kvframework.cli.serve` documents, read here: a keeper starts a server again within a second, and the
+    imports that a whole command line needs are a tenth of it."""
+
+    config: Path | None = None
+    overrides: Sequence[str] = ()
+    log_level: Level | None = None
+    log_format: Format | None = None
+    takeover: bool = False
+
+
+def plain_options(arguments: Sequence[str]) -> ServeOptions | None:
+    """Return the options of a command line that is `serve` with options in their usual form; None for any other, wrong
+    ones and --help included, which is for the whole command line to read."""
+    if arguments[:1] != ["serve"]:
+        return None
+    overrides: list[str] = []
+    options = ServeOptions(overrides=overrides)
+    words = iter(arguments[1:])
+    for word in words:
+        if word == "--takeover":
+            options = options._replace(takeover=True)
+            continue
+        name, equals, value = word.partition("=")
+        if not equals:
+            value = next(words, "")
+        if not value or value.startswith("-"):
+            return None
+        if name == "--config":
+            options = options._replace(config=Path(value))
+        elif name == "--set":
+            overrides.append(value)
+        elif name == "--log-level" and value in Level.__members__:
+            options = options._replace(log_level=Level[value])
+        elif name == "--log-format" and value in Format.__members__:
+            options = options._replace(log_format=Format[value])
+        else:
+            return None
+    return options
 
 
 class _Logged(Exception):
@@ -141,8 +198,6 @@ def _started(settings: Config, signals: StopSignals, keeper: Keeper | None, take
         free_recoverable(keeper)  # what an earlier configuration gave it
         holding = None
     if running is not None:
-        from kvframework.cli.takeover import take_over
-
         holding = take_over(settings.server.endpoint or default_endpoint(), running.pid, holding)
     server = Server(settings, registry, holding)
     gc.freeze()
@@ -180,3 +235,108 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         if mallopt(_M_MMAP_THRESHOLD, 32 << 20):  # either one ends the growth of both
             mallopt(_M_TRIM_THRESHOLD, 64 << 20)
+
+
+# Longer than a server takes to stop.
+END_S = 10.0
+_HANDED = 2
+_ANSWER_S = 10.0
+
+
+class HandedOver:
+    """The other side of `kvframework.service.operator_requests`, of `--takeover`.
+
+    A keeper that has what the earlier server handed over, the arena and the journal; `keeper`, if there is one,
+    holds it from then on."""
+
+    def __init__(self, descriptors: Collection[int], keeper: L1Keeper | None) -> None:
+        self._descriptors = descriptors
+        self._keeper = keeper
+        self.lasts = keeper is not None
+
+    def kept(self, names: Collection[str]) -> dict[str, int]:
+        from kvframework.storage.l1.journal import own_description
+
+        held = {} if self._keeper is None else self._keeper.kept(names)
+        for fd in held.values():
+            os.close(fd)
+        found = {}
+        for name, fd in zip(names, self._descriptors, strict=False):
+            # The lock of the earlier server lasts as long as its own description.
+            found[name] = own_description(fd)
+            os.close(fd)
+            if name not in held:
+                self.store(name, found[name])
+        return found
+
+    def store(self, name: str, fd: int) -> None:
+        if self._keeper is not None:
+            self._keeper.store(name, fd)
+
+    def remove(self, name: str) -> None:
+        if self._keeper is not None:
+            self._keeper.remove(name)
+
+
+def take_over(endpoint: str, pid: int, keeper: L1Keeper | None) -> HandedOver:
+    """Have the server at `endpoint`, the process `pid` of this user, hand over L1 and end. Blocks for some seconds.
+    Raises `EndpointError` if it does not end, and its refusal: nothing has changed then."""
+    from kvframework.client import KVClient
+
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise EndpointError(
+            f"the server, process {pid}, has ended meanwhile", where=endpoint, hint="start without --takeover"
+        ) from None
+    # Its own, beside another that takes over: no longer than the name of any endpoint's socket with its suffix.
+    path = f"{os.path.dirname(endpoint.removeprefix('ipc://'))}/{os.getpid():x}"
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        before = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        try:
+            listener.listen(1)
+            listener.settimeout(_ANSWER_S)
+            with KVClient(endpoint, name="takeover") as client:
+                if not client.wait_up(_ANSWER_S):
+                    client.raise_down()
+                descriptors = _handed_over(client, path, listener)
+        finally:
+            os.unlink(path)
+    try:
+        ended = select.poll()
+        ended.register(process, select.POLLIN)
+        if not ended.poll(END_S * 1000):
+            raise EndpointError(f"the server, process {pid}, does not end", where=endpoint, hint=f"kill -9 {pid}")
+    finally:
+        os.close(process)
+    log.info("took over from process %d", pid)
+    return HandedOver(descriptors, keeper)
+
+
+def _handed_over(client: KVClient, path: str, listener: socket.socket) -> list[int]:
+    from kvframework.wire import messages as m
+
+    try:
+        client.request("HAND_OVER", m.HandOver(path), m.Empty, timeout=_ANSWER_S)
+    except KVFrameworkError:
+        # It may end before its answer arrives: what counts is what it sent before.
+        listener.settimeout(0.0)
+        try:
+            return _received(listener)
+        except BlockingIOError:
+            pass
+        raise
+    return _received(listener)
+
+
+def _received(listener: socket.socket) -> list[int]:
+    connection, _ = listener.accept()
+    with connection:
+        _, descriptors, _, _ = socket.recv_fds(connection, 64, _HANDED)
+    return descriptors

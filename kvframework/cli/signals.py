@@ -16,9 +16,9 @@ from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from kvframework.bounded_close import call_within
 from kvframework.errors import KVFrameworkError
 from kvframework.logs.form import STDERR, chosen_log, end_logging
+from kvframework.overdue import call_within
 
 if TYPE_CHECKING:
     from kvframework.wire.messages import ConfigApplied
@@ -48,13 +48,13 @@ class StopSignals:
         self._stop: Callable[[float], None] | None = None
         self._since = math.inf
         self._abandon: Callable[[], None] = lambda: None
-        self._heard, self._told = socket.socketpair()
+        self._woken, self._wakeup = socket.socketpair()
         self._watcher = threading.Thread(target=self._watch, name="kvf-signals", daemon=True)
         self._restored = ExitStack()
 
     def __enter__(self) -> StopSignals:
-        self._told.setblocking(False)
-        before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        self._wakeup.setblocking(False)
+        before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._restored.callback(signal.set_wakeup_fd, before)
         for number in SIGNALS:
             self._restored.callback(signal.signal, number, signal.signal(number, self._on_signal))
@@ -68,7 +68,7 @@ class StopSignals:
             end_process()
         self._restored.close()
         # The watcher reads the end of its stream. It may be in the middle of an end at once, so the wait is bounded.
-        self._told.close()
+        self._wakeup.close()
         self._watcher.join(_LINGER_S)
 
     def serve(self, stop: Callable[[float], None], abandon: Callable[[], None]) -> None:
@@ -90,7 +90,7 @@ class StopSignals:
         self._stop(self._since)
 
     def _watch(self) -> None:
-        with self._heard:
+        with self._woken:
             try:
                 self._next_signal(None)
                 self._since = min(self._since, time.monotonic())
@@ -105,9 +105,9 @@ class StopSignals:
     def _next_signal(self, deadline: float | None) -> int | None:
         """Return the next signal, or None at the deadline. Raises `EOFError` once there will be none."""
         while True:
-            self._heard.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
+            self._woken.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
             try:
-                received = self._heard.recv(1)
+                received = self._woken.recv(1)
             except TimeoutError:
                 return None
             if not received:
@@ -177,14 +177,14 @@ class ReloadSignal:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             try:
-                _tell(reload())
+                _log_applied(reload())
             except KVFrameworkError as error:
                 log.error("SIGHUP: the configuration is refused, nothing has changed: %s", error)
             except Exception:
                 log.exception("SIGHUP: the configuration could not be read again, nothing has changed")
 
 
-def _tell(applied: ConfigApplied) -> None:
+def _log_applied(applied: ConfigApplied) -> None:
     waiting = [each.key for each in applied.changes if not each.now]
     if waiting:
         log.error("SIGHUP: nothing has changed, since these keys need a restart: %s", ", ".join(waiting))

@@ -14,9 +14,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
-from kvframework.api.available_memory import available_memory
 from kvframework.api.copying import address_of
-from kvframework.api.shared_mapping import SharedMapping, map_shared
+from kvframework.api.memory import SharedMapping, available_memory, map_shared
 from kvframework.messaging.polling import close_after_fork
 
 # The arena's resident pages, mapped in this process before a copy needs them.

@@ -8,8 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvframework.api.canary import EngineView
-from kvframework.api.layout import KVLayout, LayerGroup
+from kvframework.api.layout import EngineView, KVLayout, LayerGroup
 from kvframework.errors import BadLayout, KVFrameworkError
 
 if TYPE_CHECKING:

@@ -12,12 +12,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from kvframework.api.content import ChunkContent, Extra, Image
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
-from kvframework.api.keys import CacheKey
-from kvframework.api.retain import Retain
-from kvframework.api.trace import sampled_parent
-from kvframework.api.transfer import ArenaRange, LoadGrant, Transfer
+from kvframework.api.keys import CacheKey, Retain, sampled_parent
+from kvframework.api.transfer import ArenaRange, ChunkContent, Extra, Image, LoadGrant, Transfer
 from kvframework.errors import BadRange, ProtocolError, RequestError
 from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import unpack_indices, unpack_offsets
@@ -190,7 +187,7 @@ class RequestHashes:
 
     `digests` are those of its first whole chunks, if another process has made them: with their extras. `trace` is the
     request's `traceparent` header: if it says that the request is sampled, the server's part gets spans. `retain` says
-    for how long its KV is of use (`kvframework.api.retain.retain_of`), with every lookup, store and load of it.
+    for how long its KV is of use (`kvframework.api.keys.retain_of`), with every lookup, store and load of it.
 
     With `keep_tokens`, for a server that wants them (`KVClient.wants_tokens`), the tokens stay here, 4 bytes each, and
     go along with stores and loads, so that routers learn of them. `lora_name` is the adapter's name to routers.

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvframework.api.canary import EngineView
+from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey, compute_namespace
-from kvframework.api.layout import LayerTensors, Layout, LayoutProvider, MemoryLayoutDesc
+from kvframework.api.layout import EngineView, LayerTensors, Layout, LayoutProvider, MemoryLayoutDesc
 from kvframework.api.transport import AnyTransportProvider, Registration, Transfer, TransferContext
 from kvframework.client.canary import check_by_reading, check_by_writing
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
@@ -33,10 +33,9 @@ from kvframework.errors import (
     TransportMismatch,
     VersionMismatch,
 )
-from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.limit import LogLimit
 from kvframework.wire import messages as m
-from kvframework.wire.registration import non_gpu_layout
+from kvframework.wire.protocol import non_gpu_layout
 
 log = logging.getLogger(__name__)
 

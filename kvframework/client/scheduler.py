@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvframework.api.futures import Future
+from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey
 from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import error_code
 from kvframework.client.hashing import Grants, RequestHashes, grants_of
 from kvframework.client.transfers import KVClient, checked_start
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
-from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.limit import LogLimit
 from kvframework.pricing.prefill import EngineSpeed
 from kvframework.wire import messages as m

@@ -28,7 +28,7 @@ from kvframework.api.layout import (
 )
 from kvframework.errors import BadLayout
 from kvframework.wire.messages import MAX_HANDLES
-from kvframework.wire.registration import natural
+from kvframework.wire.protocol import natural
 
 if TYPE_CHECKING:
     import torch

@@ -10,12 +10,11 @@ from itertools import pairwise
 from operator import attrgetter, index
 from typing import TYPE_CHECKING, SupportsIndex, TypeVar
 
-from kvframework.api.content import ChunkContent
 from kvframework.api.futures import Future, Promise, StreamHook
 from kvframework.api.hasher import Buffer
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import LayerTensors, check_skip
-from kvframework.api.transfer import LoadGrant
+from kvframework.api.transfer import ChunkContent, LoadGrant
 from kvframework.api.transport import (
     ArenaRange,
     BlockIds,

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from kvframework.api.canary import EngineView
 from kvframework.api.futures import Future
+from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey
-from kvframework.api.layout import LayerTensors
+from kvframework.api.layout import EngineView, LayerTensors
 from kvframework.api.transfer import LoadGrant
 from kvframework.api.transport import BlockIds, LoadOutcome, LostKind, Registration, StoreOutcome, Transfer, error_code
 from kvframework.client.hashing import RequestHashes
@@ -32,7 +32,6 @@ from kvframework.errors import (
     RequestError,
     ServerGone,
 )
-from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.limit import LogLimit
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from kvframework.api.toml import MOST_LEVELS, parse_toml, read_toml
-from kvframework.api.toml_mistakes import MOST_SHOWN
+from kvframework.api.toml import MOST_LEVELS, MOST_SHOWN, parse_toml, read_toml
 from kvframework.errors import ConfigFieldError, ConfigFileError
 
 _HINT = "write table.key=value, for example l1.capacity=4GiB or l2.0.url=redis://localhost"

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import msgspec
 
-from kvframework.api.conversion import convert, unknown_key
 from kvframework.api.endpoint import parse_endpoint, parse_listen
 from kvframework.api.observe import ObserveConfig, collector_url
+from kvframework.api.toml import convert, unknown_key
 from kvframework.config.layers import CONFIG_VARIABLE, DEFAULT_EVICTION, Layers, read_layers
 from kvframework.config.schema import (
     CodecName,

@@ -14,13 +14,15 @@ from kvframework.api.futures import Future, StreamHook
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
 from kvframework.api.options import Options
 from kvframework.api.requests import ClientInfo
-from kvframework.api.server_transport import CopyJob, ServerContext, ServerTransport
 from kvframework.api.transport import (
     AnyTransportProvider,
+    CopyJob,
     EngineLink,
     LoadOutcome,
     Registration,
+    ServerContext,
     ServerDrivenLink,
+    ServerTransport,
     StoreOutcome,
     Transfer,
     TransferContext,

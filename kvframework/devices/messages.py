@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
-from kvframework.api.server_transport import CopyJob
-from kvframework.api.transport import ArenaRange, GroupBlocks
+from kvframework.api.transport import ArenaRange, CopyJob, GroupBlocks
 from kvframework.by_name import NamedCall
 from kvframework.errors import KVFrameworkError
 

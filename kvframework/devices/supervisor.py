@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
-from kvframework.api.server_transport import CopyJob
+from kvframework.api.transport import CopyJob
 from kvframework.child_process import Backoff, reap, start_child, why_ended
 from kvframework.devices.messages import (
     Beat,

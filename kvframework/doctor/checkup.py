@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvframework.api.findings import Finding
+from kvframework.api.plugin import Finding
 from kvframework.config import Config, check_directory, default_endpoint, load_config, parse_endpoint
-from kvframework.doctor import accelerator, machine, memory, plugins
+from kvframework.doctor import machine, plugins
 from kvframework.doctor.plugins import refusal
 from kvframework.errors import ConfigError, EndpointError
 from kvframework.preflight import RunningServer, arena_is_kept, running_server
@@ -106,14 +106,14 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     """Subject and check of each."""
     yield "python", machine.python
     yield "kvframework", machine.distributions
-    yield "accelerator", accelerator.cuda
-    yield "memory", memory.memory
+    yield "accelerator", machine.cuda
+    yield "memory", machine.memory
     yield "limits", machine.limits
     yield "numa", machine.nodes
     if config is None:
         return
     endpoint = endpoint_of(config)
-    yield "memory", partial(memory.kept, endpoint)
+    yield "memory", partial(machine.kept, endpoint)
     running = running_server(config)
     yield "socket", partial(socket_findings, endpoint, running)
     yield "config", partial(plugins.common_findings, config, serving=running is not None, deadline_s=CHECK_S)

@@ -1,8 +1,12 @@
-"""The checks of the interpreter, of the installed distributions, of the limits of this process, which a server started
-in the same way would have, too, and of the machine's NUMA nodes. Imports none of the distributions."""
+"""The checks of the machine: the interpreter, installed distributions, the limits of this process, NUMA nodes, memory
+and the cgroup's limit, torch and CUDA. Packages are read as files and never imported: an import takes seconds, and
+memory of a device."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import platform
 import re
 import resource
@@ -13,10 +17,14 @@ from importlib import metadata
 from pathlib import Path
 
 import kvframework
-from kvframework.api.findings import Finding, Level
+from kvframework.api.installing import install_command, kernels_hint, missing_kernels
+from kvframework.api.memory import cgroup_limits
 from kvframework.api.options import ByteSize
+from kvframework.api.plugin import Finding, Level
+from kvframework.config import keeper_path
 from kvframework.config.schema import SAFE_LIMIT, SESSIONS_SHARE
-from kvframework.kernels import kernels_hint, missing_kernels
+from kvframework.errors import EndpointError
+from kvframework.keeper.control import CONTROL_SUFFIX, ask
 
 _NEEDED = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)$")
 
@@ -159,3 +167,170 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+_ALMOST = 0.9
+_NO_LIMIT = 1 << 62  # version 1 of cgroups writes "no limit" as a huge number
+_ASK_S = 1.0
+
+
+def memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Iterator[Finding]:
+    rows = [line.split() for line in _text(proc / "meminfo").splitlines()]
+    sizes = {row[0]: ByteSize(int(row[1]) * 1024) for row in rows if len(row) > 1 and row[1].isdigit()}
+    if "MemAvailable:" in sizes and "MemTotal:" in sizes:
+        fact = f"{sizes['MemAvailable:']} available of {sizes['MemTotal:']}"
+        yield Finding("memory.machine", "ok", fact)
+    yield _cgroup(proc, cgroups)
+    yield _memfd()
+
+
+def kept(endpoint: str) -> Iterator[Finding]:
+    """The memory that `kvframework hold` keeps for the server at `endpoint`; nothing where none runs. Blocks for a
+    second at most."""
+    try:
+        keeper = ask(keeper_path(endpoint) + CONTROL_SUFFIX, {"do": "status"}, _ASK_S)
+    except (EndpointError, OSError):
+        return
+    nbytes = ByteSize(sum(row["bytes"] for row in keeper["held"]))
+    fact = (
+        f"`kvframework hold`, process {keeper['pid']}, keeps {nbytes}, "
+        "charged to the cgroup of the server that touched it first"
+    )
+    if keeper["server"] is None and nbytes:
+        yield Finding(
+            "memory.kept", "warn", f"{fact}, and no server runs", "its log says why; `kvframework hold --drop` frees it"
+        )
+    else:
+        yield Finding("memory.kept", "ok", fact)
+
+
+def _cgroup(proc: Path, cgroups: Path) -> Finding:
+    limits = [(limit, used, where) for where, limit, used, _ in cgroup_limits(proc, cgroups)]
+    limit, used, where = min(limits, default=(_NO_LIMIT, 0, cgroups))
+    if limit >= _NO_LIMIT:
+        return Finding("memory.cgroup", "ok", "no cgroup limits the memory")
+    fact = f"{where} allows {ByteSize(limit)}, {ByteSize(used)} used, caches included"
+    if used > _ALMOST * limit:
+        advice = "give the container L1 + 512 MiB or more, or lower [l1] capacity"
+        return Finding("memory.cgroup", "warn", fact, advice)
+    return Finding("memory.cgroup", "ok", fact)
+
+
+def _memfd() -> Finding:
+    try:
+        descriptor = os.memfd_create("kvframework-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+            mmap.mmap(descriptor, mmap.PAGESIZE, mmap.MAP_SHARED).close()
+        finally:
+            os.close(descriptor)
+    except (OSError, AttributeError) as error:
+        return Finding("memory.memfd", "fail", f"a memfd cannot be created: {error}", "L1 needs Linux and memfd_create")
+    return Finding("memory.memfd", "ok", "a memfd can be created and mapped; /dev/shm does not matter")
+
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_DEVICES = Path("/dev")
+
+# The first driver for CUDA 13, and so for cuda-bindings 13 and code compiled by its NVRTC.
+_DRIVER_OF_CUDA_13 = 580
+
+
+def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Finding]:
+    driver = _driver(driver_file)
+    yield _torch(bool(driver))
+    if not driver:
+        yield Finding("cuda.driver", "ok", "no NVIDIA driver: CUDA cannot be used on this machine")
+        return
+    yield Finding("cuda.driver", "ok", f"NVIDIA driver {driver}")
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        yield Finding(
+            "cuda.library",
+            "warn",
+            "there is a driver, but libcuda.so.1 cannot be loaded",
+            "start the container with the NVIDIA runtime, or install the driver's libraries",
+        )
+    else:
+        yield Finding("cuda.library", "ok", "libcuda.so.1 can be loaded")
+    found = sorted(each for each in devices.glob("nvidia[0-9]*"))
+    closed = [each.name for each in found if not os.access(each, os.R_OK | os.W_OK)]
+    if closed or not found:
+        fact = f"this user may not open {', '.join(closed)}" if closed else "there is a driver, but no device"
+        advice = "give the process the devices: --gpus all, or the group of /dev/nvidia*"
+        yield Finding("cuda.devices", "warn", fact, advice)
+    else:
+        yield Finding("cuda.devices", "ok", f"{len(found)}: {', '.join(each.name for each in found)}")
+    yield from _packages(_major(driver) or _DRIVER_OF_CUDA_13)
+
+
+def _driver(file: Path) -> str:
+    try:
+        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", file.read_text())
+    except OSError:
+        return ""
+    return match[1] if match else "of an unknown version"
+
+
+def _packages(driver: int) -> Iterator[Finding]:
+    """The packages of cuda_ipc's extras; `driver` is the driver's major version."""
+    old = driver < _DRIVER_OF_CUDA_13
+    advice = (
+        f"for the transport cuda_ipc: {install_command('cuda12' if old else 'cuda13', distribution='kvframework-cuda')}"
+    )
+    bindings = _version("cuda-bindings")
+    if not bindings:
+        fact = "cuda-bindings is not installed: only cpu_gather can reach the memory of GPUs"
+        yield Finding("cuda.bindings", "warn", fact, advice)
+    elif old and _major(bindings) >= 13:
+        fact = f"cuda-bindings {bindings} needs a driver from {_DRIVER_OF_CUDA_13} on"
+        yield Finding("cuda.bindings", "warn", fact, advice)
+    else:
+        yield Finding("cuda.bindings", "ok", f"cuda-bindings {bindings}")
+    name = "nvidia-cuda-nvrtc-cu12" if _major(bindings) == 12 or (old and not bindings) else "nvidia-cuda-nvrtc"
+    nvrtc = _version(name)
+    if nvrtc:
+        yield Finding("cuda.nvrtc", "ok", f"{name} {nvrtc}")
+    else:
+        yield Finding("cuda.nvrtc", "warn", f"{name} is not installed: no kernel copies small fragments", advice)
+
+
+def _version(name: str) -> str:
+    """The version of a distribution; empty if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _major(version: str) -> int:
+    """The major version; 0 for a text that is no version."""
+    first = version.partition(".")[0]
+    return int(first) if first.isdigit() else 0
+
+
+def _torch(driver: bool) -> Finding:
+    try:
+        found = metadata.distribution("torch")
+    except metadata.PackageNotFoundError:
+        return Finding(
+            "torch.version",
+            "ok",
+            "torch is not installed; the server needs none",
+            f"cpu_gather needs it in engines: {install_command('torch')}",
+        )
+    try:
+        text = Path(str(found.locate_file("torch/version.py"))).read_text()
+    except OSError:
+        text = ""
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    if driver and match is None:
+        return Finding(
+            "torch.version",
+            "warn",
+            f"torch {found.version} is built without CUDA, and there is an NVIDIA driver",
+            "install a torch that is built for CUDA where engines run",
+        )
+    built = f"for CUDA {match[1]}" if match else "without CUDA"
+    return Finding("torch.version", "ok", f"torch {found.version}, {built}")

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from kvframework.api.driver import DeviceTransportProvider, TableContext
-from kvframework.api.findings import Finding
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.options import Options
+from kvframework.api.plugin import Finding
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
 from kvframework.doctor.machine import memlock

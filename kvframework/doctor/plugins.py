@@ -3,17 +3,15 @@ end the checks of others."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import msgspec
 
-from kvframework.api.findings import Finding
-from kvframework.api.plugin import ServerTerms
+from kvframework.api.plugin import Finding, ServerTerms
 from kvframework.config import Config, PluginTable
-from kvframework.errors import ConfigError, KVFrameworkError
+from kvframework.errors import KVFrameworkError
 from kvframework.isolated import run_isolated
-from kvframework.registry import codec_tables, server_terms
+from kvframework.registry import named_tables, server_terms
 
 # The part of a check's time that is kept for the end of the process, after a plugin's own diagnosis.
 _TO_END_S = 1.0
@@ -40,19 +38,8 @@ def refusal(error: KVFrameworkError) -> Finding:
 
 def configured(config: Config) -> list[Subject]:
     """Every table that names a plugin."""
-    subjects = [Subject("memory", config.l1.memory), Subject("eviction", config.l1.eviction)]
-    subjects += [Subject("tier", each.tier) for each in config.l2]
-    with contextlib.suppress(ConfigError):  # `common_findings` has it
-        subjects += [Subject("codec", table) for table in codec_tables(config)]
-    subjects.append(Subject("hasher", config.hasher))
-    for kind, tables in (
-        ("transport", config.transport),
-        ("layout", config.layout),
-        ("requests", config.requests),
-        ("listener", config.listeners),
-    ):
-        subjects += [Subject(kind, table) for table in tables]
-    return [msgspec.structs.replace(subject, server=server_terms(config)) for subject in subjects]
+    terms = server_terms(config)
+    return [Subject(descriptor.kind, table, server=terms) for table, descriptor in named_tables(config)]
 
 
 def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list[Finding]:

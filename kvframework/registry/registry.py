@@ -117,8 +117,8 @@ class PluginRegistry:
                         raise PluginUnavailable(f"{offer} cannot run here: {reason}")
                     self._able.add(offer)
         except PluginError as error:
-            told = hint if isinstance(error, PluginBroken | PluginWrongKind) and hint else error.hint
-            raise type(error)(error.fact, where=where, available=error.available, hint=told) from error
+            shown = hint if isinstance(error, PluginBroken | PluginWrongKind) and hint else error.hint
+            raise type(error)(error.fact, where=where, available=error.available, hint=shown) from error
         return provider
 
     def options(

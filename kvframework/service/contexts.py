@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvframework.api.layout import KVLayout, Layout, MemoryLayoutDesc, canonical_desc
 from kvframework.api.requests import CacheKey, ClientInfo, InstanceContext
-from kvframework.api.server_transport import ServerContext
+from kvframework.api.transport import ServerContext
 from kvframework.errors import NamespaceMismatch, NotRegistered, RequestError, TransportMismatch
 from kvframework.messaging.polling import peer_uid
 from kvframework.service.keys import KeyGrid, KeyResolver, check_key

@@ -108,7 +108,7 @@ class Grants:
             self._open[lease] = Granted(owner, asker, until, subject, prompt, len(own), nbytes)
             self._of_asker[asker] += 1
             if self._contents.wanted:
-                self._contents.prepared(owner, lease, _cut(key, grid, hit), grid.desc.chunk_tokens)
+                self._contents.prepared(owner, lease, _truncated(key, grid, hit), grid.desc.chunk_tokens)
             grants.append(m.Grant(instance_id, lease, offsets, pack_indices(positions)))
         return tuple(grants)
 
@@ -196,7 +196,7 @@ def _prompt(key: CacheKey, grid: KeyGrid, hit: int, ranks: Sequence[int], positi
     return PromptPart([first + index // rows for index in positions or range(hit * rows)], tokens, key.retain)
 
 
-def _cut(key: CacheKey, grid: KeyGrid, hit: int) -> CacheKey:
+def _truncated(key: CacheKey, grid: KeyGrid, hit: int) -> CacheKey:
     """Return the key of the hit."""
     end = key.start + hit * grid.desc.chunk_tokens
     return msgspec.structs.replace(
@@ -297,7 +297,7 @@ class EngineDrivenTransfers:
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
         subject = self._accounts.begun(client, payload.key, "engine" if client.local else "wire")
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
-        lease_s = self._retrieve_lease_s  # may change meanwhile, and the client relies on what it is told
+        lease_s = self._retrieve_lease_s  # may change meanwhile, and the client relies on its reply
         lease = pin_whole(self._storage, payload.key, grid, client.session_id, lease_s=lease_s)
         self._storage.table.count(retrieves=1, retrieve_misses=lease is None)
         if lease is None:

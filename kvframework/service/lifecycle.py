@@ -25,10 +25,10 @@ from kvframework.api.requests import (
     PrefetchTask,
     Select,
 )
-from kvframework.api.server_transport import ServerContext, ServerTransport
-from kvframework.bounded_close import call_within
+from kvframework.api.transport import ServerContext, ServerTransport
 from kvframework.config import ServerConfig, TenantConfig
 from kvframework.errors import NotRegistered, RequestError
+from kvframework.overdue import call_within
 from kvframework.record_ring import NO_RECORDS
 from kvframework.service.chunks_over_wire import ChunkTransfers
 from kvframework.service.contexts import Contexts, InstanceKeys, RegisteredContext, own_context

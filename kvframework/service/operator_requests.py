@@ -3,7 +3,7 @@ a process of that user on this node, and none of `admit_uids`.
 
 The documents are built in worker threads, so a dump also shows what the serving thread and the storage threads do at
 that moment. The fields of the status document are listed in docs/status.md. HAND_OVER gives L1 to a next server of this
-node, and this one ends: `kvframework.cli.takeover` is the other side.
+node, and this one ends: `kvframework.cli.serving` is the other side.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from datetime import datetime, timezone
 import msgspec
 
 import kvframework
+from kvframework.api.installing import missing_kernels
 from kvframework.api.requests import ClientInfo, Handler
-from kvframework.api.server_transport import ServerTransport
+from kvframework.api.transport import ServerTransport
 from kvframework.errors import RequestError
-from kvframework.kernels import missing_kernels
 from kvframework.logs.form import log_status, recent_lines
 from kvframework.masking import Redaction
 from kvframework.service.contexts import Contexts, check_own_user

@@ -12,11 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvframework.api.content import ChunkContent
-from kvframework.api.keys import CacheKey
+from kvframework.api.keys import CacheKey, sampled_parent
 from kvframework.api.listener import NOT_MISSED, MissReason, RequestRecord, RequestSubject, TierCall
 from kvframework.api.requests import ClientInfo
-from kvframework.api.trace import sampled_parent
+from kvframework.api.transfer import ChunkContent
 from kvframework.config import TenantConfig, tenant_digest
 from kvframework.errors import BadRange
 from kvframework.pricing.prefill import EngineSpeed

@@ -16,7 +16,7 @@ from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import LAYER_ORDER_BYTES
 from kvframework.api.layout import CANONICAL, KVLayout, Layout, validate_layout
 from kvframework.api.requests import ClientInfo, Handler, Message
-from kvframework.api.server_transport import ServerTransport
+from kvframework.api.transport import ServerTransport
 from kvframework.errors import (
     AlreadyRegistered,
     BadLayout,
@@ -30,8 +30,7 @@ from kvframework.service.keys import MAX_TEXT, MAX_WORLD_SIZE
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.wire import messages as m
-from kvframework.wire.protocol import REQUESTS
-from kvframework.wire.registration import natural, non_gpu_layout, non_gpu_namespace
+from kvframework.wire.protocol import REQUESTS, natural, non_gpu_layout, non_gpu_namespace
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ def first_difference(mine: KVLayout, theirs: KVLayout) -> str:
     here, there = _places(mine), _places(theirs)
     for name, places in here.items():
         if there.get(name, places) != places:
-            return f"layer {_shown(name)} is {_told(places)} here, and {_told(there[name])} there"
+            return f"layer {_shown(name)} is {_places_text(places)} here, and {_places_text(there[name])} there"
     if layer_order(mine) == layer_order(theirs):
         return ""
     # The names differ in kind: describe the first place at which their natural orders differ.
@@ -77,7 +76,7 @@ def first_difference(mine: KVLayout, theirs: KVLayout) -> str:
         name, position = mine_at.get(place, ("", -1))
         other, other_position = theirs_at.get(place, ("", -1))
         if position != other_position:
-            return f"{_told((place,))} is {_shown(name)} here, and {_shown(other)} there: another order of names"
+            return f"{_places_text((place,))} is {_shown(name)} here, and {_shown(other)} there: another order of names"
     return ""
 
 
@@ -108,7 +107,7 @@ def _shown(name: str) -> str:
     return repr(name[:80]) if name else "without a name"
 
 
-def _told(places: tuple[Place, ...]) -> str:
+def _places_text(places: tuple[Place, ...]) -> str:
     return " and ".join(f"place {index} of layer group {group}" for group, index in places)
 
 

@@ -18,8 +18,7 @@ from kvframework.api.keys import ObjectKey
 from kvframework.api.layout import GroupDesc, KVLayout, check_skip
 from kvframework.api.listener import RequestSubject
 from kvframework.api.requests import ClientInfo, Handler, Message
-from kvframework.api.server_transport import CopyJob
-from kvframework.api.transport import ArenaRange, GroupBlocks, StoreOutcome
+from kvframework.api.transport import ArenaRange, CopyJob, GroupBlocks, StoreOutcome
 from kvframework.errors import BadBlockIds, BadRange, NotRegistered, StorageError, TransportMismatch
 from kvframework.service.contexts import InstanceKeys, RegisteredContext
 from kvframework.service.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.keys import PackedKey
 from kvframework.api.memory import Memory
-from kvframework.api.node import Loan, Node, NodeIdentity
+from kvframework.api.tier import Loan, Node, NodeIdentity
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
 from kvframework.record_ring import NO_RECORDS, RecordRing

@@ -1,5 +1,5 @@
 """The wire protocol: frames, the payload structs, the request table, version negotiation. Pure, no sockets."""
 
-from kvframework.wire.registration import non_gpu_desc, non_gpu_layout, non_gpu_namespace
+from kvframework.wire.protocol import non_gpu_desc, non_gpu_layout, non_gpu_namespace
 
 __all__ = ["non_gpu_desc", "non_gpu_layout", "non_gpu_namespace"]

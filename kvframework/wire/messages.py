@@ -11,9 +11,9 @@ from typing import Annotated
 
 import msgspec
 
-from kvframework.api.content import ChunkContent
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import MAX_GROUPS, KVLayout, MemoryLayoutDesc
+from kvframework.api.transfer import ChunkContent
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.api.types import Message
 from kvframework.pricing.prefill import EngineSpeed
@@ -170,7 +170,7 @@ class RegisterNonGpuContextPayload(Message, frozen=True):
     """The registration by eight scalars: one layer group, objects in canonical form `[planes, layers, tokens, hidden]`.
 
     `hidden_dim_size` is the elements of one token, one layer, one plane; `use_mla` means one latent plane instead of K
-    and V. The namespace follows from them, see `kvframework.wire.registration`.
+    and V. The namespace follows from them, see `kvframework.wire.protocol`.
     """
 
     instance_id: InstanceId

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.logs import queue as log_queue
-from kvframework.logs.form import PrintedLines
-from kvframework.logs.queue import QueuedHandler
+from kvframework.logs import form as log_queue
+from kvframework.logs.form import PrintedLines, QueuedHandler
 from tests.support.full_pipe import full_pipe
 from tests.support.waiting import wait_until
 

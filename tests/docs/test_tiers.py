@@ -11,7 +11,7 @@ from kvf_dev.testing import TierConformance
 from kvf_dev.testing.faults import WIRE_FAULTS
 from kvf_dev.testing.tier import TierKit
 from kvframework.api import hookspecs
-from kvframework.api.findings import Finding
+from kvframework.api.plugin import Finding
 from kvframework.api.tier import OPTIONAL_METHODS
 from tests.core.registry.fake_distributions import install
 from tests.core.registry.test_hook_examples import example

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from kvf_peers.options import PeersOptions
 from kvf_peers.tier import PeersTier, open_tier
-from kvframework.api.node import Loan, Node, NodeIdentity
 from kvframework.api.options import ByteSize
-from kvframework.api.tier import Outcome, PackedKey, Tier
+from kvframework.api.tier import Loan, Node, NodeIdentity, Outcome, PackedKey, Tier
 from tests.support.ports import free_port
 
 WHERE = "[[l2]] #1"

@@ -12,8 +12,7 @@ from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvframework.api.futures import Future
-from kvframework.api.keys import DIGEST_BYTES
-from kvframework.api.retain import Retain
+from kvframework.api.keys import DIGEST_BYTES, Retain
 from kvframework.api.transport import LoadOutcome
 from kvframework.client import EngineSpeed, LookupResult, RequestHashes
 

@@ -60,7 +60,7 @@ def test_vllms_own_hints_are_read_from_its_own_request() -> None:
     from vllm.v1.request import Request
 
     from kvf_vllm.requests import wish_of
-    from kvframework.api.retain import Retain
+    from kvframework.api.keys import Retain
     from vllm import SamplingParams
 
     said = {"directives": [{"start": 0, "end": 256, "priority": 90, "duration": 60}]}

@@ -12,7 +12,7 @@ import pytest
 from kvf_vllm.requests import wish_of
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import Served, StepReport
-from kvframework.api.retain import MAX_RETAINS, Retain, retain_of
+from kvframework.api.keys import MAX_RETAINS, Retain, retain_of
 from tests.vllm.stand_ins import (
     CHUNK,
     SERVED,

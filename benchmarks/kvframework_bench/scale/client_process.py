@@ -21,7 +21,7 @@ from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
-from kvframework.wire.registration import non_gpu_layout
+from kvframework.wire.protocol import non_gpu_layout
 from kvframework_bench.errors import BenchFailed, WrongBytes
 from kvframework_bench.scale.client import Clear, Command, Fill, Report, Run, Start
 from kvframework_bench.scale.workload import Prompts, contents, shape

@@ -8,8 +8,7 @@ from kvf_llamacpp.layout import LlamaCppLayout
 
 from kvf_dev.testing import LayoutConformance
 from kvf_dev.testing.layout import LayoutSubject, MakeSubject, Slab
-from kvframework.api.canary import EngineView
-from kvframework.api.layout import KVLayout
+from kvframework.api.layout import EngineView, KVLayout
 from kvframework.errors import BadLayout
 
 BLOCK, HEADS, DIM = 4, 2, 8

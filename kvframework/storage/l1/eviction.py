@@ -24,8 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvframework.api.eviction import EvictionPolicy, Hint, RequestFacts, Why
-from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey
-from kvframework.api.retain import Retain
+from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey, Retain
 from kvframework.storage.l1.entries import ALIGNMENT, ObjectRows, RangeAllocator, StoredObject, rounded
 from kvframework.storage.l1.eviction_statistics import LAST_EVICTION, Cause
 

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from kvframework.api.eviction import PackedKey, Use
-from kvframework.api.retain import Retain
+from kvframework.api.keys import Retain
 from kvframework.errors import LeaseUnknown, RequestError
 from kvframework.storage.l1.entries import NO_ACCOUNT, Account, StoredObject, rounded
 

@@ -9,8 +9,8 @@ from kvf_pinned.huge_pages import choose_pages, pages_of_kept, read_pool, wait_f
 from kvf_pinned.memory import MemfdArena, check_pages, check_room
 from kvf_pinned.nodes import choose
 from kvf_pinned.options import PinnedOptions
-from kvframework.api.findings import Finding
 from kvframework.api.memory import ArenaError, Memory, MemoryContext, MemoryProvider, TableContext, hookimpl
+from kvframework.api.plugin import Finding
 
 _log = logging.getLogger(__name__)
 

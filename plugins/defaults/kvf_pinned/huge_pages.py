@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from kvf_pinned.options import HugePages
+from kvframework.api.memory import huge_page_bytes
 from kvframework.api.options import ByteSize
-from kvframework.api.shared_mapping import huge_page_bytes
 
 _TRANSPARENT = Path("kernel/mm/transparent_hugepage")
 _RESERVED = Path("kernel/mm/hugepages")

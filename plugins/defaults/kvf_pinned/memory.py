@@ -18,10 +18,8 @@ from pathlib import Path
 from kvf_pinned.huge_pages import SMALL, TURN_ON, Pages, choose_pages
 from kvf_pinned.nodes import ANYWHERE, Choice, hint, place
 from kvf_pinned.options import HugePages
-from kvframework.api.available_memory import available_memory
-from kvframework.api.memory import Memory
+from kvframework.api.memory import Memory, SharedMapping, available_memory, map_shared
 from kvframework.api.options import ByteSize
-from kvframework.api.shared_mapping import SharedMapping, map_shared
 from kvframework.errors import ArenaError
 
 # Making a range of the arena resident, without a signal and without holding the interpreter lock.

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api.keys import CacheKey
-from kvframework.api.retain import MAX_DURATION_S, MAX_RETAINS, PRIORITY, SOON_S, Retain, retain_of
+from kvframework.api.keys import MAX_DURATION_S, MAX_RETAINS, PRIORITY, SOON_S, CacheKey, Retain, retain_of
 from kvframework.errors import InvalidPayload, RequestError
 from kvframework.wire import messages as m
 from kvframework.wire.frames import decode

@@ -12,7 +12,7 @@ from rich.text import Text
 from kvframework.api.console import PlainConsole
 from kvframework.config import toml_value
 from tests.core.cli.command import run
-from tests.core.config.test_toml_mistakes import refusal
+from tests.core.config.test_toml import refusal
 
 HOSTILE = "model\x1b]0;owned\x07\x9b2J\u202e\U000e0041\udcff"
 SHOWN = "model\\u001b]0;owned\\u0007\\u009b2J\\u202e\\udb40\\udc41\\udcff"

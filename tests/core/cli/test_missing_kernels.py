@@ -66,13 +66,13 @@ def test_it_is_said_once_by_each(bare: Path) -> None:
         timeout=240,
         check=False,
     )
-    (found,) = (each for each in json.loads(doctor.stdout)["findings"] if each["id"] == "kvframework.kernels")
+    (found,) = (each for each in json.loads(doctor.stdout)["findings"] if each["id"] == "kvframework.api.installing")
     assert (found["level"], said(found["fact"])) == ("warn", 1)
     assert "pip install" in found["advice"]
 
 
 def test_where_they_are_there_nothing_is_said() -> None:
-    from kvframework.kernels import missing_kernels
+    from kvframework.api.installing import missing_kernels
 
     if missing_kernels():
         pytest.skip("this installation has none")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframework.cli.app import Settings, app
-from kvframework.cli.serve_options import ServeOptions, plain_options
+from kvframework.cli.serving import ServeOptions, plain_options
 from tests.core.cli.command import environment
 
 USUAL = [

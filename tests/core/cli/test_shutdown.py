@@ -132,7 +132,7 @@ STUCK = """
     from kvframework.api.eviction import EvictionProvider
     from kvframework.api.memory import MemoryProvider
     from kvframework.api.requests import Handler, Message, RequestSpec, RequestsProvider, hookimpl
-    from kvframework.api.server_transport import ServerTransport
+    from kvframework.api.transport import ServerTransport
     from kvframework.api.tier import Outcome, Tier, TierProvider
     from kvframework.api.transport import TransportProvider
     def mark(): pathlib.Path(MARKER).touch()

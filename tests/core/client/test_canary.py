@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvframework.api.canary import EngineView
-from kvframework.api.layout import LayerGroup
+from kvframework.api.layout import EngineView, LayerGroup
 from kvframework.api.types import DTYPE_BYTES
 from kvframework.client import KVClient, WorkerAdapter
 from kvframework.client.canary import pattern

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvf_eviction import Lru, TwoQueues
 from kvf_eviction.hinted import LONGEST_S, MOST_DUE, SHARE, TICK_S, Hinted
 from kvframework.api.eviction import EvictionPolicy, Hint, RequestFacts
-from kvframework.api.retain import MAX_DURATION_S
+from kvframework.api.keys import MAX_DURATION_S
 
 MIB = 1 << 20
 Make = Callable[[], EvictionPolicy]

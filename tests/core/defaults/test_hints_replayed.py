@@ -14,8 +14,7 @@ import pytest
 
 from kvf_eviction import Lru, TwoQueues
 from kvframework.api.eviction import EvictionPolicy
-from kvframework.api.keys import PACKED_KEY_BYTES, PackedKey
-from kvframework.api.retain import Retain
+from kvframework.api.keys import PACKED_KEY_BYTES, PackedKey, Retain
 from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
 from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart

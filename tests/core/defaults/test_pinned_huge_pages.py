@@ -15,10 +15,9 @@ from kvf_pinned.advice import diagnose
 from kvf_pinned.huge_pages import SMALL, TURN_ON, Pages, choose_pages, read_pool
 from kvf_pinned.memory import MemfdArena, check_pages
 from kvf_pinned.options import HugePages, PinnedOptions
-from kvframework.api.findings import Finding
-from kvframework.api.memory import MemoryContext
+from kvframework.api.memory import MemoryContext, huge_page_bytes, map_shared
 from kvframework.api.options import ByteSize
-from kvframework.api.shared_mapping import huge_page_bytes, map_shared
+from kvframework.api.plugin import Finding
 from kvframework.errors import ArenaError
 from tests.support.waiting import wait_until
 
@@ -194,7 +193,7 @@ def test_an_arena_works_with_either(pages: Pages) -> None:
 def test_a_mapping_that_cannot_be_aligned_is_a_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     fd = os.memfd_create("arena")
     os.ftruncate(fd, 5 * MIB)
-    monkeypatch.setattr("kvframework.api.shared_mapping._mmap", lambda *_: (1 << 64) - 1)
+    monkeypatch.setattr("kvframework.api.memory._mmap", lambda *_: (1 << 64) - 1)
     mapping = map_shared(fd, 5 * MIB)
     with mapping.view() as view:
         view[5] = 7
@@ -212,7 +211,7 @@ PROGRAM = """
 import mmap, os, re, subprocess, sys
 from pathlib import Path
 from kvf_pinned.memory import Toucher
-from kvframework.api.shared_mapping import map_shared
+from kvframework.api.memory import map_shared
 from kvframework.client.arena_mapping import MappedArena
 from kvframework.client.arena_mapping import _map_step
 

@@ -23,9 +23,8 @@ from kvf_pinned.huge_pages import Pages, read_pool
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.nodes import Choice, place
 from kvf_pinned.options import HugePages, PinnedOptions
-from kvframework.api.memory import Memory, MemoryContext
+from kvframework.api.memory import Memory, MemoryContext, huge_page_bytes
 from kvframework.api.options import ByteSize
-from kvframework.api.shared_mapping import huge_page_bytes
 from kvframework.client.arena_mapping import MappedArena
 from kvframework.errors import ArenaError
 from kvframework.keeper.descriptors import free_memory

@@ -17,11 +17,13 @@ from kvf_dev.testing.accelerator import AcceleratorError, Event, Stream
 from kvframework.api.driver import Allocation, Arena, CopyBatch, DeviceTransportProvider, Exported
 from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo
-from kvframework.api.server_transport import CopyJob, ServerContext, ServerTransport
 from kvframework.api.transport import (
     AnyTransportProvider,
+    CopyJob,
     EngineLink,
     LoadOutcome,
+    ServerContext,
+    ServerTransport,
     StoreOutcome,
     Transfer,
     TransferContext,

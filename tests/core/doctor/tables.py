@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvframework.api.findings import Finding
+from kvframework.api.plugin import Finding
 from kvframework.config import PluginTable
 from kvframework.doctor.plugins import Subject, table_findings
 

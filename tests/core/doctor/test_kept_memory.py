@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvframework.doctor.checkup import examine
-from kvframework.doctor.memory import kept
+from kvframework.doctor.machine import kept
 from kvframework.keeper.control import CONTROL_SUFFIX, ControlSocket
 from tests.core.cli.command import run
 

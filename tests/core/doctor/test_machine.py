@@ -15,10 +15,9 @@ import msgspec
 import pytest
 
 from kvf_pinned.nodes import accelerator_nodes
-from kvframework.api.findings import Finding
 from kvframework.api.installing import install_command
+from kvframework.api.plugin import Finding
 from kvframework.config import check_directory, load_config
-from kvframework.doctor import accelerator, memory
 from kvframework.doctor import machine as checks
 from kvframework.doctor.checkup import endpoint_of, examine, is_served, run_check, socket_findings
 from kvframework.errors import EndpointError
@@ -165,24 +164,24 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, version: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / limit).write_text(most)
         (folder / used).write_text(str(1 << 20))
-    found = by_id(memory.memory(proc, cgroups))
+    found = by_id(checks.memory(proc, cgroups))
     assert found["memory.machine"].fact == "2.0 GiB available of 4.0 GiB"
     assert (found["memory.cgroup"].level, "allows 1.0 GiB" in found["memory.cgroup"].fact) == ("ok", True)
     (top / "a" / used).write_text(str(1000 << 20))
-    assert by_id(memory.memory(proc, cgroups))["memory.cgroup"].level == "warn"
+    assert by_id(checks.memory(proc, cgroups))["memory.cgroup"].level == "warn"
     for folder in (top, top / "a"):
         (folder / limit).write_text(none)
-    assert by_id(memory.memory(proc, cgroups))["memory.cgroup"].fact == "no cgroup limits the memory"
+    assert by_id(checks.memory(proc, cgroups))["memory.cgroup"].fact == "no cgroup limits the memory"
 
 
 def test_a_memfd_can_be_had_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert by_id(memory.memory())["memory.memfd"].level == "ok"
+    assert by_id(checks.memory())["memory.memfd"].level == "ok"
 
     def refused(*_arguments: object) -> int:
         raise PermissionError("sealed off")
 
     monkeypatch.setattr(os, "memfd_create", refused)
-    assert by_id(memory.memory())["memory.memfd"].level == "fail"
+    assert by_id(checks.memory())["memory.memfd"].level == "fail"
 
 
 # the rest
@@ -220,20 +219,20 @@ def test_doctor_and_arena_mean_the_same_devices(tmp_path: Path) -> None:
 
 def test_a_driver_without_its_library_or_devices_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     version = tmp_path / "version"
-    assert by_id(accelerator.cuda(version, tmp_path))["cuda.driver"].fact.startswith("no NVIDIA driver")
+    assert by_id(checks.cuda(version, tmp_path))["cuda.driver"].fact.startswith("no NVIDIA driver")
     version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23\nGCC version: 12.3.0\n")
 
     def missing(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(accelerator.ctypes, "CDLL", missing)
-    found = by_id(accelerator.cuda(version, tmp_path))
+    monkeypatch.setattr(checks.ctypes, "CDLL", missing)
+    found = by_id(checks.cuda(version, tmp_path))
     assert found["cuda.driver"].fact == "NVIDIA driver 570.86.15"
     assert (found["cuda.library"].level, found["cuda.devices"].level) == ("warn", "warn")
-    monkeypatch.setattr(accelerator.ctypes, "CDLL", str)
+    monkeypatch.setattr(checks.ctypes, "CDLL", str)
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidiactl").touch()
-    found = by_id(accelerator.cuda(version, tmp_path))
+    found = by_id(checks.cuda(version, tmp_path))
     assert found["cuda.library"].level == "ok"
     assert found["cuda.devices"].fact == "1: nvidia0"
 
@@ -262,14 +261,14 @@ def test_what_cuda_ipc_needs_is_told_where_there_is_a_driver(
 ) -> None:
     def version(name: str) -> str:
         if name not in installed:
-            raise accelerator.metadata.PackageNotFoundError(name)
+            raise checks.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(accelerator.metadata, "version", version)
+    monkeypatch.setattr(checks.metadata, "version", version)
     file = tmp_path / "version"
-    assert not {"cuda.bindings", "cuda.nvrtc"} & by_id(accelerator.cuda(file, tmp_path)).keys(), "there is no driver"
+    assert not {"cuda.bindings", "cuda.nvrtc"} & by_id(checks.cuda(file, tmp_path)).keys(), "there is no driver"
     file.write_text(driver)
-    found = by_id(accelerator.cuda(file, tmp_path))
+    found = by_id(checks.cuda(file, tmp_path))
     assert (found["cuda.bindings"].level, found["cuda.nvrtc"].level) == (bindings, nvrtc)
     advice = {found[name].advice for name in ("cuda.bindings", "cuda.nvrtc") if found[name].level == "warn"}
     assert advice == (
@@ -286,7 +285,7 @@ def test_torch_is_told_without_its_import(tmp_path: Path) -> None:
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('imported')")
     version = tmp_path / "torch" / "version.py"
     program = (
-        "import sys; from kvframework.doctor.accelerator import cuda; from pathlib import Path\n"
+        "import sys; from kvframework.doctor.machine import cuda; from pathlib import Path\n"
         f"print(next(cuda(Path({str(tmp_path / 'driver')!r}))).fact); assert 'torch' not in sys.modules"
     )
 

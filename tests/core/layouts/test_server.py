@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 
 from kvf_layouts.paged import PagedLayout
-from kvframework.api.canary import EngineView
-from kvframework.api.layout import NO_BLOCK
+from kvframework.api.layout import NO_BLOCK, EngineView
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import BadLayout, BadRange
 from kvframework.wire.messages import Clear, Prepare, StorePlan

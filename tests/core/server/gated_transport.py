@@ -9,8 +9,15 @@ from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
 from kvframework.api.options import NoOptions
 from kvframework.api.requests import ClientInfo
-from kvframework.api.server_transport import CopyJob, ServerContext, ServerTransport
-from kvframework.api.transport import EngineLink, TransferContext, TransportProvider, hookimpl
+from kvframework.api.transport import (
+    CopyJob,
+    EngineLink,
+    ServerContext,
+    ServerTransport,
+    TransferContext,
+    TransportProvider,
+    hookimpl,
+)
 from kvframework.errors import RequestError
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvframework.cli import takeover
+from kvframework.cli import serving as takeover
 from kvframework.client import KVClient
 from kvframework.errors import EndpointError, KVFrameworkError, RequestError
 from kvframework.server import Server
@@ -196,7 +196,7 @@ def test_a_takeover_in_the_middle_of_another_disturbs_none(monkeypatch: pytest.M
 
 ANOTHER = """
 import sys
-from kvframework.cli import takeover
+from kvframework.cli import serving as takeover
 takeover._handed_over = lambda client, path, listener: sys.exit(0)
 takeover.take_over(sys.argv[1], int(sys.argv[2]), None)
 """

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider, PackedKey, RequestFacts, Use, hookimpl
-from kvframework.api.retain import MAX_RETAINS, Retain, retain_of
+from kvframework.api.keys import MAX_RETAINS, Retain, retain_of
 from kvframework.client import RequestHashes
 from kvframework.errors import InvalidPayload
 from kvframework.wire import messages as m

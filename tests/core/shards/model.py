@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvframework.api.canary import EngineView
+from kvframework.api.layout import EngineView
 from kvframework.client import KVClient, ModelPart, RequestHashes, WorkerAdapter
 from tests.core.layouts.engines import Group, as_bytes, hold
 from tests.support.lazy import torch

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvf_eviction import Lru
 from kvframework.api.eviction import PackedKey, RequestFacts
-from kvframework.api.keys import SALT_BYTES, ObjectKey
-from kvframework.api.retain import Retain
+from kvframework.api.keys import SALT_BYTES, ObjectKey, Retain
 from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.eviction import Tenant, parts_of
 from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart

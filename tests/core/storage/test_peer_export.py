@@ -9,8 +9,7 @@ import pytest
 
 from kvframework.api.keys import ObjectKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
-from kvframework.api.node import Loan, NodeIdentity
-from kvframework.api.tier import Outcome, PackedKey
+from kvframework.api.tier import Loan, NodeIdentity, Outcome, PackedKey
 from kvframework.storage.envelope import HEADER_BYTES, unseal
 from kvframework.storage.manager import PeerExport
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key

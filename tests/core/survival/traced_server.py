@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from kvframework.logs import queue
+from kvframework.logs import form
 from kvframework.service import counts, finished
 from tests.core.survival import traced
 
@@ -17,7 +17,7 @@ def main() -> None:
         from kvframework.cli.main import main as serve
     else:
         from kvf_dev.testing.transport.server_program import main as serve
-    finished.MOST = queue.RECENT = counts.ENTRIES = 16
+    finished.MOST = form.RECENT = counts.ENTRIES = 16
     counts.MOST = 32
     traced.start()
     serve()

@@ -18,7 +18,7 @@ from kvframework.client.transfers import bare_transfer
 from kvframework.errors import KVFrameworkError
 from kvframework.messaging.client import connection
 from kvframework.wire import messages as m
-from kvframework.wire.registration import non_gpu_layout
+from kvframework.wire.protocol import non_gpu_layout
 from tests.core.wire_versions.other_release import become
 
 PAYLOAD = m.RegisterNonGpuContextPayload(1, "m", 1, 16, 2, 8, "float32", False)

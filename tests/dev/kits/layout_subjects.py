@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvf_dev.testing.layout import LayoutSubject, MakeSubject, Slab
-from kvframework.api.canary import EngineView
-from kvframework.api.layout import KVLayout
+from kvframework.api.layout import EngineView, KVLayout
 
 BLOCK = 4
 AXES = {

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from kvf_dev.testing import LayoutConformance  # noqa: E402
 from kvf_dev.testing.layout import LayoutSubject, MakeSubject, Slab  # noqa: E402
-from kvframework.api.canary import EngineView  # noqa: E402
+from kvframework.api.layout import EngineView  # noqa: E402
 from tests.dev.kits.layout_subjects import AXES, BLOCK, AxesView, paged, tensor  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvf_cuda_ipc.options import INSTALL, CudaOptions
 from kvframework.api.driver import Arena, CopierDriver, DeviceTransportProvider, EngineDriver, TableContext, hookimpl
-from kvframework.api.findings import Finding
+from kvframework.api.plugin import Finding
 
 if TYPE_CHECKING:
     from kvf_cuda_ipc.copier_half import Stream

@@ -9,7 +9,7 @@ from kvf_cuda_ipc.driver import Driver
 from kvf_cuda_ipc.gathering import source
 from kvf_cuda_ipc.identity import name_of
 from kvf_cuda_ipc.options import CudaOptions
-from kvframework.api.findings import Finding
+from kvframework.api.plugin import Finding
 from kvframework.errors import DeviceError
 
 

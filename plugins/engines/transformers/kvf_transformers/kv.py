@@ -23,7 +23,7 @@ from kvf_transformers.results import Generated, Restored, Saved, warn
 from kvf_transformers.session import CacheSession, Moved
 from kvf_transformers.shapes import checked_cache, layers_of
 from kvf_transformers.snapshots import Snapshots
-from kvframework.api.retain import retain_of
+from kvframework.api.keys import retain_of
 from kvframework.client import EngineSpeed, PrefillMeter
 from kvframework.errors import DeadlineExceeded, RequestError, ServerGone
 

@@ -23,11 +23,10 @@ from kvf_transformers.cache_form import CacheForm
 from kvf_transformers.named_model import ModelNow
 from kvf_transformers.shapes import LayerPair
 from kvf_transformers.snapshots import States
-from kvframework.api.canary import EngineView
 from kvframework.api.futures import Future
-from kvframework.api.layout import NO_BLOCK, KVLayout, LayerTensors
+from kvframework.api.keys import Retain
+from kvframework.api.layout import NO_BLOCK, EngineView, KVLayout, LayerTensors
 from kvframework.api.requests import RequestSpec
-from kvframework.api.retain import Retain
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
 from kvframework.client import (
     EngineSpeed,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvf_vllm.step_messages import Served
-from kvframework.api.retain import Retain
+from kvframework.api.keys import Retain
 from kvframework.client import EngineSpeed, KVClient, LoadGrant, LookupResult, RequestHashes, SchedulerAdapter
 from kvframework.errors import KVFrameworkError
 

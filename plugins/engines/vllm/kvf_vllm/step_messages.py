@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvframework.api.content import ChunkContent
-from kvframework.api.retain import Retain
+from kvframework.api.keys import Retain
+from kvframework.api.transfer import ChunkContent
 from kvframework.client import LoadGrant
 
 # One list of block ids per KV cache group of vLLM.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from kvf_filesystem.options import FilesystemOptions
-from kvframework.api.findings import Finding
+from kvframework.api.plugin import Finding
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 

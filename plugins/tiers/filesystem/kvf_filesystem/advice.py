@@ -7,8 +7,8 @@ import os
 
 from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.root import MARKER
-from kvframework.api.findings import Finding
 from kvframework.api.options import ByteSize
+from kvframework.api.plugin import Finding
 
 _LEAST_FREE = 0.05
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kvf_mooncake.options import MooncakeOptions
-from kvframework.api.findings import Finding
+from kvframework.api.plugin import Finding
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 

@@ -13,10 +13,9 @@ from types import ModuleType
 from kvf_mooncake.options import MooncakeOptions, place
 from kvf_mooncake.tier import MooncakeTier
 from kvf_mooncake.writes import SEAL_BYTES, in_words
-from kvframework.api.findings import Finding
 from kvframework.api.helper_tier import HelperTier
 from kvframework.api.installing import install_command
-from kvframework.api.plugin import TableContext
+from kvframework.api.plugin import Finding, TableContext
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import TierError
 

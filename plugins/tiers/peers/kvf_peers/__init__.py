@@ -4,7 +4,7 @@ loans to other nodes in threads of its own."""
 from __future__ import annotations
 
 from kvf_peers.options import PeersOptions
-from kvframework.api.findings import Finding
+from kvframework.api.plugin import Finding
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 

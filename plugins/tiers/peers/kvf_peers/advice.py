@@ -15,8 +15,7 @@ from kvf_peers.messages import ProtocolError, Welcome
 from kvf_peers.options import PeersOptions
 from kvf_peers.settings import Address, Settings, read_settings
 from kvf_peers.wire import Wire, explain
-from kvframework.api.findings import Finding
-from kvframework.api.plugin import TableContext
+from kvframework.api.plugin import Finding, TableContext
 
 _MOST_S = 2.0
 # What a node says that is there, and that this one cannot share with.

@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from kvf_peers.peer import Peer
-from kvframework.api.node import Node, PackedKey
+from kvframework.api.keys import PackedKey
+from kvframework.api.tier import Node
 
 
 class Directory(ABC):

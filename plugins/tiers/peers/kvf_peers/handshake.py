@@ -23,7 +23,7 @@ from kvf_peers.messages import (
 )
 from kvf_peers.settings import Settings
 from kvf_peers.wire import Wire
-from kvframework.api.node import Node
+from kvframework.api.tier import Node
 
 
 class NotTrusted(ProtocolError):

@@ -25,7 +25,8 @@ from kvf_peers.directory import Directory
 from kvf_peers.messages import BOOT_BYTES
 from kvf_peers.peer import Peer
 from kvf_peers.settings import Address, Settings, parse_address
-from kvframework.api.node import Node, PackedKey
+from kvframework.api.keys import PackedKey
+from kvframework.api.tier import Node
 from kvframework.errors import TierError
 from redis import Redis
 

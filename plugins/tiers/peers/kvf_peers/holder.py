@@ -36,7 +36,8 @@ from kvf_peers.messages import (
 )
 from kvf_peers.settings import Address, Settings
 from kvf_peers.wire import Wire, explain
-from kvframework.api.node import Node, PackedKey
+from kvframework.api.keys import PackedKey
+from kvframework.api.tier import Node
 from kvframework.errors import ConfigFieldError
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.api.node import PackedKey
+from kvframework.api.keys import PACKED_KEY_BYTES, PackedKey
 
 VERSION = 1
 NONCE_BYTES = 32

@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kvf_redis.options import RedisOptions
-from kvframework.api.findings import Finding
 from kvframework.api.installing import install_command
+from kvframework.api.plugin import Finding
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 

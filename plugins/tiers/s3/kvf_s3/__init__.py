@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from kvf_s3.options import S3Options
-from kvframework.api.findings import Finding
 from kvframework.api.installing import install_command
+from kvframework.api.plugin import Finding
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 

@@ -12,9 +12,8 @@ from kvf_s3.failures import Failure, understood
 from kvf_s3.options import S3Options
 from kvf_s3.settings import read_settings
 from kvf_s3.sweep import LEASE, first_page
-from kvframework.api.findings import Finding
 from kvframework.api.options import ByteSize
-from kvframework.api.plugin import TableContext
+from kvframework.api.plugin import Finding, TableContext
 
 _SAMPLE = 100
 

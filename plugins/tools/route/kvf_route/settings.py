@@ -9,10 +9,9 @@ from typing import Annotated
 
 import msgspec
 
-from kvframework.api.conversion import convert
 from kvframework.api.endpoint import parse_endpoint
 from kvframework.api.installing import install_command
-from kvframework.api.toml import read_toml
+from kvframework.api.toml import convert, read_toml
 from kvframework.errors import ConfigFieldError, EndpointError, PluginUnavailable
 
 _FORM = "NAME=EVENTS or NAME=EVENTS,REPLAY, each tcp://HOST:PORT or ipc://PATH"

@@ -15,9 +15,8 @@ from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout
 from kvframework.api.listener import Listener
 from kvframework.api.memory import Memory
-from kvframework.api.server_transport import ServerTransport
 from kvframework.api.tier import Tier
-from kvframework.api.transport import TransferContext
+from kvframework.api.transport import ServerTransport, TransferContext
 from kvframework.registry.check import declared_attributes
 from kvframework.registry.loader import AnyProvider
 

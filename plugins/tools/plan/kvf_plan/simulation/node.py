@@ -28,7 +28,7 @@ from kvframework.storage.l2.writer import WRITE_POLICIES
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.wire import messages as m
-from kvframework.wire.registration import non_gpu_namespace
+from kvframework.wire.protocol import non_gpu_namespace
 
 
 class VirtualMemory(Memory):

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from kvf_dev.testing.making import NamedKit
-from kvframework.api.canary import EngineView
-from kvframework.api.layout import KVLayout, LayerTensors, Layout, LayoutProvider
+from kvframework.api.layout import EngineView, KVLayout, LayerTensors, Layout, LayoutProvider
 
 _SLAB_BYTES = 1 << 20
 _GAP_BYTES = 192
