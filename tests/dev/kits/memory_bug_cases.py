@@ -401,12 +401,12 @@ BUGS: dict[str, tuple[type[Memory], str, str]] = {
     "inherited": (memory(__init__=_inherited), "test_no_process_inherits_the_descriptor", "inheritable"),
     "opened for children": (memory(flags=0), "test_no_process_inherits_the_descriptor", "inheritable"),
     "one for all": (OneForAll, APART, "is in another one"),
-    "an error of its own": (Unregistered, REFUSED, "raise OSError instead of ArenaError"),
+    "an error of its own": (Unregistered, REFUSED, "raises OSError instead of ArenaError"),
     "leaves after an error": (Leaking, REFUSED, "an ArenaError leaves behind: descriptor"),
     "takes what is there": (
         memory(__init__=lambda self, capacity: Right.__init__(self, min(capacity, 1 << 26))),
         REFUSED,
-        "without an ArenaError",
+        "raises no ArenaError",
     ),
     "ready in start": (memory(start=lambda self, on_ready: self.work(on_ready)), READY, "start() waits"),
     "start waits for the end": (memory(start=_wait), READY, "start() waits"),
@@ -455,7 +455,7 @@ BUGS: dict[str, tuple[type[Memory], str, str]] = {
         KEPT_SIZE,
         "for kept memory leaves behind: descriptor",
     ),
-    "makes what is kept larger": (GrowsKept, KEPT_SIZE, "is taken for 40 MiB"),
+    "makes what is kept larger": (GrowsKept, KEPT_SIZE, "raises no ArenaError"),
 }
 
 

@@ -55,8 +55,8 @@ KILLED_BY = {
         "ShufflesInPlace": ("test_any_memory_is_packed_and_left_as_it_is", "still the caller's"),
         "NeedsWritableMemory": ("test_any_memory_is_packed_and_left_as_it_is", "not writable"),
         "KeepsTheObject": ("test_an_object_is_let_go_with_its_packed_bytes", "BufferError"),
-        "KeepsThePlace": ("test_memory_is_let_go_when_all_is_unpacked", "BufferError"),
-        "KeepsWhatFailed": ("test_memory_is_let_go_after_an_error", "BufferError"),
+        "KeepsThePlace": ("test_memory_is_let_go_when_a_call_has_ended", "BufferError"),
+        "KeepsWhatFailed": ("test_memory_is_let_go_when_a_call_has_ended", "BufferError"),
     },
 }
 

@@ -28,7 +28,7 @@ KILLED_BY = {
     "IgnoresTheDeadline": ("test_a_passed_deadline_fails_at_once", "instead of raising TierError"),
     "LooksAtTheDeadlineOnce": ("test_a_short_deadline_ends_a_big_batch", "after its deadline"),
     "LocksWithoutATimeout": ("test_a_put_waits_for_no_other_beyond_its_deadline", "beyond its deadline"),
-    "SharesStateBetweenKeys": ("test_keys_that_differ_in_one_bit_are_different", "FOUND"),
+    "SharesStateBetweenKeys": ("test_every_byte_of_a_key_counts", "FOUND"),
     "MixesConcurrentValues": ("test_readers_see_the_value_of_one_writer", "bytes of several values"),
     "PutsInTwoSteps": ("test_a_new_value_is_seen_whole_or_not_at_all", "a part of a value was visible"),
     "DeletesInTwoSteps": ("test_readers_of_what_is_deleted_see_it_whole_or_missing", "a part of a value"),
@@ -141,7 +141,7 @@ def test_a_tier_that_cannot_run_here_is_skipped_with_its_reason(correct: Results
 
 
 def test_what_is_given_wrongly_is_told(correct: Results) -> None:
-    assert "give a `tier` fixture, or `use` and `options`" in correct["NothingGiven", "test_it_has_a_name"].text
+    assert "give `use`, the plugin's name, or a fixture `tier`" in correct["NothingGiven", "test_it_has_a_name"].text
     assert "unknown key 'stroe'" in correct["WrongOptions", "test_it_has_a_name"].text
     assert "no installed distribution offers the tier 'memroy'" in correct["WrongName", "test_it_has_a_name"].text
     for (name, test), result in correct.items():
