@@ -114,22 +114,6 @@ def test_a_cache_of_no_tokens_can_be_described():
     assert canonical(layout, declared, {"a": (empty, empty)})[0].shape == (2, 1, 0, BLOCK, HEADS, DIM)
 
 
-def test_views_are_the_engines_memory():
-    tensor = torch.zeros(2, 6, HEADS, BLOCK, DIM)
-    layout = PagedLayout(("plane", "block", "head", "token", "dim"))
-    declared = layout.describe({"a": tensor}, block_size=BLOCK)
-    view = layout.block_views(declared, {"a": tensor})[0][1][0]
-    view[4, 2, 1, 3] = 7.0
-    assert tensor[1, 4, 1, 2, 3] == 7.0
-    assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-
-    keys, values = torch.zeros(1, HEADS, 9, DIM), torch.zeros(1, HEADS, 9, DIM)
-    cache = DynamicCacheLayout()
-    view = cache.block_views(cache.describe({"a": (keys, values)}, block_size=BLOCK), {"a": (keys, values)})[0][1][0]
-    view[1, 3, 2, 4] = 7.0
-    assert values[0, 2, 7, 4] == 7.0
-
-
 def test_layers_of_other_shape_or_dtype_form_groups_in_order_of_appearance():
     axes = ("block", "token", "head", "dim")
 

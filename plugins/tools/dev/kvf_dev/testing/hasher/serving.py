@@ -58,7 +58,7 @@ class ServingTests(HasherKit):
         for count in (_CHUNK - 1, 10 * _CHUNK, 1000 * _CHUNK):
             for more in ({}, {"parent": bytes(range(DIGEST_BYTES))}, {"extras": {0: b"a"}}):
                 tokens = _Tokens(packed(range(count)))
-                hasher.chunk_digests(tokens, _CHUNK, **more)  # type: ignore[arg-type]
+                hasher.chunk_digests(tokens, _CHUNK, **more)
                 gc.collect()
                 try:
                     tokens.append(0)
