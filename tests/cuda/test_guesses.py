@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, client_of, serving, status_of
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import client_of, serving, status_of
 from kvframework.api.driver import Allocation, Exported
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError

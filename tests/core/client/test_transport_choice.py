@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvf_dev.testing.accelerator import DeviceTensor, SimulatedNode
-from kvf_dev.testing.transport.node import PATIENCE_S, status_of
+from kvf_dev.testing.transport.engine import PATIENCE_S
+from kvf_dev.testing.transport.node import status_of
 from kvframework.api.layout import Layout
 from kvframework.api.transport import Registration
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter

@@ -14,15 +14,8 @@ import pytest
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import (
-    PATIENCE_S,
-    ServerProgram,
-    client_of,
-    held_by,
-    serving,
-    status_of,
-)
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import ServerProgram, client_of, held_by, serving, status_of
 from kvf_dev.testing.transport.rig import RigSpec
 from kvframework.client import KVClient
 from kvframework.devices.halves import DeviceServerTransport
