@@ -18,7 +18,7 @@ from kvframework.api.driver import CopierDriver, EngineDriver
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout, MemoryLayoutDesc
-from kvframework.api.listener import ChunkShape, ListenerContext, ListenerProvider, ServerTerms, Sockets
+from kvframework.api.listener import ChunkShape, Listener, ListenerContext, ListenerProvider, ServerTerms, Sockets
 from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableContext
 from kvframework.api.requests import (
     Buffer,
