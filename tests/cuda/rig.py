@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kvf_dev.testing.accelerator.memory import DeviceTensor, contiguous
+from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.api.types import dtype_bytes
 from tests.cuda.node import CudaNode

@@ -189,7 +189,6 @@ def scratch(s: Any, key: bytes, parts: Any, right: Any) -> Any:
     if s.more is None:
         return MISSING
     room = sum(part.nbytes for part in parts)
-    time.sleep(0.0001)  # another thread has its turn: by chance alone it had none in some runs
     value = s.more
     if value is None or len(value) > room:
         return DAMAGED if value else MISSING
@@ -197,6 +196,7 @@ def scratch(s: Any, key: bytes, parts: Any, right: Any) -> Any:
     for part in parts:
         size = min(part.nbytes, rest.nbytes)
         part[:size], rest = rest[:size], rest[size:]
+    time.sleep(0.0001)  # another thread has its turn: by chance alone it had none in some runs
     return len(s.more or b"")
 
 

@@ -329,16 +329,19 @@ def must_be_equal(found: Buffer, wanted: Buffer, why: str) -> None:
         pytest.fail(f"{why}: from byte {at} of {len(other)} on {there!r}, not {right!r}")
 
 
-def must_refuse(what: str, call: Callable[[], object], error: type[Exception]) -> None:
-    """Fail unless `call` raises `error`."""
+def must_refuse(
+    what: str, call: Callable[[], T], error: type[Exception], *, unless: Callable[[T], bool] = lambda _: False
+) -> None:
+    """Fail unless `call` raises `error`, or answers what is as good."""
     __tracebackhide__ = True
     try:
-        call()
+        answer = call()
     except error:
         return
     except Exception as other:  # noqa: BLE001  any other is the bug
         pytest.fail(f"{what} raises {type(other).__name__} instead of {error.__name__}: {str(other)[:_LONGEST]}")
-    pytest.fail(f"{what} raises no {error.__name__}")
+    if not unless(answer):
+        pytest.fail(f"{what} raises no {error.__name__}")
 
 
 class Kit:

@@ -46,8 +46,6 @@ class NamedKit(Kit):
     _descriptor: ClassVar[type[Provider[Any]]]
 
     _where: ClassVar[str] = "`options` of the kit"
-    # The fixture that an author may give instead of `use`.
-    _fixture: ClassVar[str]
 
     def resolve(self, options: Mapping[str, object] | None = None) -> tuple[Any, Any]:
         """Return the provider that `use` names, and its options as a server gets them, from `options` or those of the
@@ -64,6 +62,12 @@ class NamedKit(Kit):
         """Return a factory of the plugin that `use` names."""
         provider, checked = self.resolve(options)
         return partial(provider.create, checked)
+
+    @property
+    def _fixture(self) -> str:
+        """The fixture that an author may give instead of `use`."""
+        kind = self._descriptor.kind
+        return {"eviction": "make_policy", "tier": "tier"}.get(kind, f"make_{kind}")
 
     def must_be_named(self, name: object) -> None:
         """Fail unless `name`, the name of the object under test, is the plugin's."""

@@ -4,7 +4,6 @@
 device hides (work out of order, freed memory, the wrong process) are refused and noted.
 """
 
-from kvf_dev.testing.accelerator.memory import DeviceTensor
 from kvf_dev.testing.accelerator.node import (
     NODE_VARIABLE,
     AcceleratorError,
@@ -15,6 +14,7 @@ from kvf_dev.testing.accelerator.node import (
 )
 from kvf_dev.testing.accelerator.runtime import Accelerator
 from kvf_dev.testing.accelerator.streams import Event, Stream
+from kvf_dev.testing.accelerator.tensor import DeviceTensor
 
 __all__ = [
     "NODE_VARIABLE",

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvf_dev.testing.accelerator.memory import DeviceTensor, contiguous
 from kvf_dev.testing.accelerator.node import AcceleratorError, SimulatedNode
 from kvf_dev.testing.accelerator.runtime import Accelerator
 from kvf_dev.testing.accelerator.streams import Stream
+from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.api.types import dtype_bytes
 

@@ -39,7 +39,7 @@ CONTENTS = {
 class CodecKit(NamedKit):
     """Settings and fixtures of the kit. An author must give either `use` or a `make_codec` fixture."""
 
-    _descriptor, _fixture = CodecProvider, "make_codec"
+    _descriptor = CodecProvider
 
     examples: ClassVar[int] = 60
     """How many generated objects, and kinds of damage, are tried."""

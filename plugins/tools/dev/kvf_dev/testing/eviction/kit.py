@@ -95,7 +95,7 @@ MIB = 1 << 20
 class EvictionKit(NamedKit):
     """Settings and fixtures of the kit. An author must give either `use` or a `make_policy` fixture."""
 
-    _descriptor, _fixture = EvictionProvider, "make_policy"
+    _descriptor = EvictionProvider
 
     examples: ClassVar[int] = 60
     """How many sequences of calls are compared with a set."""

@@ -21,7 +21,7 @@ CHUNKS = (1, 3, 16, 256)
 class HasherKit(NamedKit):
     """Settings and fixtures of the kit. An author must give either `use` or a `make_hasher` fixture."""
 
-    _descriptor, _fixture = HasherProvider, "make_hasher"
+    _descriptor = HasherProvider
 
     examples: ClassVar[int] = 100
     """How many generated requests each property is tested on."""

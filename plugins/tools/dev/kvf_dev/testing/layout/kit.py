@@ -82,7 +82,7 @@ class LayoutKit(NamedKit):
     """Settings and fixtures of the kit. An author must give a fixture `make_subject`, and `use` or a fixture
     `make_layout`."""
 
-    _descriptor, _fixture = LayoutProvider, "make_layout"
+    _descriptor = LayoutProvider
 
     @pytest.fixture
     def make_subject(self) -> MakeSubject:

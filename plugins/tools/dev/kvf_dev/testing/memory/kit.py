@@ -26,7 +26,8 @@ CAPACITY = SIZES["40 MiB and 3 pages"]
 class MemoryKit(NamedKit):
     """Settings and fixtures of the kit. An author must give either `use` or a `make_memory` fixture."""
 
-    _descriptor, _fixture, _where = MemoryProvider, "make_memory", "[l1]"
+    _descriptor = MemoryProvider
+    _where = "[l1]"
 
     patience_s: ClassVar[float] = 20.0
     """Seconds within which memory of this size becomes usable, and closes."""

@@ -33,7 +33,8 @@ EVERY_CALL = (
 class TierKit(NamedKit):
     """Settings and fixtures of the kit. An author must give either `use` or a `tier` fixture."""
 
-    _descriptor, _fixture, _where = TierProvider, "tier", "[[l2]] #1"
+    _descriptor = TierProvider
+    _where = "[[l2]] #1"
 
     shared: ClassVar[bool] = False
     """Whether several nodes may use the store of a tier that comes from a fixture. With `use`, the provider says it."""
