@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
-from kvframework.child_process import Backoff
 from kvframework.keeper.control import (
     CONTROL_SUFFIX,
     NOTE_SUFFIX,
@@ -28,7 +27,8 @@ from kvframework.keeper.control import (
 )
 from kvframework.keeper.descriptors import KeptDescriptors
 from kvframework.keeper.notes import NoteSocket, Received
-from kvframework.keeper.server_child import Server, end_of, exit_status, memory_kills, start_server
+from kvframework.keeper.server_child import Server, exit_status, memory_kills, start_server
+from kvframework.supervise.state import HEALTHY_S, Backoff, how_ended
 
 _STDERR = 2
 _LOGGER = "kvframework.hold"
@@ -78,8 +78,6 @@ class Lines:
 TAKEOVER = "--takeover"
 # A server ends within 5 s of a signal.
 STOP_S = 8.0
-# A new server beside a running one has this long to take over.
-TAKEOVER_S = 60.0
 EXIT_REFUSED = 2
 STDERR = 2
 _NOTES_AT_ONCE = 64
@@ -101,7 +99,7 @@ class Holder:
         self._kept = KeptDescriptors()
         self._servers: dict[int, Server] = {}
         self._main: Server | None = None
-        self._backoff = Backoff(at_once=True)
+        self._backoff = Backoff()
         self._start_at = math.inf
         self._starts = 0
         self._last_end = ""
@@ -151,8 +149,7 @@ class Holder:
             self._start_at = math.inf
             self._main = self._start(now)
         for server in self._servers.values():
-            if now >= server.kill_at:
-                server.kill_at = math.inf
+            if server.must_be_killed(now):
                 self._log.error(f"the server, process {server.pid}, did not end in time, and is killed")
                 server.send(signal.SIGKILL)
 
@@ -163,18 +160,13 @@ class Holder:
         except OSError as error:
             self._log.error(f"no server can be started: {error.strerror}")
             if not further:
-                self._start_again(now)
+                self._start_at = now + self._backoff.delay(now)
             return None
         self._starts += 1
-        self._backoff.started(now)
         names = ", ".join(name for name, _ in kept) or "nothing"
         self._log.info(f"server is process {pid}, start {self._starts}; kept: {names}")
         server = self._servers[pid] = Server(pid, now, takeover=bool(further))
         return server
-
-    def _start_again(self, now: float, *, served: bool = False) -> None:
-        self._backoff.ended(now, served=served)
-        self._start_at = now + self._backoff.left(now)
 
     # what servers say
 
@@ -205,15 +197,13 @@ class Holder:
             return
         if note.remove and note.name and self._kept.remove(note.name):
             self._log.info(f"keeps {note.name} no longer")
-        if note.ready and server.ready is None:
+        if note.ready and server.ready_at is None:
             self._is_ready(server)
 
     def _is_ready(self, server: Server) -> None:
         now = time.monotonic()
-        server.ready, took_over = now, server.takeover
-        server.takeover = False
-        if took_over and not self._stopping:
-            server.kill_at = math.inf
+        server.ready(now)
+        took_over, server.takeover = server.takeover, False
         self._log.info(f"server, process {server.pid}, is ready after {now - server.started:.2f} s")
         if took_over:
             if self._main is not None and self._main is not server:
@@ -243,13 +233,13 @@ class Holder:
         for what in self._waiting:
             self._reply(what, False, "the keeper ends")
         for server in self._servers.values():
-            server.kill_at = min(server.kill_at, now + STOP_S)
+            server.stop(now, STOP_S)
             server.send(number)
         if not self._servers:
             self._status = 0
 
     def _end(self, server: Server, now: float) -> None:
-        server.kill_at = min(server.kill_at, now + STOP_S)
+        server.stop(now, STOP_S)
         server.send(signal.SIGTERM)
 
     def _reap(self) -> None:
@@ -264,7 +254,7 @@ class Holder:
 
     def _ended(self, server: Server, status: int) -> None:
         now = time.monotonic()
-        how = f"server, process {server.pid}, ended {end_of(status)}{self._why(status)}"
+        how = f"server, process {server.pid}, ended {how_ended(os.waitstatus_to_exitcode(status))}{self._why(status)}"
         if server is self._main:
             self._last_end = how
             successor = next((each for each in self._servers.values() if each.takeover), None)
@@ -298,7 +288,11 @@ class Holder:
             self._log.error(f"{how}: a restart does not help, and nothing is kept")
             self._status = EXIT_REFUSED
         else:
-            self._start_again(now, served=server.ready is not None)
+            if server.ready_at is not None or now - server.started >= HEALTHY_S:
+                self._backoff.reset()
+                self._start_at = now
+            else:
+                self._start_at = now + self._backoff.delay(now)
             self._log.error(f"{how}; the next start is in {max(self._start_at - now, 0):.1f} s")
 
     def _why(self, status: int) -> str:
@@ -355,7 +349,7 @@ class Holder:
         if self._main is None:
             self._refuse(caller, "no server runs: the next start has the new version")
             return
-        if self._main.ready is None:
+        if self._main.ready_at is None:
             # It may not have stored anything yet: the two would each make an arena.
             self._refuse(caller, f"the server, process {self._main.pid}, has only just started: it is not ready yet")
             return
@@ -363,7 +357,6 @@ class Holder:
         if server is None:
             self._refuse(caller, "no server can be started")
             return
-        server.kill_at = now + TAKEOVER_S
         self._waiting["reload"].append(caller)
 
     def _refuse(self, caller: Caller, why: str) -> None:
@@ -380,7 +373,7 @@ class Holder:
             "pid": os.getpid(),
             "server": None
             if server is None
-            else {"pid": server.pid, "since_s": now - server.started, "ready": server.ready is not None},
+            else {"pid": server.pid, "since_s": now - server.started, "ready": server.ready_at is not None},
             "starts": self._starts,
             "last_end": self._last_end,
             "next_start_s": None if self._start_at == math.inf else max(self._start_at - now, 0.0),

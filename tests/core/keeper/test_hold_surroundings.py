@@ -40,7 +40,7 @@ def test_it_imports_the_standard_library_and_itself() -> None:
     )
     assert others - {name.partition(".")[0] for name in bare.stdout.split()} == {"kvframework"}
     own = {name for name in run.stdout.split() if name.startswith("kvframework.") and "keeper" not in name}
-    assert own == {"kvframework.child_process"}
+    assert own == {"kvframework.supervise", "kvframework.supervise.state"}
 
 
 @pytest.mark.usefixtures("namespaces")

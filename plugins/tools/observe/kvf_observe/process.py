@@ -17,7 +17,7 @@ from kvf_observe.http.settings import is_loopback, read_token, tls_context
 from kvf_observe.metrics import NOTHING_TRACED
 from kvf_observe.poller import ANSWER_S, Poller
 from kvf_observe.settings import refusals
-from kvframework.child_process import end_with_parent
+from kvframework.api.process import end_with_parent
 from kvframework.client.status_source import StatusSource
 from kvframework.config import ObserveConfig, collector_url, parse_endpoint, parse_listen
 from kvframework.errors import KVFrameworkError
@@ -72,9 +72,9 @@ def observe(endpoint: str, config: ObserveConfig, *, where: str = "") -> None:
         poller.stop()
 
 
-def main(argument: str) -> int:
-    """Run as the child of a server, with which it ends. Returns the exit status."""
-    start = msgspec.json.decode(argument, type=Start)
+def main(arguments: list[str]) -> int:
+    """Run as the child of a server, with which it ends. The only argument is a `Start`. Returns the exit status."""
+    start = msgspec.json.decode(arguments[0], type=Start)
     end_with_parent(start.parent)
     configure_logging(*start.log)
     try:

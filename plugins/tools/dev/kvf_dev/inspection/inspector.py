@@ -11,7 +11,7 @@ from kvf_dev.inspection.cost import cost_problems
 from kvf_dev.inspection.problems import Line, Problem, problem
 from kvf_dev.inspection.source import import_problems, read_sources
 from kvf_dev.inspection.targets import Target, find_targets, metadata_problems
-from kvframework.isolated import Ran, run_isolated
+from kvframework.supervise.isolated import Ran, run_isolated
 
 DEADLINE_S = 20.0
 
