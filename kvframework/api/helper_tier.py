@@ -38,6 +38,7 @@ from kvframework.api.tier_process import (
 )
 from kvframework.by_name import NamedCall
 from kvframework.errors import TierError
+from kvframework.logs.limit import LogLimit
 from kvframework.supervise.child import SupervisedChild, start_connected
 
 __all__ = ["FROZEN_S", "START_S", "HelperTier", "RegistersMemory"]
@@ -64,11 +65,11 @@ class _TierProcess(SupervisedChild):
         self._start_s = start_s
         self._state = threading.Condition()
         self._began = self._wanted = False
-        # The socket of a process, and whether that has made its tier; how many have ended, and the reason in the log.
+        # The socket of a process, and whether that has made its tier; how many have ended.
         self._control: socket.socket | None = None
         self._has_tier = False
         self._ends = 0
-        self._logged = ""
+        self._once = LogLimit.once()
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         # Connections of calls that ended without an answer, and when they count as frozen. Nothing uses one again.
@@ -179,7 +180,8 @@ class _TierProcess(SupervisedChild):
         if refusal is not None:
             return f"{self.title} made no tier: {'; '.join(each for each in refusal if each)}"
         with self._state:
-            self._has_tier, self.last_error, self._logged = True, "", ""
+            self._has_tier, self.last_error = True, ""
+            self._once.clear()
             self._state.notify_all()
         self.ready()
         return None
@@ -202,8 +204,7 @@ class _TierProcess(SupervisedChild):
             self._ends += 1
             self._state.notify_all()
         if why:
-            log.log(logging.DEBUG if why == self._logged else logging.ERROR, "tier %s: %s", self._name, why)
-            self._logged = why
+            log.log(logging.ERROR if self._once.passes(why) else logging.DEBUG, "tier %s: %s", self._name, why)
 
 
 def _is_over(sock: socket.socket) -> bool:

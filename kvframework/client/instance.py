@@ -36,6 +36,7 @@ from kvframework.errors import (
 )
 from kvframework.kernels import warn_of_missing_kernels
 from kvframework.logs.limit import LogLimit
+from kvframework.supervise.state import Backoff
 from kvframework.wire import messages as m
 from kvframework.wire.registration import non_gpu_layout
 
@@ -242,7 +243,7 @@ class Instance:
 
     def _recover(self) -> None:
         """Retry until it succeeds, another thread has registered, it is refused for good, or the instance is closed."""
-        wait = _RECOVER_FIRST_S
+        backoff = Backoff(_RECOVER_FIRST_S, _RECOVER_LONGEST_S)
         while not self._closed.is_set():
             try:
                 self._register_anew(urgent=False)
@@ -255,8 +256,7 @@ class Instance:
                 return
             except KVFrameworkError as error:
                 log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
-            self._closed.wait(wait)
-            wait = min(2 * wait, _RECOVER_LONGEST_S)
+            self._closed.wait(backoff.delay(time.monotonic()))
 
     def _register_again(self) -> None:
         """Register at a new server, in the connection's thread. A device that cannot be used there is this instance's

@@ -41,6 +41,7 @@ from kvframework.devices.messages import (
     from_copier,
 )
 from kvframework.errors import DeviceLost, KVFrameworkError
+from kvframework.logs.limit import LogLimit
 from kvframework.supervise.child import SupervisedChild, start_connected
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class CopierSupervisor(SupervisedChild):
         self._pending: dict[int, _Pending] = {}
         self._numbers = 0
         self.lacks: tuple[str, ...] = ()
-        self._told_lacks: set[str] = set()
+        self._once = LogLimit.once()
         # Of the process: this end of its socket, what was received and what has yet to be sent, the time of its last
         # message, the age of its oldest launch then, and the error of its last message, if it sent one.
         self._socket: socket.socket | None = None
@@ -289,8 +290,7 @@ class CopierSupervisor(SupervisedChild):
     def _hear_lacks(self, what: tuple[str, ...]) -> None:
         self.lacks = what
         for each in what:
-            if each not in self._told_lacks:
-                self._told_lacks.add(each)
+            if self._once.passes(each):
                 log.warning("%s goes without: %s", self.title, each)
 
     def _stalled(self) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvf_sglang.options import SglangOptions
 from kvf_sglang.pools import PoolForm
+from kvframework.api.logs import LogLimit
 from kvframework.client import KVClient, KvIdentity, ModelPart, SchedulerAdapter, WorkerAdapter
 from kvframework.errors import KVFrameworkError, ServerGone
 
@@ -74,7 +75,7 @@ class Attachments:
         self._named: KvIdentity | None = None
         self._attached: dict[str, AttachedPool] = {}
         self._waiting: dict[str, tuple[PoolForm, int, Place]] = {}
-        self._logged: set[str] = set()
+        self._once = LogLimit.once()
         self._lock = threading.Lock()
         self._registering = threading.Lock()
         self._closed = threading.Event()
@@ -188,9 +189,7 @@ class Attachments:
 
     def _log(self, name: str, error: Exception) -> None:
         """One line for each reason, with a traceback for an error that is not the framework's own."""
-        text = f"{name}: {error}"
-        if text not in self._logged:
-            self._logged.add(text)
+        if self._once.passes((name, str(error))):
             known = isinstance(error, KVFrameworkError)
             log.warning(
                 "pool %s is not cached until there is a server that accepts it: %s",
