@@ -22,7 +22,7 @@ from kvframework.client.canary import check_by_reading, check_by_writing
 from kvframework.client.connection import KVClient
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
 from kvframework.client.transfers import bare_transfer
-from kvframework.devices.halves import engine_half
+from kvframework.devices.endpoints import engine_side
 from kvframework.errors import (
     AlreadyRegistered,
     BadLayout,
@@ -106,7 +106,7 @@ def _shared(
             continue
         chosen = client.plugins.options(provider, options, where=where)
         try:
-            transfer = engine_half(provider, chosen, client)
+            transfer = engine_side(provider, chosen, client)
         except DeviceError as error:
             refused.append(_reason(name, error))
             continue

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvf_mooncake import kvf_tiers, server_half
+from kvf_mooncake import kvf_tiers, server_side
 from kvf_mooncake.advice import diagnose
 from kvf_mooncake.client import make_tier
 from kvf_mooncake.options import MooncakeOptions, place
 from kvf_mooncake.sealed_values import SEAL_BYTES, broken_seal, seal
-from kvf_mooncake.server_half import MooncakeHelperTier
+from kvf_mooncake.server_side import MooncakeHelperTier
 from kvf_mooncake.tier import MooncakeTier
 from kvframework.api.plugin import TableContext
 from kvframework.api.tier import Outcome
@@ -255,7 +255,7 @@ def test_memory_is_registered_and_forgotten(tier: MooncakeTier, client: FakeClie
 
 @pytest.fixture
 def in_a_helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeHelperTier]:
-    monkeypatch.setattr(server_half, "make_tier", fake_tier)
+    monkeypatch.setattr(server_side, "make_tier", fake_tier)
     tier = MooncakeHelperTier(OPTIONS, where="[[l2]] #1")
     yield tier
     tier.close()
@@ -276,7 +276,7 @@ def test_values_pass_to_the_helper_and_back(in_a_helper: MooncakeHelperTier) -> 
 
 def test_a_client_that_holds_the_interpreter_holds_the_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of the server go on: this one's neighbour counts while the client sleeps in C."""
-    monkeypatch.setattr(server_half, "make_tier", holding_tier)
+    monkeypatch.setattr(server_side, "make_tier", holding_tier)
     tier = MooncakeHelperTier(OPTIONS, where="[[l2]] #1")
     tier.delete([A], deadline=after(60))  # it is up
     beats, ended = 0, threading.Event()

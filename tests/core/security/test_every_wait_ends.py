@@ -15,7 +15,7 @@ import pytest
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.by_name import NamedCall
 from kvframework.client import KVClient
-from kvframework.devices.halves import CLOSE_S, DeviceServerTransport
+from kvframework.devices.endpoints import CLOSE_S, DeviceServerTransport
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import DeviceLost

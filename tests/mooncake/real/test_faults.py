@@ -11,9 +11,9 @@ from contextlib import suppress
 
 import pytest
 
-from kvf_mooncake import server_half
+from kvf_mooncake import server_side
 from kvf_mooncake.options import MooncakeOptions
-from kvf_mooncake.server_half import MooncakeHelperTier
+from kvf_mooncake.server_side import MooncakeHelperTier
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
 from tests.mooncake.real.store import MooncakeStore
@@ -163,7 +163,7 @@ def test_a_server_may_start_before_the_master(store: MooncakeStore, opened: Open
 
 def test_a_master_that_never_speaks_costs_the_helper(opened: Opens, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mooncake's setup holds the interpreter of the helper, so that only a kill ends it."""
-    monkeypatch.setattr(server_half, "_START_S", 2.0)
+    monkeypatch.setattr(server_side, "_START_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = MooncakeOptions(master=f"127.0.0.1:{silent.getsockname()[1]}")
         tier = MooncakeHelperTier(options, where="[[l2]] #1")

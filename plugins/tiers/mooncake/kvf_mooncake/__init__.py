@@ -22,7 +22,7 @@ def _probe() -> str | None:
 
 
 def _create(options: MooncakeOptions, context: TableContext) -> Tier:
-    from kvf_mooncake.server_half import MooncakeHelperTier
+    from kvf_mooncake.server_side import MooncakeHelperTier
 
     return MooncakeHelperTier(options, where=context.where)
 

@@ -15,8 +15,8 @@ from kvf_dev.testing.transport.kit import MakeEngine, TransportKit
 from kvf_dev.testing.transport.outcomes import must_succeed, must_work
 from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.client import KVClient
-from kvframework.devices import halves
-from kvframework.devices.halves import DeviceTransfer
+from kvframework.devices import endpoints
+from kvframework.devices.endpoints import DeviceTransfer
 from kvframework.devices.handles import ExportedAllocation, export_memory
 from kvframework.errors import KVFrameworkError
 
@@ -36,7 +36,7 @@ def must_be_refused(
     __tracebackhide__ = True
     engine.close()
     with monkeypatch.context() as patch:
-        patch.setattr(halves, "export_memory", export)
+        patch.setattr(endpoints, "export_memory", export)
         try:
             engine.worker.register_kv_caches(engine.caches, block_size=engine.groups[0].block_size)
         except KVFrameworkError:
@@ -145,7 +145,7 @@ class Memory(TransportKit):
             return devices[0], tuple(relabelled(each, device=devices[0]) for each in handles)
 
         with monkeypatch.context() as patch:
-            patch.setattr(halves, "export_memory", watched)
+            patch.setattr(endpoints, "export_memory", watched)
             engine = make_engine(NHD)
         needs_handles(engine)
         why = "memory of another device was opened: `open` refuses what is of another device"
