@@ -20,7 +20,7 @@ from kvframework.overdue import bounded
 if TYPE_CHECKING:
     from kvframework.cli.signals import StopSignals
     from kvframework.config import Config
-    from kvframework.keeper.notify import Keeper
+    from kvframework.keeper.sd_notify import Keeper
     from kvframework.server import Server
     from kvframework.storage.l1.journal.kept import Keeper as L1Keeper
 
@@ -53,7 +53,7 @@ def run_server(options: ServeOptions) -> None:
 
 def _serve(options: ServeOptions) -> None:
     from kvframework.cli.signals import ReloadSignal, StopRequested, StopSignals
-    from kvframework.keeper.notify import Keeper
+    from kvframework.keeper.sd_notify import Keeper
     from kvframework.logs.form import configure_logging, end_logging
 
     # Before any other process starts.

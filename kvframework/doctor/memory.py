@@ -11,7 +11,7 @@ from kvframework.api.findings import Finding
 from kvframework.api.options import ByteSize
 from kvframework.config import keeper_path
 from kvframework.errors import EndpointError
-from kvframework.keeper.control import CONTROL_SUFFIX, ask
+from kvframework.keeper.sockets import CONTROL_SUFFIX, ask
 
 _ALMOST = 0.9
 _ASK_S = 1.0

@@ -72,9 +72,9 @@ class Breaker:
         if self.state != "closed":
             self.state = "closed"
             self.since = now
+            self._backoff.reset()
         self._failures = 0
         self._probing = False
-        self._backoff.reset()
 
     def undecided(self, call: int) -> None:
         """Record a call that worked but proves nothing: in the half-open state, the next call decides."""

@@ -1,4 +1,4 @@
-"""The process of `kvframework hold`: a server as its child, and what that server has it keep. No plugin, no thread."""
+"""The process of `kvframework hold`: a server as its child, and an fd store for it. No plugin, no thread."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
-from kvframework.keeper.control import (
+from kvframework.keeper.fd_store import FdStore
+from kvframework.keeper.server_process import Server, exit_status, memory_kills, start_server
+from kvframework.keeper.sockets import (
     CONTROL_SUFFIX,
     NOTE_SUFFIX,
     AlreadyHeldError,
     Caller,
     ControlSocket,
+    NoteSocket,
+    Received,
     heard_signals,
     locked,
 )
-from kvframework.keeper.descriptors import KeptDescriptors
-from kvframework.keeper.notes import NoteSocket, Received
-from kvframework.keeper.server_child import Server, exit_status, memory_kills, start_server
 from kvframework.supervise.state import HEALTHY_S, Backoff, how_ended
 
 _STDERR = 2
@@ -85,7 +86,7 @@ _PASSED_ON = (signal.SIGHUP, signal.SIGUSR1)
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-class Holder:
+class FdStoreSupervisor:
     """Keeps one server running until SIGINT or SIGTERM, and what it stores until then.
 
     `command` starts a server; with `TAKEOVER` as a further argument, one that takes over from another. `base` is the
@@ -96,7 +97,7 @@ class Holder:
         self._command = command
         self._base = base
         self._log = lines
-        self._kept = KeptDescriptors()
+        self._store = FdStore()
         self._servers: dict[int, Server] = {}
         self._main: Server | None = None
         self._backoff = Backoff()
@@ -114,7 +115,7 @@ class Holder:
         """Run until a signal has ended the server, and return the exit status for this process. In the main thread.
         Raises `AlreadyHeldError`, and `OSError` for sockets that cannot be made."""
         with ExitStack() as stack:
-            stack.callback(self._kept.clear)
+            stack.callback(self._store.clear)
             stack.enter_context(locked(self._base))
             self._notes = NoteSocket(self._base + NOTE_SUFFIX)
             stack.callback(self._notes.close)
@@ -154,7 +155,7 @@ class Holder:
                 server.send(signal.SIGKILL)
 
     def _start(self, now: float, *further: str) -> Server | None:
-        kept = self._kept.items()
+        kept = self._store.items()
         try:
             pid = start_server([*self._command, *further], os.environ, kept, self._base + NOTE_SUFFIX)
         except OSError as error:
@@ -181,10 +182,10 @@ class Holder:
         pid, note, fd = received.pid, received.note, received.fd
         server = self._servers.get(pid)
         if server is not None and note.store and note.name and fd is not None:
-            if self._kept.put(note.name, fd):
+            if self._store.put(note.name, fd):
                 self._log.info(f"keeps {note.name} of process {pid}")
             else:
-                self._log.error(f"does not keep {note.name} of process {pid}: there are {len(self._kept)} others")
+                self._log.error(f"does not keep {note.name} of process {pid}: there are {len(self._store)} others")
             return
         if fd is not None:
             os.close(fd)
@@ -195,7 +196,7 @@ class Holder:
                     f"ignored process {pid} of uid {received.uid}: {self._strangers} such messages in all"
                 )
             return
-        if note.remove and note.name and self._kept.remove(note.name):
+        if note.remove and note.name and self._store.remove(note.name):
             self._log.info(f"keeps {note.name} no longer")
         if note.ready and server.ready_at is None:
             self._is_ready(server)
@@ -284,7 +285,7 @@ class Holder:
             self._log.info(how)
             self._drop()
             self._start_at = now
-        elif exit_status(status) == EXIT_REFUSED and not len(self._kept):
+        elif exit_status(status) == EXIT_REFUSED and not len(self._store):
             self._log.error(f"{how}: a restart does not help, and nothing is kept")
             self._status = EXIT_REFUSED
         else:
@@ -334,9 +335,9 @@ class Holder:
             self._end(self._main, time.monotonic())
 
     def _drop(self) -> None:
-        names = ", ".join(name for name, _ in self._kept.items()) or "nothing"
-        freed = self._kept.free()
-        self._kept.clear()
+        names = ", ".join(name for name, _ in self._store.items()) or "nothing"
+        freed = self._store.free()
+        self._store.clear()
         if freed is None:
             text = f"keeps {names} no longer, which another process uses: the memory is free when that ends"
         else:
@@ -377,19 +378,19 @@ class Holder:
             "starts": self._starts,
             "last_end": self._last_end,
             "next_start_s": None if self._start_at == math.inf else max(self._start_at - now, 0.0),
-            "held": self._kept.report(),
+            "held": self._store.report(),
             "strangers": self._strangers,
         }
 
 
 # Not with -m, and without an empty path: the working directory is no place for modules.
 PATHS = "import sys; sys.path[:] = filter(None, sys.path); "
-_PROGRAM = PATHS + "from kvframework.keeper.holder import main; sys.exit(main(sys.argv[1]))"
+_PROGRAM = PATHS + "from kvframework.keeper.supervisor import main; sys.exit(main(sys.argv[1]))"
 
 
-def become_holder(command: Sequence[str], base: str, log_form: str, environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by one that holds, with the arguments of `Holder`: none of the command line's modules stays
-    in it. Raises `OSError`."""
+def become_supervisor(command: Sequence[str], base: str, log_form: str, environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by one that holds, with the arguments of `FdStoreSupervisor`: none of the command line's
+    modules stays in it. Raises `OSError`."""
     argument = json.dumps({"command": command, "base": base, "log_form": log_form})
     os.execve(sys.executable, [sys.executable, "-c", _PROGRAM, argument], dict(environ))  # noqa: S606
 
@@ -399,7 +400,7 @@ def main(argument: str) -> int:
     options = json.loads(argument)
     lines = Lines(options["log_form"])
     try:
-        return Holder(options["command"], options["base"], lines).run()
+        return FdStoreSupervisor(options["command"], options["base"], lines).run()
     except AlreadyHeldError as error:
         lines.error(f"another `kvframework hold`, process {error}, keeps the server at this endpoint; --status asks it")
     except OSError as error:

@@ -10,7 +10,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from kvframework.keeper.notes import FIRST_FD, LISTEN_VARIABLES, NOTIFY_VARIABLE, listen_variables
+from kvframework.keeper.sd_notify import FIRST_FD, LISTEN_VARIABLES, NOTIFY_VARIABLE, listen_variables
 from kvframework.supervise.state import Life
 
 EXIT_NOT_STARTED = 127
