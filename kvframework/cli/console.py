@@ -15,6 +15,7 @@ from rich.text import Text
 
 from kvframework.cli.usage import EXIT_UNFORESEEN
 from kvframework.errors import KVFrameworkError
+from kvframework.text import described
 
 _PIPE_WIDTH = 1000
 
@@ -50,7 +51,7 @@ def print_error(error: KVFrameworkError) -> None:
 
 def print_unforeseen(error: Exception) -> None:
     """Prints one line for an unexpected error, and how to see more."""
-    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    text = described(error)
     hint = "\n  hint: run it again as `kvframework --debug ...` for the traceback, and report it"
     stderr.print(Text.assemble(("error: ", "bold red"), "unforeseen ", text, hint))
 

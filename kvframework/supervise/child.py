@@ -21,7 +21,7 @@ _PROGRAM = (
     "import sys; at = {count} + 1; sys.path[:] = sys.argv[at:]; "
     "from {module} import main; sys.exit(main(sys.argv[1:at]))"
 )
-# For a process that ends by itself, or was told to.
+# For a process that ends by itself, or has to.
 STOP_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
@@ -141,7 +141,7 @@ class SupervisedChild:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process is ready, and not told to stop."""
+        """Whether the process is ready, and does not have to stop."""
         return self._machine.state is State.READY
 
     # the thread

@@ -18,7 +18,7 @@ HEALTHY_S = 30.0
 
 class Backoff:
     """The delay before the next attempt: `first_s` after a failure, twice as long after each further one, at most
-    `longest_s`; after a success it begins anew. `next_at` is when the next attempt may be made. Not thread-safe."""
+    `longest_s`; after a success it is `first_s` again. The next attempt may be made at `next_at`. Not thread-safe."""
 
     def __init__(self, first_s: float = 0.1, longest_s: float = 10.0) -> None:
         self._first_s, self._longest_s = first_s, longest_s
@@ -99,7 +99,7 @@ class Step(Enum):
 
 
 class Supervision:
-    """One process at a time: it is started when somebody wants it, killed if it is not ready `ready_s` seconds later or
+    """One process at a time: it is started when it is wanted, killed if it is not ready `ready_s` seconds later or
     does not stop in time, and started again after a back-off, which a life of `HEALTHY_S` ends."""
 
     def __init__(self, ready_s: float = math.inf, backoff: Backoff | None = None) -> None:
@@ -143,7 +143,7 @@ class Supervision:
             self.life.ready(now)
 
     def stop(self, now: float, within_s: float) -> None:
-        """Note that the process ends by itself, or was told to."""
+        """Note that the process ends by itself, or has to."""
         if self.life is not None:
             self.life.stop(now, within_s)
 

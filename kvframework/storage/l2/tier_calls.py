@@ -22,6 +22,7 @@ from kvframework.histogram import Histogram
 from kvframework.logs.limit import LogLimit
 from kvframework.storage.l2.steps import Steps
 from kvframework.supervise.state import Backoff
+from kvframework.text import described
 
 log = logging.getLogger(__name__)
 
@@ -363,7 +364,7 @@ class TierCalls:
         traceback is logged once per call and type, later ones like any failure."""
         if isinstance(error, KVFrameworkError):
             return TierError(error.fact, where=error.where or self.name, hint=error.hint)
-        cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        cause = described(error)
         with self._lock:
             self.counters["bugs"] += 1
             quiet = self._closed
