@@ -17,7 +17,7 @@ from kvframework.api.layout import Layout
 from kvframework.api.transport import Registration
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
 from kvframework.config import load_config
-from kvframework.devices.halves import DeviceTransfer
+from kvframework.devices.endpoints import DeviceTransfer
 from kvframework.errors import BadLayout, DeviceError, TransportMismatch
 from kvframework.registry import PluginRegistry
 from kvframework.server import Server

@@ -16,8 +16,8 @@ from kvf_dev.testing.transport.kit import MakeEngine, TransportKit, or_skip
 from kvf_dev.testing.transport.node import status_of
 from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.client import KVClient
-from kvframework.devices import halves
-from kvframework.devices.halves import DeviceTransfer
+from kvframework.devices import endpoints
+from kvframework.devices.endpoints import DeviceTransfer
 from kvframework.devices.handles import ExportedAllocation, export_memory
 from kvframework.errors import KVFrameworkError
 
@@ -37,7 +37,7 @@ def must_be_refused(
     __tracebackhide__ = True
     engine.close()
     with monkeypatch.context() as patch:
-        patch.setattr(halves, "export_memory", export)
+        patch.setattr(endpoints, "export_memory", export)
         try:
             must_refuse(why, engine.register, KVFrameworkError)
         finally:
@@ -137,7 +137,7 @@ class Memory(TransportKit):
             return devices[0], tuple(relabelled(each, device=devices[0]) for each in handles)
 
         with monkeypatch.context() as patch:
-            patch.setattr(halves, "export_memory", watched)
+            patch.setattr(endpoints, "export_memory", watched)
             engine = make_engine(NHD)
         needs_handles(engine)
         why = "`open` of memory of another device"
