@@ -127,7 +127,7 @@ def running_server(config: Config) -> RunningServer | None:
 def arena_is_kept(config: Config) -> bool:
     """Ask the `kvframework hold` of the endpoint whether it keeps L1 for the next server; systemd's store cannot be
     asked. Blocks for a second at most."""
-    from kvframework.keeper.control import CONTROL_SUFFIX, ask
+    from kvframework.keeper.sockets import CONTROL_SUFFIX, ask
     from kvframework.storage.recovery import ARENA
 
     try:

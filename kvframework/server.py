@@ -26,7 +26,7 @@ from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.tier import NodeIdentity, Tier, TierProvider
 from kvframework.api.transport import AnyTransportProvider, ServerTransport
 from kvframework.config import Config, L2Config, PluginTable, bytes_of_tenants, default_endpoint, shares_of_tenants
-from kvframework.devices.halves import server_half
+from kvframework.devices.endpoints import server_side
 from kvframework.errors import PluginBroken
 from kvframework.logs.form import change_logging
 from kvframework.messaging.curve import ServerKeys
@@ -203,7 +203,7 @@ class Server:
     def _transport(self, table: PluginTable, arena_fd: int) -> AttachedTransport:
         provider, options = resolve_table(self._registry, table, AnyTransportProvider)
         create = partial(self._creator.one, "transport", table, ServerTransport)
-        server = server_half(provider, options, arena_fd, lambda function: create(function, options, arena_fd))
+        server = server_side(provider, options, arena_fd, lambda function: create(function, options, arena_fd))
         return AttachedTransport(provider.name, provider.is_gpu, server)
 
     def _listen(self, table: PluginTable, hasher: KeyHasher, curve: ServerKeys | None) -> None:

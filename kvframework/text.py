@@ -85,6 +85,11 @@ def one_line(text: str) -> str:
     return visible("; ".join(filter(None, (line.strip() for line in text.splitlines()))))
 
 
+def described(error: BaseException) -> str:
+    """An error with its type, on one line: "ValueError: no such key", "KeyError"."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+
+
 def visible(line: str) -> str:
     """A line with its unprintable characters as escape sequences."""
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from kvframework.client import KVClient
-from kvframework.keeper.control import ask
+from kvframework.keeper.sockets import ask
 from kvframework.wire import messages as m
 from kvframework.wire.frames import decode, join, split
 from kvframework.wire.protocol import offer

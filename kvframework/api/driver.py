@@ -1,6 +1,6 @@
 """The driver interface: the vendor's part of moving KV between a device and the arena.
 
-Two halves. `EngineDriver` lives in an engine process and exports memory and events to others. `CopierDriver` lives in a
+Two sides. `EngineDriver` lives in an engine process and exports memory and events to others. `CopierDriver` lives in a
 process of its own, one per device, started and watched by the server; it imports the engines' exports and copies.
 Registration, planning, bounds, cancel, completion and supervision are the core's, once for all devices.
 """
@@ -302,7 +302,7 @@ D = TypeVar("D", bound=DeviceOptions)
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTransportProvider(AnyTransportProvider[D]):
-    """A server-driven transport of an accelerator: the vendor gives the two halves of the driver, the core the rest.
+    """A server-driven transport of an accelerator: the vendor gives the two sides of the driver, the core the rest.
 
     `create_engine(options)` runs in engine processes. `create_copier(options, device, arena)` runs in the copier
     process of one device and takes that device; the process finds it by its name, so it is a function at the top of a

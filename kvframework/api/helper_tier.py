@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
+import math
 import select
 import socket
 import subprocess
@@ -36,13 +36,11 @@ from kvframework.api.tier_process import (
     write_start,
 )
 from kvframework.by_name import NamedCall
-from kvframework.child_process import Backoff, reap, start_child, why_ended
 from kvframework.errors import TierError
+from kvframework.logs.limit import LogLimit
+from kvframework.supervise.child import SupervisedChild, start_connected
 
-# A tier's helper process on the server's side: its start at the first call, its connections, its end.
-#
-# One thread starts the process, watches it, and kills it where a call has not ended long after its deadline. Callers
-# only take connections and give them back.
+__all__ = ["FROZEN_S", "START_S", "HelperTier", "RegistersMemory"]
 
 log = logging.getLogger(__name__)
 
@@ -50,50 +48,50 @@ log = logging.getLogger(__name__)
 FROZEN_S = 1.0
 # Seconds within which a process has made its tier: imports of large libraries, on a busy machine.
 START_S = 30.0
+# The helper's own deadline is so much earlier, so that a store that keeps to it is heard in time.
+_ANSWER_S = 0.05
 _DRAINED = 1 << 18
 
 
-class TierProcessSupervisor:
-    """One helper process at a time. `start` is its first message. Thread-safe."""
+class _TierProcess(SupervisedChild):
+    """A tier's helper process on the server's side. `start` is its first message. Callers only take connections and
+    give them back; the thread kills a process whose call has not ended long after its deadline."""
 
     def __init__(self, name: str, start: Start, start_s: float) -> None:
+        super().__init__("the helper process", thread=f"kvf-helper-{name}", ready_s=start_s)
         self._name = name
-        self._start = start
+        self._start_message = start
         self._start_s = start_s
         self._state = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._wake = -1
-        self._closed = self._wanted = False
-        # The socket of a process that has made its tier, and how many have ended.
+        self._began = self._wanted = False
+        # The socket of a process, and whether that has made its tier; how many have ended.
         self._control: socket.socket | None = None
+        self._has_tier = False
         self._ends = 0
+        self._once = LogLimit.once()
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         # Connections of calls that ended without an answer, and when they count as frozen. Nothing uses one again.
         self._given_up: dict[Connection, float] = {}
-        self._backoff = Backoff()
-        self.pid: int | None = None
-        self.last_error = ""
 
     def check_open(self, where: str) -> None:
         """Raises `TierError` after `close`."""
-        if self._closed:
+        if self.stopping:
             raise TierError("the tier is closed", where=where)
 
     def connect(self, deadline: float) -> Connection:
         """Returns a connection for one call; starts the process if there is none. Blocks until it has made its tier.
         Raises `OSError`, at once where the process ends."""
         with self._state:
-            if self._thread is None and not self._closed:
-                self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                self._thread = threading.Thread(target=self._run, name=f"kvf-helper-{self._name}", daemon=True)
-                self._thread.start()
+            if not self._began and not self.stopping:
+                self._began = True
+                self.start()
             ends = self._ends
-            while self._control is None:
-                if self._closed or self._ends != ends:
+            while self._control is None or not self._has_tier:
+                if self.stopping or self._ends != ends:
                     raise ConnectionError("the helper process has ended")
                 self._wanted = True
-                self._notify()
+                self.wake()
                 if not self._state.wait(deadline - time.monotonic()):
                     raise ConnectionError("no helper process within the deadline")
             connection = self._idle.pop() if self._idle else Connection.through(self._control)
@@ -103,7 +101,7 @@ class TierProcessSupervisor:
     def give_back(self, connection: Connection) -> None:
         """Takes back the connection of a call that was answered."""
         with self._state:
-            if connection in self._busy and not self._closed:
+            if connection in self._busy and not self.stopping:
                 self._busy.discard(connection)
                 self._idle.append(connection)
             else:
@@ -112,7 +110,7 @@ class TierProcessSupervisor:
     def give_up(self, connection: Connection, deadline: float) -> None:
         """Takes back the connection of a call that was not answered."""
         with self._state:
-            if connection not in self._busy or self._closed:
+            if connection not in self._busy or self.stopping:
                 connection.close()
                 return
             self._busy.discard(connection)
@@ -120,121 +118,81 @@ class TierProcessSupervisor:
                 connection.sock.shutdown(socket.SHUT_WR)
             connection.sock.setblocking(False)
             self._given_up[connection] = deadline + FROZEN_S
-            self._notify()
+            self.wake()
 
     def close(self) -> None:
         """Ends the process and the calls in flight. Idempotent."""
         with self._state:
-            self._closed = True
+            self.stop()
             for connection in self._busy:
                 with contextlib.suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
             self._state.notify_all()
-            self._notify()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-
-    def _notify(self) -> None:
-        if self._wake >= 0:
-            os.eventfd_write(self._wake, 1)
+        self.join(threading.TIMEOUT_MAX)
 
     # the supervisor's thread
 
-    def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        while not self._closed:
-            left = self._backoff.left(time.monotonic())
-            if self._wanted and not left:
-                self._one_process()
-            else:
-                poller.poll(left * 1000 + 1 if self._wanted else None)
-                self._drain_wake()
-        with self._state:
-            os.close(self._wake)
-            self._wake = -1
+    def wanted(self) -> bool:
+        return self._wanted
 
-    def _one_process(self) -> None:
+    def spawn(self) -> subprocess.Popen[bytes]:
         self._wanted = False
-        self._backoff.started(time.monotonic())
-        try:
-            popen, control = start_child("kvframework.api.tier_process")
-        except Exception as error:  # noqa: BLE001  the thread has to go on: callers wait for it
-            self._ended(f"the helper process cannot be started: {error}")
-            return
-        self.pid = popen.pid
-        reason = ""
-        try:
-            write_start(control, self._start, time.monotonic() + self._start_s)
-            control.setblocking(False)
-            reason = self._watch(popen, control)
-        except OSError as error:
-            reason = f"the helper process ended{why_ended(popen)}: {error}"
-        finally:
-            with self._state:
-                self._control = self.pid = None
-            control.close()
-            if reason:
-                popen.kill()
-            reap(popen)
-            self._forget()
-        if reason:
-            self._ended(reason)
-
-    def _watch(self, popen: subprocess.Popen[bytes], control: socket.socket) -> str:
-        """Watch the process until it must end; return the reason, "" after `close`."""
-        pidfd = os.pidfd_open(popen.pid)
-        ready_by = time.monotonic() + self._start_s
-        try:
-            while True:
-                poller = select.poll()
-                poller.register(self._wake, select.POLLIN)
-                poller.register(pidfd, select.POLLIN)
-                with self._state:
-                    is_ready, given_up = self._control is not None, dict(self._given_up)
-                for sock in [each.sock for each in given_up] if is_ready else [control]:
-                    poller.register(sock, select.POLLIN)
-                due = min(given_up.values(), default=None) if is_ready else ready_by
-                happened = dict(poller.poll(None if due is None else max(due - time.monotonic(), 0) * 1000 + 1))
-                self._drain_wake()
-                if self._closed:
-                    return ""
-                if control.fileno() in happened:
-                    try:
-                        refusal = read_answer(control, time.monotonic() + FROZEN_S).refusal
-                    except EOFError:
-                        return f"the helper process ended{why_ended(popen)}"
-                    control.setblocking(False)
-                    if refusal is not None:
-                        return f"the helper process made no tier: {'; '.join(each for each in refusal if each)}"
-                    with self._state:
-                        self._control, self.last_error = control, ""
-                        self._state.notify_all()
-                elif pidfd in happened:
-                    return f"the helper process ended{why_ended(popen)}"
-                elif not is_ready and time.monotonic() >= ready_by:
-                    return f"the helper process was killed: it made no tier within {self._start_s:g} s"
-                for connection, its_due in given_up.items():
-                    if connection.sock.fileno() in happened and _is_over(connection.sock):
-                        with self._state:
-                            del self._given_up[connection]
-                        connection.close()
-                    elif time.monotonic() >= its_due:
-                        return f"the helper process was killed: a call went on for {FROZEN_S:g} s after its deadline"
-        finally:
-            os.close(pidfd)
-
-    def _ended(self, reason: str) -> None:
+        popen, control = start_connected("kvframework.api.tier_process")
         with self._state:
-            again = reason == self.last_error  # which is empty once a process has made its tier
-            self._backoff.ended(time.monotonic())
-            self.last_error = reason
-            self._ends += 1
-            self._state.notify_all()
-        log.log(logging.DEBUG if again else logging.ERROR, "tier %s: %s", self._name, reason)
+            self._control = control
+        with contextlib.suppress(OSError):  # it has ended already, or never reads: both are seen
+            write_start(control, self._start_message, time.monotonic() + self._start_s)
+        control.setblocking(False)
+        return popen
 
-    def _forget(self) -> None:
+    def watch(self, poller: select.poll) -> float:
+        if not self._has_tier:
+            assert self._control is not None
+            poller.register(self._control, select.POLLIN)
+            return math.inf
+        with self._state:
+            for each in self._given_up:
+                poller.register(each.sock, select.POLLIN)
+            return min(self._given_up.values(), default=math.inf)
+
+    def serve(self, happened: dict[int, int]) -> str | None:
+        if not self._has_tier:
+            return self._first_answer() if happened else None
+        with self._state:
+            given_up = dict(self._given_up)
+        for connection, due in given_up.items():
+            if connection.sock.fileno() in happened and _is_over(connection.sock):
+                with self._state:
+                    del self._given_up[connection]
+                connection.close()
+            elif time.monotonic() >= due:
+                return f"{self.title} was killed: a call went on for {FROZEN_S:g} s after its deadline"
+        return None
+
+    def _first_answer(self) -> str | None:
+        assert self._control is not None
+        try:
+            refusal = read_answer(self._control, time.monotonic() + FROZEN_S).refusal
+        except (EOFError, OSError):
+            return ""
+        self._control.setblocking(False)
+        if refusal is not None:
+            return f"{self.title} made no tier: {'; '.join(each for each in refusal if each)}"
+        with self._state:
+            self._has_tier, self.last_error = True, ""
+            self._once.clear()
+            self._state.notify_all()
+        self.ready()
+        return None
+
+    def hang_up(self, popen: subprocess.Popen[bytes]) -> None:
+        """Have the process close its tier and end."""
+        with self._state:
+            assert self._control is not None
+            self._control.close()
+            self._control, self._has_tier = None, False
+
+    def ended(self, why: str) -> None:
         """Close the connections of a process that has ended; those in use are closed by their callers."""
         with self._state:
             for connection in (*self._idle, *self._given_up):
@@ -242,10 +200,10 @@ class TierProcessSupervisor:
             self._idle.clear()
             self._given_up.clear()
             self._busy.clear()
-
-    def _drain_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+            self._ends += 1
+            self._state.notify_all()
+        if why:
+            log.log(logging.ERROR if self._once.passes(why) else logging.DEBUG, "tier %s: %s", self._name, why)
 
 
 def _is_over(sock: socket.socket) -> bool:
@@ -256,12 +214,6 @@ def _is_over(sock: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-__all__ = ["FROZEN_S", "START_S", "HelperTier", "RegistersMemory"]
-
-# The helper's own deadline is so much earlier, so that a store that keeps to it is heard in time.
-_ANSWER_S = 0.05
 
 
 class _NoMemory(TierError):
@@ -294,7 +246,7 @@ class HelperTier(Tier):
         self.name = name
         self._where = where
         self._capabilities = frozenset(capabilities)
-        self._supervisor = TierProcessSupervisor(name, Start(NamedCall.of(make, options, where=where), where), start_s)
+        self._process = _TierProcess(name, Start(NamedCall.of(make, options, where=where), where), start_s)
 
     def capabilities(self) -> frozenset[str]:
         return self._capabilities
@@ -347,12 +299,12 @@ class HelperTier(Tier):
 
     def close(self) -> None:
         """Ends the calls in flight and the helper. Idempotent; blocks for a second at most."""
-        self._supervisor.close()
+        self._process.close()
 
     @property
     def pid(self) -> int | None:
         """The helper's process id, None while there is none."""
-        return self._supervisor.pid
+        return self._process.pid
 
     def _call(
         self,
@@ -363,7 +315,7 @@ class HelperTier(Tier):
         into: Sequence[Sequence[memoryview]] = (),
     ) -> Answer:
         """Makes one call. Raises `TierError`, and `RuntimeError` for what is a bug of the tier."""
-        self._supervisor.check_open(self._where)
+        self._process.check_open(self._where)
         call.deadline = deadline - _ANSWER_S
         if call.deadline - time.monotonic() < _ANSWER_S:
             raise TierError("the deadline has passed", where=self._where)
@@ -398,20 +350,18 @@ class HelperTier(Tier):
         """A connection for one call. After an error the supervisor keeps it until the helper has ended the call."""
         connection = None
         try:
-            connection = self._supervisor.connect(deadline)
+            connection = self._process.connect(deadline)
             yield connection
         except BaseException as error:
             if connection is not None:
-                self._supervisor.give_up(connection, deadline)
+                self._process.give_up(connection, deadline)
             if isinstance(error, TierError) or not isinstance(error, OSError | EOFError):
                 raise
-            self._supervisor.check_open(self._where)
+            self._process.check_open(self._where)
             ended = "there is no helper process yet" if connection is None else "the helper process has ended"
-            fact = (
-                "the deadline has passed" if isinstance(error, TimeoutError) else self._supervisor.last_error or ended
-            )
+            fact = "the deadline has passed" if isinstance(error, TimeoutError) else self._process.last_error or ended
             raise TierError(fact, where=self._where) from error
-        self._supervisor.give_back(connection)
+        self._process.give_back(connection)
 
 
 def _gather(place: memoryview, parts: Sequence[memoryview], deadline: float) -> None:

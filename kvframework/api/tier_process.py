@@ -23,8 +23,8 @@ import msgspec
 
 from kvframework.api.tier import Outcome, RegistersMemory, Tier
 from kvframework.by_name import NamedCall
-from kvframework.child_process import end_with_parent
 from kvframework.errors import KVFrameworkError, TierError
+from kvframework.supervise.child import end_with_parent
 
 # The memory of the values that pass between a tier and its helper process: a memfd that both have mapped.
 #

@@ -15,6 +15,7 @@ from rich.text import Text
 from kvframework.api.console import PIPE_WIDTH, PlainConsole, stderr, stdout
 from kvframework.cli.usage import EXIT_UNFORESEEN
 from kvframework.errors import KVFrameworkError
+from kvframework.text import described
 
 
 def print_error(error: KVFrameworkError) -> None:
@@ -24,7 +25,7 @@ def print_error(error: KVFrameworkError) -> None:
 
 def print_unforeseen(error: Exception) -> None:
     """Prints one line for an unexpected error, and how to see more."""
-    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    text = described(error)
     hint = "\n  hint: run it again as `kvframework --debug ...` for the traceback, and report it"
     stderr.print(Text.assemble(("error: ", "bold red"), "unforeseen ", text, hint))
 

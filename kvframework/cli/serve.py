@@ -105,7 +105,7 @@ def _become(context: typer.Context, serve: list[str]) -> NoReturn:
 
     from kvframework.config import keeper_path, load_config, prepare_private_directory
     from kvframework.errors import EndpointError
-    from kvframework.keeper.holder import PATHS, become_holder
+    from kvframework.keeper.supervisor import PATHS, become_supervisor
 
     chosen = _options_of_serve(context, serve)
     # Earlier releases of typer leave them strings.
@@ -115,7 +115,7 @@ def _become(context: typer.Context, serve: list[str]) -> NoReturn:
     prepare_private_directory(Path(base).parent, shared=bool(settings.server.admit_uids))
     program = PATHS + "from kvframework.cli.main import main; main()"
     try:
-        become_holder([sys.executable, "-c", program, "serve", *serve], base, form, os.environ)
+        become_supervisor([sys.executable, "-c", program, "serve", *serve], base, form, os.environ)
     except OSError as error:
         raise EndpointError(f"the keeper cannot be started: {error.strerror}", where=sys.executable) from error
 
@@ -137,7 +137,7 @@ def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -
     from kvframework.cli.console import print_document, print_text
     from kvframework.config import check_private_directory, trusted_server_uid
     from kvframework.errors import EndpointError
-    from kvframework.keeper.control import CONTROL_SUFFIX, ask
+    from kvframework.keeper.sockets import CONTROL_SUFFIX, ask
     from kvframework.text import short_number
 
     try:

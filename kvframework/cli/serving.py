@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvframework.cli.signals import StopSignals
     from kvframework.client import KVClient
     from kvframework.config import Config
-    from kvframework.keeper.notify import Keeper
+    from kvframework.keeper.sd_notify import Keeper
     from kvframework.server import Server
     from kvframework.storage.recovery import Keeper as L1Keeper
 
@@ -110,7 +110,7 @@ def run_server(options: ServeOptions) -> None:
 
 def _serve(options: ServeOptions) -> None:
     from kvframework.cli.signals import ReloadSignal, StopRequested, StopSignals
-    from kvframework.keeper.notify import Keeper
+    from kvframework.keeper.sd_notify import Keeper
     from kvframework.logs.form import configure_logging, end_logging
 
     # Before any other process starts.

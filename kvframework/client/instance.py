@@ -21,7 +21,7 @@ from kvframework.api.transport import AnyTransportProvider, Registration, Transf
 from kvframework.client.canary import check_by_reading, check_by_writing
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
 from kvframework.client.transfers import KVClient, bare_transfer
-from kvframework.devices.halves import engine_half
+from kvframework.devices.endpoints import engine_side
 from kvframework.errors import (
     AlreadyRegistered,
     BadLayout,
@@ -34,6 +34,7 @@ from kvframework.errors import (
     VersionMismatch,
 )
 from kvframework.logs.limit import LogLimit
+from kvframework.supervise.state import Backoff
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import non_gpu_layout
 
@@ -99,7 +100,7 @@ def _shared(
             continue
         chosen = client.plugins.options(provider, options, where=where)
         try:
-            transfer = engine_half(provider, chosen, client)
+            transfer = engine_side(provider, chosen, client)
         except DeviceError as error:
             refused.append(_reason(name, error))
             continue
@@ -236,7 +237,7 @@ class Instance:
 
     def _recover(self) -> None:
         """Retry until it succeeds, another thread has registered, it is refused for good, or the instance is closed."""
-        wait = _RECOVER_FIRST_S
+        backoff = Backoff(_RECOVER_FIRST_S, _RECOVER_LONGEST_S)
         while not self._closed.is_set():
             try:
                 self._register_anew(urgent=False)
@@ -249,8 +250,7 @@ class Instance:
                 return
             except KVFrameworkError as error:
                 log.warning("instance %d could not register again: %s", self._identity.instance_id, error)
-            self._closed.wait(wait)
-            wait = min(2 * wait, _RECOVER_LONGEST_S)
+            self._closed.wait(backoff.delay(time.monotonic()))
 
     def _register_again(self) -> None:
         """Register at a new server, in the connection's thread. A device that cannot be used there is this instance's

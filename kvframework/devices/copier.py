@@ -23,7 +23,6 @@ from typing import Any
 
 from kvframework.api.copy_plans import CopyPlanner
 from kvframework.api.driver import Arena, CopierDriver, CopyBatch, DeviceOptions
-from kvframework.child_process import end_with_parent
 from kvframework.devices.handles import read_handles
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import (
@@ -52,6 +51,7 @@ from kvframework.devices.messages import (
 )
 from kvframework.errors import DeviceError, DeviceLost, KVFrameworkError
 from kvframework.logs.form import LogForm, configure_logging, end_logging
+from kvframework.supervise.child import end_with_parent
 
 # The registration of the arena with the device: slice by slice, several at once, during the first copies.
 #

@@ -7,6 +7,7 @@ outbox. Requests that a process left unanswered fail, but never before it is rea
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import socket
@@ -20,7 +21,6 @@ from dataclasses import dataclass, field
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
 from kvframework.api.transport import CopyJob
-from kvframework.child_process import Backoff, reap, start_child, why_ended
 from kvframework.devices.messages import (
     Beat,
     Cancel,
@@ -41,50 +41,14 @@ from kvframework.devices.messages import (
     from_copier,
 )
 from kvframework.errors import DeviceLost, KVFrameworkError
-
-_RECEIVE = 1 << 18
-
-
-@dataclass(eq=False)
-class SpawnedCopier:
-    """A running copier process. `heard` is the time of its last message, `oldest_s` the age of its oldest launch in
-    that message, `lost` the error of its last message, if it sent one."""
-
-    popen: subprocess.Popen[bytes]
-    sock: socket.socket
-    heard: float
-    lost: KVFrameworkError | None = None
-    oldest_s: float = 0.0
-
-    @classmethod
-    def start(cls, arena_fd: int) -> SpawnedCopier:
-        """Start a process; borrows `arena_fd`. Raises the errors of `subprocess.Popen`."""
-        popen, ours = start_child("kvframework.devices.copier", arena_fd)
-        ours.setblocking(False)
-        return cls(popen, ours, time.monotonic())
-
-    def receive(self) -> bytes | None:
-        """Return the received bytes; None at the end."""
-        try:
-            return self.sock.recv(_RECEIVE) or None
-        except BlockingIOError:
-            return b""
-        except OSError:
-            return None
-
-    def reap(self) -> None:
-        """Kill the process and return once it touches no memory any more: at once, unless a driver holds it in the
-        kernel."""
-        self.sock.close()
-        if self.lost is None:
-            self.popen.kill()
-        reap(self.popen)
-
+from kvframework.logs.limit import LogLimit
+from kvframework.supervise.child import SupervisedChild, start_connected
 
 log = logging.getLogger(__name__)
 
 START_S = 30.0
 TICK_S = 0.5
+_RECEIVE = 1 << 18
 
 
 @dataclass(eq=False)
@@ -105,13 +69,15 @@ class _Pending:
     asked: float = field(default_factory=time.monotonic)
 
 
-class CopierSupervisor:
-    """The copier of one device. Starts a process when an instance is opened and none is running, with a backoff after a
-    death. `start` is the process's first message; `arena_fd` is borrowed until the end of `join`."""
+class CopierSupervisor(SupervisedChild):
+    """The copier of one device. Starts a process when an instance is opened and none is running, with a back-off after
+    a death. `start` is the process's first message; `arena_fd` is borrowed until the end of `join`."""
 
     def __init__(self, start: Start, arena_fd: int, *, stall_s: float) -> None:
+        name = f"kvf-copier-{start.device[:8]}"
+        super().__init__(f"the copier of {start.device}", thread=name, ready_s=START_S, stop_s=0.0)
         self.device = start.device
-        self._start = start
+        self._start_message = framed(start)
         self._arena_fd = arena_fd
         self._stall_s = stall_s
         self._lock = threading.Lock()
@@ -119,16 +85,15 @@ class CopierSupervisor:
         self._instances: dict[int, CopierInstance] = {}
         self._pending: dict[int, _Pending] = {}
         self._numbers = 0
-        self._backoff = Backoff()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = False
-        self.pid: int | None = None
-        self.starts = 0
-        self.last_error = ""
         self.lacks: tuple[str, ...] = ()
-        self._told_lacks: set[str] = set()
-        self._thread = threading.Thread(target=self._run, name=f"kvf-copier-{start.device[:8]}", daemon=True)
-        self._thread.start()
+        self._once = LogLimit.once()
+        # Of the process: this end of its socket, what was received and what has yet to be sent, the time of its last
+        # message, the age of its oldest launch then, and the error of its last message, if it sent one.
+        self._socket: socket.socket | None = None
+        self._frames, self._unsent = Frames(), bytearray()
+        self._heard = self._oldest_s = 0.0
+        self._lost: KVFrameworkError | None = None
+        self.start()
 
     @property
     def idle(self) -> bool:
@@ -159,7 +124,7 @@ class CopierSupervisor:
         with self._lock:
             self._numbers += 1
             instance = CopierInstance(self._numbers)
-            if self._closing:
+            if self.stopping:
                 self._refuse(instance, alive_fd, DeviceLost("the server is stopping"))
                 return instance
             self._instances[instance.number] = instance
@@ -189,18 +154,17 @@ class CopierSupervisor:
             instance.failure = instance.failure or DeviceLost("the instance was closed")
 
     def stop(self) -> None:
-        """End the process; its requests fail once it has ended. Idempotent. Does not wait."""
+        """Kill the process; its requests fail once it has ended. Idempotent. Does not wait."""
         with self._lock:
-            self._closing = True
-        os.eventfd_write(self._wake, 1)
+            super().stop()
 
     def join(self, timeout_s: float) -> bool:
         """Wait, after `stop`, for the end of the process; False if a driver holds it in the kernel beyond `timeout_s`.
         It then keeps the arena mapped, and continues its writes, until the kernel releases it."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            log.error("the copier of %s, process %s, does not end: it is blocked in the kernel", self.device, self.pid)
-        return not self._thread.is_alive()
+        ended = super().join(timeout_s)
+        if not ended:
+            log.error("%s, process %s, does not end: it is blocked in the kernel", self.title, self.pid)
+        return ended
 
     def _cancel(self, number: int) -> None:
         with self._lock:
@@ -209,85 +173,56 @@ class CopierSupervisor:
 
     def _send(self, message: ToCopier, fd: int | None = None) -> None:
         self._outbox.append((framed(message), fd))
-        os.eventfd_write(self._wake, 1)
+        self.wake()
 
     # the supervisor's thread
 
-    def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        while not self._closing:
-            if not self._outbox:
-                poller.poll()
-                self._drain()
-                continue
-            self._wait_out_backoff(poller)
-            if not self._closing:
-                self._one_process()
-        self._fail_all(DeviceLost("the server is stopping"))
+    def wanted(self) -> bool:
+        return bool(self._outbox)
 
-    def _wait_out_backoff(self, poller: select.poll) -> None:
-        while (left := self._backoff.left(time.monotonic())) and not self._closing:
-            poller.poll(left * 1000 + 1)
-            self._drain()
+    def spawn(self) -> subprocess.Popen[bytes]:
+        popen, self._socket = start_connected("kvframework.devices.copier", self._arena_fd)
+        self._socket.setblocking(False)
+        self._frames, self._unsent = Frames(), bytearray(self._start_message)
+        self._heard, self._oldest_s, self._lost, self.lacks = time.monotonic(), 0.0, None, ()
+        return popen
 
-    def _one_process(self) -> None:
-        """Run one process from start to end, then fail its unanswered requests."""
-        self._backoff.started(time.monotonic())
-        try:
-            process = SpawnedCopier.start(self._arena_fd)
-        except Exception as error:  # noqa: BLE001  the thread has to go on: it answers the waiting callers
-            self._backoff.ended(time.monotonic())
-            self._fail_all(self._told(DeviceLost(f"the copier of {self.device} cannot be started: {error}")))
-            return
-        self.pid = process.popen.pid
-        self.starts += 1
-        self.lacks = ()
-        log.info("the copier of %s is process %d, start %d", self.device, self.pid, self.starts)
-        reason: KVFrameworkError
-        try:
-            reason = self._serve(process)
-        except Exception as failure:
-            log.exception("the connection to the copier of %s failed", self.device)
-            reason = DeviceLost(f"the connection to the copier of {self.device} failed: {failure}")
-        finally:
-            process.reap()
-            self.pid = None
-        if not self._closing:
-            self._backoff.ended(time.monotonic())
-            self._told(reason)
+    def watch(self, poller: select.poll) -> float:
+        assert self._socket is not None
+        sends = self._unsent or (self.is_ready and self._outbox)
+        poller.register(self._socket, select.POLLIN | (select.POLLOUT if sends else 0))
+        return time.monotonic() + TICK_S
+
+    def serve(self, happened: dict[int, int]) -> str | None:
+        assert self._socket is not None
+        if happened.get(self._socket.fileno(), 0) & ~select.POLLOUT:
+            try:
+                data = self._socket.recv(_RECEIVE)
+            except OSError:
+                return ""
+            if not data:
+                return ""
+            self._heard = time.monotonic()
+            for payload in self._frames.feed(data):
+                self._hear(from_copier(payload))
+        if not self._send_some(self._socket, self._unsent, self.is_ready):
+            return ""
+        stalled = self._stalled() if self.is_ready else ""
+        return f"{self.title} was killed: {stalled}" if stalled else None
+
+    def hang_up(self, popen: subprocess.Popen[bytes]) -> None:
+        assert self._socket is not None
+        self._socket.close()
+        self._socket = None
+
+    def ended(self, why: str) -> None:
+        """Fail all unanswered requests: from here on nothing touches their memory."""
+        reason = self._lost if why and self._lost else DeviceLost(why or "the server is stopping")
+        self._lost = None
+        if why:
+            self.last_error = reason.fact
+            log.error("%s; its instances must register again", reason)
         self._fail_all(reason)
-
-    def _told(self, reason: KVFrameworkError) -> KVFrameworkError:
-        self.last_error = reason.fact
-        log.error("%s; its instances must register again", reason)
-        return reason
-
-    def _serve(self, process: SpawnedCopier) -> KVFrameworkError:
-        """Serve until the process ends, must stop, or stalls; return the reason."""
-        sock, frames, unsent = process.sock, Frames(), bytearray(framed(self._start))
-        ready = False
-        poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
-        while True:
-            poller.register(sock, select.POLLIN | (select.POLLOUT if unsent or (ready and self._outbox) else 0))
-            happened = dict(poller.poll(TICK_S * 1000))
-            self._drain()
-            if self._closing:
-                return DeviceLost("the server is stopping")
-            if happened.get(sock.fileno(), 0) & ~select.POLLOUT:
-                data = process.receive()
-                if data is None:
-                    break
-                process.heard = time.monotonic()
-                for payload in frames.feed(data):
-                    ready |= self._hear(process, from_copier(payload))
-            if not self._send_some(sock, unsent, ready):
-                break
-            stalled = self._stalled(process, ready)
-            if stalled:
-                return DeviceLost(f"the copier of {self.device} was killed: {stalled}")
-        return process.lost or DeviceLost(f"the copier of {self.device} ended{why_ended(process.popen)}")
 
     def _send_some(self, sock: socket.socket, unsent: bytearray, ready: bool) -> bool:
         """Send as much as the socket takes; False if the other end has closed."""
@@ -316,8 +251,7 @@ class CopierSupervisor:
         except OSError:
             return False
 
-    def _hear(self, process: SpawnedCopier, message: FromCopier) -> bool:
-        """Handle one message; return True for the one that reports the device as open."""
+    def _hear(self, message: FromCopier) -> None:
         if isinstance(message, Done):
             with self._lock:
                 pending = self._pending.pop(message.job, None)
@@ -334,7 +268,7 @@ class CopierSupervisor:
                     instance.failure = message.failure.error()
                     del self._instances[message.context]
             if instance is not None and message.failure is not None:
-                log.error("the copier of %s could not open an engine's memory: %s", self.device, instance.failure)
+                log.error("%s could not open an engine's memory: %s", self.title, instance.failure)
                 _end(instance, instance.failure)
             elif instance is not None:
                 instance.opened.set_result(None)
@@ -344,33 +278,30 @@ class CopierSupervisor:
             if instance is not None:
                 _end(instance, instance.failure)
         elif isinstance(message, Lost):
-            process.lost = message.failure.error()
-            process.lost.fact = f"the copier of {self.device}: {process.lost.fact}"
+            self._lost = message.failure.error()
+            self._lost.fact = f"{self.title}: {self._lost.fact}"
         elif isinstance(message, Beat):
-            process.oldest_s = message.oldest_s
+            self._oldest_s = message.oldest_s
         elif isinstance(message, Lacks):
             self._hear_lacks(message.what)
-        return isinstance(message, Ready)
+        elif isinstance(message, Ready):
+            self.ready()
 
     def _hear_lacks(self, what: tuple[str, ...]) -> None:
         self.lacks = what
         for each in what:
-            if each not in self._told_lacks:
-                self._told_lacks.add(each)
-                log.warning("the copier of %s goes without: %s", self.device, each)
+            if self._once.passes(each):
+                log.warning("%s goes without: %s", self.title, each)
 
-    def _stalled(self, process: SpawnedCopier, ready: bool) -> str:
+    def _stalled(self) -> str:
         """Return why the process has to be killed; "" if it need not be."""
-        if process.oldest_s > self._stall_s:
-            return f"a copy has taken {process.oldest_s:.1f} s"
+        if self._oldest_s > self._stall_s:
+            return f"a copy has taken {self._oldest_s:.1f} s"
         with self._lock:
             asked = [each.asked for each in self._instances.values() if each.asked is not None]
             asked += [each.asked for each in list(self._pending.values())[:1]]
-        since = max(process.heard, min(asked)) if ready and asked else process.heard
-        silent = time.monotonic() - since
-        if silent > (self._stall_s if ready else START_S) and (asked or not ready):
-            return f"it has sent no message for {silent:.1f} s"
-        return ""
+        silent = time.monotonic() - max(self._heard, min(asked, default=math.inf))
+        return f"it has sent no message for {silent:.1f} s" if silent > self._stall_s else ""
 
     def _fail_all(self, error: KVFrameworkError) -> None:
         """Fail all unanswered requests, after the end of the process."""
@@ -394,17 +325,6 @@ class CopierSupervisor:
             os.close(alive_fd)
         instance.failure = error
         _end(instance, error)
-
-    def _drain(self) -> None:
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return
-
-    def __del__(self) -> None:
-        wake = getattr(self, "_wake", -1)
-        if wake >= 0:
-            os.close(wake)
 
 
 def _end(instance: CopierInstance, error: KVFrameworkError | None) -> None:

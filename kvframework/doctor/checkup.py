@@ -20,6 +20,7 @@ from kvframework.doctor import machine, plugins
 from kvframework.doctor.plugins import refusal
 from kvframework.errors import ConfigError, EndpointError
 from kvframework.preflight import RunningServer, arena_is_kept, running_server
+from kvframework.text import described
 
 _CONNECT_S = 1.0
 
@@ -133,7 +134,7 @@ def run_check(subject: str, check: Check, timeout_s: float | None = None) -> lis
         try:
             found.extend(check())
         except Exception as error:  # noqa: BLE001  one check must not hide the others
-            failure.append(" ".join(f"{type(error).__name__}: {error}".split()))
+            failure.append(described(error))
 
     thread = threading.Thread(target=run, name=f"doctor-{subject}", daemon=True)
     thread.start()

@@ -24,7 +24,7 @@ from kvframework.api.plugin import Finding, Level
 from kvframework.config import keeper_path
 from kvframework.config.schema import SAFE_LIMIT, SESSIONS_SHARE
 from kvframework.errors import EndpointError
-from kvframework.keeper.control import CONTROL_SUFFIX, ask
+from kvframework.keeper.sockets import CONTROL_SUFFIX, ask
 
 _NEEDED = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)$")
 

@@ -10,8 +10,8 @@ import msgspec
 from kvframework.api.plugin import Finding, ServerTerms
 from kvframework.config import Config, PluginTable
 from kvframework.errors import KVFrameworkError
-from kvframework.isolated import run_isolated
 from kvframework.registry import named_tables, server_terms
+from kvframework.supervise.isolated import run_isolated
 
 # The part of a check's time that is kept for the end of the process, after a plugin's own diagnosis.
 _TO_END_S = 1.0
@@ -45,7 +45,7 @@ def configured(config: Config) -> list[Subject]:
 def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list[Finding]:
     """The refusals that are not of one table. `serving`: a server of this user runs at the endpoint."""
     request = msgspec.msgpack.encode((config, serving), enc_hook=int)  # a size
-    ran = run_isolated("kvframework.doctor.preflight_process", request, deadline_s=deadline_s)
+    ran = run_isolated("kvframework.doctor.process", request, function="check_configuration", deadline_s=deadline_s)
     found = [msgspec.json.decode(line, type=Finding) for line in ran.lines]
     if ran.ended:
         found.append(Finding("config.check", "fail", f"the process that checks it {ran.ended}", "report it"))
@@ -62,7 +62,7 @@ def table_findings(
     diagnose_s = 0.0 if held else deadline_s - _TO_END_S
     timed = msgspec.structs.replace(subject, replaces=replaces, kept=kept, diagnose_s=diagnose_s)
     request = msgspec.msgpack.encode(timed)
-    ran = run_isolated("kvframework.doctor.plugin_process", request, deadline_s=deadline_s)
+    ran = run_isolated("kvframework.doctor.process", request, function="check_plugin", deadline_s=deadline_s)
     for line in ran.lines:
         try:
             yield msgspec.json.decode(line, type=Finding)

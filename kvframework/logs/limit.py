@@ -1,12 +1,13 @@
-"""The rate limit of log lines: a failure that repeats a thousand times a second must not fill a disk. Any process, any
+"""How often something is said: a failure that repeats a thousand times a second must not fill a disk. Any process, any
 thread."""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 AT_ONCE = 5
 EVERY_S = 10.0
@@ -14,11 +15,12 @@ _MAX_KINDS = 1024
 
 
 class LogLimit(logging.Filter):
-    """Lets `at_once` lines of a kind pass in `every_s` seconds, and adds the number of suppressed ones to the next
-    line.
+    """Lets `at_once` lines of a kind pass in `every_s` seconds. Attached to a handler, or to one logger, it adds the
+    number of suppressed ones to the next line; there a kind is a logger, a level and a text before its arguments are
+    put in, and lines below WARNING all pass.
 
-    A kind is a logger, a level and a text before its arguments are put in. Lines below WARNING all pass. Attach it to
-    a handler, or to one logger.
+    Where the kind is another one, ask `passes`. `LogLimit.once()` lets each kind pass once. The latest 1024 kinds are
+    remembered.
     """
 
     def __init__(
@@ -30,23 +32,40 @@ class LogLimit(logging.Filter):
         self._clock = clock
         self._lock = threading.Lock()
         # By kind: the start of its time span, and the lines since then.
-        self._spans: dict[tuple[str, int, str], tuple[float, int]] = {}
+        self._spans: dict[Hashable, tuple[float, int]] = {}
+
+    @classmethod
+    def once(cls) -> LogLimit:
+        """Return one that lets each kind pass once, and again after `clear`."""
+        return cls(1, math.inf)
+
+    def passes(self, kind: Hashable) -> bool:
+        """Whether a line of this kind may be written now, which is counted."""
+        return self._count(kind)[0]
+
+    def clear(self) -> None:
+        """Forget all lines, such as after the end of the trouble."""
+        with self._lock:
+            self._spans.clear()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
-        kind = (record.name, record.levelno, str(record.msg))
+        passes, suppressed = self._count((record.name, record.levelno, str(record.msg)))
+        if suppressed:
+            record.msg = f"{record.getMessage()} ({suppressed} more such lines in between)"
+            record.args = None
+        return passes
+
+    def _count(self, kind: Hashable) -> tuple[bool, int]:
+        """Count a line. Return whether it passes, and how many of its kind did not since the last one that did."""
         now = self._clock()
         with self._lock:
-            began, lines = self._spans.get(kind, (now, 0))
+            began, lines = self._spans.pop(kind, (now, 0))
+            suppressed = 0
             if now - began >= self._every_s:
-                kept_back, began, lines = max(lines - self._at_once, 0), now, 0
-            else:
-                kept_back = 0
+                suppressed, began, lines = max(lines - self._at_once, 0), now, 0
             if len(self._spans) >= _MAX_KINDS:
-                self._spans.clear()
+                del self._spans[next(iter(self._spans))]
             self._spans[kind] = began, lines + 1
-        if kept_back:
-            record.msg = f"{record.getMessage()} ({kept_back} more such lines in between)"
-            record.args = None
-        return lines < self._at_once
+        return lines < self._at_once, suppressed

@@ -25,6 +25,7 @@ from kvframework.config import Config, PluginTable, default_endpoint
 from kvframework.errors import ConfigFieldError, KVFrameworkError, PluginBroken, PluginUnavailable
 from kvframework.overdue import named_at, timed
 from kvframework.registry.registry import PluginRegistry
+from kvframework.text import described
 
 # The guarded call of a provider's `create`: any exception or wrong result becomes `PluginBroken` that names the plugin
 # and its table.
@@ -83,7 +84,7 @@ class Creator:
             error.where = error.where or table.where
             raise
         except (Exception, SystemExit) as error:
-            cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+            cause = described(error)
             raise self._broken(kind, table, f"{name} raised {cause}") from error
 
     def _broken(self, kind: str, table: PluginTable, fact: str, available: str = "") -> PluginBroken:

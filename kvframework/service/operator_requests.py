@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 class StatusReport:
     """Builds the document. `server` holds the constant facts; `messaging` gives the message server's counters and
-    sessions, `requests` the durations of its answers; `transports` are the server halves by name, None for an
+    sessions, `requests` the durations of its answers; `transports` are the server's endpoints by name, None for an
     engine-driven one."""
 
     def __init__(

@@ -89,6 +89,29 @@ def test_arguments_that_do_not_fit_raise_nothing_here(lines: Lines, clock: Clock
     assert record.getMessage() == "one of two"
 
 
+def test_what_is_asked_of_has_kinds_of_its_own(clock: Clock) -> None:
+    limit = LogLimit(1, EVERY_S, clock)
+    assert [limit.passes(kind) for kind in ("a", "a", ("a", 1), "a")] == [True, False, True, False]
+    clock.now = EVERY_S
+    assert limit.passes("a")
+
+
+def test_once_is_once_until_the_trouble_ends() -> None:
+    once = LogLimit.once()
+    assert once.passes("a")
+    assert not once.passes("a")
+    once.clear()
+    assert once.passes("a")
+
+
+def test_the_kind_that_is_said_again_and_again_is_not_the_one_forgotten() -> None:
+    once = LogLimit.once()
+    once.passes("often")
+    for number in range(5000):
+        assert once.passes(number)
+        assert not once.passes("often")
+
+
 def test_the_kinds_kept_are_bounded(clock: Clock) -> None:
     limit = LogLimit(AT_ONCE, EVERY_S, clock)
     for number in range(5000):

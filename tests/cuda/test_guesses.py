@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, client_of, serving, status_of
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import client_of, serving, status_of
 from kvframework.api.driver import Allocation, Exported
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
@@ -101,7 +101,7 @@ def test_memory_of_which_the_driver_does_not_tell_is_used(
 def test_memory_that_is_smaller_than_its_engine_says_is_refused(
     cuda_node: CudaNode, rig: CudaRig, client: KVClient, monkeypatch: pytest.MonkeyPatch, refused: tuple[str, ...]
 ) -> None:
-    from kvf_cuda_ipc.engine_half import CudaEngine
+    from kvf_cuda_ipc.engine_side import CudaEngine
 
     honest = CudaEngine.export
 
@@ -225,7 +225,7 @@ def test_an_engine_that_sends_no_event_with_its_memory_is_served(
 ) -> None:
     """One of a former release."""
     from kvf_cuda_ipc.driver import MEMORY_HANDLE_BYTES
-    from kvf_cuda_ipc.engine_half import CudaEngine
+    from kvf_cuda_ipc.engine_side import CudaEngine
 
     honest = CudaEngine.export
 

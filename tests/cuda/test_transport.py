@@ -12,8 +12,8 @@ import pytest
 
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, EngineProgram, ServerProgram, client_of, endpoint_in, serving
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import EngineProgram, ServerProgram, client_of, endpoint_in, serving
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
 from tests.cuda.building import KERNELS_VARIABLE, environment

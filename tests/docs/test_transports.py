@@ -109,7 +109,7 @@ def test_the_example_is_proven_by_its_own_tests_once_it_is_installed(tmp_path: P
     install(
         site, "kvf-simdev", entry_points((EXAMPLE / "pyproject.toml").read_text()), {"kvf_simdev": FILES[0].read_text()}
     )
-    chosen = "comes_back_in_other_blocks and (nhd or hybrid) or killed_in_mid_copy or cancelled_store"
+    chosen = "comes_back_in_other_blocks and (nhd or hybrid) or killed_in_mid_copy or what_is_cancelled and store"
     known = list(filter(None, [os.environ.get("PYTHONPATH")]))
     run = subprocess.run(
         [

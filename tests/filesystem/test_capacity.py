@@ -159,29 +159,6 @@ def slowed(call: Callable[..., None]) -> Callable[..., None]:
     return slow
 
 
-def test_the_same_key_stored_at_the_same_time_is_one_whole_value(tmp_path: Path) -> None:
-    tier, key, size = open_tier(tmp_path, capacity=12 * LARGE), fresh_key(), LARGE + 100
-    barrier, outcomes = threading.Barrier(8), []
-
-    def store(byte: int) -> None:
-        value = bytes([byte]) * size
-        barrier.wait(60)
-        outcomes.append(put(tier, key, value))
-
-    threads = [threading.Thread(target=store, args=(byte,)) for byte in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert outcomes == [STORED] * 8
-    outcome, value = get(tier, key, size)
-    assert outcome is FOUND
-    assert value == value[:1] * size
-    assert used(tier) == size
-    assert files(tmp_path) == [file_of(tmp_path, key)]
-    tier.close()
-
-
 def test_two_that_replace_the_same_value_do_not_count_its_room_twice() -> None:
     ledger = Ledger(100, 1)
     ledger.recount(0, 90)

@@ -14,10 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvf_dev.testing import TierConformance
-from kvf_dev.testing.tier.capacity import CapacityTests
+from kvf_dev.testing.tier.capacity import CapacityTests, ListingTests
 from kvf_dev.testing.tier.contract import ContractTests
 from kvf_dev.testing.tier.faults import FaultTests
-from kvf_dev.testing.tier.listing import ListingTests
 from kvf_filesystem.form import FOLDERS, LARGE, counted_bytes, file_bytes, key_of, value_bytes
 from kvf_filesystem.reading import move, trimmed
 from kvf_filesystem.root import MARKER

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvf_dev.testing import FaultProxy, TierConformance
-from kvf_dev.testing.tier.batches import BatchTests
-from kvf_dev.testing.tier.contract import ContractTests
+from kvf_dev.testing.tier.contract import BatchTests, ContractTests
 from kvframework.api.tier import Tier
 from tests.support.certificates import make_certificate
 from tests.support.peer_nodes import Lender, StoredAtPeers, peers_tier, token_file

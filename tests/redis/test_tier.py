@@ -14,9 +14,8 @@ import pytest
 
 from kvf_dev.testing import FaultProxy
 from kvf_dev.testing.tier import TierConformance
-from kvf_dev.testing.tier.batches import BatchTests
-from kvf_dev.testing.tier.contract import ContractTests
-from kvf_dev.testing.tier.deadlines import DeadlineTests
+from kvf_dev.testing.tier.concurrency import DeadlineTests
+from kvf_dev.testing.tier.contract import BatchTests, ContractTests
 from kvf_dev.testing.tier.faults import FaultTests
 from kvf_redis.commands import DRAIN_BYTES, Command
 from kvf_redis.tier import RedisTier

@@ -11,14 +11,14 @@ import sys
 from typing import Any
 
 from kvframework.errors import HelloRequired
-from kvframework.keeper.control import ask
+from kvframework.keeper.sockets import ask
 from kvframework.storage.l1.journal_format import HEADS_AT, read_start
 from tests.support.processes import descriptors, has_ended, send
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
-_HOLD = "import sys; from kvframework.keeper.holder import main; sys.exit(main(sys.argv[1]))"
+_HOLD = "import sys; from kvframework.keeper.supervisor import main; sys.exit(main(sys.argv[1]))"
 _COMMAND = ("-m", "kvframework.cli.main")
 _PATIENCE_S = 60.0
 

@@ -14,7 +14,7 @@ from typing import IO
 
 import msgspec
 
-from kvframework.child_process import how_ended
+from kvframework.api.process import how_ended
 from kvframework.text import short_number
 
 # To end by itself after SIGTERM, and to be gone after SIGKILL: a driver may hold a process in the kernel.

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvf_demo.child import uninterrupted
-from kvframework.child_process import end_with_parent
+from kvframework.api.process import end_with_parent
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from kvframework_bench.pausable import PausableChild
@@ -35,7 +35,7 @@ def main(kind: str, target: str) -> int:
     if kind == "observe":
         from kvf_observe import process
 
-        return process.main(target)
+        return process.main([target])
     ask = {"scrape": _scraper, "explain": _follower}[kind](target)
     for _line in sys.stdin:
         ask()

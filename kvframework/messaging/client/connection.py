@@ -34,6 +34,7 @@ from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, Repor
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.messaging.frames_io import Socket
 from kvframework.messaging.polling import FOR_A_CONNECTION, as_out_of_resources, need
+from kvframework.supervise.state import Backoff
 from kvframework.wire.messages import CancelReply, Hello, HelloReply
 from kvframework.wire.protocol import LOCAL, ClientDeadlines
 
@@ -328,20 +329,19 @@ class Connection:
 
     def _supervise(self) -> None:
         context = None
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(_FIRST_PAUSE_S, _REFUSED_PAUSE_S)
         try:
             while not self._closing.is_set():
                 try:
                     context = context or make_context()
                     need(descriptors=FOR_A_CONNECTION)
                     self._connect_once(context)
-                    pause = _FIRST_PAUSE_S
-                    self._closing.wait(pause)
+                    backoff.reset()
+                    self._closing.wait(_FIRST_PAUSE_S)
                 except Exception as error:  # noqa: BLE001 (kept, logged and tried again)
                     # This frame keeps no name for the error: its traceback would keep the sockets of the attempt.
                     most = self._note(as_out_of_resources(error) or error)
-                    self._closing.wait(min(pause, most))
-                    pause = min(pause * 2, most)
+                    self._closing.wait(min(backoff.delay(time.monotonic()), most))
         finally:
             if context is not None:
                 context.destroy(0)

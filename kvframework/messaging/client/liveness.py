@@ -18,6 +18,7 @@ from kvframework.config import trusted_server_uid
 from kvframework.errors import EndpointError, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging.polling import WITH_ARENA, WITHOUT_ARENA, close_after_fork, peer_uid
+from kvframework.supervise.state import Backoff
 from kvframework.wire.messages import (
     LOST_AMOUNTS,
     LOST_CALLS,
@@ -47,7 +48,7 @@ class Heartbeat:
         self._interval = interval
         self._timeout = timeout
         self._next = now + interval
-        self._repeat = timeout
+        self._repeat = Backoff(timeout, max(_SLOWEST_S, timeout))
         self._waiting_since: float | None = None
 
     def next_at(self) -> float:
@@ -70,17 +71,14 @@ class Heartbeat:
         """Record that a PING was sent, or could not be sent."""
         if self._waiting_since is None:
             self._waiting_since = now
-            self._next = now + self._timeout
-        else:
-            self._repeat = min(self._repeat * 2, max(_SLOWEST_S, self._timeout))
-            self._next = now + self._repeat
+        self._next = now + self._repeat.delay(now)
 
     def answered(self) -> None:
         """Record that some PING was answered."""
         if self._waiting_since is not None:
             self._next = self._waiting_since + self._interval
             self._waiting_since = None
-            self._repeat = self._timeout
+            self._repeat.reset()
 
     def ask_now(self) -> None:
         """Make a PING due now, after another request was not answered, unless a PING is outstanding."""

@@ -18,7 +18,10 @@ from typing import NamedTuple, TypeVar
 from kvframework.api.histogram import Histogram
 from kvframework.api.keys import PackedKey
 from kvframework.errors import KVFrameworkError, TierError
+from kvframework.logs.limit import LogLimit
 from kvframework.status import TierCounters, zeros
+from kvframework.supervise.state import Backoff
+from kvframework.text import described
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +40,8 @@ class Breaker:
     def __init__(self, threshold: int = 3, backoff_s: float = 0.25, max_backoff_s: float = 2.0) -> None:
         self._threshold = threshold
         self._first_backoff_s = backoff_s
-        self._max_backoff_s = max_backoff_s
+        self._backoff = Backoff(backoff_s, max_backoff_s)
         self._failures = 0
-        self._backoff_s = backoff_s
-        self._retry_at = 0.0
         self._probing = False
         self._openings = 0
         self.state = "closed"
@@ -50,7 +51,7 @@ class Breaker:
         """Return None if no call may be tried now; else a number to pass to `succeeded`, `undecided` or `failed` at the
         call's end."""
         if self.state != "closed":
-            if now < self._retry_at or self._probing:
+            if self._backoff.left(now) or self._probing:
                 return None
             self.state = "half-open"
             self._probing = True
@@ -63,7 +64,7 @@ class Breaker:
             return 0.0
         if self._probing:
             return self._first_backoff_s
-        return max(self._retry_at - now, 0.0)
+        return self._backoff.left(now)
 
     def succeeded(self, call: int, now: float) -> None:
         if call != self._openings:
@@ -71,9 +72,9 @@ class Breaker:
         if self.state != "closed":
             self.state = "closed"
             self.since = now
+            self._backoff.reset()
         self._failures = 0
         self._probing = False
-        self._backoff_s = self._first_backoff_s
 
     def undecided(self, call: int) -> None:
         """Record a call that worked but proves nothing: in the half-open state, the next call decides."""
@@ -84,16 +85,14 @@ class Breaker:
         if call != self._openings:
             return
         self._failures += 1
-        if self.state == "half-open":
-            self._backoff_s = min(self._backoff_s * 2, self._max_backoff_s)
-        elif self._failures < self._threshold:
-            return
-        else:
+        if self.state != "half-open":
+            if self._failures < self._threshold:
+                return
             self.since = now
         self.state = "open"
         self._openings += 1
         self._probing = False
-        self._retry_at = now + self._backoff_s
+        self._backoff.delay(now)
 
 
 # What a tier lacked a moment ago: a prompt that is looked up again, or by several requests at once, is not asked for
@@ -197,13 +196,13 @@ class TierCalls:
         self.timeout_s = timeout_s
         self._clock = clock
         breaker.since = clock()
-        self._circuits = {"read": breaker, "write": copy.copy(breaker)}
+        self._circuits = {"read": breaker, "write": copy.deepcopy(breaker)}
         self._circuit_of = {name: self._circuits["write" if name == "put" else "read"] for name in OPERATIONS}
         self._durations = {name: Histogram(FIRST_S, OCTAVES) for name in OPERATIONS}
         self._pending: dict[int, Call] = {}
         self._closed = False
-        # Bugs of the plugin whose traceback is in the log: pairs of call and exception type.
-        self._logged_bugs: set[tuple[str, type[Exception]]] = set()
+        # Of tracebacks of the plugin's bugs: pairs of call and exception type.
+        self._once = LogLimit.once()
         self._lock = threading.Lock()
 
     @property
@@ -345,13 +344,11 @@ class TierCalls:
         traceback is logged once per call and type, later ones like any failure."""
         if isinstance(error, KVFrameworkError):
             return TierError(error.fact, where=error.where or self.name, hint=error.hint)
-        cause = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+        cause = described(error)
         with self._lock:
             self.counters["bugs"] += 1
-            kind, quiet = (name, type(error)), self._closed
-            fresh = kind not in self._logged_bugs
-            self._logged_bugs.add(kind)
-        if fresh and not quiet:
+            quiet = self._closed
+        if self._once.passes((name, type(error))) and not quiet:
             log.error("tier %s: %s raised %s, a bug in the plugin", self.name, name, cause, exc_info=error)
         return TierError(f"{name} raised {cause}, a bug in the plugin", where=self.name, hint="ask the plugin's author")
 

@@ -18,7 +18,7 @@ import torch
 
 from kvf_cpu_gather.engine_memory import Moves, RegisteredMemory, gather_blocks
 from kvf_cpu_gather.kernel import CopyKernel
-from kvf_cpu_gather.transfer_steps import Courses, Ended, Steps, load_from_arena, store_in_arena
+from kvf_cpu_gather.transfer_steps import Ended, Steps, TaskRunner, load_from_arena, store_in_arena
 from kvf_cpu_gather.wire_path import WirePath
 from kvframework.api.futures import Future
 from kvframework.api.layout import CANONICAL, OPAQUE, LayerTensors, Layout
@@ -78,7 +78,7 @@ class CpuGather(TransferContext):
         self._wire = WirePath(link)
         self._registered: RegisteredMemory | None = None
         self._quiet = ThrottledLog(_log)
-        self._courses = Courses()
+        self._tasks = TaskRunner()
 
     def on_registered(self, registration: Registration, layout: Layout) -> None:
         """Raises `BadLayout` if objects are neither canonical nor opaque blocks."""
@@ -122,7 +122,7 @@ class CpuGather(TransferContext):
 
     def close(self) -> None:
         """Waits for a copy that has begun; transfers that wait for the server are cancelled."""
-        self._courses.close()
+        self._tasks.close()
         self._registered = None
         self._wire.close()
 
@@ -137,7 +137,7 @@ class CpuGather(TransferContext):
         try:
             mapped = self._uses_arena()
             ready = transfer.event or moves.memory.mark()
-            return self._courses.start(steps(moves, ready, mapped), ended, transfer.kv_caches, here=mapped)
+            return self._tasks.start(steps(moves, ready, mapped), ended, transfer.kv_caches, here=mapped)
         except Exception as error:  # noqa: BLE001 - see above
             return Future.resolved(ended(None, error))
 

@@ -3,7 +3,7 @@ thread of its own; and the steps of the path over shared memory. Engine side.
 
 A transfer is a generator that yields each future it waits for, and continues with its result. It touches the engine's
 memory between two yields only: while it waits, it can be cancelled at once, by `Cancelled` at its yield. A load in
-pieces yields a `Turn` before each: then the thread that calls `Future.advance` takes its steps.
+pieces yields a `YieldPoint` before each: then the thread that calls `Future.advance` takes its steps.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ def unless_cancelled() -> Steps[None]:
     yield Future.resolved(None)
 
 
-class Turn(Promise["int | None"]):
+class YieldPoint(Promise["int | None"]):
     """The wait for `Future.advance`; its result are the bytes that it allows. The transfer notes what it has
     `moved`."""
 
     moved = 0
 
 
-class Course(Generic[R]):
-    """One transfer under way. `borrowed` stays referenced until `future` is resolved. `elsewhere(course, awaited)` has
+class TransferTask(Generic[R]):
+    """One transfer under way. `borrowed` stays referenced until `future` is resolved. `elsewhere(task, awaited)` has
     another thread go on with it."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Course(Generic[R]):
         steps: Steps[R],
         ended: Ended[R],
         borrowed: object,
-        elsewhere: Callable[[Course[R], Future[Any]], None],
+        elsewhere: Callable[[TransferTask[R], Future[Any]], None],
     ) -> None:
         self.future: Promise[R] = Promise(self.cancel, advance_hook=self.advance)
         self._elsewhere = elsewhere
@@ -109,16 +109,16 @@ class Course(Generic[R]):
         if os.getpid() != self._pid:
             return 0
         with self._lock:
-            turn = self._awaited
+            point = self._awaited
             # Who takes steps now may not have begun to wait.
-            if self._takes_steps or not isinstance(turn, Turn):
+            if self._takes_steps or not isinstance(point, YieldPoint):
                 return 0
-        if not turn.set_result(nbytes):
-            return 0  # another thread has this turn
+        if not point.set_result(nbytes):
+            return 0  # another thread has this one
         awaited = self.go_on()
         if awaited is not None:
             self._elsewhere(self, awaited)
-        return turn.moved
+        return point.moved
 
     def go_on(self) -> Future[Any] | None:
         """Take steps as long as the answers are there. Returns the future to wait for; None once the transfer's own is
@@ -180,69 +180,69 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-class Courses:
+class TaskRunner:
     """The transfers of one instance, and the thread that takes their steps once an answer did not arrive at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._under_way: set[Course[Any]] = set()
-        self._ready: queue.SimpleQueue[Course[Any] | None] = queue.SimpleQueue()
+        self._under_way: set[TransferTask[Any]] = set()
+        self._ready: queue.SimpleQueue[TransferTask[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self, steps: Steps[R], ended: Ended[R], borrowed: object, *, here: bool) -> Future[R]:
         """Start a transfer. `here`: the calling thread takes the first steps; else it never waits and never copies.
         `ended` makes the future's result. Raises `RuntimeError` if no further thread can be started."""
-        course = Course(steps, ended, borrowed, self._continue)
-        awaited = course.go_on() if here else None
-        if course.future.query():
-            return course.future
+        task = TransferTask(steps, ended, borrowed, self._continue)
+        awaited = task.go_on() if here else None
+        if task.future.query():
+            return task.future
         with self._lock:
-            self._under_way.add(course)
+            self._under_way.add(task)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="kvf-gather", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:
-                    self._under_way.discard(course)
-                    course.cancel()
+                    self._under_way.discard(task)
+                    task.cancel()
                     raise
                 self._thread = thread
-        course.future.add_done_callback(lambda _: self._forget(course))
-        self._continue(course, awaited)
-        return course.future
+        task.future.add_done_callback(lambda _: self._forget(task))
+        self._continue(task, awaited)
+        return task.future
 
     def close(self) -> None:
         """Cancel transfers under way, and wait for a copy that has begun. May be used again."""
         with self._lock:
             thread, self._thread = self._thread, None
-            courses = list(self._under_way)
-        for course in courses:
-            course.cancel()
+            tasks = list(self._under_way)
+        for task in tasks:
+            task.cancel()
         if thread is not None:
             self._ready.put(None)
             thread.join()
 
     def _run(self) -> None:
-        while (course := self._ready.get()) is not None:
+        while (task := self._ready.get()) is not None:
             try:
-                awaited = course.go_on()
+                awaited = task.go_on()
             except BaseException:
                 log.exception("a transfer ended its thread")
             else:
                 if awaited is not None:
-                    self._continue(course, awaited)
+                    self._continue(task, awaited)
                 del awaited
-            del course  # and with it all that it borrows
+            del task  # and with it all that it borrows
 
-    def _continue(self, course: Course[Any], awaited: Future[Any] | None) -> None:
+    def _continue(self, task: TransferTask[Any], awaited: Future[Any] | None) -> None:
         if awaited is None:
-            self._ready.put(course)
-        elif not isinstance(awaited, Turn):
-            awaited.add_done_callback(lambda _: self._ready.put(course))
+            self._ready.put(task)
+        elif not isinstance(awaited, YieldPoint):
+            awaited.add_done_callback(lambda _: self._ready.put(task))
 
-    def _forget(self, course: Course[Any]) -> None:
+    def _forget(self, task: TransferTask[Any]) -> None:
         with self._lock:
-            self._under_way.discard(course)
+            self._under_way.discard(task)
 
 
 def store_in_arena(
@@ -272,12 +272,12 @@ def load_from_arena(
                 event.synchronize()
             left = plan.ranges
             while left:
-                turn = Turn()
-                room = (yield turn) if transfer.in_pieces else None
+                point = YieldPoint()
+                room = (yield point) if transfer.in_pieces else None
                 piece = left[: _that_fit(left, room)]
                 moves.scatter(plan.arena, piece, skip_tokens)
                 moves.memory.wait()
-                left, turn.moved = left[len(piece) :], sum(place.length for place in piece)
+                left, point.moved = left[len(piece) :], sum(place.length for place in piece)
         committed: LoadOutcome = yield plan.commit()
         return committed
 

@@ -139,7 +139,7 @@ def test_a_helper_that_starts_slowly_is_not_frozen(tmp_path: Path) -> None:
 
 def test_a_tier_that_is_never_made_ends_its_helper(tmp_path: Path) -> None:
     tier = HelperTier(slow, SlowOptions(str(tmp_path / "go")), name="slow", where="[[l2]] #1", start_s=2.0)
-    with pytest.raises(TierError, match="the helper process was killed: it made no tier within 2 s"):
+    with pytest.raises(TierError, match="the helper process was killed: it was not ready within 2 s"):
         tier.contains([key("k")], deadline=soon())
     tier.close()
 

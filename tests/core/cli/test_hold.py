@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.keeper.control import CONTROL_SUFFIX
+from kvframework.keeper.sockets import CONTROL_SUFFIX
 from tests.core.cli.command import COMMAND, environment, run, run_process
 from tests.support.processes import children, own_bytes
 from tests.support.waiting import wait_until

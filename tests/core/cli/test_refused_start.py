@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 from kvframework.cli.keys import CLIENTS, SERVER
-from kvframework.isolated import Ran
+from kvframework.supervise.isolated import Ran
 from tests.core.cli.command import environment, run, run_process
 from tests.filesystem.folder import open_tier
 from tests.support.server_process import ServerProcess
@@ -239,7 +239,7 @@ for path in sys.argv[1:]:
 ONE_AT_ONCE = threading.Lock()
 
 
-def run_here(module: str, request: bytes, *, deadline_s: float) -> Ran:
+def run_here(module: str, request: bytes, *, deadline_s: float, function: str) -> Ran:
     """What `run_isolated` answers, without a process: what the doctor finds is the point here."""
     with (
         ONE_AT_ONCE,
@@ -247,7 +247,7 @@ def run_here(module: str, request: bytes, *, deadline_s: float) -> Ran:
         mock.patch.object(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(request))),
         mock.patch.object(sys, "argv", [module, str(report.fileno())]),
     ):
-        importlib.import_module(module).main()
+        getattr(importlib.import_module(module), function)()
         return Ran(os.pread(report.fileno(), 1 << 20, 0).splitlines(), "", "")
 
 

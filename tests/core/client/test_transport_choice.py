@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from kvf_dev.testing.accelerator import DeviceTensor, SimulatedNode
-from kvf_dev.testing.transport.node import PATIENCE_S, status_of
+from kvf_dev.testing.transport.engine import PATIENCE_S
+from kvf_dev.testing.transport.node import status_of
 from kvframework.api.layout import Layout
 from kvframework.api.transport import Registration
 from kvframework.client import KVClient, RequestHashes, WorkerAdapter
 from kvframework.config import load_config
-from kvframework.devices.halves import DeviceTransfer
+from kvframework.devices.endpoints import DeviceTransfer
 from kvframework.errors import BadLayout, DeviceError, TransportMismatch
 from kvframework.registry import PluginRegistry
 from kvframework.server import Server

@@ -20,8 +20,10 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
-    global Course, Courses, Turn
-    from kvf_cpu_gather.transfer_steps import Course, Courses, Turn
+    global torch, TransferTask, TaskRunner, YieldPoint
+    import torch
+
+    from kvf_cpu_gather.transfer_steps import TaskRunner, TransferTask, YieldPoint
 
 
 PATIENCE_S = 60.0
@@ -206,16 +208,16 @@ def test_without_a_further_thread_a_transfer_that_has_to_wait_is_a_miss(monkeypa
 
 
 def test_courses_of_one_instance_do_not_wait_for_each_other():
-    courses, answers = Courses(), [Promise() for _ in range(50)]
+    tasks, answers = TaskRunner(), [Promise() for _ in range(50)]
 
     def steps(future):
         return (yield future)
 
-    futures = [courses.start(steps(each), lambda result, _error: result, None, here=True) for each in answers]
+    futures = [tasks.start(steps(each), lambda result, _error: result, None, here=True) for each in answers]
     for number, each in reversed(list(enumerate(answers))):
         each.set_result(number % 2 == 0)
         assert futures[number].result(PATIENCE_S) is (number % 2 == 0)
-    courses.close()
+    tasks.close()
 
 
 def test_a_store_cancelled_before_its_commit_was_answered_is_unknown():
@@ -244,19 +246,19 @@ def test_a_store_cancelled_over_the_wire_counts_what_was_answered(monkeypatch, a
 
 
 def test_threads_that_advance_a_load_at_once_take_turns():
-    """One of them found the next turn without a word of how much it may copy, and the load failed."""
-    turns = [Turn() for _ in range(4)]
+    """One of them found the next point without a word of how much it may copy, and the load failed."""
+    points = [YieldPoint() for _ in range(4)]
 
     def steps():
-        for turn in turns:
-            yield turn
-            turn.moved = 1
+        for point in points:
+            yield point
+            point.moved = 1
         return "whole"
 
-    course = Course(steps(), lambda result, error: error or result, None, lambda *_: None)
-    turns[0].add_done_callback(lambda _: course.advance(1))
-    course.go_on()
-    assert course.advance(1) == 1
-    assert not turns[1].query()
-    assert [course.advance(1) for _ in range(4)] == [1, 1, 1, 0]
-    assert course.future.result(0) == "whole"
+    task = TransferTask(steps(), lambda result, error: error or result, None, lambda *_: None)
+    points[0].add_done_callback(lambda _: task.advance(1))
+    task.go_on()
+    assert task.advance(1) == 1
+    assert not points[1].query()
+    assert [task.advance(1) for _ in range(4)] == [1, 1, 1, 0]
+    assert task.future.result(0) == "whole"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
 
 
 def works(engine: KitEngine) -> None:

@@ -30,7 +30,7 @@ from kvframework.api.transport import (
     TransportProvider,
     hookimpl,
 )
-from kvframework.devices.halves import DeviceServerTransport, DeviceTransfer
+from kvframework.devices.endpoints import DeviceServerTransport, DeviceTransfer
 from kvframework.errors import DeviceError, DeviceLost
 
 # in the copier

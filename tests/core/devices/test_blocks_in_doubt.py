@@ -10,8 +10,8 @@ import pytest
 
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, held_by, status_of
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import held_by, status_of
 from kvframework.client import KVClient
 from kvframework.errors import BadLayout, TransportMismatch
 from kvframework.server import Server

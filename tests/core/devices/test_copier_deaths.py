@@ -14,18 +14,11 @@ import pytest
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import (
-    PATIENCE_S,
-    ServerProgram,
-    client_of,
-    held_by,
-    serving,
-    status_of,
-)
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import ServerProgram, client_of, held_by, serving, status_of
 from kvf_dev.testing.transport.rig import RigSpec
 from kvframework.client import KVClient
-from kvframework.devices.halves import DeviceServerTransport
+from kvframework.devices.endpoints import DeviceServerTransport
 from kvframework.devices.handles import export_memory
 from kvframework.errors import DeviceError
 from kvframework.server import Server
@@ -239,7 +232,7 @@ def test_devices_that_are_none_keep_no_room_from_others(
 ) -> None:
     transport = server.service._transports["simdev"].server
     assert isinstance(transport, DeviceServerTransport)
-    monkeypatch.setattr("kvframework.devices.halves.MAX_DEVICES", len(transport._copiers) + 1)
+    monkeypatch.setattr("kvframework.devices.endpoints.MAX_DEVICES", len(transport._copiers) + 1)
     engine = KitEngine(rigs[0], client, 60, NHD)
     engine.close()
     for number in range(2):
@@ -249,10 +242,10 @@ def test_devices_that_are_none_keep_no_room_from_others(
             real, handles = export_memory(*lent)
             return device, tuple(handle.replace(real.encode(), device.encode()) for handle in handles)
 
-        monkeypatch.setattr("kvframework.devices.halves.export_memory", lend_of_none)
+        monkeypatch.setattr("kvframework.devices.endpoints.export_memory", lend_of_none)
         with pytest.raises(DeviceError, match=f"no device {device}"):
             engine.worker.register_kv_caches(engine.caches, block_size=4)
-    monkeypatch.setattr("kvframework.devices.halves.export_memory", export_memory)
+    monkeypatch.setattr("kvframework.devices.endpoints.export_memory", export_memory)
     engine.worker.register_kv_caches(engine.caches, block_size=4)
     works(engine)
     engine.close()

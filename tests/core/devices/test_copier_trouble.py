@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvf_dev.testing.accelerator import SimulatedNode
-from kvf_dev.testing.transport.node import PATIENCE_S, status_of
+from kvf_dev.testing.transport.engine import PATIENCE_S
+from kvf_dev.testing.transport.node import status_of
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
 from tests.core.client import test_transport_choice as choice

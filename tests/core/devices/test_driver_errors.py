@@ -11,8 +11,8 @@ import pytest
 
 from kvf_dev.testing.accelerator import Event, SimulatedNode
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, client_of, status_of
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import client_of, status_of
 from kvframework.api.futures import Future
 from kvframework.api.transfer import StoreOutcome
 from kvframework.config import load_config

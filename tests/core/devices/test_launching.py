@@ -17,7 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvframework.api.driver import CopyBatch
 from kvframework.by_name import NamedCall
-from kvframework.child_process import FIRST_S, HEALTHY_S, LONGEST_S, Backoff
 from kvframework.devices.copier import Pinning
 from kvframework.devices.launching import Job, Launcher
 from kvframework.devices.messages import Beat, Done, Failure, Frames, Start, framed, from_copier
@@ -258,24 +257,6 @@ class Launching(RuleBasedStateMachine):
 
 TestLaunching = Launching.TestCase
 TestLaunching.settings = settings(max_examples=60, stateful_step_count=40)
-
-
-def test_backoff_grows_and_forgets() -> None:
-    backoff = Backoff()
-    assert backoff.left(0.0) == 0.0
-    waits, now = [], 0.0
-    for _ in range(12):
-        backoff.started(now)
-        now += 1.0
-        backoff.ended(now)
-        waits.append(backoff.left(now))
-        now += waits[-1]
-        assert backoff.left(now + 1e-9) == 0.0
-    assert waits[:3] == pytest.approx([FIRST_S, 2 * FIRST_S, 4 * FIRST_S])
-    assert waits[-1] == pytest.approx(LONGEST_S)
-    backoff.started(now)
-    backoff.ended(now + HEALTHY_S)
-    assert backoff.left(now + HEALTHY_S) == pytest.approx(FIRST_S)
 
 
 def test_frames_are_cut_wherever_the_stream_was() -> None:

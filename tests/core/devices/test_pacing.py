@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, client_of, serving
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import client_of, serving
 from kvframework.api.driver import DeviceOptions
 from kvframework.api.options import ByteSize
 from kvframework.devices.copier import Copier

@@ -17,8 +17,8 @@ from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, ServerProgram, client_of, endpoint_in, status_of
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import ServerProgram, client_of, endpoint_in, status_of
 from kvframework.client import KVClient
 from kvframework.devices.supervisor import START_S
 from kvframework.errors import DeadlineExceeded

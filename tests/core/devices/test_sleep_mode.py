@@ -10,8 +10,8 @@ import pytest
 from kvf_dev.testing.accelerator import AcceleratorError, SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, status_of
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import status_of
 from kvframework.client import KVClient
 from tests.core.devices.engines import works
 from tests.core.devices.rigs import kvf_simdev

@@ -15,7 +15,7 @@ import pytest
 
 from kvframework.doctor.checkup import examine
 from kvframework.doctor.machine import kept
-from kvframework.keeper.control import CONTROL_SUFFIX, ControlSocket
+from kvframework.keeper.sockets import CONTROL_SUFFIX, ControlSocket
 from tests.core.cli.command import run
 
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvframework.keeper.control import ask
+from kvframework.keeper.sockets import ask
 from tests.support.processes import children
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
-HOLD = "import sys; from kvframework.keeper.holder import main; sys.exit(main(sys.argv[1]))"
+HOLD = "import sys; from kvframework.keeper.supervisor import main; sys.exit(main(sys.argv[1]))"
 SERVER = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -30,9 +30,9 @@ TIMEOUT = 60.0
 # Holds the keeper up, when it has seen the end of a server, until there is a message.
 HELD_UP = f"""
 import os, select
-from kvframework.keeper import holder, notes
+from kvframework.keeper import sockets as places, supervisor
 sockets = []
-class NoteSocket(notes.NoteSocket):
+class NoteSocket(places.NoteSocket):
     def __init__(self, path):
         super().__init__(path)
         sockets.append(self)
@@ -43,7 +43,7 @@ def waits(see):
             select.select(sockets, [], [], {TIMEOUT})
         return ended
     return seen
-holder.NoteSocket, os.waitid, os.waitpid = NoteSocket, waits(os.waitid), waits(os.waitpid)
+supervisor.NoteSocket, os.waitid, os.waitpid = NoteSocket, waits(os.waitid), waits(os.waitpid)
 {HOLD}
 """
 

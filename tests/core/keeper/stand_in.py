@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 
-from kvframework.keeper.notify import Keeper
+from kvframework.keeper.sd_notify import Keeper
 from tests.support.processes import has_ended
 
 NAMES = ("kvf-arena", "kvf-journal")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvframework.keeper.notes import remove_note, store_note
+from kvframework.keeper.sd_notify import remove_note, store_note
 from tests.core.keeper.held import TIMEOUT, Held
 from tests.support.processes import descriptors
 from tests.support.waiting import wait_until

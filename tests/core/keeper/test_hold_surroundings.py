@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.keeper.server_child import memory_kills
+from kvframework.keeper.server_process import memory_kills
 from tests.core.keeper.held import TIMEOUT, Held
 from tests.support.control_group import control_group
 from tests.support.processes import children, states
@@ -29,7 +29,7 @@ def namespaces() -> None:
 
 
 def test_it_imports_the_standard_library_and_itself() -> None:
-    program = "import kvframework.keeper.holder, sys; print(*sorted(name for name in sys.modules))"
+    program = "import kvframework.keeper.supervisor, sys; print(*sorted(name for name in sys.modules))"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=TIMEOUT)
     others = {name.partition(".")[0] for name in run.stdout.split()} - set(sys.stdlib_module_names)
     bare = subprocess.run(
@@ -41,7 +41,7 @@ def test_it_imports_the_standard_library_and_itself() -> None:
     )
     assert others - {name.partition(".")[0] for name in bare.stdout.split()} == {"kvframework"}
     own = {name for name in run.stdout.split() if name.startswith("kvframework.") and "keeper" not in name}
-    assert own == {"kvframework.child_process"}
+    assert own == {"kvframework.supervise", "kvframework.supervise.state"}
 
 
 @pytest.mark.usefixtures("namespaces")

@@ -16,13 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.keeper import notify
-from kvframework.keeper.notes import parse_note
-from kvframework.keeper.notify import Keeper
+from kvframework.keeper import sd_notify
+from kvframework.keeper.sd_notify import Keeper, parse_note
 
 PROGRAM = """
 import fcntl, json, os, sys
-from kvframework.keeper.notify import Keeper
+from kvframework.keeper.sd_notify import Keeper
 os.environ["LISTEN_PID"] = str(os.getpid())
 keeper = Keeper.from_environment()
 left = sorted(name for name in os.environ if name.startswith(("LISTEN", "NOTIFY")))
@@ -149,7 +148,7 @@ def test_a_keeper_that_is_busy_for_a_moment_hears_all(
     """systemd's socket is that of all its services, and the kernel may hold as few as 10 messages for it."""
     with pytest.raises(BlockingIOError):
         fill(keeper)
-    monkeypatch.setattr(notify, "SEND_S", 60)
+    monkeypatch.setattr(sd_notify, "SEND_S", 60)
     with keeper_at("@" + listener.getsockname()[1:].decode()) as other, ThreadPoolExecutor(1) as pool:
         sending = pool.submit(other.store, "late", listener.fileno())
         names: set[str] = set()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.keeper.notes import (
+from kvframework.keeper.sd_notify import (
     MAX_NOTE_BYTES,
     Note,
     is_name,

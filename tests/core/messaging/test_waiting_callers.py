@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from kvf_dev.testing.together import together
+from kvf_dev.testing.kit import together
 from kvframework.errors import (
     DeadlineExceeded,
     HelloRequired,

@@ -8,7 +8,7 @@ import sys
 from kvf_dev.testing.transport.engine import registry_for
 from kvf_dev.testing.transport.node import rig_told, settings_for
 from kvframework.config import load_config
-from kvframework.keeper.notify import Keeper
+from kvframework.keeper.sd_notify import Keeper
 from kvframework.server import Server
 
 RIG = "KVFRAMEWORK_TEST_RIG"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvframework.keeper.notify import Keeper
+from kvframework.keeper.sd_notify import Keeper
 from kvframework.storage.recovery import ARENA, JOURNAL
 
 PLANT = "KVFRAMEWORK_TEST_PLANT"

@@ -13,8 +13,8 @@ import pytest
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, EngineProgram, client_of
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import EngineProgram, client_of
 from tests.core.devices.engines import works
 from tests.core.devices.rigs import simdev
 from tests.core.restart.device_server import RIG

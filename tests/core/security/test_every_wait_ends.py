@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.by_name import NamedCall
 from kvframework.client import KVClient
-from kvframework.devices.halves import CLOSE_S, DeviceServerTransport
+from kvframework.devices.endpoints import CLOSE_S, DeviceServerTransport
 from kvframework.devices.messages import Start
-from kvframework.devices.supervisor import CopierSupervisor, SpawnedCopier
+from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import DeviceLost
 from tests.support.waiting import wait_until
 
@@ -32,25 +34,24 @@ def held() -> Iterator[threading.Event]:
 
 
 def test_a_copier_that_the_kernel_holds_keeps_no_server(
-    monkeypatch: pytest.MonkeyPatch, held: threading.Event, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    others: list[socket.socket] = []
+    processes: list[subprocess.Popen[bytes]] = []
 
-    class Held(SpawnedCopier):
+    class Held(subprocess.Popen[bytes]):
         """Killed, and not gone."""
 
-        @classmethod
-        def start(cls, _arena_fd: int) -> Held:
-            ours, theirs = socket.socketpair()
-            others.append(theirs)
-            ours.setblocking(False)
-            return cls(SimpleNamespace(pid=1), ours, time.monotonic())  # type: ignore[arg-type]
+        def kill(self) -> None:
+            return
 
-        def reap(self) -> None:
-            held.wait(LONG_S)
-            self.sock.close()
+    def spawn(supervisor: CopierSupervisor) -> subprocess.Popen[bytes]:
+        supervisor._socket, theirs = socket.socketpair()
+        supervisor._socket.setblocking(False)
+        with theirs:
+            processes.append(Held([sys.executable, "-c", "import time; time.sleep(600)"], stdin=theirs))
+        return processes[-1]
 
-    monkeypatch.setattr("kvframework.devices.supervisor.SpawnedCopier", Held)
+    monkeypatch.setattr(CopierSupervisor, "spawn", spawn)
     transport = object.__new__(DeviceServerTransport)
     transport._copiers = {
         f"gpu-{number}": CopierSupervisor(
@@ -67,11 +68,10 @@ def test_a_copier_that_the_kernel_holds_keeps_no_server(
     assert CLOSE_S < 4.7 - 3.5, "within the time that a server has to end"
     assert caplog.text.count("does not end: it is blocked in the kernel") == 3
     assert not any(each.closed.query() for each in instances), "nobody says that it touches the memory no more"
-    held.set()
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
     assert all(each.join(20) for each in copiers)
     assert all(each.closed.query() and isinstance(each.failure, DeviceLost) for each in instances)
-    for end in others:
-        end.close()
 
 
 def test_closing_a_client_does_not_wait_for_a_resolver(monkeypatch: pytest.MonkeyPatch, held: threading.Event) -> None:

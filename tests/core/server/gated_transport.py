@@ -88,7 +88,7 @@ class _FileContext(ServerContext):
         return True
 
 
-def _no_engine_half(_options: NoOptions, _link: EngineLink) -> TransferContext:
+def _no_engine_side(_options: NoOptions, _link: EngineLink) -> TransferContext:
     raise NotImplementedError("the tests speak the wire themselves")
 
 
@@ -104,7 +104,7 @@ class GatedPlugin:
             TransportProvider(
                 name="gated",
                 summary="copies through a file, fragment by fragment",
-                create=_no_engine_half,
+                create=_no_engine_side,
                 create_server=lambda _options, _arena_fd: self.transport,
                 is_gpu=True,
             )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.storage.l2.tier_calls import Breaker
+from kvframework.errors import TierError
+from kvframework.storage.l2.tier_calls import Breaker, TierCalls
 
 actions = st.lists(
     st.one_of(
@@ -150,3 +152,21 @@ def test_it_tells_since_when_it_is_closed_or_not() -> None:
     assert breaker.since == 11.0
     succeed(breaker, 12.0)
     assert breaker.since == 11.0
+
+
+def test_writes_that_fail_delay_no_read() -> None:
+    """The two circuits of a tier share nothing."""
+    now = 0.0
+    calls = TierCalls("tier", 1.0, Breaker(threshold=1, backoff_s=1.0, max_backoff_s=60.0), lambda: now)
+
+    def fail(name: str) -> None:
+        steps = calls.call(name, lambda _deadline: None)
+        next(steps)
+        with pytest.raises(TierError):
+            steps.throw(TierError("no room"))
+
+    for _ in range(5):
+        fail("put")
+        now += calls.wait_s("put")
+    fail("get_into")
+    assert calls.wait_s("get_into") == 1.0

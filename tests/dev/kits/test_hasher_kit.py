@@ -3,7 +3,7 @@
 A bug is one line of `BUGS`: what is wrong, the test that must fail, and what it says. `one` replaces the digest of a
 chunk, `call` the whole call; both get the correct hasher first.
 """
-# ruff: noqa: ARG005, B905  the arguments of all bugs are the same
+# ruff: noqa: ARG005, B905, E501  the arguments of all bugs are the same
 
 from __future__ import annotations
 
@@ -186,6 +186,7 @@ NAMES = "test_it_has_the_plugins_name_and_a_fingerprint"
 GOES_ON = "test_a_request_of_many_chunks_goes_on_anywhere"
 SHARE = "two requests share a digest"
 
+# fmt: off
 BUGS: dict[str, tuple[type[KeyHasher], str, str]] = {
     # tokens
     "no prefix": (one(lambda right, p, e, c: right(b"", e, c)), f"{CHANGED}[small-1]", "bit 0 of token 0"),
@@ -195,244 +196,73 @@ BUGS: dict[str, tuple[type[KeyHasher], str, str]] = {
     "not the first token": (one(lambda right, p, e, c: right(p, e, c[4:])), f"{CHANGED}[small-3]", "of token 0 "),
     "not the last token": (one(lambda right, p, e, c: right(p, e, c[:-4])), f"{CHANGED}[large-256]", "of token 255 "),
     "not the last byte": (one(lambda right, p, e, c: right(p, e, c[:-1])), f"{CHANGED}[small-3]", "bit 24 of token 2 "),
-    "1023 tokens of a chunk": (
-        one(lambda right, p, e, c: right(p, e, c[:4092])),
-        "test_every_token_of_a_long_chunk_counts[1024]",
-        "token 1023 (chunks of 1024)",
-    ),
-    "16 KiB of a chunk but its middle": (
-        one(lambda right, p, e, c: right(p, e, c[:8192] + c[8224:])),
-        "test_every_token_of_a_long_chunk_counts[4096]",
-        "token 2048 (chunks of 4096)",
-    ),
-    "tokens of 16 bits": (
-        one(lambda right, p, e, c: right(p, e, b"".join(c[at : at + 2] for at in range(0, len(c), 4)))),
-        f"{CHANGED}[large-16]",
-        "bit 16 of token 0 ",
-    ),
-    "tokens of 31 bits": (
-        one(lambda right, p, e, c: right(p, e, str([each & 0x7FFFFFFF for each in words(c)]).encode())),
-        f"{CHANGED}[small-3]",
-        "bit 31 of token 0 ",
-    ),
-    "tokens as floats": (
-        one(lambda right, p, e, c: right(p, e, str([float(f"{each:.6e}") for each in words(c)]).encode())),
-        f"{CHANGED}[large-1]",
-        "bit 0 of token 0 ",
-    ),
-    "tokens as text without commas": (
-        one(lambda right, p, e, c: right(p, e, "".join(map(str, words(c))).encode())),
-        "test_no_two_tokens_run_together[16]",
-        SHARE,
-    ),
+    "1023 tokens of a chunk": (one(lambda right, p, e, c: right(p, e, c[:4092])), "test_every_token_of_a_long_chunk_counts[1024]", "token 1023 (chunks of 1024)"),
+    "16 KiB of a chunk but its middle": (one(lambda right, p, e, c: right(p, e, c[:8192] + c[8224:])), "test_every_token_of_a_long_chunk_counts[4096]", "token 2048 (chunks of 4096)"),
+    "tokens of 16 bits": (one(lambda right, p, e, c: right(p, e, b"".join(c[at : at + 2] for at in range(0, len(c), 4)))), f"{CHANGED}[large-16]", "bit 16 of token 0 "),
+    "tokens of 31 bits": (one(lambda right, p, e, c: right(p, e, str([each & 0x7FFFFFFF for each in words(c)]).encode())), f"{CHANGED}[small-3]", "bit 31 of token 0 "),
+    "tokens as floats": (one(lambda right, p, e, c: right(p, e, str([float(f"{each:.6e}") for each in words(c)]).encode())), f"{CHANGED}[large-1]", "bit 0 of token 0 "),
+    "tokens as text without commas": (one(lambda right, p, e, c: right(p, e, "".join(map(str, words(c))).encode())), f"{ORDER}[16]", SHARE),
     "a sum of tokens": (one(lambda right, p, e, c: right(p, e, b"%d" % sum(words(c)))), f"{CANCEL}[16]", SHARE),
-    "an exclusive or": (
-        one(lambda right, p, e, c: right(p, e, str([a ^ b for a, b in zip(words(c)[::2], words(c)[1::2])]).encode())),
-        f"{ORDER}[256]",
-        SHARE,
-    ),
+    "an exclusive or": (one(lambda right, p, e, c: right(p, e, str([a ^ b for a, b in zip(words(c)[::2], words(c)[1::2])]).encode())), f"{ORDER}[256]", SHARE),
     "tokens sorted": (one(lambda right, p, e, c: right(p, e, str(sorted(words(c))).encode())), f"{ORDER}[3]", SHARE),
     "a set of tokens": (one(lambda right, p, e, c: right(p, e, str({*words(c)}).encode())), f"{ORDER}[256]", SHARE),
-    "a chain that begins again": (
-        call(lambda right, t, c, p, e: far(right, t, c, p, e, 256)),
-        LONG,
-        "does not change the digest of chunk 256",
-    ),
-    "chunks side by side": (
-        call(
-            lambda right, t, c, p, e: b"".join(
-                right(bytes(memoryview(t).cast("B"))[at * c * 4 : (at + 1) * c * 4], c, p, {0: (e or {}).get(at, b"")})
-                for at in range(memoryview(t).nbytes // (c * 4))
-            )
-        ),
-        f"{CHANGED}[large-16]",
-        "does not change the digest of chunk 1",
-    ),
-    "the rest too": (
-        call(
-            lambda right, t, c, p, e: right(bytes(t) + bytes(-memoryview(t).nbytes % (c * 4)), c, p, e),
-        ),
-        f"{WHOLE}[3]",
-        "1 tokens in chunks of 3",
-    ),
-    "no last chunk": (
-        call(lambda right, t, c, p, e: right(t, c, p, e)[:-DIGEST_BYTES]),
-        f"{WHOLE}[256]",
-        "256 tokens in chunks of 256: 0 bytes",
-    ),
-    "the rest in the last chunk": (
-        call(lambda right, t, c, p, e: right(t, c, p, {0: bytes(t)[len(bytes(t)) // (c * 4) * c * 4 :]})),
-        f"{BEHIND}[256]",
-        "behind the last whole chunk of 256 tokens count",
-    ),
-    "at most 128 chunks": (
-        call(lambda right, t, c, p, e: right(bytes(t)[: 128 * c * 4], c, p, e)),
-        f"{GOES_ON}[16]",
-        "digests instead of",
-    ),
+    "a chain that begins again": (call(lambda right, t, c, p, e: far(right, t, c, p, e, 256)), LONG, "does not change the digest of chunk 256"),
+    "chunks side by side": (call(lambda right, t, c, p, e: b"".join(right(bytes(memoryview(t).cast("B"))[at * c * 4 : (at + 1) * c * 4], c, p, {0: (e or {}).get(at, b"")}) for at in range(memoryview(t).nbytes // (c * 4)))), f"{CHANGED}[large-16]", "does not change the digest of chunk 1"),
+    "the rest too": (call(lambda right, t, c, p, e: right(bytes(t) + bytes(-memoryview(t).nbytes % (c * 4)), c, p, e)), f"{WHOLE}[3]", "1 tokens in chunks of 3"),
+    "no last chunk": (call(lambda right, t, c, p, e: right(t, c, p, e)[:-DIGEST_BYTES]), f"{WHOLE}[256]", "256 tokens in chunks of 256: 0 bytes"),
+    "the rest in the last chunk": (call(lambda right, t, c, p, e: right(t, c, p, {0: bytes(t)[len(bytes(t)) // (c * 4) * c * 4 :]})), f"{BEHIND}[256]", "behind the last whole chunk of 256 tokens count"),
+    "at most 128 chunks": (call(lambda right, t, c, p, e: right(bytes(t)[: 128 * c * 4], c, p, e)), f"{GOES_ON}[16]", "digests instead of"),
     # digests
     "8 bytes": (one(lambda right, p, e, c: right(p, e, c)[:8].ljust(32, b"\0")), f"{BITS}[256]", "64 of the 256 bits"),
     "16 bytes twice": (one(lambda right, p, e, c: right(p, e, c)[:16] * 2), f"{BITS}[1]", "128 of the 256 bits"),
-    "a checksum eight times": (
-        one(lambda right, p, e, c: b"".join(binascii.crc32(p + c, n).to_bytes(4, "big") for n in range(8))),
-        f"{BITS}[256]",
-        "of the 256 bits of a digest count",
-    ),
+    "a checksum eight times": (one(lambda right, p, e, c: b"".join(binascii.crc32(p + c, n).to_bytes(4, "big") for n in range(8))), f"{BITS}[256]", "of the 256 bits of a digest count"),
     "a constant byte": (one(lambda right, p, e, c: b"\1" + right(p, e, c)[1:]), f"{BITS}[1]", "248 of the 256 bits"),
     "hexadecimal": (one(lambda right, p, e, c: right(p, e, c)[:16].hex().encode()), f"{BITS}[1]", "of the 256 bits"),
-    "a bytearray": (
-        call(lambda right, t, c, p, e: bytearray(right(t, c, p, e))),
-        f"{WHOLE}[16]",
-        "digests are `bytes`, not bytearray",
-    ),
-    "a sum, not a hash": (
-        one(lambda right, p, e, c: (int.from_bytes(p, "big") + int.from_bytes(c, "big")).to_bytes(2048, "big")[-32:]),
-        f"{CHANGED}[small-1]",
-        "no cryptographic hash",
-    ),
+    "a bytearray": (call(lambda right, t, c, p, e: bytearray(right(t, c, p, e))), f"{WHOLE}[16]", "digests are `bytes`, not bytearray"),
+    "a sum, not a hash": (one(lambda right, p, e, c: (int.from_bytes(p, "big") + int.from_bytes(c, "big")).to_bytes(2048, "big")[-32:]), f"{CHANGED}[small-1]", "no cryptographic hash"),
     # parents
-    "no parent of a call": (
-        call(lambda right, t, c, p, e: right(t, c, b"", e)),
-        f"{PARENT}[256]",
-        "no parent and the parent",
-    ),
+    "no parent of a call": (call(lambda right, t, c, p, e: right(t, c, b"", e)), f"{PARENT}[256]", "no parent and the parent"),
     "half a parent": (one(lambda right, p, e, c: right(p[:16], e, c)), f"{PARENT}[4]", "the parent without bit 0"),
-    "a parent that ends at a zero": (
-        one(lambda right, p, e, c: right(p.partition(b"\0")[0].ljust(32, b"\0"), e, c)),
-        f"{PARENT}[4]",
-        "no parent and the parent",
-    ),
+    "a parent that ends at a zero": (one(lambda right, p, e, c: right(p.partition(b"\0")[0].ljust(32, b"\0"), e, c)), f"{PARENT}[4]", "no parent and the parent"),
     "a parent of 31 bytes": (one(lambda right, p, e, c: right(p[1:], e, c)), f"{PARENT}[256]", "without bit 248"),
-    "a parent as a number of 63 bits": (
-        one(lambda right, p, e, c: right(str(int.from_bytes(p[-8:], "big") >> 1).encode().rjust(32), e, c)),
-        f"{PARENT}[256]",
-        "without bit 0",
-    ),
-    "another chain behind a parent": (
-        call(lambda right, t, c, p, e: right(t, c, p and hashlib.sha256(p).digest(), e)),
-        "test_a_request_is_hashed_chunk_by_chunk",
-        "the digest of chunk 1 of 40 is another",
-    ),
+    "a parent as a number of 63 bits": (one(lambda right, p, e, c: right(str(int.from_bytes(p[-8:], "big") >> 1).encode().rjust(32), e, c)), f"{PARENT}[256]", "without bit 0"),
+    "another chain behind a parent": (call(lambda right, t, c, p, e: right(t, c, p and hashlib.sha256(p).digest(), e)), f"{GOES_ON}[16]", "the digest of chunk 1 of 300 is another"),
     # extras
     "no extras": (one(lambda right, p, e, c: right(p, b"", c)), f"{EXTRA}[256]", "an extra of 1 bytes"),
     "32 bytes of an extra": (one(lambda right, p, e, c: right(p, e[:32], c)), f"{EXTRA}[4]", "32 bytes"),
     "4 KiB of an extra": (one(lambda right, p, e, c: right(p, e[:4096], c)), f"{EXTRA}[256]", "5120 bytes"),
     "an extra without its zeros": (one(lambda right, p, e, c: right(p, e.rstrip(b"\0"), c)), f"{EXTRA}[4]", "extra"),
     "the length of an extra": (one(lambda right, p, e, c: right(p, b"%d" % len(e), c)), f"{EXTRA}[4]", "share"),
-    "an extra taken for a parent": (
-        one(lambda right, p, e, c: right(p, e, c), root=b""),
-        "test_an_extra_is_not_taken_for_a_parent",
-        "taken for a parent",
-    ),
-    "all extras at the first chunk": (
-        call(lambda right, t, c, p, e: right(t, c, p, {0: b"".join((e or {}).values())})),
-        f"{EXTRA}[4]",
-        "changes the digest of chunk 0 before it",
-    ),
-    "an extra one chunk late": (
-        call(lambda right, t, c, p, e: right(t, c, p, {at + 1: each for at, each in (e or {}).items()})),
-        f"{EXTRA}[256]",
-        "does not change the digest of chunk 0",
-    ),
-    "extras of the first 256 chunks": (
-        call(lambda right, t, c, p, e: right(t, c, p, {at: each for at, each in (e or {}).items() if at < 256})),
-        "test_extras_count_far_behind_the_start",
-        "the extra at 256",
-    ),
-    "one extra of all": (
-        call(lambda right, t, c, p, e: right(t, c, p, dict(list((e or {}).items())[:1]))),
-        OWN,
-        SHARE,
-    ),
-    "extras not beside a parent": (
-        call(lambda right, t, c, p, e: right(t, c, p, None if p else e)),
-        "test_extras_count_beside_a_parent",
-        "of a call with a parent",
-    ),
-    "extras in the order given": (
-        call(lambda right, t, c, p, e: right(t, c, p, dict(zip(sorted(e or {}), (e or {}).values(), strict=True)))),
-        MAPPING,
-        "the order in which extras are given counts",
-    ),
-    "takes the extras away": (
-        call(lambda right, t, c, p, e: right(t, c, p, {at: e.pop(at) for at in [*e]} if type(e) is dict else e)),
-        MAPPING,
-        "changes the caller's extras",
-    ),
+    "an extra taken for a parent": (one(lambda right, p, e, c: right(p, e, c), root=b""), "test_an_extra_is_not_taken_for_a_parent", "taken for a parent"),
+    "all extras at the first chunk": (call(lambda right, t, c, p, e: right(t, c, p, {0: b"".join((e or {}).values())})), f"{EXTRA}[4]", "changes the digest of chunk 0 before it"),
+    "an extra one chunk late": (call(lambda right, t, c, p, e: right(t, c, p, {at + 1: each for at, each in (e or {}).items()})), f"{EXTRA}[256]", "does not change the digest of chunk 0"),
+    "extras of the first 256 chunks": (call(lambda right, t, c, p, e: right(t, c, p, {at: each for at, each in (e or {}).items() if at < 256})), "test_extras_count_far_behind_the_start[False]", "the extra at 256"),
+    "one extra of all": (call(lambda right, t, c, p, e: right(t, c, p, dict(list((e or {}).items())[:1]))), OWN, SHARE),
+    "extras not beside a parent": (call(lambda right, t, c, p, e: right(t, c, p, None if p else e)), "test_extras_count_far_behind_the_start[True]", "the extra at 0"),
+    "extras in the order given": (call(lambda right, t, c, p, e: right(t, c, p, dict(zip(sorted(e or {}), (e or {}).values(), strict=True)))), MAPPING, "the order in which extras are given counts"),
+    "takes the extras away": (call(lambda right, t, c, p, e: right(t, c, p, {at: e.pop(at) for at in [*e]} if type(e) is dict else e)), MAPPING, "changes the caller's extras"),
     "extras by the request's index": (ExtrasByTheRequestsIndex, f"{GOES_ON}[16]", "differs from one call"),
-    "an extra behind the tokens counts": (
-        call(lambda right, t, c, p, e: right(t, c, p, {0: str(e).encode()} if e else None)),
-        f"{BEHIND}[3]",
-        "count",
-    ),
+    "an extra behind the tokens counts": (call(lambda right, t, c, p, e: right(t, c, p, {0: str(e).encode()} if e else None)), f"{BEHIND}[3]", "count"),
     # calls
-    "words taken for bytes": (
-        call(lambda right, t, c, p, e: right(bytes(memoryview(t).cast("B"))[: len(t)], c, p, e)),
-        f"{MEMORY}[words]",
-        "digests instead of",
-    ),
-    "signed words": (
-        call(lambda right, t, c, p, e: right(str(memoryview(t).tolist()).encode() if t else b"", c, p, e)),
-        f"{MEMORY}[words]",
-        "than as bytes",
-    ),
-    "the whole object of a view": (
-        call(lambda right, t, c, p, e: right(t.obj if isinstance(t, memoryview) else t, c, p, e)),
-        f"{MEMORY}[odd place]",
-        "give other digests",
-    ),
-    "keeps the tokens": (
-        call(lambda right, t, c, p, e: KEPT.append(memoryview(t)) or right(t, c, p, e)),
-        "test_memory_is_not_kept",
-        "a view of the tokens is kept",
-    ),
+    "words taken for bytes": (call(lambda right, t, c, p, e: right(bytes(memoryview(t).cast("B"))[: len(t)], c, p, e)), f"{MEMORY}[words]", "digests instead of"),
+    "signed words": (call(lambda right, t, c, p, e: right(str(memoryview(t).tolist()).encode() if t else b"", c, p, e)), f"{MEMORY}[words]", "than as bytes"),
+    "the whole object of a view": (call(lambda right, t, c, p, e: right(t.obj if isinstance(t, memoryview) else t, c, p, e)), f"{MEMORY}[odd place]", "give other digests"),
+    "keeps the tokens": (call(lambda right, t, c, p, e: KEPT.append(memoryview(t)) or right(t, c, p, e)), "test_memory_is_not_kept", "a view of the tokens is kept"),
     "remembers by length": (remembered(lambda t, c, p, e: (len(t), c, p, e)), OTHERS, "after other calls"),
     "remembers by the first tokens": (remembered(lambda t, c, p, e: (bytes(t[:64]), len(t), c, p, e)), OTHERS, "after"),
     "remembers without extras": (remembered(lambda t, c, p, e: (bytes(t), c, p)), OTHERS, "after other calls"),
     "remembers without the parent": (remembered(lambda t, c, p, e: (bytes(t), c, e)), OTHERS, "after other calls"),
     "remembers without the chunk": (remembered(lambda t, c, p, e: (bytes(t), p, e)), OTHERS, "after other calls"),
-    "remembers memory by its place": (
-        remembered(lambda t, c, p, e: (id(t.obj) if isinstance(t, memoryview) else bytes(t), len(t), c, p, e)),
-        OTHERS,
-        "after other calls",
-    ),
-    "keeps the last tokens": (KeepsTheLast, "test_no_reference_to_the_tokens_is_kept", "a reference to the tokens"),
+    "remembers memory by its place": (remembered(lambda t, c, p, e: (id(t.obj) if isinstance(t, memoryview) else bytes(t), len(t), c, p, e)), OTHERS, "after other calls"),
+    "keeps the last tokens": (KeepsTheLast, "test_memory_is_not_kept", "a reference to the tokens"),
     "remembers the last tokens": (KeepsTheLast, f"{OVER}[bytearray]", "was written over in the same bytearray"),
-    "remembers memory by its address": (
-        remembered(lambda t, c, p, e: (by_view(t), c, p, e)),
-        f"{OVER}[words]",
-        "was written over in the same words",
-    ),
-    "cuts a parent": (
-        call(lambda right, t, c, p, e: right(t, c, p and p[:32].ljust(32, b"\0"), e)),
-        "test_a_parent_that_is_no_digest_is_refused[33]",
-        "a parent of 33 bytes is taken",
-    ),
-    "any parent": (
-        type("Bug", (Right,), {"refuse": lambda self, parent, chunk: None}),
-        "test_a_parent_that_is_no_digest_is_refused[5]",
-        "a parent of 5 bytes is taken",
-    ),
-    "divides by no tokens": (
-        type("Bug", (Right,), {"refuse": lambda self, parent, chunk: None}),
-        "test_a_chunk_without_tokens_is_refused[0]",
-        "raises ZeroDivisionError instead of RequestError",
-    ),
-    "chunks below zero": (
-        call(lambda right, t, c, p, e: right(t, c, p, e) if c >= 0 else b""),
-        "test_a_chunk_without_tokens_is_refused[-1]",
-        "chunks of -1 tokens is taken",
-    ),
-    "keeps the digest for an instant": (
-        type("Bug", (Right,), {"one": lambda self, *each: setattr(self, "kept", Right.one(self, *each)) or self.kept}),
-        "test_threads_do_not_disturb_each_other_at_any_step",
-        "threads disturb each other",
-    ),
-    "keeps the parent in itself": (
-        KeepsTheParentInItself,
-        "test_threads_do_not_disturb_each_other[50]",
-        "threads disturb each other",
-    ),
+    "remembers memory by its address": (remembered(lambda t, c, p, e: (by_view(t), c, p, e)), f"{OVER}[words]", "was written over in the same words"),
+    "cuts a parent": (call(lambda right, t, c, p, e: right(t, c, p and p[:32].ljust(32, b"\0"), e)), "test_a_parent_that_is_no_digest_is_refused[33]", "a parent of 33 bytes raises no"),
+    "any parent": (type("Bug", (Right,), {"refuse": lambda self, parent, chunk: None}), "test_a_parent_that_is_no_digest_is_refused[5]", "a parent of 5 bytes raises no"),
+    "divides by no tokens": (type("Bug", (Right,), {"refuse": lambda self, parent, chunk: None}), "test_a_chunk_without_tokens_is_refused[0]", "raises ZeroDivisionError instead of RequestError"),
+    "chunks below zero": (call(lambda right, t, c, p, e: right(t, c, p, e) if c >= 0 else b""), "test_a_chunk_without_tokens_is_refused[-1]", "chunks of -1 tokens raises no"),
+    "keeps the digest for an instant": (type("Bug", (Right,), {"one": lambda self, *each: setattr(self, "kept", Right.one(self, *each)) or self.kept}), "test_threads_do_not_disturb_each_other_at_any_step", "threads disturb each other"),
+    "keeps the parent in itself": (KeepsTheParentInItself, "test_threads_do_not_disturb_each_other[50]", "threads disturb each other"),
     # names
     "another fingerprint each time": (CountedFingerprint, NAMES, "engines and the server compare fingerprints"),
     "no fingerprint": (type("Bug", (Right,), {"fingerprint": ""}), NAMES, "`fingerprint` is empty"),
@@ -441,12 +271,9 @@ BUGS: dict[str, tuple[type[KeyHasher], str, str]] = {
     "python's hash": (PythonsHash, "test_another_process_finds_the_same[1]", "another process finds other digests"),
     "a root of the process": (RootOfTheProcess, "test_another_process_finds_the_same[1]", "finds other digests"),
     "a salt of the process": (SaltOfTheProcess, "test_another_process_finds_the_same[2]", "finds other digests"),
-    "a fingerprint of the process": (
-        FingerprintOfTheProcess,
-        "test_another_process_finds_the_same[1]",
-        "another process has another fingerprint",
-    ),
+    "a fingerprint of the process": (FingerprintOfTheProcess, "test_another_process_finds_the_same[1]", "another process has another fingerprint"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -2,7 +2,7 @@
 
 A bug is one line of `BUGS`: what is wrong, the test that must fail, and what it says. Each changes `PagedLayout`.
 """
-# ruff: noqa: ARG005, B905  the arguments are those of the contract
+# ruff: noqa: ARG005, B905, E501  the arguments are those of the contract
 
 from __future__ import annotations
 
@@ -253,53 +253,30 @@ ORDER = "test_tensors_in_another_order_are_the_same_or_refused"
 INSTANCES = "test_instances_do_not_disturb_each_other"
 KEPT = "test_nothing_is_kept_of_the_tensors"
 
+# fmt: off
 BUGS: dict[str, tuple[type[Layout], str, str]] = {
     # views
     "planes swapped": (views(lambda all_: [planes[::-1] for planes in all_]), MEMORY, "what the engine writes there"),
-    "layers backwards": (
-        views(lambda all_: [[layers[::-1] for layers in planes] for planes in all_]),
-        MEMORY,
-        "layer 0",
-    ),
-    "layers of V shifted": (
-        views(lambda all_: [[planes[0], [*planes[1][1:], planes[1][0]]] for planes in all_]),
-        MEMORY,
-        "plane 1",
-    ),
+    "layers backwards": (views(lambda all_: [[layers[::-1] for layers in planes] for planes in all_]), MEMORY, "layer 0"),
+    "layers of V shifted": (views(lambda all_: [[planes[0], [*planes[1][1:], planes[1][0]]] for planes in all_]), MEMORY, "plane 1"),
     "one block further": (each_view(lambda v, p, at: torch.cat([v[1:], v[:1]])), MEMORY, "block 0"),
     "no last block": (each_view(lambda v, p, at: v[:-1]), SHAPES, "[blocks, slots, heads, head_dim]"),
     "the last layer only": (each_view(lambda v, p, at: v[:-1] if at == LAYERS - 1 else v), SHAPES, "a view is"),
     "tokens where heads are": (each_view(lambda v, p, at: v.transpose(1, 2)), SHAPES, "a view is"),
-    "strides of tokens and heads": (
-        each_view(lambda v, p, at: v.as_strided(v.shape, (v.stride(0), 3, 12, 1), v.storage_offset())),
-        MEMORY,
-        "block 0",
-    ),
+    "strides of tokens and heads": (each_view(lambda v, p, at: v.as_strided(v.shape, (v.stride(0), 3, 12, 1), v.storage_offset())), MEMORY, "block 0"),
     "from the storage's beginning": (each_view(lambda v, p, at: v.as_strided(v.shape, v.stride(), 0)), MEMORY, "block"),
-    "from the first layer's beginning": (
-        views(lambda all_: [[[_at(planes[0][0], view) for view in layers] for layers in planes] for planes in all_]),
-        MEMORY,
-        "layer 1, plane 0",
-    ),
+    "from the first layer's beginning": (views(lambda all_: [[[_at(planes[0][0], view) for view in layers] for layers in planes] for planes in all_]), MEMORY, "layer 1, plane 0"),
     "heads backwards": (each_view(lambda v, p, at: v[:, :, [1, 0]]), MEMORY, "what the engine writes there"),
     "heads swapped in V": (each_view(lambda v, p, at: _swapped(v) if p else v), MEMORY, "plane 1"),
     "tokens backwards": (each_view(lambda v, p, at: v.flip(1)), MEMORY, "what the engine writes there"),
     "copies": (each_view(lambda v, p, at: v.clone()), COPIES, "the view is a copy"),
     "a copy of layer 10": (each_view(lambda v, p, at: v.clone() if at == 10 else v), COPIES, "layer 10"),
     "copies of what is not dense": (each_view(lambda v, p, at: v.contiguous()), COPIES, "the view is a copy"),
-    "one layer for all": (
-        views(lambda all_: [[[layers[0]] * len(layers) for layers in planes] for planes in all_]),
-        APART,
-        "shares memory",
-    ),
+    "one layer for all": (views(lambda all_: [[[layers[0]] * len(layers) for layers in planes] for planes in all_]), APART, "shares memory"),
     "K for V": (views(lambda all_: [[planes[0]] * 2 for planes in all_]), APART, "shares memory with another place"),
     "layers before planes": (views(lambda all_: [list(map(list, zip(*planes))) for planes in all_]), SHAPES, "of 12"),
     "one block for all": (each_view(lambda v, p, at: v[:1].expand(v.shape)), APART, "shares memory"),
-    "overlapping blocks": (
-        each_view(lambda v, p, at: v.as_strided(v.shape, (v.stride(0) // 2, *v.stride()[1:]), v.storage_offset())),
-        APART,
-        "shares memory",
-    ),
+    "overlapping blocks": (each_view(lambda v, p, at: v.as_strided(v.shape, (v.stride(0) // 2, *v.stride()[1:]), v.storage_offset())), APART, "shares memory"),
     "another dtype": (each_view(lambda v, p, at: v.view(torch.int32)), SHAPES, "a view has torch.int32"),
     "writes what it sees": (Clears, COPIES, "writes to the engine's memory"),
     # declarations
@@ -309,38 +286,14 @@ BUGS: dict[str, tuple[type[Layout], str, str]] = {
     "no dtype of torch": (group(dtype=lambda each: "torch.float32"), VALID, "contradicts itself"),
     "one layer less": (group(num_layers=lambda each: each.num_layers - 1), VALID, "contradicts itself"),
     "no names": (group(layer_names=lambda each: ()), LAYER, "0 layers are declared"),
-    "numbers for names": (
-        group(layer_names=lambda each: tuple(map(str, range(each.num_layers)))),
-        LAYER,
-        "by their names in kv_caches",
-    ),
-    "a layer twice": (
-        group(layer_names=lambda each: (each.layer_names[1], *each.layer_names[1:])),
-        LAYER,
-        "a layer is declared twice",
-    ),
+    "numbers for names": (group(layer_names=lambda each: tuple(map(str, range(each.num_layers)))), LAYER, "by their names in kv_caches"),
+    "a layer twice": (group(layer_names=lambda each: (each.layer_names[1], *each.layer_names[1:])), LAYER, "a layer is declared twice"),
     "names sorted as strings": (SortsNames, LAYER, "the engine's order of layers"),
-    "heads and dim swapped": (
-        group(heads=lambda each: each.head_dim, head_dim=lambda each: each.heads),
-        SIZES,
-        "the engine reads blocks of",
-    ),
+    "heads and dim swapped": (group(heads=lambda each: each.head_dim, head_dim=lambda each: each.heads), SIZES, "the engine reads blocks of"),
     "half the dtype": (group(dtype=lambda each: "float16"), SIZES, "declared is float16"),
-    "one block more": (
-        declared(lambda told: replace(told, num_blocks=told.num_blocks + 1)),
-        SIZES,
-        "with 6 blocks, and the engine has 5",
-    ),
-    "slots for blocks": (
-        declared(lambda told: replace(told, num_blocks=told.num_blocks * 4)),
-        SIZES,
-        "with 20 blocks, and the engine has 5",
-    ),
-    "strides in bytes": (
-        group(strides=lambda each: tuple(4 * stride for stride in each.strides)),
-        STRIDES,
-        "the strides of a tensor are",
-    ),
+    "one block more": (declared(lambda told: replace(told, num_blocks=told.num_blocks + 1)), SIZES, "with 6 blocks, and the engine has 5"),
+    "slots for blocks": (declared(lambda told: replace(told, num_blocks=told.num_blocks * 4)), SIZES, "with 20 blocks, and the engine has 5"),
+    "strides in bytes": (group(strides=lambda each: tuple(4 * stride for stride in each.strides)), STRIDES, "the strides of a tensor are"),
     "strides backwards": (group(strides=lambda each: each.strides[::-1]), STRIDES, "the strides of a tensor are"),
     # objects
     "other objects in the engine": (OtherObjectsInTheEngine, f"{OBJECTS}[48]", "describe different objects"),
@@ -348,7 +301,7 @@ BUGS: dict[str, tuple[type[Layout], str, str]] = {
     "a form without the layers": (OwnForm, NAMESPACE, "objects with another num_layers have the same namespace"),
     "a form with all blocks": (ObjectsOfAllBlocks, NAMESPACE, "other numbers of blocks share no objects"),
     "a form with strides": (ObjectsOfTheStrides, NAMESPACE, "other strides share no objects"),
-    "torch in a server": (NeedsTorch, "test_the_server_half_needs_no_torch", "a server, which has no torch, fails"),
+    "torch in a server": (NeedsTorch, "test_the_server_side_needs_no_torch", "a server, which has no torch, fails"),
     # refusals
     "takes anything": (TakesAnything, REFUSED, "raises"),
     "takes one more": (IgnoresMore, REFUSED, "one more layer: block_views raises no BadLayout"),
@@ -358,17 +311,14 @@ BUGS: dict[str, tuple[type[Layout], str, str]] = {
     "an error of its own": (RaisesItsOwn, REFUSED, "raises KeyError instead of BadLayout"),
     "the order given": (TakesTheOrderGiven, ORDER, "the views are of other layers"),
     "accepts nothing": (AcceptsNothing, "test_what_cannot_be_described_is_refused[no layers]", "raises no BadLayout"),
-    "divides by the block size": (
-        DividesByTheBlockSize,
-        "test_what_cannot_be_described_is_refused[block_size 0]",
-        "ZeroDivisionError instead of BadLayout",
-    ),
+    "divides by the block size": (DividesByTheBlockSize, "test_what_cannot_be_described_is_refused[block_size 0]", "ZeroDivisionError instead of BadLayout"),
     # instances
     "remembers the first": (RemembersTheFirst, INSTANCES, "when the layout object has described another one"),
     "remembers the last": (RemembersTheLast, INSTANCES, "what the engine writes there"),
     "remembers blocks in its class": (RemembersBlocksOfTheClass, INSTANCES, "described"),
     "keeps tensors": (KeepsTensors, KEPT, "that the engine has freed"),
 }
+# fmt: on
 
 
 def _at(first: Any, view: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvf_dev.testing import FaultProxy
-from kvf_dev.testing.tier.wire import WireFaultTests
+from kvf_dev.testing.tier.faults import WireFaultTests
 from kvframework.api.tier import Tier
 from tests.support.redis_server import RedisServer
 

@@ -13,8 +13,8 @@ import pytest
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.accelerator.runtime import Accelerator
-from kvf_dev.testing.transport.node import wait_until
-from kvf_dev.testing.transport.outcomes import failed_copies_noted, must_succeed
+from kvf_dev.testing.kit import wait_until
+from kvf_dev.testing.transport.engine import failed_copies_noted, must_succeed
 from kvframework.api.futures import Promise
 from kvframework.api.transport import StoreOutcome
 

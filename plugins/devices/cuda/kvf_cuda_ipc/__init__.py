@@ -14,15 +14,15 @@ from kvframework.api.driver import Arena, CopierDriver, DeviceTransportProvider,
 from kvframework.api.plugin import Finding
 
 if TYPE_CHECKING:
-    from kvf_cuda_ipc.copier_half import Stream
+    from kvf_cuda_ipc.copier_side import Stream
     from kvf_cuda_ipc.driver import Event
-    from kvf_cuda_ipc.engine_half import PooledEvent
+    from kvf_cuda_ipc.engine_side import PooledEvent
 
 
 def create_engine(_options: CudaOptions) -> EngineDriver[PooledEvent]:
     """Make the half in engine processes, for all GPUs that they see. Raises `DeviceError` where there is none."""
     from kvf_cuda_ipc.driver import Driver
-    from kvf_cuda_ipc.engine_half import CudaEngine
+    from kvf_cuda_ipc.engine_side import CudaEngine
 
     return CudaEngine(Driver())
 
@@ -30,7 +30,7 @@ def create_engine(_options: CudaOptions) -> EngineDriver[PooledEvent]:
 def create_copier(options: CudaOptions, device: str, arena: Arena) -> CopierDriver[Event, Stream]:
     """Make the half in the copier process of `device`, a UUID as engines send it. Raises `DeviceError` if the GPU is
     not here."""
-    from kvf_cuda_ipc.copier_half import CudaCopier
+    from kvf_cuda_ipc.copier_side import CudaCopier
     from kvf_cuda_ipc.driver import Driver
     from kvf_cuda_ipc.identity import show_only
 

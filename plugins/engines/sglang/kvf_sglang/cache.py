@@ -18,6 +18,7 @@ from kvf_sglang.attach import Attachments, Place
 from kvf_sglang.options import SglangOptions
 from kvf_sglang.pages import PoolPages, Salt, digests_of, places_of
 from kvf_sglang.pools import PoolForm, form_of
+from kvframework.api.logs import LogLimit
 from kvframework.client import KVClient, KvIdentity, ModelPart
 from kvframework.errors import KVFrameworkError
 
@@ -139,7 +140,7 @@ class PageCache:
         self._first_layer = 0
         self._retired = ""
         self._left_out = False
-        self._logged: set[str] = set()
+        self._once = LogLimit.once()
 
     def add_pool(self, name: str, pool: Any, form_of: Callable[[Any, int], PoolForm] = form_of) -> None:
         """Declares a pool, by default one of the host, and the one of keys and values first: its pages are those of the
@@ -256,8 +257,7 @@ class PageCache:
         return max(until - self._clock(), 0.0)
 
     def _log(self, text: str) -> None:
-        if text not in self._logged:
-            self._logged.add(text)
+        if self._once.passes(text):
             log.warning("%s", text)
 
 

@@ -32,6 +32,7 @@ from kvf_vllm.search import PrefixSearch, Waiting
 from kvf_vllm.step_messages import GroupBlocks, LoadOp, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
 from kvf_vllm.weights import EngineWeights
+from kvframework.api.logs import LogLimit
 from kvframework.api.transfer import ChunkContent
 from kvframework.client import EngineSpeed, PrefillMeter, RequestHashes
 
@@ -123,7 +124,7 @@ class SchedulerSide:
         self._foreign: set[int] = set()
         self._unfinished: dict[int, _Unfinished] = {}
         self._next_store = 0
-        self._told_ignored = False
+        self._once = LogLimit.once()
         self._is_up_to_date = True
         self._step = 0
         self._meter = PrefillMeter()
@@ -373,8 +374,7 @@ class SchedulerSide:
             # vLLM may still hold what the old weights made of an image.
             if request.mm_features and self._names.weights.updates and not wish.reason:
                 wish = Wish(False, False, reason="weights_changed")
-            if wish.ignored and not self._told_ignored:
-                self._told_ignored = True
+            if wish.ignored and self._once.passes("ignored"):
                 log.warning(
                     "kvframework.retain or kv_hints of request %r are ignored, and so are such ones from now on: %s",
                     request.request_id,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 from kvf_peers.messages import ProtocolError
 from kvf_peers.wire import Wire
+from kvframework.api.logs import LogLimit
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Connections:
         self._place = place
         self._served: dict[Wire, Served] = {}
         self._refused: OrderedDict[str, Refused] = OrderedDict()
-        self._told_at = -math.inf
+        self._limit = LogLimit(1, _TELL_EVERY_S)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -103,9 +103,7 @@ class Connections:
             self._refused[host] = Refused(reason, before.times + 1 if before else 1, now)
             if len(self._refused) > _REFUSED_TOLD:
                 self._refused.popitem(last=False)
-            tell = (before is None or before.reason != reason) and now >= self._told_at + _TELL_EVERY_S
-            self._told_at = now if tell else self._told_at
-        if tell:
+        if (before is None or before.reason != reason) and self._limit.passes("refused"):
             log.warning("%s was refused at %s: %s", host, self._place, reason)
 
     def refused(self) -> list[dict[str, object]]:

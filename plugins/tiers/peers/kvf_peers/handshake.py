@@ -8,6 +8,7 @@ import os
 from kvf_peers.messages import (
     MOST_MODELS,
     MOST_NAMESPACES,
+    MOST_REASON,
     NONCE_BYTES,
     STRANGER_BYTES,
     VERSION,
@@ -18,11 +19,11 @@ from kvf_peers.messages import (
     ProtocolError,
     Refused,
     Welcome,
-    printable,
     proof,
 )
 from kvf_peers.settings import Settings
 from kvf_peers.wire import Wire
+from kvframework.api.logs import visible
 from kvframework.api.tier import Node
 
 
@@ -43,7 +44,7 @@ def introduce(wire: Wire, settings: Settings, host: str, deadline: float) -> Wel
     wire.write(Hello(VERSION, nonce, said), deadline)
     answer: Welcome | Refused = wire.read(FromHolder, deadline)  # type: ignore[arg-type]
     if isinstance(answer, Refused):
-        raise NotTrusted(f"it refuses this node: {printable(answer.reason)}")
+        raise NotTrusted(f"it refuses this node: {visible(answer.reason[:MOST_REASON])}")
     if not hmac.compare_digest(answer.proof, proof(token, b"holder", greeting.nonce, nonce)):
         raise NotTrusted("it does not know the token")
     return answer

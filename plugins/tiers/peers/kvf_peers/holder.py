@@ -23,6 +23,7 @@ from kvf_peers.messages import (
     BUSY,
     GET_KEYS,
     MISSING,
+    MOST_REASON,
     TOO_LONG,
     VALUE,
     VALUE_HEAD,
@@ -31,12 +32,12 @@ from kvf_peers.messages import (
     FromReader,
     Get,
     ProtocolError,
-    printable,
     split_keys,
 )
 from kvf_peers.settings import Address, Settings
 from kvf_peers.wire import Wire, explain
 from kvframework.api.keys import PackedKey
+from kvframework.api.logs import visible
 from kvframework.api.tier import Node
 from kvframework.errors import ConfigFieldError
 
@@ -185,7 +186,7 @@ class Holder:
             raise
         except (ProtocolError, ssl.SSLError) as error:
             reason = explain(error) if isinstance(error, NotTrusted) else f"it is no node: {explain(error)}"
-            self._connections.refuse(host, printable(reason))
+            self._connections.refuse(host, visible(reason[:MOST_REASON]))
         else:
             return True
         return False

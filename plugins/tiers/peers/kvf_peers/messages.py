@@ -34,6 +34,8 @@ MOST_MODELS = 64
 MOST_NAMESPACES = 32
 
 LENGTH = struct.Struct("<I")
+# Letters of what a stranger said that are shown.
+MOST_REASON = 128
 # Status, and the bytes that follow.
 VALUE_HEAD = struct.Struct("<BQ")
 VALUE, MISSING, BUSY, TOO_LONG = range(4)
@@ -117,11 +119,6 @@ def decoded(body: bytes, kind: type[M]) -> M:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"no message as expected: {error}") from None
-
-
-def printable(said: str) -> str:
-    """What a stranger said, as it may be shown: short, on one line, without control characters."""
-    return "".join(each if each.isprintable() else "?" for each in said[:128])
 
 
 def joined_keys(keys: Sequence[PackedKey]) -> bytes:

@@ -35,13 +35,14 @@ from kvf_peers.messages import (
 )
 from kvf_peers.settings import Address, Settings
 from kvf_peers.wire import Wire, explain
+from kvframework.api.process import Backoff
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import ConfigFieldError, TierError
 
 log = logging.getLogger(__name__)
 
 _CONNECT_S = 1.0
-_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 _USELESS_S = 30.0
 # For one that sent a value that was none: bad memory, or another release.
 _DISTRUSTED_S = 60.0
@@ -101,6 +102,7 @@ class Peer:
         self._told_down = False
         # Questions in a row that it did not answer.
         self._unanswered_in_a_row = 0
+        self._passed_over = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         self._not_before = 0.0
 
     def start(self) -> None:
@@ -233,6 +235,7 @@ class Peer:
         with self.changed:
             self.counts.questions += 1
             self._unanswered_in_a_row = 0
+            self._passed_over.reset()
         self._give_back(wire)
 
     def _unanswered(self, wire: Wire, waited_s: float) -> None:
@@ -242,8 +245,8 @@ class Peer:
             if self.state == "up" and waited_s >= self._settings.options.ask_s / 2:
                 self._unanswered_in_a_row += 1
                 if self._unanswered_in_a_row > 1:
-                    pause_s = _PAUSES_S[min(self._unanswered_in_a_row, len(_PAUSES_S) + 1) - 2]
-                    self._not_before = time.monotonic() + pause_s
+                    now = time.monotonic()
+                    self._not_before = now + self._passed_over.delay(now)
         self._failed(wire, TimeoutError())
 
     def distrust(self) -> None:
@@ -301,7 +304,7 @@ class Peer:
         raise OSError(f"{self.address.host} has no address")
 
     def _connect_until_up(self) -> None:
-        attempts = 0
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         with self.changed:
             self.changed.wait_for(lambda: self._closed, max(self._not_before - time.monotonic(), 0.0))
         while not self._closed:
@@ -325,13 +328,12 @@ class Peer:
                     return
                 if wire is not None:
                     wire.close()
-            self._pause(attempts)
-            attempts += 1
+            self._pause(backoff.delay(time.monotonic()))
 
-    def _pause(self, attempts: int) -> None:
+    def _pause(self, pause_s: float) -> None:
         """Waits before the next attempt; not for one that was judged again, nor after `leave`."""
         with self.changed:
-            pause_s = _USELESS_S if self.state == "useless" else _PAUSES_S[min(attempts, len(_PAUSES_S) - 1)]
+            pause_s = _USELESS_S if self.state == "useless" else pause_s
             self.changed.wait_for(lambda: self._closed or self.state in ("up", "connecting"), pause_s)
 
     def _settle_as(self, who: Welcome) -> None:

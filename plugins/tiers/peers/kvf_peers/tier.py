@@ -17,6 +17,7 @@ from kvf_peers.messages import Welcome
 from kvf_peers.options import PeersOptions
 from kvf_peers.peer import Peer, Question, Verdict
 from kvf_peers.settings import Address, Settings, read_settings
+from kvframework.api.logs import LogLimit
 from kvframework.api.tier import Node, Outcome, PackedKey, Tier
 from kvframework.errors import TierError
 
@@ -45,7 +46,7 @@ class PeersTier(Tier):
         self._directory = self._made_directory()
         self._sources: OrderedDict[PackedKey, Peer] = OrderedDict()
         self._lock = threading.Lock()
-        self._told: set[tuple[str, str]] = set()
+        self._once = LogLimit.once()
         self._used = False
         self._closed = False
 
@@ -274,8 +275,7 @@ class PeersTier(Tier):
                         "sizes, weights or chunk: nothing of that model is shared"
                     )
                     found.append(fact)
-                    if (str(peer.address), model) not in self._told:
-                        self._told.add((str(peer.address), model))
+                    if self._once.passes((str(peer.address), model)):
                         log.error("node %s", fact)
         return found
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from kvframework.api.logs import visible
 from kvframework.api.types import Buffer
 
 _WRITTEN = re.compile(r"(?:\[([0-9a-fA-F:.%]+)\]|([^\[\]:@/\s]+)):(\d{1,5})")
@@ -89,17 +90,12 @@ def parse_line(line: bytes) -> Reply:
     """Parses a reply line without its CRLF. Raises `ProtocolSurprise` for a malformed line."""
     kind, rest = line[:1], line[1:]
     if kind in (b"+", b"-"):
-        return Reply(kind.decode(), text=_shown(rest[:200].decode("ascii", "backslashreplace")))
+        return Reply(kind.decode(), text=visible(rest[:200].decode("ascii", "backslashreplace")))
     if kind in (b":", b"$", b"*") and _NUMBER.fullmatch(rest):
         number = int(rest)
         if kind == b":" or number >= -1:
             return Reply(kind.decode(), number)
     raise ProtocolSurprise("a reply is not the expected RESP")
-
-
-def _shown(text: str) -> str:
-    """Printable text: a server's text ends up in logs and on terminals."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def holds(reply: Reply, kind: str) -> bool:

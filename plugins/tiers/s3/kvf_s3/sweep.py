@@ -22,6 +22,7 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from kvf_s3.addresses import Address
 from kvf_s3.failures import understood
+from kvframework.api.logs import LogLimit
 from kvframework.api.tier import TierEntry
 
 PAGE = 1000
@@ -67,22 +68,21 @@ class Sweeper:
         self._mine: dict[str, str] | None = None
         self._last: dict[str, str] | None = None
         self._turns, self._renewed = 0, 0.0
-        self._said = ""
+        self._once = LogLimit.once()
 
     async def run(self) -> None:
         """Take turns for ever. A failed turn is logged once for each cause."""
         while True:
             try:
                 await self.turn()
-                self._said = ""
+                self._once.clear()
             except LostLease:
                 pass
             except Exception as error:  # noqa: BLE001  a sweep is for later, whatever fails now
                 self._mine = None
                 fact = understood(error).fact
-                if fact != self._said:
+                if self._once.passes(fact):
                     log.warning("%s: the sweep did not take place: %s", self._where, fact)
-                self._said = fact
             await asyncio.sleep(self._every_s)
 
     async def turn(self) -> bool:

@@ -73,9 +73,9 @@ def observe(endpoint: str, config: ObserveConfig, *, where: str = "") -> None:
         poller.stop()
 
 
-def main(argument: str) -> int:
-    """Run as the child of a server, with which it ends. Returns the exit status."""
-    start = msgspec.json.decode(argument, type=Start)
+def main(arguments: list[str]) -> int:
+    """Run as the child of a server, with which it ends. The only argument is a `Start`. Returns the exit status."""
+    start = msgspec.json.decode(arguments[0], type=Start)
     end_with_parent(start.parent)
     configure_logging(*start.log)
     try:

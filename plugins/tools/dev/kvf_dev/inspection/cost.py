@@ -14,7 +14,7 @@ from importlib import metadata
 import msgspec
 
 from kvf_dev.inspection.problems import Problem, problem
-from kvframework.isolated import run_isolated
+from kvframework.supervise.isolated import run_isolated
 
 # In processor time, so that a busy machine is no reason to refuse a plugin.
 MOST_S = 0.05
@@ -58,7 +58,7 @@ def cost_problems(module: str, distributions: Collection[str], *, deadline_s: fl
         if ran.ended:
             said = ran.printed.strip().splitlines()
             fact = f"the interpreter that imports it {ran.ended}{f': {said[-1]}' if said else ''}"
-            return [problem("import-dies", module, fact, expected="an import that ends", hint=_HINT)], False
+            return [problem("import-dies", module, fact, hint=_HINT)], False
         cost = msgspec.json.decode(ran.lines[0], type=Cost | str)
         if isinstance(cost, str):
             return [problem("import-fails", module, f"the import fails with {cost}", hint=_HINT)], False

@@ -35,13 +35,7 @@ def hook_problems(plugin: object, where: str) -> Iterator[Problem]:
         place = f"{where}.{name}"
         if options is None:
             if name.startswith(_PREFIX) and _defined_here(function, plugin) and (meant := _meant(name)):
-                yield problem(
-                    "unmarked-hook",
-                    place,
-                    "it looks like a hook but is not marked",
-                    expected=f"@hookimpl before def {meant}()",
-                    hint="mark it with @kvframework.api.plugin.hookimpl",
-                )
+                yield problem("unmarked-hook", place, expected=f"@hookimpl before def {meant}()")
             continue
         marked += 1
         hook = options.get("specname") or name
@@ -56,13 +50,7 @@ def hook_problems(plugin: object, where: str) -> Iterator[Problem]:
             )
         yield from _shape_problems(function, place)
     if not marked:
-        yield problem(
-            "no-hook",
-            where,
-            "nothing in it is marked with @hookimpl",
-            expected=" or ".join(_HOOKS),
-            hint="mark the function that returns the providers with @kvframework.api.plugin.hookimpl",
-        )
+        yield problem("no-hook", where, expected=" or ".join(_HOOKS))
 
 
 def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -89,54 +77,24 @@ def _shape_problems(function: Callable[..., Any], place: str) -> Iterator[Proble
         or inspect.isasyncgenfunction(function)
         or inspect.isgeneratorfunction(function)
     ):
-        yield problem(
-            "async-hook",
-            place,
-            "it is a coroutine function or a generator",
-            expected="def that returns a list",
-            hint="hooks run once, at startup, in a process without an event loop",
-        )
+        yield problem("async-hook", place)
     parameters = list(inspect.signature(function).parameters.values())
     only = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     others = [str(each) for each in parameters if each.kind is not each.KEYWORD_ONLY]
     if only:
-        yield problem(
-            "keyword-only-hook",
-            place,
-            f"it takes {', '.join(only)} by keyword only",
-            expected="no parameter",
-            hint="hooks are called without arguments; options come to `create`",
-        )
+        yield problem("keyword-only-hook", place, f"it takes {', '.join(only)} by keyword only")
     if others:
-        yield problem(
-            "hook-arguments",
-            place,
-            f"it takes {', '.join(others)}",
-            expected="no parameter",
-            hint="hooks are called without arguments; options come to `create`",
-        )
+        yield problem("hook-arguments", place, f"it takes {', '.join(others)}")
 
 
 def declared_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
     """Problems that show without calling anything but the probe."""
     if not isinstance(provider.summary, str) or not provider.summary.strip():
-        yield problem(
-            "no-summary",
-            title,
-            "its summary is empty",
-            expected="a line of text",
-            hint="`kvframework plugins info` shows it",
-        )
+        yield problem("no-summary", title)
     try:
         loader.probe(provider, title)
     except PluginError as error:
-        yield problem(
-            "probe-fails",
-            title,
-            error.fact.removeprefix(f"{title}: "),
-            expected="None, or why it cannot run here",
-            hint="find out with importlib.util.find_spec, without an import",
-        )
+        yield problem("probe-fails", title, error.fact.removeprefix(f"{title}: "))
     yield from _option_problems(provider, title)
 
 
@@ -155,11 +113,7 @@ def _option_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
         place = f"{title}: {provider.options.__name__}.{field.name}"
         if not option.description.strip():
             yield problem(
-                "undocumented-option",
-                place,
-                "the option has no description",
-                expected=f"{field.name}: Annotated[..., msgspec.Meta(description=...)]",
-                hint="`kvframework plugins info` shows it",
+                "undocumented-option", place, expected=f"{field.name}: Annotated[..., msgspec.Meta(description=...)]"
             )
         if option.name in reserved:
             yield problem(
@@ -167,24 +121,11 @@ def _option_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
                 place,
                 f"{option.name} is a key of the core: the plugin never sees it",
                 expected=f"a name that is none of {', '.join(reserved)}",
-                hint="rename the option",
             )
         if _unreadable(field.type):
-            yield problem(
-                "unreadable-option",
-                place,
-                f"no TOML value can be read as {option.type}",
-                expected="a type that msgspec reads by itself, or ByteSize",
-                hint="take a string, and build the rest from it in `create`",
-            )
+            yield problem("unreadable-option", place, f"no TOML value can be read as {option.type}")
         elif not option.required and (reason := _wrong_default(provider.options, option.name, option.default)):
-            yield problem(
-                "wrong-default",
-                place,
-                reason,
-                expected="a value that TOML can express, within the option's bounds",
-                hint="take a text, number, boolean, array, table or None, and make the rest of it in `create`",
-            )
+            yield problem("wrong-default", place, reason)
 
 
 def _unreadable(kind: types.Type) -> bool:

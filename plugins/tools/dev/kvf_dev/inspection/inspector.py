@@ -9,9 +9,8 @@ import msgspec
 
 from kvf_dev.inspection.cost import cost_problems
 from kvf_dev.inspection.problems import Line, Problem, problem
-from kvf_dev.inspection.source import import_problems, read_sources
-from kvf_dev.inspection.targets import Target, find_targets, metadata_problems
-from kvframework.isolated import Ran, run_isolated
+from kvf_dev.inspection.targets import Target, find_targets, import_problems, metadata_problems, read_sources
+from kvframework.supervise.isolated import Ran, run_isolated
 
 DEADLINE_S = 20.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -18,42 +18,89 @@ class Line(Struct, omit_defaults=True):
 
 Severity = Literal["error", "warning"]
 
-# Each id with its severity and its meaning.
-PROBLEMS: dict[str, tuple[Severity, str]] = {
-    "import-fails": ("error", "the module raises when it is imported"),
-    "import-dies": ("error", "the module ends or hangs the interpreter that imports it"),
-    "heavy-import": ("error", "the import is slow, needs much memory, or brings in a library of an accelerator"),
-    "eager-import": ("warning", "the import brings in a distribution that only `create` needs"),
-    "internal-import": ("warning", "the source imports modules outside the plugin API"),
-    "misspelt-hook": ("error", "a hook implementation has a name that no hook has"),
-    "unmarked-hook": ("error", "a function has a hook's name, or nearly, and no @hookimpl"),
-    "async-hook": ("error", "a hook implementation is asynchronous or a generator"),
-    "hook-arguments": ("error", "a hook implementation takes arguments"),
-    "keyword-only-hook": ("error", "a hook implementation takes keyword-only arguments"),
-    "no-hook": ("error", "nothing in the module is marked with @hookimpl"),
-    "hook-fails": ("error", "a hook raises, or returns no list of providers"),
-    "wrong-kind": ("error", "a hook or an entry point is of another kind than its provider"),
-    "api-version": ("error", "the plugin is written for another plugin API, or its distribution for another release"),
-    "name-conflict": ("error", "another distribution offers the same name"),
-    "entry-point-name": ("error", "an entry point names no provider"),
-    "plugin-name": ("error", "an entry point has a name that no plugin of its kind can have"),
-    "no-entry-point": ("error", "a provider has no entry point, so no TOML can name it"),
-    "not-installed": ("warning", "no installed distribution offers the module"),
-    "no-requires-python": ("warning", "the distribution's metadata has no Requires-Python"),
-    "no-dependency": ("warning", "the distribution's metadata does not depend on kvframework"),
-    "no-summary": ("warning", "a provider's summary is empty"),
-    "probe-fails": ("error", "a provider's probe raises, or returns neither None nor a text"),
-    "undocumented-option": ("error", "an option has no Meta(description=...)"),
-    "wrong-default": ("error", "TOML cannot express an option's default, or the default breaks the option's bounds"),
-    "unreadable-option": ("error", "the framework cannot read an option's type from TOML"),
-    "reserved-option": ("error", "an option has the name of a key of the core, and never receives a value"),
-    "create-fails": ("error", "`create` raises with default options, or makes something else than the contract"),
-    "options-refused": ("error", "the options that `--set` gives, or `create` with them, are refused"),
-    "create-dies": ("error", "`create` ends or hangs the interpreter"),
-    "missing-method": ("error", "what `create` makes lacks a method of the contract"),
-    "missing-attribute": ("error", "what `create` makes lacks an attribute of the contract"),
-    "wrong-signature": ("error", "a method, `create` or `diagnose` cannot be called as the core calls it"),
-    "async-method": ("error", "a method of the contract is asynchronous: the core does not await it"),
+
+class Kind(NamedTuple):
+    """What all problems of one id have in common, as far as they do."""
+
+    severity: Severity
+    fact: str = ""
+    expected: str = ""
+    hint: str = ""
+
+
+PROBLEMS = {
+    "import-fails": Kind("error"),
+    "import-dies": Kind("error", "", "an import that ends"),
+    "heavy-import": Kind("error"),
+    "eager-import": Kind("warning"),
+    "internal-import": Kind("warning", "", "", "the rest changes without notice"),
+    "misspelt-hook": Kind("error"),
+    "unmarked-hook": Kind(
+        "error", "it looks like a hook but is not marked", "", "mark it with @kvframework.api.plugin.hookimpl"
+    ),
+    "async-hook": Kind(
+        "error",
+        "it is a coroutine function or a generator",
+        "def that returns a list",
+        "hooks run once, at startup, in a process without an event loop",
+    ),
+    "hook-arguments": Kind("error", "", "no parameter", "hooks are called without arguments; options come to `create`"),
+    "keyword-only-hook": Kind(
+        "error", "", "no parameter", "hooks are called without arguments; options come to `create`"
+    ),
+    "no-hook": Kind(
+        "error",
+        "nothing in it is marked with @hookimpl",
+        "",
+        "mark the function that returns the providers with @kvframework.api.plugin.hookimpl",
+    ),
+    "hook-fails": Kind("error"),
+    "wrong-kind": Kind("error"),
+    "api-version": Kind("error"),
+    "name-conflict": Kind("error", "", "a name of its own", "choose another name, or uninstall the other one"),
+    "entry-point-name": Kind("error"),
+    "plugin-name": Kind("error"),
+    "no-entry-point": Kind("error", "no entry point names this provider"),
+    "not-installed": Kind(
+        "warning", "no installed distribution has an entry point for it", "", "install the plugin: pip install -e ."
+    ),
+    "no-requires-python": Kind(
+        "warning",
+        "its metadata has no Requires-Python",
+        'requires-python = ">=3.10"',
+        "write it into [project] of pyproject.toml",
+    ),
+    "no-dependency": Kind(
+        "warning",
+        "its metadata does not depend on kvframework",
+        'dependencies = ["kvframework>=..."]',
+        "write it into [project] of pyproject.toml",
+    ),
+    "no-summary": Kind("warning", "its summary is empty", "a line of text", "`kvframework plugins info` shows it"),
+    "probe-fails": Kind(
+        "error", "", "None, or why it cannot run here", "find out with importlib.util.find_spec, without an import"
+    ),
+    "undocumented-option": Kind("error", "the option has no description", "", "`kvframework plugins info` shows it"),
+    "wrong-default": Kind(
+        "error",
+        "",
+        "a value that TOML can express, within the option's bounds",
+        "take a text, number, boolean, array, table or None, and make the rest of it in `create`",
+    ),
+    "unreadable-option": Kind(
+        "error",
+        "",
+        "a type that msgspec reads by itself, or ByteSize",
+        "take a string, and build the rest from it in `create`",
+    ),
+    "reserved-option": Kind("error", "", "", "rename the option"),
+    "create-fails": Kind("error"),
+    "options-refused": Kind("error"),
+    "create-dies": Kind("error"),
+    "missing-method": Kind("error"),
+    "missing-attribute": Kind("error", "", "", "set it in the class or in __init__"),
+    "wrong-signature": Kind("error"),
+    "async-method": Kind("error"),
 }
 
 
@@ -69,6 +116,7 @@ class Problem(Struct, frozen=True):
     hint: str = ""
 
 
-def problem(name: str, where: str, fact: str, *, expected: str = "", hint: str = "") -> Problem:
-    """A problem with the severity of its id. Raises `KeyError` for an id that is not in `PROBLEMS`."""
-    return Problem(name, PROBLEMS[name][0], where, fact, expected, hint)
+def problem(name: str, where: str, fact: str = "", *, expected: str = "", hint: str = "") -> Problem:
+    """A problem, with what its id says of all such. Raises `KeyError` for an id that is not in `PROBLEMS`."""
+    known = PROBLEMS[name]
+    return Problem(name, known.severity, where, fact or known.fact, expected or known.expected, hint or known.hint)

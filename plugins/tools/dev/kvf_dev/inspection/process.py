@@ -12,17 +12,19 @@ from typing import Any
 import msgspec
 import pluggy
 
-from kvf_dev.inspection.contracts import (
+from kvf_dev.inspection.declared import declared_problems, hook_problems
+from kvf_dev.inspection.making import (
+    NotMade,
     attribute_problems,
+    class_in_source,
     class_problems,
+    declared_class,
+    make,
     maker_problems,
     makers,
 )
-from kvf_dev.inspection.declared import declared_problems, hook_problems
-from kvf_dev.inspection.making import NotMade, class_in_source, declared_class, make
 from kvf_dev.inspection.problems import Line, Problem, problem
-from kvf_dev.inspection.source import SourceFile, read_sources
-from kvf_dev.inspection.targets import Target
+from kvf_dev.inspection.targets import SourceFile, Target, read_sources
 from kvframework.api import hookspecs
 from kvframework.api.plugin import ENTRY_POINT_GROUP, PROJECT
 from kvframework.config import closest
@@ -86,7 +88,6 @@ def _entry_points(target: Target, providers: dict[str, AnyProvider]) -> Iterator
             yield problem(
                 "no-entry-point",
                 title,
-                "no entry point names this provider",
                 expected=f'"{title}" = "{target.value}"',
                 hint=f'write it into [project.entry-points."{ENTRY_POINT_GROUP}"]',
             )

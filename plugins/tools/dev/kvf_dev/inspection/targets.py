@@ -1,13 +1,14 @@
-"""The meaning of `MODULE|KIND.NAME`: the module to inspect, and its installed entry points; and the checks of its
-distribution's metadata. Imports nothing of a plugin."""
+"""What is inspected: the offers of distributions, their metadata, and the source of their modules, which is not run."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
@@ -96,21 +97,9 @@ _OURS = "kvframework"
 def metadata_problems(target: Target) -> Iterator[Problem]:
     """Problems of the metadata. Blocking: reads metadata files."""
     if not target.offers:
-        yield problem(
-            "not-installed",
-            target.module,
-            "no installed distribution has an entry point for it",
-            expected=f'[project.entry-points."{ENTRY_POINT_GROUP}"]',
-            hint="install the plugin: pip install -e .",
-        )
+        yield problem("not-installed", target.module, expected=f'[project.entry-points."{ENTRY_POINT_GROUP}"]')
     for rival in target.rivals:
-        yield problem(
-            "name-conflict",
-            rival.title,
-            f"{rival.origin} offers it too",
-            expected="a name of its own",
-            hint="choose another name, or uninstall the other one",
-        )
+        yield problem("name-conflict", rival.title, f"{rival.origin} offers it too")
     for offer in target.offers:
         if offer.api_major != API_VERSION[0] and offer.title not in {
             each.title for each in target.offers if each.api_major == API_VERSION[0]
@@ -148,13 +137,7 @@ def _distribution_problems(name: str) -> Iterator[Problem]:
     except metadata.PackageNotFoundError:
         return
     if not found.metadata["Requires-Python"]:
-        yield problem(
-            "no-requires-python",
-            name,
-            "its metadata has no Requires-Python",
-            expected='requires-python = ">=3.10"',
-            hint="write it into [project] of pyproject.toml",
-        )
+        yield problem("no-requires-python", name)
     if wanted := release_wanted(name):
         yield problem(
             "api-version",
@@ -165,10 +148,89 @@ def _distribution_problems(name: str) -> Iterator[Problem]:
         )
     needed = {re.split(r"[^A-Za-z0-9._-]", each.strip(), maxsplit=1)[0].lower() for each in found.requires or ()}
     if _OURS not in {*needed, name.lower()}:
-        yield problem(
-            "no-dependency",
-            name,
-            "its metadata does not depend on kvframework",
-            expected='dependencies = ["kvframework>=..."]',
-            hint="write it into [project] of pyproject.toml",
-        )
+        yield problem("no-dependency", name)
+
+
+_PUBLIC = (
+    "kvframework.api",
+    "kvframework.client",
+    "kvframework.status",
+    "kvframework.errors",
+    "kvf_dev.testing",
+)
+_MOST_FILES = 500
+
+
+class SourceFile(NamedTuple):
+    """One file of the package. `module` is its name for an import."""
+
+    module: str
+    path: Path
+    tree: ast.Module
+
+
+def read_sources(module: str) -> list[SourceFile]:
+    """The files of the package that `module` belongs to, or its one file; none without source. Blocking."""
+    root = module.partition(".")[0]
+    spec = find_spec(root)
+    if spec is None:
+        return []
+    found: list[SourceFile] = []
+    for folder in map(Path, spec.submodule_search_locations or ()):
+        for path in sorted(folder.rglob("*.py"))[:_MOST_FILES]:
+            parts = path.relative_to(folder).with_suffix("").parts
+            found += _parsed(".".join((root, *(part for part in parts if part != "__init__"))), path)
+    if not spec.submodule_search_locations and spec.origin and spec.origin.endswith(".py"):
+        found += _parsed(root, Path(spec.origin))
+    return found
+
+
+def _parsed(module: str, path: Path) -> list[SourceFile]:
+    try:
+        return [SourceFile(module, path, ast.parse(path.read_bytes()))]
+    except (OSError, SyntaxError, ValueError):
+        return []  # not a source file of this Python: the import reports more
+
+
+def import_problems(sources: list[SourceFile]) -> Iterator[Problem]:
+    """Imports of modules that a release may change without notice."""
+    for source in sources:
+        for node in ast.walk(source.tree):
+            for name in _imported(node):
+                if _internal(name):
+                    yield problem(
+                        "internal-import",
+                        f"{source.module}, line {getattr(node, 'lineno', 0)}",
+                        f"it imports {name}",
+                        expected=f"imports of {', '.join(_PUBLIC)} only",
+                    )
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        if node.module == "kvframework":
+            yield from (f"kvframework.{alias.name}" for alias in node.names)
+        else:
+            yield node.module
+
+
+def _internal(name: str) -> bool:
+    if name in ("kvframework", "kvframework.__version__") or not name.startswith("kvframework."):
+        return False
+    return not any(name == public or name.startswith(f"{public}.") for public in _PUBLIC)
+
+
+def classes_of(sources: list[SourceFile], contract: str) -> Iterator[tuple[str, str]]:
+    """Module and name of the classes at the top of a module that name `contract` among their bases."""
+    for source in sources:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and contract in {_last(base) for base in node.bases}:
+                yield source.module, node.name
+
+
+def _last(base: ast.expr) -> str:
+    if isinstance(base, ast.Subscript):
+        base = base.value
+    return base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""

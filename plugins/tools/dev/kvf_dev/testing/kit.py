@@ -1,16 +1,203 @@
 """The base of every conformance kit: no test hangs, a failure begins with the promise that the plugin broke, which is
-the name of the test, and one mistake in a name is one error of the class."""
+the name of the test, and one mistake in a name is one error of the class. Calls run together in threads.
+
+A signal ends what waits in Python or in the kernel. Native code that keeps the main thread is out of its reach: some
+time later the process ends, and shows the stacks.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
 import traceback
-from collections.abc import Generator
-from types import TracebackType
-from typing import ClassVar
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from kvf_dev.testing.overdue import Overdue
+from kvframework.api.types import Buffer
+
+# The frames of each thread that are shown, and the seconds that the process has to end after the tests.
+_FRAMES, _END_S = 8, 5.0
+
+
+class DoesNotEnd(BaseException):
+    """A test took too long. No `except Exception` of a plugin catches it; hypothesis does not repeat the example."""
+
+
+def stacks(threads: Collection[threading.Thread]) -> str:
+    """Return the innermost calls of each thread that is running."""
+    frames, shown = sys._current_frames(), []
+    for thread in threads:
+        if (frame := frames.get(thread.ident or 0)) is not None:
+            calls = traceback.format_list(traceback.extract_stack(frame)[-_FRAMES:])
+            shown.append(f"thread {thread.name}:\n{''.join(calls)}")
+    return "\n".join(shown)
+
+
+class Overdue:
+    """Hooks of pytest that limit setup, call and teardown of a kit's tests to `limit_s` seconds each."""
+
+    def __init__(self, kit: type, config: pytest.Config) -> None:
+        self._kit = kit
+        # By class, the test that did not end.
+        self._ended: dict[type, str] = {}
+        capture = config.pluginmanager.getplugin("capturemanager")
+        if capture is None:
+            self._stderr = os.dup(2)
+        else:
+            with capture.global_and_fixture_disabled():
+                self._stderr = os.dup(2)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
+        if (other := self._ended.get(getattr(item, "cls", type(None)))) is not None:
+            pytest.skip(f"{other} did not end: the rest of its class is left out")
+        __tracebackhide__ = True
+        with self._limited(item, "setup"):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
+        __tracebackhide__ = True
+        with self._limited(item, "call"):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
+        __tracebackhide__ = True
+        with self._limited(item, "teardown"):
+            return (yield)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        left = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
+        if left:
+            threading.Thread(target=self._end, args=(left, int(exitstatus)), daemon=True).start()
+
+    def _end(self, left: list[threading.Thread], exitstatus: int) -> None:
+        """End the process where threads of a plugin keep it from ending, in a thread of its own."""
+        threading.main_thread().join()
+        deadline = time.monotonic() + _END_S
+        for thread in left:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in left):
+            os.write(self._stderr, f"threads that do not end keep the process:\n{stacks(left)}\n".encode())
+            os._exit(exitstatus or 1)
+
+    @contextmanager
+    def _limited(self, item: pytest.Item, step: str) -> Iterator[None]:
+        case = getattr(item, "cls", None)
+        if case is None or not issubclass(case, self._kit):
+            yield
+            return
+        limit_s, began = float(case.limit_s), time.monotonic()
+        others_s = signal.getitimer(signal.ITIMER_REAL)[0]  # pytest-timeout, for example
+
+        def end(_signal: int, _frame: FrameType | None) -> None:
+            __tracebackhide__ = True
+            self._ended.setdefault(case, item.name)
+            others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+            told = (
+                f"{item.nodeid}: {step} still runs after {limit_s:g} s (`limit_s`): a call does not end, see the"
+                f" traceback. Other threads: {stacks(others) or 'none'}"
+            )
+            # pytest goes on with the other fixtures after an outcome of its own only.
+            raise DoesNotEnd(told) if step == "call" else pytest.fail.Exception(told)
+
+        mine = threading.current_thread() is threading.main_thread() and not 0 < others_s <= limit_s
+        if mine:
+            before = signal.signal(signal.SIGALRM, end)
+            # Again and again: what it ends may wait once more on its way out.
+            signal.setitimer(signal.ITIMER_REAL, limit_s, limit_s)
+        last_resort = not _has_other_limit(item.config)
+        if last_resort:
+            faulthandler.dump_traceback_later(2 * limit_s + 3, exit=True, file=self._stderr)
+        try:
+            yield
+        finally:
+            if mine:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+                if others_s:
+                    signal.setitimer(signal.ITIMER_REAL, max(others_s - (time.monotonic() - began), 0.001))
+            if last_resort:
+                faulthandler.cancel_dump_traceback_later()
+
+
+def _has_other_limit(config: pytest.Config) -> bool:
+    """Whether pytest's own plugin dumps stacks: a process has one such timer."""
+    try:
+        return float(config.getini("faulthandler_timeout")) > 0
+    except (KeyError, ValueError):  # without that plugin
+        return False
+
+
+T = TypeVar("T")
+
+# Seconds. Frequent switches expose state that threads must not share, and values that are visible too early.
+_SWITCH_S = 1e-6
+
+# Steps of a call between which threads change. A call of more goes on without.
+_STEPS = 2000
+
+
+def stepped(work: Callable[[], T]) -> T:
+    """Return what `work` returns. Between its steps, instructions of Python, other threads get their turn: what a call
+    keeps in its object for an instant is seen by the others."""
+    left = _STEPS
+
+    def step(frame: FrameType, event: str, _arg: object) -> Callable[..., Any] | None:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            time.sleep(0)
+        return step if left > 0 else None
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        return work()
+    finally:
+        sys.settrace(before)
+
+
+def together(works: Sequence[Callable[[], object]], within_s: float) -> None:
+    """Run `works` at the same time, with frequent switches between them. Raises the first error that one of them
+    raised; fails if one does not end within `within_s` seconds."""
+    raised: list[BaseException] = []
+    begin = threading.Barrier(len(works), timeout=within_s)
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            begin.wait()
+            work()
+        except BaseException as error:  # noqa: BLE001  raised again in the test's own thread
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + within_s
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+    finally:
+        sys.setswitchinterval(before)
+    if raised:
+        raise raised[0]
+    if running := [thread for thread in threads if thread.is_alive()]:
+        pytest.fail(f"a call does not end within {within_s:g} s:\n{stacks(running)}", pytrace=False)
 
 
 class Once:
@@ -110,6 +297,53 @@ def _is_of_a_kit(module: str) -> bool:
     return module.startswith("kvf_dev.testing.")
 
 
+def held(*, mappings: bool = False) -> set[str]:
+    """Return what this process holds: threads, open descriptors, and perhaps shared mappings."""
+    found = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            found.add(f"descriptor {number} ({os.readlink(f'/proc/self/fd/{number}')})")
+    if mappings:
+        with open("/proc/self/maps") as file:
+            found |= {f"mapping {line.split()[0]}" for line in file if line.split(None, 2)[1].endswith("s")}
+    return found
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout: float = 20.0) -> None:
+    """Return once `condition()` is true; fail after `timeout` seconds."""
+    __tracebackhide__ = True
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() >= deadline:
+            pytest.fail(f"{what} did not come true within {timeout:g} s")
+        time.sleep(0.005)
+
+
+def must_be_equal(found: Buffer, wanted: Buffer, why: str) -> None:
+    """Fail unless these bytes are equal; shows the first difference, since they may be many."""
+    __tracebackhide__ = True
+    if found != wanted:
+        one, other = memoryview(found), memoryview(wanted)
+        at = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        there, right = bytes(one[at : at + 20]), bytes(other[at : at + 20])
+        pytest.fail(f"{why}: from byte {at} of {len(other)} on {there!r}, not {right!r}")
+
+
+def must_refuse(
+    what: str, call: Callable[[], T], error: type[Exception], *, unless: Callable[[T], bool] = lambda _: False
+) -> None:
+    """Fail unless `call` raises `error`, or answers what is as good."""
+    __tracebackhide__ = True
+    try:
+        answer = call()
+    except error:
+        return
+    except Exception as other:  # noqa: BLE001  any other is the bug
+        pytest.fail(f"{what} raises {type(other).__name__} instead of {error.__name__}: {str(other)[:_LONGEST]}")
+    if not unless(answer):
+        pytest.fail(f"{what} raises no {error.__name__}")
+
+
 class Kit:
     """Base class of the kits' test classes. pytest's own collection of them installs the hooks that they need."""
 
@@ -123,3 +357,7 @@ class Kit:
             name = f"{kind.__module__}.{kind.__name__}"
             if not plugins.has_plugin(name):
                 plugins.register(kind(Kit, metafunc.config), name)
+
+    def in_threads(self, *works: Callable[[], object], within_s: float = 30.0) -> None:
+        """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
+        together(works, within_s)

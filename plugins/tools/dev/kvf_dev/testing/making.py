@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import pytest
 
 from kvf_dev.testing.kit import Kit
-from kvf_dev.testing.together import together
 from kvframework.api.plugin import Provider
 from kvframework.config import PluginTable
 from kvframework.errors import PluginUnavailable
@@ -46,21 +45,29 @@ class NamedKit(Kit):
 
     _descriptor: ClassVar[type[Provider[Any]]]
 
-    def by_name(self, options: Mapping[str, object] | None = None) -> Callable[[], Any]:
-        """Return a factory of the plugin that `use` names, with `options` or those of the class. Skips the test if the
-        plugin cannot run here."""
+    _where: ClassVar[str] = "`options` of the kit"
+
+    def resolve(self, options: Mapping[str, object] | None = None) -> tuple[Any, Any]:
+        """Return the provider that `use` names, and its options as a server gets them, from `options` or those of the
+        class. Skips the test if the plugin cannot run here."""
         if not self.use:
             pytest.fail(f"give `use`, the plugin's name, or a fixture `{self._fixture}`")
-        table = PluginTable(
-            self.use,
-            dict(self.options if options is None else options),
-            f"`options` of the kit for the {self._descriptor.kind} {self.use}",
-        )
+        table = PluginTable(self.use, dict(self.options if options is None else options), self._where)
         try:
-            provider, checked = resolve_table(PluginRegistry(), table, self._descriptor)
+            return resolve_table(PluginRegistry(), table, self._descriptor)
         except PluginUnavailable as error:
             pytest.skip(error.fact)
-        return partial(provider.create, checked)  # type: ignore[attr-defined]
+
+    def by_name(self, options: Mapping[str, object] | None = None) -> Callable[[], Any]:
+        """Return a factory of the plugin that `use` names."""
+        provider, checked = self.resolve(options)
+        return partial(provider.create, checked)
+
+    @property
+    def _fixture(self) -> str:
+        """The fixture that an author may give instead of `use`."""
+        kind = self._descriptor.kind
+        return {"eviction": "make_policy", "tier": "tier"}.get(kind, f"make_{kind}")
 
     def must_be_named(self, name: object) -> None:
         """Fail unless `name`, the name of the object under test, is the plugin's."""
@@ -88,14 +95,6 @@ class NamedKit(Kit):
         )
         assert run.returncode == 0, f"another process fails: {_last_of(run.stderr) or run.returncode}"
         return run.stdout
-
-    def in_threads(self, *works: Callable[[], object], within_s: float = 30.0) -> None:
-        """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
-        together(works, within_s)
-
-    @property
-    def _fixture(self) -> str:
-        return "make_policy" if self._descriptor.kind == "eviction" else f"make_{self._descriptor.kind}"
 
 
 def _last_of(output: bytes) -> str:

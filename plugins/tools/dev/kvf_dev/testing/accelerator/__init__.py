@@ -4,8 +4,14 @@
 device hides (work out of order, freed memory, the wrong process) are refused and noted.
 """
 
-from kvf_dev.testing.accelerator.ledger import AcceleratorError, ContextLost, Misuse
-from kvf_dev.testing.accelerator.node import NODE_VARIABLE, SimulatedNode, Violation
+from kvf_dev.testing.accelerator.node import (
+    NODE_VARIABLE,
+    AcceleratorError,
+    ContextLost,
+    Misuse,
+    SimulatedNode,
+    Violation,
+)
 from kvf_dev.testing.accelerator.runtime import Accelerator
 from kvf_dev.testing.accelerator.streams import Event, Stream
 from kvf_dev.testing.accelerator.tensor import DeviceTensor

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvf_dev.testing.accelerator.ledger import AcceleratorError, Ledger, Misuse, Spans, merged
+from kvf_dev.testing.accelerator.node import AcceleratorError, Ledger, Misuse, Spans, merged
 
 _PROCESS_BITS = 44
 _ALIGNMENT = 512

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvf_dev.testing.accelerator.ledger import AcceleratorError
-from kvf_dev.testing.accelerator.node import SimulatedNode
+from kvf_dev.testing.accelerator.node import AcceleratorError, SimulatedNode
 from kvf_dev.testing.accelerator.runtime import Accelerator
 from kvf_dev.testing.accelerator.streams import Stream
 from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous

@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvf_dev.testing.accelerator.ledger import AcceleratorError, ContextLost, Ledger, Misuse, merged
 from kvf_dev.testing.accelerator.memory import AddressSpace
-from kvf_dev.testing.accelerator.node import NODE_VARIABLE
+from kvf_dev.testing.accelerator.node import NODE_VARIABLE, AcceleratorError, ContextLost, Ledger, Misuse, merged
 from kvf_dev.testing.accelerator.streams import Event, Stream, wait_until_reached
 
 _HANDLE = struct.Struct("=4sQ16s")

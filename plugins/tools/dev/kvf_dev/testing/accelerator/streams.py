@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvf_dev.testing.accelerator.ledger import AcceleratorError, ContextLost
+from kvf_dev.testing.accelerator.node import AcceleratorError, ContextLost
 
 _POLL_S = 0.0005
 

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from kvf_dev.testing.codec.damage import DamageTests
 from kvf_dev.testing.codec.kit import CodecKit
-from kvf_dev.testing.codec.memory import MemoryTests
-from kvf_dev.testing.codec.packing import PackingTests
+from kvf_dev.testing.codec.packing import MemoryTests, PackingTests
 
 __all__ = ["CodecConformance", "CodecKit"]
 

@@ -98,13 +98,6 @@ class DamageTests(CodecKit):
             if damaged != packed:
                 self.must_notice(codec, damaged, data, what)
 
-    def test_where_two_objects_were_mixed_is_refused(self, codec: Codec) -> None:
-        chance = random.Random(3)  # noqa: S311  fixed content
-        one, other = (bytes(chance.choices(range(16), k=30_000)) for _ in range(2))
-        ours, theirs = self.pack(codec, one), self.pack(codec, other)
-        for cut in (len(ours) // 50, len(ours) // 3, len(ours) // 2, len(ours) - 10):
-            self.must_notice(codec, ours[:cut] + theirs[cut:], one, f"from byte {cut} on it is another object's")
-
     def test_a_small_place_takes_little_memory(self, codec: Codec) -> None:
         """The bound holds whatever the packed bytes unpack to."""
         packed = self.pack(codec, bytes(32 * _MIB))

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 
+from kvf_dev.testing.kit import must_be_equal
 from kvf_dev.testing.making import NamedKit
 from kvframework.api.codec import Codec, CodecProvider
 from kvframework.api.types import Buffer
@@ -101,11 +102,7 @@ class CodecKit(NamedKit):
         self.must_be(found, data, told)
 
     def must_be(self, found: Buffer, data: bytes, what: str) -> None:
-        """Fail unless these bytes are equal; shows the first difference, since objects are large."""
-        if found != data:
-            one, at = memoryview(found), next(i for i, (a, b) in enumerate(zip(found, data, strict=True)) if a != b)
-            there, wanted = bytes(one[at : at + 8]), data[at : at + 8]
-            pytest.fail(f"another object's bytes: from byte {at} on {there!r}, not {wanted!r}: {what}")
+        must_be_equal(found, data, f"another object's bytes, of {what}")
 
     def refused_or(self, codec: Codec, packed: bytes, nbytes: int) -> bytes | None:
         """Return the unpacked bytes, None if they were refused. No other error is accepted: the server deletes damaged

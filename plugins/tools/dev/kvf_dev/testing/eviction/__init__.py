@@ -20,12 +20,10 @@ The kit does not judge the choice of victims: test that beside the kit. Needs py
 
 from __future__ import annotations
 
-from kvf_dev.testing.eviction.cost import CostTests
+from kvf_dev.testing.eviction.cost import CostTests, MemoryTests
 from kvf_dev.testing.eviction.kit import EvictionKit
-from kvf_dev.testing.eviction.memory import MemoryTests
-from kvf_dev.testing.eviction.offers import OfferTests
+from kvf_dev.testing.eviction.offers import OfferTests, ServingTests
 from kvf_dev.testing.eviction.requests import RequestTests
-from kvf_dev.testing.eviction.serving import ServingTests
 
 __all__ = ["EvictionConformance", "EvictionKit"]
 

@@ -6,8 +6,8 @@ from itertools import count
 
 import pytest
 
+from kvf_dev.testing.eviction.cost import MemoryTests
 from kvf_dev.testing.eviction.kit import MIB, MakePolicy, WatchedPolicy, fresh_keys, must_offer
-from kvf_dev.testing.eviction.memory import MemoryTests
 from kvframework.api.eviction import EvictionPolicy, Hint, RequestFacts, Use, Why
 
 _USES: tuple[Use, ...] = ("store", "lookup", "retrieve", "load", "recovered")

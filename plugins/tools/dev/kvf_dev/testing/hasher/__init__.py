@@ -20,10 +20,9 @@ shows that they stay as they are from release to release. Needs pytest and hypot
 
 from __future__ import annotations
 
-from kvf_dev.testing.hasher.digests import DigestTests, ExtraTests, PieceTests
+from kvf_dev.testing.hasher.digests import DigestTests, ExtraTests, PieceTests, TokenTests
 from kvf_dev.testing.hasher.kit import HasherKit, MakeHasher
 from kvf_dev.testing.hasher.serving import ServingTests
-from kvf_dev.testing.hasher.tokens import TokenTests
 
 __all__ = ["HasherConformance", "HasherKit", "MakeHasher"]
 

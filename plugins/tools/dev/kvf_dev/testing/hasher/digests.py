@@ -1,8 +1,8 @@
-"""The hasher kit's tests of digests: their number and form, how many of their bits count, the extras that a chunk's
-content depends on besides tokens, and hashing in pieces: engines hash tokens as they come, each token once."""
+"""Tests of digests: their form, what they depend on, extras, and hashing in pieces."""
 
 from __future__ import annotations
 
+import itertools
 from types import MappingProxyType
 
 import pytest
@@ -59,13 +59,6 @@ class DigestTests(HasherKit):
             found = _rank([number ^ first for number in others])
             assert found == _BITS, f"{how}: {found} of the {_BITS} bits of a digest count, others follow from them"
 
-    @pytest.mark.parametrize("chunk", CHUNKS)
-    def test_no_two_chunks_of_a_request_are_the_same(self, hasher: KeyHasher, chunk: int) -> None:
-        """The chunks of a request have different digests, even where all tokens are equal."""
-        for token in (0, 7, 2**32 - 1):
-            digests = split(hasher.chunk_digests(packed([token] * (600 * chunk)), chunk))
-            assert len(set(digests)) == 600, f"two chunks of one request share a digest (all tokens are {token})"
-
 
 def _rank(rows: list[int]) -> int:
     """Return the number of independent rows of bits."""
@@ -108,11 +101,13 @@ class ExtraTests(HasherKit):
         cases += [{0: b"a"}, {1: b"a"}, {2: b"a"}, {0: b"a", 1: b"a"}, {0: b"a", 1: b"a", 2: b"a"}]
         must_differ([(case, hasher.chunk_digests(tokens, 4, extras=case)) for case in cases], "extras at other chunks")
 
-    def test_extras_count_far_behind_the_start(self, hasher: KeyHasher) -> None:
-        tokens = packed(mixed(700))
-        plain = hasher.chunk_digests(tokens, 1)
-        for at in (9, 10, 255, 256, 699):
-            must_change(plain, hasher.chunk_digests(tokens, 1, extras={at: b"x"}), at, f"the extra at {at}")
+    @pytest.mark.parametrize("with_parent", [False, True])
+    def test_extras_count_far_behind_the_start(self, hasher: KeyHasher, with_parent: bool) -> None:
+        tokens, parent = packed(mixed(700)), bytes(range(DIGEST_BYTES)) if with_parent else b""
+        plain = hasher.chunk_digests(tokens, 1, parent=parent)
+        for at in (0, 1, 9, 10, 255, 256, 699):
+            found = hasher.chunk_digests(tokens, 1, parent=parent, extras={at: b"x"})
+            must_change(plain, found, at, f"the extra at {at}")
 
     def test_an_extra_is_not_taken_for_a_parent(self, hasher: KeyHasher) -> None:
         """The digest of an image is as long as a parent digest."""
@@ -124,13 +119,6 @@ class ExtraTests(HasherKit):
                     "an extra of the length of a digest is taken for a parent"
                 )
 
-    def test_extras_count_beside_a_parent(self, hasher: KeyHasher) -> None:
-        tokens, parent = packed(mixed(12)), bytes(range(DIGEST_BYTES))
-        plain = hasher.chunk_digests(tokens, 4, parent=parent)
-        for at in range(3):
-            found = hasher.chunk_digests(tokens, 4, parent=parent, extras={at: b"x"})
-            must_change(plain, found, at, f"the extra at {at} of a call with a parent")
-
     def test_the_order_and_the_type_of_the_mapping_do_not_count(self, hasher: KeyHasher) -> None:
         tokens = packed(mixed(16))
         extras = {3: b"c", 0: b"a", 2: b"b", 9: b"behind"}
@@ -140,9 +128,6 @@ class ExtraTests(HasherKit):
         must_equal(found, expected, "the order in which extras are given counts")
         read_only = hasher.chunk_digests(tokens, 4, extras=MappingProxyType(extras))
         must_equal(read_only, expected, "extras in a read-only mapping give other digests than in a dict")
-
-    def test_no_extras_in_every_form_are_the_same(self, hasher: KeyHasher) -> None:
-        tokens = packed(range(12))
         plain = hasher.chunk_digests(tokens, 4)
         must_equal(hasher.chunk_digests(tokens, 4, parent=b"", extras=None), plain, "extras=None is not `no extras`")
         must_equal(hasher.chunk_digests(tokens, 4, extras={}), plain, "extras={} is not `no extras`")
@@ -156,23 +141,17 @@ _SETS_OF_EXTRAS = st.dictionaries(st.integers(0, 12), st.binary(min_size=1, max_
 class PieceTests(HasherKit):
     """Prefixes, and going on from a parent."""
 
-    def test_the_digests_of_a_prefix_are_a_prefix(self, hasher: KeyHasher) -> None:
-        @settings(max_examples=self.examples, deadline=None)
-        @given(tokens=_TOKENS, chunk=_CHUNKS, extras=_SETS_OF_EXTRAS, kept=st.integers(0, 40))
-        def check(tokens: list[int], chunk: int, extras: dict[int, bytes], kept: int) -> None:
-            whole = hasher.chunk_digests(packed(tokens), chunk, extras=extras)
-            found = hasher.chunk_digests(packed(tokens[:kept]), chunk, extras=extras)
-            must_equal(found, whole[: len(found)], "the digests of a prefix are no prefix of the digests")
-
-        check()
-
     def test_going_on_from_a_parent_equals_one_call(self, hasher: KeyHasher) -> None:
+        """And the digests of a prefix are a prefix of the digests."""
+
         @settings(max_examples=self.examples, deadline=None)
         @given(tokens=_TOKENS, chunk=_CHUNKS, extras=_SETS_OF_EXTRAS, split=st.integers(0, 40))
         @example(tokens=[*range(13)], chunk=2, extras={1: b"image", 3: b"adapter"}, split=2)
         def check(tokens: list[int], chunk: int, extras: dict[int, bytes], split: int) -> None:
-            split = min(split, len(tokens) // chunk)
-            _must_go_on(hasher, tokens, chunk, extras, [split])
+            _must_go_on(hasher, tokens, chunk, extras, [min(split, len(tokens) // chunk)])
+            whole = hasher.chunk_digests(packed(tokens), chunk, extras=extras)
+            found = hasher.chunk_digests(packed(tokens[:split]), chunk, extras=extras)
+            must_equal(found, whole[: len(found)], "the digests of a prefix are no prefix of the digests")
 
         check()
 
@@ -180,11 +159,8 @@ class PieceTests(HasherKit):
     def test_a_request_of_many_chunks_goes_on_anywhere(self, hasher: KeyHasher, chunk: int) -> None:
         """Piece by piece, as an engine does: the parent may be the digest of the hundredth chunk."""
         tokens, extras = mixed(300 * chunk + chunk // 2), {0: b"adapter", 99: b"image", 256: b"another"}
-        for splits in ([1], [99], [100], [255], [256], [299], [300], [1, 2, 3], [100, 200, 257]):
+        for splits in ([1], [99], [100], [255], [256], [299], [300], [100, 200, 257], [*range(1, 40)]):
             _must_go_on(hasher, tokens, chunk, extras, splits)
-
-    def test_a_request_is_hashed_chunk_by_chunk(self, hasher: KeyHasher) -> None:
-        _must_go_on(hasher, mixed(40 * 16), 16, {7: b"image"}, [*range(1, 40)])
 
 
 def _must_go_on(hasher: KeyHasher, tokens: list[int], chunk: int, extras: dict[int, bytes], splits: list[int]) -> None:
@@ -196,3 +172,110 @@ def _must_go_on(hasher: KeyHasher, tokens: list[int], chunk: int, extras: dict[i
         found += hasher.chunk_digests(packed(piece), chunk, parent=found[-DIGEST_BYTES:], extras=here)
     whole = hasher.chunk_digests(packed(tokens), chunk, extras=extras)
     must_equal(found, whole, f"going on from the parent behind chunks {splits} of {chunk} tokens differs from one call")
+
+
+_CHANGED_BITS = 64  # of 256: half of them change on average, less than a quarter never of a cryptographic hash
+
+
+class TokenTests(HasherKit):
+    """Tokens, their order, and the prefix before them."""
+
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    @pytest.mark.parametrize("ids", ["small", "large"])
+    def test_a_changed_token_changes_its_chunk_and_all_behind_it(self, hasher: KeyHasher, chunk: int, ids: str) -> None:
+        """Every token of three chunks is changed; every bit is, too: of all tokens of small chunks, and by turns of
+        large ones."""
+        tokens = mixed(3 * chunk) if ids == "large" else list(range(3 * chunk))
+        before = hasher.chunk_digests(packed(tokens), chunk)
+        for at in range(len(tokens)):
+            for bit in range(32) if chunk < 16 else {at % 32, (at + 16) % 32}:
+                changed = [*tokens]
+                changed[at] ^= 1 << bit
+                after = hasher.chunk_digests(packed(changed), chunk)
+                must_change(before, after, at // chunk, f"bit {bit} of token {at} ({ids} ids, chunks of {chunk})")
+                apart = int.from_bytes(before[-DIGEST_BYTES:], "big") ^ int.from_bytes(after[-DIGEST_BYTES:], "big")
+                assert apart.bit_count() >= _CHANGED_BITS, (
+                    f"bit {bit} of token {at} changes {apart.bit_count()} bits of a digest: no cryptographic hash"
+                )
+
+    @pytest.mark.parametrize("chunk", [1024, 4096])
+    def test_every_token_of_a_long_chunk_counts(self, hasher: KeyHasher, chunk: int) -> None:
+        """Chunks as long as some servers have them: each token of the first one, and the second one's ends."""
+        step = chunk // 1024
+        tokens = packed(mixed(2 * chunk))
+        before = hasher.chunk_digests(tokens, chunk)
+        for at in (*range(0, chunk, step), chunk - 2, chunk - 1, chunk, chunk + chunk // 2, 2 * chunk - 1):
+            changed = bytearray(tokens)
+            changed[4 * at + at % 4] ^= 1 << at % 8
+            after = hasher.chunk_digests(bytes(changed), chunk)
+            must_change(before, after, at // chunk, f"token {at} (chunks of {chunk})")
+
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    def test_no_two_changes_of_tokens_cancel_each_other(self, hasher: KeyHasher, chunk: int) -> None:
+        """Requests that differ in pairs of tokens, as sums, exclusive ors and products of tokens would hide it."""
+        tokens = [1 << 20 | number for number in range(2 * chunk)]
+        named = [("none", hasher.chunk_digests(packed(tokens), chunk))]
+        for one, other in itertools.pairwise(range(len(tokens))):
+            both = [*tokens]
+            both[one], both[other] = both[one] ^ 1 << 31, both[other] ^ 1 << 31
+            named.append((f"bit 31 of tokens {one} and {other}", hasher.chunk_digests(packed(both), chunk)))
+            shifted = [*tokens]
+            shifted[one], shifted[other] = shifted[one] + 5, shifted[other] - 5
+            named.append((f"5 from token {other} to token {one}", hasher.chunk_digests(packed(shifted), chunk)))
+        must_differ(named, "changes of two tokens")
+
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    def test_the_order_of_tokens_and_chunks_counts(self, hasher: KeyHasher, chunk: int) -> None:
+        """Also of tokens whose ids read the same one after the other, in decimal or in hexadecimal."""
+        count = 4 * chunk
+        tokens = mixed(count)
+        orders = {"as they are": tokens, "backwards": tokens[::-1], "turned by one": [*tokens[1:], tokens[0]]}
+        for one, other in [*itertools.pairwise(range(count)), (0, count - 1), (0, chunk // 2), (0, count // 2)]:
+            swapped = [*tokens]
+            swapped[one], swapped[other] = swapped[other], swapped[one]
+            orders.setdefault(f"tokens {one} and {other} swapped", swapped)
+        chunks = [tokens[at : at + chunk] for at in range(0, count, chunk)]
+        for order in itertools.permutations(range(4)):
+            orders[f"chunks in the order {order}"] = [token for index in order for token in chunks[index]]
+        for pair in ([1, 23], [12, 3], [123, 0], [1, 11], [11, 1], [0, 123], [1230, 0], [0x1, 0x1A], [0x11, 0xA]):
+            orders[f"{pair} again and again"] = pair * (count // 2)
+        unique = {tuple(order): name for name, order in orders.items()}
+        digests = [(name, hasher.chunk_digests(packed(order), chunk)) for order, name in unique.items()]
+        must_differ(digests, "the order counts")
+
+    def test_a_long_request_is_hashed_to_its_end(self, hasher: KeyHasher) -> None:
+        """More chunks than a byte counts, and more than 64 KiB of them: the first and the last token count in all."""
+        for chunk, chunks in ((1, 5000), (256, 300)):
+            tokens = mixed(chunk * chunks)
+            before = hasher.chunk_digests(packed(tokens), chunk)
+            for at in (0, len(tokens) // 2, len(tokens) - 1):
+                after = hasher.chunk_digests(packed([*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]]), chunk)
+                must_change(before, after, at // chunk, f"a request of {chunks} chunks of {chunk}: token {at}")
+
+    @pytest.mark.parametrize("chunk", [4, 256])
+    def test_the_parent_counts(self, hasher: KeyHasher, chunk: int) -> None:
+        """Every bit of a parent digest is flipped; all chunks of the call depend on it."""
+        tokens = packed(mixed(3 * chunk))
+        parent = b"\0" + hasher.chunk_digests(packed(range(chunk)), chunk)[1:]
+        number = int.from_bytes(parent, "big")
+        found = [
+            ("no parent", hasher.chunk_digests(tokens, chunk)),
+            ("the parent", hasher.chunk_digests(tokens, chunk, parent=parent)),
+        ]
+        for bit in range(8 * DIGEST_BYTES):
+            other = (number ^ 1 << bit).to_bytes(DIGEST_BYTES, "big")
+            found.append((f"the parent without bit {bit}", hasher.chunk_digests(tokens, chunk, parent=other)))
+        for index in range(3):
+            digests = [(name, each[: (index + 1) * DIGEST_BYTES]) for name, each in found]
+            must_differ(digests, f"the parent counts in chunk {index}")
+
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    def test_what_is_behind_the_last_whole_chunk_does_not_count(self, hasher: KeyHasher, chunk: int) -> None:
+        tokens = packed(mixed(2 * chunk))
+        whole = hasher.chunk_digests(tokens, chunk)
+        rests = [packed(range(chunk - 1)), packed([1] * (chunk - 1)), packed([2**32 - 1] * (chunk // 2)), b"x", b"xyz"]
+        for rest in rests:
+            for extras in (None, {2: b"later", 7: b"much later"}):
+                if len(rest) < 4 * chunk:
+                    found = hasher.chunk_digests(tokens + rest, chunk, extras=extras)
+                    must_equal(found, whole, f"{len(rest)} bytes behind the last whole chunk of {chunk} tokens count")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvf_dev.testing.hasher.kit import HasherKit, MakeHasher, mixed, must_equal, packed
-from kvf_dev.testing.together import stepped
+from kvf_dev.testing.kit import must_refuse, stepped
 from kvframework.api.hasher import DIGEST_BYTES, Buffer, KeyHasher
 from kvframework.errors import RequestError
 
@@ -53,24 +54,20 @@ class ServingTests(HasherKit):
         assert bytes(forms[form]) == tokens, "tokens are the caller's, and the call changed them"
 
     def test_memory_is_not_kept(self, hasher: KeyHasher) -> None:
+        """Neither a view of the tokens nor a reference: they are the caller's memory."""
         for count in (_CHUNK - 1, 10 * _CHUNK, 1000 * _CHUNK):
-            tokens = bytearray(packed(range(count)))
-            hasher.chunk_digests(tokens, _CHUNK)
-            gc.collect()
-            try:
-                tokens.clear()
-            except BufferError:
-                pytest.fail("a view of the tokens is kept after the call: they are the caller's memory")
-
-    def test_no_reference_to_the_tokens_is_kept(self, hasher: KeyHasher) -> None:
-        for extras in (None, {0: b"a"}):
-            for parent in (b"", bytes(range(DIGEST_BYTES))):
-                tokens = _Tokens(packed(range(10 * _CHUNK)))
-                hasher.chunk_digests(tokens, _CHUNK, parent=parent, extras=extras)
+            for more in ({}, {"parent": bytes(range(DIGEST_BYTES))}, {"extras": {0: b"a"}}):
+                tokens = _Tokens(packed(range(count)))
+                hasher.chunk_digests(tokens, _CHUNK, **more)
+                gc.collect()
+                try:
+                    tokens.append(0)
+                except BufferError:
+                    pytest.fail("a view of the tokens is kept after the call")
                 left = weakref.ref(tokens)
                 del tokens
                 gc.collect()
-                assert left() is None, "a reference to the tokens is kept after the call: they are the caller's memory"
+                assert left() is None, "a reference to the tokens is kept after the call"
 
     @pytest.mark.parametrize("form", ["bytearray", "memoryview", "read-only", "words"])
     def test_tokens_may_be_written_over_after_the_call(self, make_hasher: MakeHasher, form: str) -> None:
@@ -89,11 +86,13 @@ class ServingTests(HasherKit):
     @pytest.mark.parametrize("nbytes", [1, 5, 31, 33, 40, 64])
     def test_a_parent_that_is_no_digest_is_refused(self, hasher: KeyHasher, nbytes: int) -> None:
         for tokens in (packed(range(2 * _CHUNK)), b""):
-            _must_refuse(hasher, tokens, _CHUNK, bytes(range(nbytes)), f"a parent of {nbytes} bytes")
+            call = partial(hasher.chunk_digests, tokens, _CHUNK, parent=bytes(range(nbytes)))
+            must_refuse(f"a parent of {nbytes} bytes", call, RequestError)
 
     @pytest.mark.parametrize("chunk", [0, -1])
     def test_a_chunk_without_tokens_is_refused(self, hasher: KeyHasher, chunk: int) -> None:
-        _must_refuse(hasher, packed(range(2 * _CHUNK)), chunk, b"", f"chunks of {chunk} tokens")
+        call = partial(hasher.chunk_digests, packed(range(2 * _CHUNK)), chunk)
+        must_refuse(f"a call with chunks of {chunk} tokens", call, RequestError)
 
     def test_a_call_knows_nothing_of_others(self, make_hasher: MakeHasher) -> None:
         """Calls that differ in one argument each, in any order and in the same memory of the tokens, give what a new
@@ -166,15 +165,3 @@ class ServingTests(HasherKit):
                 must_equal(found, alone[index], "threads disturb each other")
 
         self.in_threads(*(lambda index=index: work(index) for index in range(3)))
-
-
-def _must_refuse(hasher: KeyHasher, tokens: bytes, chunk: int, parent: bytes, what: str) -> None:
-    """Fail unless the call raises `RequestError`."""
-    __tracebackhide__ = True
-    try:
-        hasher.chunk_digests(tokens, chunk, parent=parent)
-    except RequestError:
-        return
-    except Exception as error:  # noqa: BLE001  any other is the bug
-        pytest.fail(f"{what} raises {type(error).__name__} instead of RequestError")
-    pytest.fail(f"{what} is taken instead of raising RequestError")

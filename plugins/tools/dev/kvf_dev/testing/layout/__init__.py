@@ -21,9 +21,8 @@ memory (`EngineView`); the kit compares the layout's views with it. A layout tha
 
 from __future__ import annotations
 
-from kvf_dev.testing.layout.declaration import DeclarationTests, RefusalTests
+from kvf_dev.testing.layout.declaration import DeclarationTests, ObjectTests, RefusalTests
 from kvf_dev.testing.layout.kit import LayoutKit, LayoutSubject, MakeLayout, MakeSubject, Slab
-from kvf_dev.testing.layout.objects import ObjectTests
 from kvf_dev.testing.layout.views import InstanceTests, ViewTests
 
 __all__ = ["LayoutConformance", "LayoutKit", "LayoutSubject", "MakeLayout", "MakeSubject", "Slab"]

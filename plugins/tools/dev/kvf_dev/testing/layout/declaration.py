@@ -1,14 +1,17 @@
-"""The layout kit's tests of the declaration: what `describe` says of an engine's tensors, and what it refuses: tensors
-that are not those of the declaration, and what cannot be described."""
+"""The layout kit's tests of the declaration, of what is refused, and of the objects that both sides see."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import msgspec
 import pytest
 import torch
 
+from kvf_dev.testing.kit import must_refuse
 from kvf_dev.testing.layout.kit import (
     BLOCKS,
     LAYERS,
@@ -20,7 +23,16 @@ from kvf_dev.testing.layout.kit import (
     same_memory,
     tensors_of,
 )
-from kvframework.api.layout import KVLayout, LayerTensors, Layout, validate_layout
+from kvframework.api.keys import compute_namespace
+from kvframework.api.layout import (
+    KVLayout,
+    LayerTensors,
+    Layout,
+    MemoryLayoutDesc,
+    canonical_desc,
+    chunk_tokens_for,
+    validate_layout,
+)
 from kvframework.errors import BadLayout, KVFrameworkError
 
 
@@ -113,15 +125,12 @@ class RefusalTests(LayoutKit):
         self, layout: Layout, subject: LayoutSubject, declared: KVLayout
     ) -> None:
         for what, caches in _wrong(subject.kv_caches):
-            try:
-                views = layout.block_views(declared, caches)
-            except BadLayout:
-                continue
-            except Exception as error:  # noqa: BLE001  any other is the bug
-                pytest.fail(f"{what}: block_views raises {type(error).__name__} instead of BadLayout: {error}")
-            if _is_no_matter(what, views, declared):
-                continue
-            pytest.fail(f"{what}: block_views raises no BadLayout")
+            must_refuse(
+                f"{what}: block_views",
+                partial(layout.block_views, declared, caches),
+                BadLayout,
+                unless=partial(_is_no_matter, what, declared=declared),
+            )
 
     def test_tensors_in_another_order_are_the_same_or_refused(
         self, layout: Layout, subject: LayoutSubject, declared: KVLayout
@@ -138,13 +147,7 @@ class RefusalTests(LayoutKit):
     def test_what_cannot_be_described_is_refused(self, layout: Layout, subject: LayoutSubject, what: str) -> None:
         caches = {} if what == "no layers" else subject.kv_caches
         block_size = {"block_size 0": 0, "block_size -1": -1}.get(what, subject.block_size)
-        try:
-            layout.describe(caches, block_size=block_size)
-        except BadLayout:
-            return
-        except Exception as error:  # noqa: BLE001  any other is the bug
-            pytest.fail(f"{what}: describe raises {type(error).__name__} instead of BadLayout: {error}")
-        pytest.fail(f"{what}: describe raises no BadLayout")
+        must_refuse(f"{what}: describe", lambda: layout.describe(caches, block_size=block_size), BadLayout)
 
 
 def _is_no_matter(what: str, views: Views, declared: KVLayout) -> bool:
@@ -204,3 +207,80 @@ def _wrong(caches: Mapping[str, LayerTensors]) -> Iterator[tuple[str, Mapping[st
 def _twin(dtype: torch.dtype) -> torch.dtype:
     """Return another dtype whose elements are as wide."""
     return next(each for each in _DTYPES if each is not dtype and each.itemsize == dtype.itemsize)
+
+
+CHUNKS = (1, 48, 256, 1000)
+_IN_A_SERVER = """
+import sys; sys.modules["torch"] = None
+import msgspec
+from kvframework.api.layout import KVLayout
+{made}
+declared = msgspec.msgpack.decode(bytes.fromhex({declared!r}), type=KVLayout)
+sys.stdout.write(msgspec.msgpack.encode(layout.object_desc(declared, 48)).hex())
+"""
+_BY_NAME = """
+from kvframework.registry import PluginRegistry
+registry = PluginRegistry()
+provider = registry.resolve("layout", {use!r})
+layout = provider.create(registry.options(provider, {{}}, where="the kit"))
+"""
+_BY_CLASS = """
+import importlib, operator
+layout = operator.attrgetter({qualname!r})(importlib.import_module({module!r}))()
+"""
+
+
+class ObjectTests(LayoutKit):
+    """`object_desc`, in the engine and in the server."""
+
+    @pytest.mark.parametrize("chunk", CHUNKS)
+    def test_a_server_without_the_options_sees_the_same_objects(
+        self, layout: Layout, bare: Layout, declared: KVLayout, chunk: int
+    ) -> None:
+        desc = layout.object_desc(declared, chunk)
+        assert bare.object_desc(declared, chunk) == desc, "the engine and the server describe different objects"
+        tokens = chunk_tokens_for([group.block_size for group in declared.groups], declared.chunk_tokens or chunk)
+        assert desc.chunk_tokens == tokens, f"chunk_tokens is {desc.chunk_tokens}, whole blocks are {tokens} tokens"
+        if all(group.form == "canonical" or group.form.startswith("opaque:") for group in desc.groups):
+            assert desc == canonical_desc(declared, chunk), "objects of these forms have the shapes of the core"
+
+    def test_the_server_half_needs_no_torch(self, layout: Layout, bare: Layout, declared: KVLayout) -> None:
+        """`object_desc` works in a process that cannot import torch."""
+        kind = type(bare)
+        made = _BY_NAME.format(use=self.use) if self.use else ""
+        made = made or _BY_CLASS.format(qualname=kind.__qualname__, module=kind.__module__)
+        program = _IN_A_SERVER.format(made=made, declared=msgspec.msgpack.encode(declared).hex())
+        run = subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{program}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert run.returncode == 0, f"a server, which has no torch, fails: {run.stderr.strip().splitlines()[-1:]}"
+        found = msgspec.msgpack.decode(bytes.fromhex(run.stdout), type=MemoryLayoutDesc)
+        assert found == layout.object_desc(declared, 48), "a server without torch describes other objects"
+
+    def test_the_namespace_depends_on_the_objects_alone(self, bare: Layout, declared: KVLayout) -> None:
+        replace = msgspec.structs.replace
+        first, *others = declared.groups
+
+        def namespace(group: object = first, **more: object) -> bytes:
+            desc = bare.object_desc(replace(declared, groups=(group, *others), **more), 48)
+            return compute_namespace(model="m", desc=desc, hasher_fingerprint="h", world_size=1)
+
+        own = namespace()
+        assert namespace() == own, "object_desc answers something else the second time"
+        more = namespace(num_blocks=declared.num_blocks + 1)
+        assert more == own, "engines with other numbers of blocks share no objects"
+        assert namespace(replace(first, strides=())) == own, "engines with other strides share no objects"
+        for field, value in {
+            "num_layers": first.num_layers + 1,
+            "head_dim": first.head_dim + 8,
+            "planes": 3 - first.planes,
+            "window": 0 if first.window else 64,
+        }.items():
+            if field == "window" and first.state:
+                continue
+            other = namespace(replace(first, **{field: value, "layer_names": ()}))
+            assert other != own, f"objects with another {field} have the same namespace: engines load foreign KV"

@@ -23,8 +23,7 @@ Sizes are up to 40 MiB. Needs pytest alone.
 from __future__ import annotations
 
 from kvf_dev.testing.memory.content import ContentTests, ReadinessTests
-from kvf_dev.testing.memory.end import EndTests
-from kvf_dev.testing.memory.kept import KeptTests
+from kvf_dev.testing.memory.end import EndTests, KeptTests
 from kvf_dev.testing.memory.kit import MakeKeptMemory, MakeMemory, MemoryKit
 
 __all__ = ["MakeKeptMemory", "MakeMemory", "MemoryConformance", "MemoryKit"]

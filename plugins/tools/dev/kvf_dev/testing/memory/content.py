@@ -11,7 +11,8 @@ import threading
 
 import pytest
 
-from kvf_dev.testing.memory.kit import CAPACITY, PAGE, SIZES, MakeMemory, MemoryKit, held, mark, taken, wrong_page
+from kvf_dev.testing.kit import held, must_refuse
+from kvf_dev.testing.memory.kit import CAPACITY, PAGE, SIZES, MakeMemory, MemoryKit, mark, taken, wrong_page
 from kvframework.api.memory import ArenaError, Memory
 
 _IN_A_CLIENT = """
@@ -103,17 +104,9 @@ class ContentTests(MemoryKit):
                 pytest.fail("closing one memory closes the descriptor of another one")
 
     def test_memory_that_cannot_be_had_is_refused(self, make_memory: MakeMemory) -> None:
-        before = held()
-        try:
-            memory = make_memory(1 << 60)
-        except ArenaError:
-            pass
-        except Exception as error:  # noqa: BLE001  any other is the bug
-            pytest.fail(f"2^60 bytes raise {type(error).__name__} instead of ArenaError: {error}")
-        else:
-            memory.close()
-            pytest.fail("2^60 bytes are there without an ArenaError: engines would write to memory that is not there")
-        left = held() - before
+        before = held(mappings=True)
+        must_refuse("making 2^60 bytes, which are not there,", lambda: make_memory(1 << 60).close(), ArenaError)
+        left = held(mappings=True) - before
         assert not left, f"an ArenaError leaves behind: {', '.join(sorted(left))}"
 
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import pytest
 
-from kvf_dev.testing.kit import Kit
+from kvf_dev.testing.kit import wait_until
+from kvf_dev.testing.making import NamedKit
 from kvframework.api.memory import Memory, MemoryContext, MemoryProvider
-from kvframework.config import PluginTable
-from kvframework.errors import PluginUnavailable
-from kvframework.registry import PluginRegistry, resolve_table
 
 MakeMemory = Callable[[int], Memory]
 MakeKeptMemory = Callable[[int, int], Memory]
@@ -27,14 +23,11 @@ SIZES = {"1 MiB": MIB, "40 MiB and 3 pages": 40 * MIB + 3 * PAGE, "3 MiB and 123
 CAPACITY = SIZES["40 MiB and 3 pages"]
 
 
-class MemoryKit(Kit):
+class MemoryKit(NamedKit):
     """Settings and fixtures of the kit. An author must give either `use` or a `make_memory` fixture."""
 
-    use: ClassVar[str] = ""
-    """Name of the plugin; its entry point is `memory.<use>`. The option `capacity` sets its size."""
-
-    options: ClassVar[Mapping[str, object]] = {}
-    """Other options of the plugin, as in its `[l1]` table."""
+    _descriptor = MemoryProvider
+    _where = "[l1]"
 
     patience_s: ClassVar[float] = 20.0
     """Seconds within which memory of this size becomes usable, and closes."""
@@ -42,9 +35,8 @@ class MemoryKit(Kit):
     @pytest.fixture
     def make_memory(self) -> MakeMemory:
         """Return a factory of memory by its size in bytes, which raises `ArenaError` for what cannot be had."""
-        if not self.use:
-            pytest.fail("give `use`, the plugin's name, or a fixture `make_memory`")
-        return self._by_name
+        self.resolve({**self.options, "capacity": CAPACITY})  # a wrong name is an error here, and not in each test
+        return self._make
 
     @pytest.fixture
     def make_kept_memory(self) -> MakeKeptMemory:
@@ -52,22 +44,15 @@ class MemoryKit(Kit):
         provider without `keeps`, and where a fixture `make_memory` is all that is given."""
         if not self.use:
             pytest.skip("there is no fixture `make_kept_memory`")
-        return self._kept_by_name
+        return self._make
 
-    def _kept_by_name(self, capacity: int, kept: int) -> Memory:
-        return self._by_name(capacity, kept)
-
-    def _by_name(self, capacity: int, kept: int | None = None) -> Memory:
+    def _make(self, capacity: int, kept: int | None = None) -> Memory:
         """Return memory, made as a server does it. Skips the test if the plugin cannot run here."""
-        table = PluginTable(self.use, {**self.options, "capacity": capacity}, "[l1]")
-        try:
-            provider, options = resolve_table(PluginRegistry(), table, MemoryProvider)
-        except PluginUnavailable as error:
-            pytest.skip(error.fact)
+        provider, options = self.resolve({**self.options, "capacity": capacity})
         if kept is not None and not provider.keeps:
             os.close(kept)
             pytest.skip("the provider has no `keeps`")
-        memory: Memory = provider.create(options, MemoryContext(table.where, kept=kept))
+        memory: Memory = provider.create(options, MemoryContext(self._where, kept=kept))
         return memory
 
     @pytest.fixture
@@ -76,22 +61,11 @@ class MemoryKit(Kit):
         yield memory
         memory.close()
 
-    def until(self, true: Callable[[], object], what: str) -> None:
-        """Wait until it is `true`; fail after `patience_s`."""
-        __tracebackhide__ = True
-        end = time.monotonic() + self.patience_s
-        while not true():
-            if time.monotonic() > end:
-                pytest.fail(f"waited {self.patience_s:g} s for {what}")
-            time.sleep(0.005)
-
     def until_all_is_ready(self, memory: Memory, ends: list[int]) -> None:
         """Wait for `on_ready(capacity)`; `ends` has what was reported so far."""
         __tracebackhide__ = True
-        self.until(
-            lambda: ends and ends[-1] >= memory.capacity,
-            f"on_ready({memory.capacity}), all of the memory to be usable; the last call was {ends[-1:]}",
-        )
+        what = f"on_ready({memory.capacity}), which reports all of the memory,"
+        wait_until(lambda: ends and ends[-1] >= memory.capacity, what, self.patience_s)
 
 
 def pages(view: memoryview) -> range:
@@ -117,14 +91,6 @@ def taken(fd: int) -> int | None:
     """Return how many bytes of the file the kernel has allocated; None where it does not say."""
     found = os.fstat(fd)
     return found.st_blocks * 512 if stat.S_ISREG(found.st_mode) else None
-
-
-def held() -> set[str]:
-    """Return what this process holds: open descriptors, shared mappings, threads; and names of shared memory."""
-    with open("/proc/self/maps") as file:
-        shared = {f"mapping {line.split()[0]}" for line in file if line.split(None, 2)[1].endswith("s")}
-    threads = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
-    return shared | threads | {f"descriptor {fd}" for fd in os.listdir("/proc/self/fd")}
 
 
 def name_of(memory: Memory) -> str:

@@ -27,19 +27,12 @@ or give a fixture:
 
 from __future__ import annotations
 
-from kvf_dev.testing.tier.batches import BatchTests
-from kvf_dev.testing.tier.capacity import CapacityTests
-from kvf_dev.testing.tier.concurrency import ConcurrencyTests
-from kvf_dev.testing.tier.contract import ClaimTests, ContractTests
-from kvf_dev.testing.tier.crashes import CrashTests
-from kvf_dev.testing.tier.deadlines import DeadlineTests
-from kvf_dev.testing.tier.expiry import ExpiryTests
-from kvf_dev.testing.tier.faults import FaultTests
+from kvf_dev.testing.tier.capacity import CapacityTests, ExpiryTests, ListingTests
+from kvf_dev.testing.tier.concurrency import ConcurrencyTests, DeadlineTests, ModelTests
+from kvf_dev.testing.tier.contract import BatchTests, ClaimTests, ContractTests
+from kvf_dev.testing.tier.faults import FaultTests, WireFaultTests
 from kvf_dev.testing.tier.kit import TierKit
-from kvf_dev.testing.tier.lifecycle import LeakTests, LifecycleTests, SharingTests
-from kvf_dev.testing.tier.listing import ListingTests
-from kvf_dev.testing.tier.model import ModelTests
-from kvf_dev.testing.tier.wire import WireFaultTests
+from kvf_dev.testing.tier.lifecycle import CrashTests, LeakTests, LifecycleTests, SharingTests
 
 __all__ = ["TierConformance", "TierKit"]
 

@@ -1,16 +1,24 @@
-"""Tests of several threads on one tier, as the server's storage threads use it, with frequent switches between them."""
+"""Tests of several threads on one tier, as the server's storage threads use it; of deadlines; and the comparison with a
+dict: hypothesis generates sequences of batches, and shrinks one that differs."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, TypeVar
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from kvf_dev.testing.tier.kit import DELETED, FOUND, MISSING, STORED, TierKit
-from kvframework.api.tier import Outcome, Tier
+from kvf_dev.testing.tier.kit import DAMAGED, DELETED, EVERY_CALL, FOUND, MISSING, STORED, TierKit
+from kvframework.api.tier import Outcome, PackedKey, Tier
+from kvframework.errors import TierError
 
 # Rounds with values of these sizes: small ones, whose steps lie close together, often; large ones, which take long.
 SIZES = [(150, 600), (12, 100_000)]
@@ -186,3 +194,196 @@ class ConcurrencyTests(TierKit):
         self.in_threads(*(lambda seed=seed: work(seed, kept) for seed in range(6)))
         for key, value in kept:
             self.must_load(watched, key, value, "a value that was stored beside others is lost")
+
+
+_T = TypeVar("_T")
+
+SHORT_S = 0.05
+
+
+class Held(list[_T]):
+    """A list whose iteration pauses before the second item until `go` is set, for at most `within_s` seconds."""
+
+    def __init__(self, items: Sequence[_T], within_s: float) -> None:
+        super().__init__(items)
+        self.reached, self.go = threading.Event(), threading.Event()
+        self._within_s = within_s
+
+    def __iter__(self) -> Iterator[_T]:
+        for index in range(len(self)):
+            if index == 1:
+                self.reached.set()
+                self.go.wait(self._within_s)
+            yield self[index]
+
+
+class DeadlineTests(TierKit):
+    """An operation that exceeds its deadline raises `TierError`; the tier stays usable."""
+
+    @pytest.mark.parametrize("name", EVERY_CALL)
+    def test_a_passed_deadline_fails_at_once(self, watched: Tier, name: str) -> None:
+        (key,) = self.fresh_keys(1)
+        self.store(watched, key, b"value")
+        past = time.monotonic() - 1.0
+        self.must_raise(name, self.every_call(watched, key, lambda: past)[name], "the deadline has passed")
+        # In another thread: what the late call may have left locked is not this thread's there.
+        self.in_threads(lambda: self.must_load(watched, key, b"value", "the late call changed it"))
+        self.in_threads(lambda: self.store(watched, key, b"again"))
+        self.must_load(watched, key, b"again")
+
+    @pytest.mark.parametrize("seconds", [0.001, 0.05])
+    @pytest.mark.parametrize("name", ["put", "get_into", "contains", "delete"])
+    def test_a_short_deadline_ends_a_big_batch(self, watched: Tier, name: str, seconds: float) -> None:
+        """The deadline is that of the batch, not of each key."""
+        value = os.urandom(32 << 10)
+        keys = self.fresh_keys(1000)
+        parts = [[memoryview(value if name == "put" else bytearray(value))]] * len(keys)
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(TierError):
+            if name in ("put", "get_into"):
+                getattr(watched, name)(keys, parts, deadline=deadline)
+            else:
+                getattr(watched, name)(keys, deadline=deadline)
+        late = time.monotonic() - deadline
+        assert late < self.grace_s, f"{name} went on for {late:.1f} s after its deadline"
+
+        some = keys[:: len(keys) // 20]
+        buffers = [bytearray(len(value)) for _ in some]
+        outcomes = watched.get_into(some, self.parts_of(buffers), deadline=self.soon())
+        assert set(outcomes) <= {len(value), MISSING}, "a value of a batch that ended early is there in part"
+        for buffer, outcome in zip(buffers, outcomes, strict=True):
+            if outcome is not MISSING:
+                self.must_be([buffer], [value], "a value of a batch that ended early is there in part")
+        assert set(watched.delete(keys, deadline=self.soon())) <= {DELETED, MISSING}
+
+    def test_a_put_waits_for_no_other_beyond_its_deadline(self, watched: Tier) -> None:
+        keys = self.fresh_keys(2)
+        (other,) = self.fresh_keys(1)
+        parts = self.parts_of([b"value", b"value"])
+        held = Held(parts, SHORT_S + self.grace_s + 0.5)
+
+        def put_much() -> None:
+            try:
+                watched.put(keys, held, deadline=self.soon())
+            finally:
+                held.reached.set()  # for a tier that does not iterate over the list
+
+        def put_meanwhile() -> None:
+            held.reached.wait(self.patience_s)
+            started = time.monotonic()
+            try:
+                with contextlib.suppress(TierError):
+                    watched.put([other], parts[:1], deadline=started + SHORT_S)
+                took = time.monotonic() - started
+            finally:
+                held.go.set()
+            assert took < SHORT_S + self.grace_s, "put waited for another put beyond its deadline"
+
+        self.in_threads(put_much, put_meanwhile)
+        self.must_load(watched, keys[1], b"value")
+        assert set(watched.delete([*keys, other], deadline=self.soon())) <= {DELETED, MISSING}
+
+    def test_a_late_call_does_not_disturb_the_next(self, watched: Tier) -> None:
+        keys = self.fresh_keys(50)
+        values = [b"%03d" % index * 3000 for index in range(len(keys))]
+        watched.put(keys, self.parts_of(values), deadline=self.soon())
+        other = [b"%03d" % index * 3000 for index in range(len(keys))]
+        for step in range(20):
+            buffers = [bytearray(len(value)) for value in values]
+            with contextlib.suppress(TierError):
+                watched.get_into(keys, self.parts_of(buffers), deadline=time.monotonic() + max(step - 12, 0) / 5000)
+            self.must_load(watched, keys[step], values[step], "the answer of a late call, or none")
+            with contextlib.suppress(TierError):
+                watched.put(keys, self.parts_of(other), deadline=time.monotonic() + max(step - 12, 0) / 5000)
+            self.in_threads(lambda step=step: self.store(watched, keys[step], values[step]))  # type: ignore[misc]
+            self.must_load(watched, keys[step], values[step], "a late put went on after it had ended")
+
+
+STEPS = 15
+
+# Few keys, so that batches share them; a few lengths, so that buffers are too small, too large and exact.
+KEYS = st.integers(0, 5)
+LENGTHS = st.sampled_from([0, 1, 2, 3, 17, 4096, 70_000])
+KEY_BATCHES = st.lists(KEYS, max_size=8)
+SIZED_BATCHES = st.lists(st.tuples(KEYS, LENGTHS), max_size=8)
+
+
+class ModelTests(TierKit):
+    def test_it_behaves_like_a_dict(self, watched: Tier) -> None:
+        class Machine(TierMachine):
+            kit, tier_under_test = self, watched
+
+        # Some releases of hypothesis have no types for it.
+        run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]
+            Machine,
+            settings=settings(
+                max_examples=self.examples,
+                stateful_step_count=STEPS,
+                deadline=None,
+                phases=(Phase.reuse, Phase.generate, Phase.shrink),
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+
+
+class TierMachine(RuleBasedStateMachine):
+    """One sequence of batches, on its own keys."""
+
+    kit: ClassVar[TierKit]
+    tier_under_test: ClassVar[Tier]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kit = self.kit
+        self._tier = self.tier_under_test
+        self._keys = self._kit.fresh_keys(6)
+        self._model: dict[PackedKey, bytes] = {}
+        self._stored = 0
+
+    @rule(batch=SIZED_BATCHES)
+    def put(self, batch: list[tuple[int, int]]) -> None:
+        keys, values = [], []
+        for index, nbytes in batch:
+            self._stored += 1
+            keys.append(self._keys[index])
+            values.append((b"%d." % self._stored * nbytes)[:nbytes])
+        assert self._tier.put(keys, self._kit.parts_of(values), deadline=self._kit.soon()) == [STORED] * len(batch)
+        self._model.update(zip(keys, values, strict=True))
+
+    @rule(batch=SIZED_BATCHES)
+    def get(self, batch: list[tuple[int, int]]) -> None:
+        keys, buffers = [self._keys[index] for index, _ in batch], [bytearray(nbytes) for _, nbytes in batch]
+        outcomes = self._tier.get_into(keys, self._kit.parts_of(buffers), deadline=self._kit.soon())
+        assert outcomes == [self._expected(key, len(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
+        for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):
+            if not isinstance(outcome, Outcome):
+                value = self._model[key]
+                self._kit.must_be([buffer[: len(value)]], [value])
+
+    @rule(batch=KEY_BATCHES)
+    def delete(self, batch: list[int]) -> None:
+        keys = [self._keys[index] for index in batch]
+        expected = [MISSING if self._model.pop(key, None) is None else DELETED for key in keys]
+        assert self._tier.delete(keys, deadline=self._kit.soon()) == expected
+
+    @rule(batch=KEY_BATCHES)
+    def contains(self, batch: list[int]) -> None:
+        keys = [self._keys[index] for index in batch]
+        assert self._tier.contains(keys, deadline=self._kit.soon()) == self._known(keys)
+
+    @rule(batch=KEY_BATCHES)
+    def touch(self, batch: list[int]) -> None:
+        self._tier.touch([self._keys[index] for index in batch], deadline=self._kit.soon())
+        assert self._tier.contains(self._keys, deadline=self._kit.soon()) == self._known(self._keys)
+
+    def teardown(self) -> None:
+        self._tier.delete(self._keys, deadline=self._kit.soon())
+
+    def _known(self, keys: Sequence[PackedKey]) -> list[Outcome]:
+        return [FOUND if key in self._model else MISSING for key in keys]
+
+    def _expected(self, key: PackedKey, nbytes: int) -> int | Outcome:
+        if key not in self._model:
+            return MISSING
+        return DAMAGED if len(self._model[key]) > nbytes else len(self._model[key])

@@ -1,5 +1,5 @@
-"""Tests of single values: a stored value comes back, and a missing key is an answer rather than an error. And of a
-tier's own claims: its name, and its optional methods."""
+"""Tests of single values and of batches, and of a tier's own claims: a stored value comes back, a missing key is an
+answer rather than an error, each key has one outcome, in order."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _PECULIAR = [
     b"\x1f\x8b\x08 no gzip",
     b"\x80\x04N.",
 ]
-# Bytes that encodings, cases, paddings and names of files take for one another.
-_ALIKE = [b"aA", b"\0 ", b" \n", b"\xff\xfe", b"/_", b"+-", b"./", b"\r\n", b"%*", b"\0\x01", b"\x7f\xff", b"0O", b":;"]
+# Bytes that encodings, cases, paddings, patterns and names of files take for one another.
+_ALIKE = b"aA\0 \n\xff\xfe/_+-.\r%*\x01\x7f0O:;{}"
 _GUARD = b"\xa5" * 64
 
 
@@ -86,12 +86,10 @@ class ContractTests(TierKit):
 
     def test_many_small_parts_are_one_value(self, watched: Tier) -> None:
         (key,) = self.fresh_keys(1)
-        value = os.urandom(5000)
-        parts = [memoryview(value)[at : at + 2] for at in range(0, len(value), 2)]
-        assert watched.put([key], [parts], deadline=self.soon()) == [STORED]
-        out = bytearray(len(value))
-        parts = [memoryview(out)[at : at + 2] for at in range(0, len(value), 2)]
-        assert watched.get_into([key], [parts], deadline=self.soon()) == [len(value)]
+        value, out = os.urandom(5000), bytearray(5000)
+        stored, read = ([memoryview(each)[at : at + 2] for at in range(0, len(value), 2)] for each in (value, out))
+        assert watched.put([key], [stored], deadline=self.soon()) == [STORED]
+        assert watched.get_into([key], [read], deadline=self.soon()) == [len(value)]
         self.must_be([out], [value])
 
     @pytest.mark.parametrize("value", [b"new", b"new value, and much longer than the old one", b""], ids=len)
@@ -107,28 +105,19 @@ class ContractTests(TierKit):
             self.store(watched, key, value)
             self.must_load(watched, key, value, "an older value of the same length")
 
-    def test_keys_that_differ_in_one_bit_are_different(self, watched: Tier) -> None:
-        for at in (0, 15, 16, 31, 32, 36, 40, PACKED_KEY_BYTES - 1):
-            for bit in (0x01, 0x20, 0x80):
-                (one,) = self.fresh_keys(1)
-                other = one[:at] + bytes([one[at] ^ bit]) + one[at + 1 :]
-                self.store(watched, one, b"one")
-                assert watched.contains([other], deadline=self.soon()) == [MISSING]
-                self.store(watched, other, b"other")
-                self.must_load(watched, one, b"one")
-                self.must_load(watched, other, b"other")
-                assert watched.delete([one], deadline=self.soon()) == [DELETED]
-                self.must_load(watched, other, b"other")
-
     def test_keys_that_look_alike_are_different(self, watched: Tier) -> None:
         base = os.urandom(PACKED_KEY_BYTES - 3)
-        pairs = [(bytes([byte]), at) for pair in _ALIKE for byte in pair for at in (0, 40, PACKED_KEY_BYTES - 3)]
-        keys = sorted({base[:at] + byte * 3 + base[at:] for byte, at in pairs})
+        places = [(bytes([byte]) * 3, at) for byte in _ALIKE for at in (0, 40, PACKED_KEY_BYTES - 3)]
+        keys = sorted({base[:at] + piece + base[at:] for piece, at in places})
         self.must_be_different(watched, keys, "these differ in letters of another case, padding or separators")
 
     def test_every_byte_of_a_key_counts(self, watched: Tier) -> None:
         base = os.urandom(PACKED_KEY_BYTES)
-        keys = [base[:at] + bytes([base[at] ^ 0xFF]) + base[at + 1 :] for at in range(PACKED_KEY_BYTES)]
+        keys = [
+            base[:at] + bytes([base[at] ^ flip]) + base[at + 1 :]
+            for at in range(PACKED_KEY_BYTES)
+            for flip in (0xFF, 0x01, 0x20, 0x80)
+        ]
         self.must_be_different(watched, [base, *keys], "these differ in one byte each")
 
     def must_be_different(self, tier: Tier, keys: list[bytes], why: str) -> None:
@@ -141,15 +130,6 @@ class ContractTests(TierKit):
             self.must_load(tier, key, value, f"one key's value under another key: {why}")
         assert tier.delete(keys[1:], deadline=self.soon()) == [DELETED] * (len(keys) - 1), why
         self.must_load(tier, keys[0], values[0], f"deleted with another key: {why}")
-
-    @pytest.mark.parametrize("filler", [b"\0", b"\xff", b"/", b".", b"\r\n", b"*", b"{}", b"%s"], ids=repr)
-    def test_any_byte_may_be_in_a_key(self, watched: Tier, filler: bytes) -> None:
-        own = self.fresh_keys(1)[0][:16]
-        key = own + (filler * PACKED_KEY_BYTES)[: PACKED_KEY_BYTES - len(own)]
-        self.store(watched, key, filler)
-        assert watched.contains([key], deadline=self.soon()) == [FOUND]
-        self.must_load(watched, key, filler)
-        assert watched.delete([key], deadline=self.soon()) == [DELETED]
 
     def test_a_deleted_value_is_missing(self, watched: Tier) -> None:
         gone, never = self.fresh_keys(2)
@@ -207,17 +187,6 @@ class ContractTests(TierKit):
             del parts, received
             assert not written, "bytes of the arena beside the parts were written"
 
-    def test_any_memory_is_read(self, watched: Tier) -> None:
-        """An object lies in a mapping, at any offset."""
-        (key,) = self.fresh_keys(1)
-        with mmap.mmap(-1, 10_000) as arena, memoryview(arena) as whole:
-            whole[:] = value = os.urandom(len(arena))
-            parts = [whole[3:10], whole[10:10], whole[4099:9001].toreadonly()]
-            assert watched.put([key], [tuple(parts)], deadline=self.soon()) == [STORED]
-            for part in parts:
-                part.release()
-        self.must_load(watched, key, value[3:10] + value[4099:9001])
-
     def test_asking_changes_nothing(self, watched: Tier) -> None:
         known, unknown = self.fresh_keys(2)
         self.store(watched, known, b"value")
@@ -234,9 +203,6 @@ class ContractTests(TierKit):
         assert watched.contains([known, unknown], deadline=self.soon()) == [FOUND, MISSING]
         self.must_load(watched, known, b"value")
 
-    def test_a_ping_of_a_working_tier_is_silent(self, watched: Tier) -> None:
-        watched.ping(deadline=self.soon())
-
     def test_buffers_stay_the_callers(self, watched: Tier) -> None:
         (key,) = self.fresh_keys(1)
         source, target = bytearray(os.urandom(100_000)), bytearray(100_000)
@@ -252,23 +218,20 @@ class ContractTests(TierKit):
 
     def test_what_becomes_of_a_buffer_does_not_matter(self, watched: Tier) -> None:
         (key,) = self.fresh_keys(1)
-        source = bytearray(b"a" * 5000)
+        source, target, value = bytearray(b"a" * 5000), bytearray(5000), b"a" * 5000
         assert watched.put([key], self.parts_of([source]), deadline=self.soon()) == [STORED]
         source[:] = b"b" * 5000
-        self.must_load(watched, key, b"a" * 5000)
-        target = bytearray(5000)
+        self.must_load(watched, key, value)
         assert watched.get_into([key], self.parts_of([target]), deadline=self.soon()) == [5000]
         target[:] = b"c" * 5000
-        self.must_load(watched, key, b"a" * 5000)
+        self.must_load(watched, key, value)
 
 
 class ClaimTests(TierKit):
     """An optional method is tested for its promises in the module of its own name."""
 
     def test_it_has_a_name(self, watched: Tier) -> None:
-        assert isinstance(watched.name, str), f"`name` is {watched.name!r}, no str"
-        assert watched.name, "`name` is empty"
-        assert not self.use or watched.name == self.use, f"the plugin is {self.use!r}, and the tier {watched.name!r}"
+        self.must_be_named(watched.name)
 
     def test_its_capabilities_are_optional_methods(self, watched: Tier) -> None:
         answer = watched.capabilities()
@@ -284,3 +247,74 @@ class ClaimTests(TierKit):
                 calls[name]()
             except TierError as error:
                 pytest.fail(f"{name} is claimed, and raised: {error.fact}")
+
+
+# More than a LOOKUP has, and than a statement of a database takes.
+MANY = 33_000
+
+
+class BatchTests(TierKit):
+    """Batches of distinct keys, and batches that name a key twice, which are applied in order."""
+
+    def test_an_empty_batch_has_no_outcomes(self, watched: Tier) -> None:
+        assert watched.contains([], deadline=self.soon()) == []
+        assert watched.put([], [], deadline=self.soon()) == []
+        assert watched.get_into([], [], deadline=self.soon()) == []
+        assert watched.delete([], deadline=self.soon()) == []
+
+    def test_as_many_keys_as_a_request_has_are_looked_up_at_once(self, watched: Tier) -> None:
+        keys = self.fresh_keys(MANY)
+        known = [keys[0], keys[MANY // 2], keys[-1]]
+        assert watched.put(tuple(known), self.parts_of([b"value"] * 3), deadline=self.soon()) == [STORED] * 3
+        found = watched.contains(tuple(keys), deadline=self.soon())
+        wrong = [index for index, key in enumerate(keys) if found[index] is not (FOUND if key in known else MISSING)]
+        assert not wrong, f"{len(wrong)} of {MANY} keys, the first at {wrong[0]}: {found[wrong[0]]}"
+
+    @pytest.mark.parametrize("count", [2, 700])
+    def test_outcomes_keep_the_order_of_a_mixed_batch(self, watched: Tier, count: int) -> None:
+        keys = self.fresh_keys(count)
+        values = {key: b"%d of %d" % (index, count) for index, key in enumerate(keys) if index % 3 != 1}
+        outcomes = watched.put(list(values), self.parts_of(list(values.values())), deadline=self.soon())
+        assert outcomes == [STORED] * len(values)
+        expected = [FOUND if key in values else MISSING for key in keys]
+        assert watched.contains(keys, deadline=self.soon()) == expected
+        buffers = [bytearray(len(values.get(key, b"none"))) for key in keys]
+        received = [len(values[key]) if key in values else MISSING for key in keys]
+        assert watched.get_into(keys, self.parts_of(buffers), deadline=self.soon()) == received
+        for key, buffer in zip(keys, buffers, strict=True):
+            self.must_be([buffer], [values.get(key, buffer)])
+        expected = [DELETED if key in values else MISSING for key in keys]
+        assert watched.delete(keys, deadline=self.soon()) == expected
+
+    @pytest.mark.parametrize("sizes", [(3_000_000,), (0, 1, 2 << 20)], ids=["large", "large and tiny"])
+    def test_large_values_travel_together(self, watched: Tier, sizes: tuple[int, ...]) -> None:
+        keys = self.fresh_keys(9)
+        values = [os.urandom(sizes[index % len(sizes)]) for index in range(len(keys))]
+        assert watched.put(keys, self.parts_of(values), deadline=self.soon()) == [STORED] * len(keys)
+        buffers = [bytearray(len(value)) for value in values]
+        assert watched.get_into(keys, self.parts_of(buffers), deadline=self.soon()) == [len(each) for each in values]
+        self.must_be(buffers, values)
+        assert watched.delete(keys, deadline=self.soon()) == [DELETED] * len(keys)
+
+    @pytest.mark.parametrize("nbytes", [101, 50_000, 3 << 20])
+    def test_a_longer_value_disturbs_no_other_of_its_batch(self, watched: Tier, nbytes: int) -> None:
+        before, wrong, missing, after = keys = self.fresh_keys(4)
+        self.store(watched, before, b"b" * 100)
+        self.store(watched, wrong, b"w" * nbytes)
+        self.store(watched, after, b"a" * 100)
+        buffers = [bytearray(100) for _ in keys]
+        outcomes = watched.get_into(keys, self.parts_of(buffers), deadline=self.soon())
+        assert outcomes == [100, DAMAGED, MISSING, 100]
+        self.must_be([buffers[0], buffers[3]], [b"b" * 100, b"a" * 100], "beside a longer value others are wrong")
+        assert watched.contains([missing, wrong], deadline=self.soon()) == [MISSING, FOUND]
+
+    def test_the_same_key_twice_is_applied_in_order(self, watched: Tier) -> None:
+        one, other = self.fresh_keys(2)
+        parts = self.parts_of([b"first", b"other", b"second"])
+        assert watched.put([one, other, one], parts, deadline=self.soon()) == [STORED] * 3
+        buffers = [bytearray(6), bytearray(5), bytearray(6)]
+        assert watched.get_into([one, other, one], self.parts_of(buffers), deadline=self.soon()) == [6, 5, 6]
+        self.must_be(buffers, [b"second", b"other", b"second"], "of a key twice in a put the last value stays")
+        assert watched.contains([one, one], deadline=self.soon()) == [FOUND, FOUND]
+        watched.touch([one, one], deadline=self.soon())
+        assert watched.delete([one, other, one], deadline=self.soon()) == [DELETED, DELETED, MISSING]

@@ -10,16 +10,14 @@ from typing import Any, ClassVar
 import pytest
 
 from kvf_dev.testing.faults import FaultProxy
-from kvf_dev.testing.kit import Kit
+from kvf_dev.testing.kit import must_be_equal
+from kvf_dev.testing.making import NamedKit
 from kvf_dev.testing.tier.watched import WatchedTier, due, said
-from kvf_dev.testing.together import together
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.options import Options
 from kvframework.api.tier import Outcome, PackedKey, TableContext, Tier, TierProvider
 from kvframework.api.types import Buffer
-from kvframework.config import PluginTable
-from kvframework.errors import PluginUnavailable, TierError
-from kvframework.registry import PluginRegistry, resolve_table
+from kvframework.errors import TierError
 
 FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED
 DELETED, FAILED, DAMAGED = Outcome.DELETED, Outcome.FAILED, Outcome.DAMAGED
@@ -32,14 +30,11 @@ EVERY_CALL = (
 )
 
 
-class TierKit(Kit):
+class TierKit(NamedKit):
     """Settings and fixtures of the kit. An author must give either `use` or a `tier` fixture."""
 
-    use: ClassVar[str] = ""
-    """Name of the plugin; its entry point is `tier.<use>`."""
-
-    options: ClassVar[Mapping[str, object]] = {}
-    """Options of the plugin, as in its `[[l2]]` table."""
+    _descriptor = TierProvider
+    _where = "[[l2]] #1"
 
     shared: ClassVar[bool] = False
     """Whether several nodes may use the store of a tier that comes from a fixture. With `use`, the provider says it."""
@@ -125,22 +120,14 @@ class TierKit(Kit):
         """Whether the tier promises that several nodes may use one store."""
         return self.resolve()[0].shared if self.use else self.shared
 
-    def resolve(self, more: Mapping[str, object] | None = None) -> tuple[TierProvider[Any], Options]:
-        """Return the provider that `use` names, and its options, as a server gets them. Skips if the tier cannot run
-        here.
-        """
-        if not self.use:
-            pytest.fail("give a `tier` fixture, or `use` and `options`")
-        table = PluginTable(self.use, {**self._tier_options, **(more or {})}, "[[l2]] #1")
-        try:
-            return resolve_table(PluginRegistry(), table, TierProvider)
-        except PluginUnavailable as error:
-            pytest.skip(error.fact)
+    def resolve(self, options: Mapping[str, object] | None = None) -> tuple[TierProvider[Any], Options]:
+        """Return the provider that `use` names, and its options, with `options` merged over `tier_options`."""
+        return super().resolve({**self._tier_options, **(options or {})})
 
     def open_by_name(self, more: Mapping[str, object] | None = None) -> Tier:
         """Create a tier as a server does, with `more` options."""
         provider, options = self.resolve(more)
-        tier: Tier = provider.create(options, TableContext("[[l2]] #1"))
+        tier: Tier = provider.create(options, TableContext(self._where))
         return tier
 
     def closed_later(self, tier: Tier) -> Tier:
@@ -198,44 +185,30 @@ class TierKit(Kit):
         self.must_be([found], [value], why or "other bytes")
 
     def must_be(self, found: Sequence[Buffer], expected: Sequence[Buffer], why: str = "other bytes") -> None:
-        """Fail unless these bytes are equal; shows the first difference, since values may be large."""
+        """Fail unless these bytes are equal."""
         for one, other in zip(found, expected, strict=True):
-            if one != other:
-                at = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
-                there, wanted = bytes(one[at : at + 20]), bytes(other[at : at + 20])
-                pytest.fail(f"{why}: from byte {at} of {len(other)} on {there!r}, expected {wanted!r}")
+            must_be_equal(one, other, why)
 
     def parts_of(self, buffers: Sequence[bytes | bytearray]) -> list[list[memoryview]]:
         return [[memoryview(buffer)] for buffer in buffers]
 
     def calls(self, tier: Tier, key: PackedKey, deadline: Callable[[], float]) -> dict[str, Callable[[], object]]:
         """Return every call that answers with outcomes, on one key, by its name."""
-        parts = [[memoryview(bytearray(5))]]
-        return {
-            "contains": lambda: tier.contains([key], deadline=deadline()),
-            "get_into": lambda: tier.get_into([key], parts, deadline=deadline()),
-            "put": lambda: tier.put([key], [[memoryview(b"other")]], deadline=deadline()),
-            "delete": lambda: tier.delete([key], deadline=deadline()),
-        }
+        return _batch_calls(tier, [key], deadline)
 
     def every_call(self, tier: Tier, key: PackedKey, deadline: Callable[[], float]) -> dict[str, Callable[[], object]]:
         """Return every call that has a deadline, by its name. An optional method that the tier lacks skips the test."""
-        known = tier.capabilities()
 
         def optional(name: str, call: Callable[[], object]) -> Callable[[], object]:
-            return call if name in known else lambda: pytest.skip(f"the tier has no {name}")
+            return call if name in tier.capabilities() else lambda: pytest.skip(f"the tier has no {name}")
 
-        return self.calls(tier, key, deadline) | {
-            "contains of no keys": lambda: tier.contains([], deadline=deadline()),
-            "get_into of no keys": lambda: tier.get_into([], [], deadline=deadline()),
-            "put of no keys": lambda: tier.put([], [], deadline=deadline()),
-            "delete of no keys": lambda: tier.delete([], deadline=deadline()),
-            "ping": lambda: tier.ping(deadline=deadline()),
-            "touch": optional("touch", lambda: tier.touch([key], deadline=deadline())),
-            "touch of no keys": optional("touch", lambda: tier.touch([], deadline=deadline())),
-            "usage": optional("usage", lambda: tier.usage(deadline=deadline())),
-            "scan": optional("scan", lambda: list(tier.scan(deadline=deadline()))),
-        }
+        found: dict[str, Callable[[], object]] = {"ping": lambda: tier.ping(deadline=deadline())}
+        for of, keys in (("", [key]), (" of no keys", [])):
+            found |= {f"{name}{of}": call for name, call in _batch_calls(tier, keys, deadline).items()}
+            found[f"touch{of}"] = optional("touch", lambda keys=keys: tier.touch(keys, deadline=deadline()))  # type: ignore[misc]
+        found["usage"] = optional("usage", lambda: tier.usage(deadline=deadline()))
+        found["scan"] = optional("scan", lambda: list(tier.scan(deadline=deadline())))
+        return found
 
     def must_raise(self, name: str, call: Callable[[], object], why: str) -> None:
         """Fail unless `call` raises `TierError`."""
@@ -246,5 +219,14 @@ class TierKit(Kit):
         pytest.fail(f"{name} answered {answer!r} instead of raising TierError: {why}")
 
     def in_threads(self, *works: Callable[[], object], within_s: float | None = None) -> None:
-        """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
-        together(works, 3 * self.patience_s if within_s is None else within_s)
+        super().in_threads(*works, within_s=3 * self.patience_s if within_s is None else within_s)
+
+
+def _batch_calls(tier: Tier, keys: list[PackedKey], deadline: Callable[[], float]) -> dict[str, Callable[[], object]]:
+    rooms, values = ([[memoryview(each)] for _ in keys] for each in (bytearray(5), b"other"))
+    return {
+        "contains": lambda: tier.contains(keys, deadline=deadline()),
+        "get_into": lambda: tier.get_into(keys, rooms, deadline=deadline()),
+        "put": lambda: tier.put(keys, values, deadline=deadline()),
+        "delete": lambda: tier.delete(keys, deadline=deadline()),
+    }

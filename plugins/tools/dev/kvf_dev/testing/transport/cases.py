@@ -83,6 +83,7 @@ PAGED = {
         GroupCase(("block", "token", "dim"), layers=1, planes=1, heads=1, compress_ratio=4, block_size=16),
     ],
 }
+NHD = PAGED["nhd"]
 OPAQUE = {
     "opaque": [
         GroupCase(("block", "token", "head", "dim"), opaque=True, dtype="bfloat16"),

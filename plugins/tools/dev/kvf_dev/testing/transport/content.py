@@ -1,17 +1,21 @@
-"""The transport kit's tests of content: stored bytes come back, in the right place and nowhere else."""
+"""The transport kit's tests of content: stored bytes come back, in the right place and nowhere else, also in pieces. A
+transport that takes no notice of pieces and copies by itself passes, too."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kvf_dev.testing.transport.cases import CASES, CHUNK, PAGED
-from kvf_dev.testing.transport.kit import MakeEngine, TransportKit
-from kvf_dev.testing.transport.outcomes import must_miss, must_succeed, must_work
+from kvf_dev.testing.transport.cases import CASES, CHUNK, NHD
+from kvf_dev.testing.transport.engine import KitEngine, must_miss, must_succeed, must_work
+from kvf_dev.testing.transport.kit import SOON_S, MakeEngine, TransportKit
+from kvf_dev.testing.transport.rig import RigSpec, TransportRig
+from kvframework.api.futures import Future
 from kvframework.api.layout import NO_BLOCK
-from kvframework.api.transport import StoreOutcome
+from kvframework.api.transport import LoadOutcome, StoreOutcome
+from kvframework.client import KVClient
 from kvframework.errors import BadBlockIds, BadRange
-
-NHD = PAGED["nhd"]
 
 
 class Content(TransportKit):
@@ -29,25 +33,18 @@ class Content(TransportKit):
 
     def test_another_instance_loads_what_was_stored(self, make_engine: MakeEngine, case: str) -> None:
         one, other = make_engine(CASES[case]), make_engine(CASES[case])
-        request = one.request()
-        must_succeed(one.store(request, one.source()))
-        must_succeed(other.load(request, other.target()))
-        other.expect_loaded(one.model, one.source(), other.target())
-        other.must_be_right()
+        other.must_load(one.stored(), one.model, one.source())
         one.must_be_right("a store changes nothing")
 
     def test_skipped_tokens_are_not_written(self, make_engine: MakeEngine, case: str) -> None:
         groups = CASES[case]
         whole = max(group.block_size for group in groups) if any(group.opaque for group in groups) else 1
         engine = make_engine(groups)
-        request = engine.request()
-        must_succeed(engine.store(request, engine.source()))
+        request = engine.stored()
         # The longest first, so that no load finds its skipped tokens written already.
         for skip in (3 * CHUNK - 1, CHUNK + 6, CHUNK, 7, 1):
             skip -= skip % whole
-            must_succeed(engine.load(request, engine.target(), skip=skip))
-            engine.expect_loaded(engine.snapshot(), engine.source(), engine.target(), skip)
-            engine.must_be_right(f"{skip} tokens were skipped")
+            engine.must_load(request, skip=skip, what=f"{skip} tokens were skipped")
 
     def test_one_block_is_gathered_for_the_canary(self, make_engine: MakeEngine, case: str) -> None:
         """The canary receives the canonical bytes of a block, through the path that stores take."""
@@ -55,58 +52,42 @@ class Content(TransportKit):
         blocks = [count - 2 for count in engine.model.blocks]
         instance = engine.worker._instance
         assert instance is not None
-        gathered = instance.transfer.gather_block(engine.caches, blocks)
-        expected = [engine.model.canonical_block(index, block) for index, block in enumerate(blocks)]
-        wrong = [index for index, (one, other) in enumerate(zip(gathered, expected, strict=False)) if one != other]
-        assert not wrong, (
-            f"gather_block gives other bytes of layer group {wrong[0]} than its block {blocks[wrong[0]]} has"
-        )
-        assert len(gathered) == len(expected), f"gather_block gives {len(gathered)} blocks of {len(expected)} groups"
+        gathered = list(instance.transfer.gather_block(engine.caches, blocks))
+        for index, block in enumerate(blocks):
+            right = gathered[index : index + 1] == [engine.model.canonical_block(index, block)]
+            assert right, f"gather_block gives other bytes of layer group {index} than its block {block} has"
 
     def test_layouts_share_objects(self, make_engine: MakeEngine) -> None:
         """The same groups with other orders of axes have the same objects."""
-        from dataclasses import replace
-
         one = make_engine([replace(NHD[0], axes=("plane", "block", "token", "head", "dim"))])
-        request = one.request()
-        must_succeed(one.store(request, one.source()))
+        request = one.stored()
         for axes in (("block", "head", "token", "dim"), ("layer", "block", "dim", "plane", "head", "token")):
             other = make_engine([replace(NHD[0], axes=axes)])
             assert other.registration.namespace == one.registration.namespace, "equal content has two namespaces"
-            must_succeed(other.load(request, other.target()))
-            other.expect_loaded(one.model, one.source(), other.target())
-            other.must_be_right()
+            other.must_load(request, one.model, one.source())
 
-    def test_only_missing_chunks_are_copied(self, make_engine: MakeEngine) -> None:
-        engine = make_engine(NHD)
-        request = engine.request()
-        middle = engine.source(CHUNK, 2 * CHUNK)
+    def test_only_missing_chunks_are_copied(self, engine: KitEngine) -> None:
+        request, middle = engine.request(), engine.source(CHUNK, 2 * CHUNK)
         must_succeed(engine.store(request, middle, CHUNK, 2 * CHUNK))
         before = engine.snapshot()
         engine.overwrite()
         whole = engine.store(request, engine.source())
         must_succeed(whole)
-        outcome = whole.result()
-        assert outcome == StoreOutcome(stored=2, present=1), (
-            f"{outcome.stored} chunks were stored and {outcome.present} were present; right are 2 and 1"
-        )
+        found = whole.result()
+        assert found == StoreOutcome(stored=2, present=1), f"of 3 chunks 1 is present; the outcome is {found}"
         after = engine.snapshot()
         must_succeed(engine.load(request, engine.target()))
         engine.expect_loaded(after, engine.source(), engine.target())
         engine.expect_loaded(before, middle, engine.target(CHUNK, 2 * CHUNK))
         engine.must_be_right()
 
-    def test_a_part_of_what_is_stored_is_loaded(self, make_engine: MakeEngine) -> None:
-        engine = make_engine(NHD)
-        request = engine.request()
-        must_succeed(engine.store(request, engine.source()))
+    def test_a_part_of_what_is_stored_is_loaded(self, engine: KitEngine) -> None:
         end = 2 * CHUNK
-        must_succeed(engine.load(request, engine.target(CHUNK, end), CHUNK, end))
+        must_succeed(engine.load(engine.stored(), engine.target(CHUNK, end), CHUNK, end))
         engine.expect_loaded(engine.snapshot(), engine.source(CHUNK, end), engine.target(CHUNK, end))
         engine.must_be_right()
 
-    def test_a_load_of_what_is_not_there_touches_nothing(self, make_engine: MakeEngine) -> None:
-        engine = make_engine(NHD)
+    def test_a_load_of_what_is_not_there_touches_nothing(self, engine: KitEngine) -> None:
         request = engine.request()
         must_miss(engine.load(request, engine.target()))
         must_succeed(engine.store(request, engine.source(0, CHUNK), 0, CHUNK))
@@ -115,31 +96,20 @@ class Content(TransportKit):
 
     def test_blocks_that_a_window_gave_away_are_left_out(self, make_engine: MakeEngine) -> None:
         engine = make_engine(CASES["hybrid"])
-        request = engine.request()
         ids = engine.source()
         ids[1] = [NO_BLOCK] * 5 + ids[1][5:]
         ids[2] = [NO_BLOCK] * 2 + ids[2][2:]
-        stored = engine.store(request, ids)
+        stored = engine.store(engine.request(), ids)
         must_succeed(stored)
-        outcome = stored.result()
-        assert outcome == StoreOutcome(stored=3 + 1 + 1 + 3), (
-            f"{outcome.stored} objects were stored of 8 whose blocks the engine still has"
-        )
+        found = stored.result()
+        assert found == StoreOutcome(stored=8), f"the engine has the blocks of 8 objects; the outcome is {found}"
 
     def test_wrong_block_ids_are_refused_before_anything_is_touched(self, make_engine: MakeEngine) -> None:
         engine = make_engine(CASES["state"])
         request = engine.request()
-        good = engine.source()
-        count = engine.model.blocks[0]
-        for bad in (
-            good[:1],
-            [*good, good[0]],
-            [good[0][:-1], good[1]],
-            [[*good[0], 0], good[1]],
-            [[*good[0][:-1], count], good[1]],
-            [[*good[0][:-1], -1], good[1]],
-            [[*good[0][:-1], NO_BLOCK], good[1]],
-        ):
+        good, count = engine.source(), engine.model.blocks[0]
+        others = [good[0][:-1], [*good[0], 0], *([*good[0][:-1], bad] for bad in (count, -1, NO_BLOCK))]
+        for bad in (good[:1], [*good, good[0]], *([other, good[1]] for other in others)):
             for submit in (engine.store, engine.load):
                 with pytest.raises(BadBlockIds):
                     submit(request, bad)
@@ -150,20 +120,90 @@ class Content(TransportKit):
         engine.must_be_right()
 
     def test_many_transfers_at_once_do_not_mix(self, make_engine: MakeEngine) -> None:
-        engines = [make_engine(CASES[name]) for name in ("nhd", "hnd", "nhd")]
-        requests = [[engine.request() for turn in range(4)] for engine in engines]
-        futures = [
-            engine.store(request, engine.source())
-            for turn in range(4)
-            for engine, request in ((engine, requests[at][turn]) for at, engine in enumerate(engines))
-        ]
-        for future in futures:
-            must_succeed(future, "one of many stores at once")
-        loads = [
-            engine.load(requests[at][turn], engine.target()) for turn in range(4) for at, engine in enumerate(engines)
-        ]
+        engines = [make_engine(CASES[name]) for name in ("nhd", "hnd", "nhd")] * 4
+        requests = [engine.request() for engine in engines]
+        stores = [engine.store(each, engine.source()) for engine, each in zip(engines, requests, strict=True)]
+        for store in stores:
+            must_succeed(store, "one of many stores at once")
+        loads = [engine.load(each, engine.target()) for engine, each in zip(engines, requests, strict=True)]
         for load in loads:
             must_succeed(load, "one of many loads at once")
-        for engine in engines:
-            engine.expect_loaded(engine.snapshot(), engine.source(), engine.target())
-            engine.must_be_right()
+        for engine in engines[:3]:
+            engine.must_have_loaded()
+
+
+class Pieces(TransportKit):
+    """`Future.advance` of a load with `in_pieces`."""
+
+    @pytest.mark.parametrize("case", ["nhd", "hybrid"])
+    def test_a_load_in_pieces_is_whole_at_its_end(self, make_engine: MakeEngine, case: str) -> None:
+        engine = make_engine(CASES[case])
+        future = engine.load(engine.stored(), engine.target(), in_pieces=True)
+        pieces = self._advanced(future)
+        must_succeed(future, "a load in pieces")
+        engine.must_have_loaded()
+        largest = max(group.nbytes for group in engine.registration.desc.groups)
+        assert max(pieces, default=0) <= largest, "a piece is larger than an object, and none was to be as large"
+        assert future.advance() == 0, "a load that has ended is advanced"
+
+    def test_what_is_left_of_a_load_is_copied_at_once_where_there_is_no_bound(self, engine: KitEngine) -> None:
+        future = engine.load(engine.stored(), engine.target(), skip=16, in_pieces=True)
+        if self._first_piece(future):
+            future.advance()
+            assert future.wait(SOON_S), "a load has not ended by `advance` without a bound"
+        must_succeed(future, "a load of which all that is left was copied at once")
+        engine.must_have_loaded(skip=16)
+
+    @pytest.mark.parametrize("how", ["is cancelled", "loses its instance"])
+    def test_between_its_pieces_a_load_touches_nothing_and_may_end(
+        self, client: KVClient, engine: KitEngine, how: str
+    ) -> None:
+        future = self._between_two_pieces(engine)
+        if how == "loses its instance":
+            engine.close()
+        engine.overwrite()
+        if how == "is cancelled":
+            future.cancel()
+            assert future.query(), "a load that touches nothing does not end at once when it is cancelled"
+        must_miss(future, f"a load that {how} between two pieces ended well")
+        assert future.advance() == 0
+        engine.must_be_right(f"a load that {how} between two pieces touched the tensors")
+        self.must_be_given_back(client, "a load that ended early")
+        if how == "is cancelled":
+            must_work(engine, "a transfer after a load that was cancelled between two pieces")
+
+    def test_a_server_killed_between_two_pieces_is_a_miss(self, spec: RigSpec, rig: TransportRig) -> None:
+        with self.doomed(spec, rig) as (server, _, engine):
+            future = self._between_two_pieces(engine)
+            server.kill()
+            self._advanced(future)
+            must_miss(future, "a load ended well whose server was killed between two pieces")
+
+    def _advanced(self, future: Future[LoadOutcome]) -> list[int]:
+        """Have the load copied in the smallest pieces; return their bytes."""
+        pieces: list[int] = []
+        for _ in range(int(self.patience_s / 0.01)):
+            if future.query():
+                return pieces
+            pieces.append(future.advance(1))
+            if not pieces[-1]:
+                future.wait(0.01)
+        pytest.fail("a load in pieces did not end, though it was advanced")
+
+    def _between_two_pieces(self, engine: KitEngine) -> Future[LoadOutcome]:
+        """Store, and return a load of it of which the first piece is copied; skip if the transport copies by itself."""
+        future = engine.load(engine.stored(), engine.target(), in_pieces=True)
+        if not self._first_piece(future):
+            pytest.skip("the transport copies by itself")
+        return future
+
+    def _first_piece(self, future: Future[LoadOutcome]) -> int:
+        """Return the bytes of the first piece of a load, 0 if it has ended without one."""
+        for _ in range(int(self.patience_s / 0.01)):
+            if future.query():
+                return 0
+            if piece := future.advance(1):
+                assert not future.query(), "a load of several objects has ended with its smallest piece"
+                return piece
+            future.wait(0.01)
+        pytest.fail("a load in pieces did not begin, though it was advanced")

@@ -1,10 +1,13 @@
-"""An engine of the transport kit: memory of known content on the rig's device, registered with a server."""
+"""An engine of the transport kit: memory of known content on the rig's device, registered with a server; and the ends
+of its transfers, with a sentence for any other."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -15,9 +18,11 @@ from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.api.futures import Future
 from kvframework.api.transport import BlockIds, LoadOutcome, StoreOutcome
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.errors import DeadlineExceeded
 from kvframework.registry import PluginRegistry
 
 SPARE = 3
+PATIENCE_S = 20.0
 WRONG = (
     "a byte is wrong, though the transfers ended well: `reached` was true too early, or `copy` put fragments in the "
     "wrong place"
@@ -76,8 +81,11 @@ class KitEngine:
         )
         self.caches = self._caches()
         self._passed: Mapping[str, Any] | None = None
-        self.registration = self.worker.register_kv_caches(self.caches, block_size=groups[0].block_size)
+        self.register()
         assert self.registration.desc.chunk_tokens == CHUNK
+
+    def register(self) -> None:
+        self.registration = self.worker.register_kv_caches(self.caches, block_size=self.groups[0].block_size)
 
     def request(self, seed: int | None = None, request_id: str = "r") -> RequestHashes:
         """Return a request with tokens of `seed` (below 1000), or with tokens of its own."""
@@ -125,6 +133,35 @@ class KitEngine:
             skip_first_n_tokens=skip,
             in_pieces=in_pieces,
         )
+
+    def stored(self, request: RequestHashes | None = None, what: str = "a transfer") -> RequestHashes:
+        """Store a request (None: a new one), which must succeed, and return it."""
+        __tracebackhide__ = True
+        request = request or self.request()
+        must_succeed(self.store(request, self.source()), what)
+        return request
+
+    def must_load(
+        self,
+        request: RequestHashes,
+        of: MemoryModel | None = None,
+        blocks: BlockIds | None = None,
+        skip: int = 0,
+        what: str = "",
+        event: object = None,
+    ) -> None:
+        """Load what `blocks` of memory `of` (None: this engine's) held when they were stored; fail unless all memory is
+        then as it must be."""
+        __tracebackhide__ = True
+        must_succeed(self.load(request, self.target(), skip=skip, event=event), what or "a transfer")
+        self.must_have_loaded(of, blocks, skip, what)
+
+    def must_have_loaded(
+        self, of: MemoryModel | None = None, blocks: BlockIds | None = None, skip: int = 0, what: str = ""
+    ) -> None:
+        __tracebackhide__ = True
+        self.expect_loaded(of or self.snapshot(), blocks or self.source(), self.target(), skip)
+        self.must_be_right(what or WRONG)
 
     def hit(self, request: RequestHashes) -> int:
         """Return how many tokens a lookup finds."""
@@ -223,3 +260,106 @@ class KitEngine:
             else:
                 caches[name] = (*caches.get(name, ()), tensor)
         return caches
+
+
+# By kind of what a device notes: the promise that a driver broke.
+_PROMISES = {
+    "unordered": "a copy runs behind the work that it waits for, and before what waits for it: `record`, `wait`",
+    "never_recorded": "an event is recorded before anyone waits for it: `record`, at each submit",
+    "use_after_free": "memory is touched while it is allocated: `reached` is true once a copy is done",
+    "use_after_close": "memory is closed once no copy touches it: `reached` is true once all before it is done",
+    "wrong_device": "memory, streams and events belong to the device that they are made for",
+    "wrong_process": "a handle is opened before it is used: `open`, `open_event`",
+    "out_of_bounds": "a fragment lies in its allocation and in the arena: `copy`",
+    "not_pinned": "`pin` registers the whole slice of the arena",
+    "leaked_context": "all that a process opened ends with it",
+}
+
+
+def promise_of(problem: str) -> str:
+    """Return what a device noted, behind the promise that it breaks."""
+    promise = _PROMISES.get(problem.partition(":")[0])
+    return f"{promise}; the device noted {problem}" if promise else f"the device noted {problem}"
+
+
+class _FailedCopies(logging.Handler):
+    """The last line in which a server of this process says why a copy failed."""
+
+    line = ""
+    # What the device noted since the test began; set by the fixture.
+    problems: Callable[[], list[str]] = staticmethod(list)
+    shown = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if ": a copy failed: " in (line := record.getMessage()):
+            self.line = line
+
+
+_FAILED_COPIES = _FailedCopies(logging.WARNING)
+
+
+@contextmanager
+def failed_copies_noted(problems: Callable[[], list[str]] = list) -> Iterator[Callable[[], bool]]:
+    """Have `must_succeed` show why a copy failed that failed meanwhile: an outcome does not carry it. `problems` are
+    those that the device has noted; the value of the context says whether one was shown."""
+    _FAILED_COPIES.line, _FAILED_COPIES.problems, _FAILED_COPIES.shown = "", problems, False
+    log = logging.getLogger("kvframework")
+    log.addHandler(_FAILED_COPIES)
+    try:
+        yield lambda: _FAILED_COPIES.shown
+    finally:
+        log.removeHandler(_FAILED_COPIES)
+
+
+def must_succeed(future: Future[Any], what: str = "a transfer") -> None:
+    """Fail unless the transfer ends well in time."""
+    __tracebackhide__ = True
+    outcome = _outcome(future, what)
+    if not outcome:
+        if problems := _FAILED_COPIES.problems():
+            _FAILED_COPIES.shown = True
+            pytest.fail(f"{what} failed ({_said(outcome)}): {promise_of(problems[0])}")
+        why = f"; the server's log: {_FAILED_COPIES.line}" if _FAILED_COPIES.line else ""
+        pytest.fail(f"{what} failed, though nothing hinders it: {_said(outcome)}{why}")
+
+
+def must_work(engine: KitEngine, what: str = "", *, request: RequestHashes | None = None) -> None:
+    """Store a request (None: a new one) and load it into other blocks; fail unless all memory is then as it must be."""
+    __tracebackhide__ = True
+    engine.must_load(engine.stored(request, what or "a transfer"), what=what)
+
+
+def must_miss(future: Future[Any], why: str = "a transfer that cannot succeed ended well") -> None:
+    """Fail unless the transfer ends in time, as a miss."""
+    __tracebackhide__ = True
+    outcome = _outcome(future, "a transfer that is to miss")
+    if outcome:
+        pytest.fail(f"{why}: {_said(outcome)}")
+
+
+def must_be_under_way(future: Future[Any], why: str, for_s: float = 0.2) -> None:
+    """Fail if the transfer ends within `for_s` seconds."""
+    __tracebackhide__ = True
+    if future.wait(for_s):
+        pytest.fail(f"{why}: the transfer ended while its copy stood still")
+
+
+def _said(outcome: object) -> str:
+    """Return an outcome in words."""
+    if isinstance(outcome, LoadOutcome):
+        return "a hit" if outcome.ok else f"a miss: {outcome.reason or 'without a reason'}"
+    if isinstance(outcome, StoreOutcome):
+        counts = {name: getattr(outcome, name) for name in ("stored", "present", "in_flight", "dropped", "unknown")}
+        told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no objects"
+        return f"{told}{f' ({outcome.error})' if outcome.error else ''}"
+    return repr(outcome)
+
+
+def _outcome(future: Future[Any], what: str) -> Any:
+    __tracebackhide__ = True
+    try:
+        return future.result(PATIENCE_S)
+    except DeadlineExceeded:
+        pytest.fail(f"{what} did not end within {PATIENCE_S:g} s")
+    except Exception as error:  # noqa: BLE001  a transfer's future never fails
+        pytest.fail(f"the future of {what} failed with {type(error).__name__}, instead of a miss: {error}")

@@ -10,8 +10,8 @@ import json
 import sys
 
 from kvf_dev.testing.transport.cases import CASES
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import PATIENCE_S, client_of, rig_told
+from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
+from kvf_dev.testing.transport.node import client_of, rig_told
 
 
 def main() -> None:

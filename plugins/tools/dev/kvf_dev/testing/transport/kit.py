@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import ClassVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import pytest
 
-from kvf_dev.testing.kit import Kit
-from kvf_dev.testing.transport.cases import GroupCase
-from kvf_dev.testing.transport.engine import KitEngine
-from kvf_dev.testing.transport.node import client_of, held_by, serving, status_of, wait_until
-from kvf_dev.testing.transport.outcomes import failed_copies_noted, promise_of
+from kvf_dev.testing.kit import Kit, wait_until
+from kvf_dev.testing.transport.cases import NHD, GroupCase
+from kvf_dev.testing.transport.engine import KitEngine, failed_copies_noted, promise_of
+from kvf_dev.testing.transport.node import ServerProgram, client_of, endpoint_in, held_by, serving, status_of
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
 from kvframework.client import KVClient
 from kvframework.server import Server
 
+T = TypeVar("T")
 MakeEngine = Callable[..., KitEngine]
+SOON_S = 5.0
+
+
+def or_skip(call: Callable[[], T]) -> T:
+    """Return what a call of the rig returns; skip the test where the device cannot do that."""
+    try:
+        return call()
+    except NotImplementedError as reason:
+        pytest.skip(str(reason))
 
 
 class TransportKit(Kit):
@@ -76,6 +87,15 @@ class TransportKit(Kit):
         for engine in engines:
             engine.close()
 
+    @pytest.fixture
+    def engine(self, make_engine: MakeEngine) -> KitEngine:
+        return make_engine(NHD)
+
+    @pytest.fixture
+    def asynchronous(self, rig: TransportRig) -> None:
+        if rig.synchronous:
+            pytest.skip("the transport copies in the engine's thread: nothing is under way after a submit")
+
     @pytest.fixture(autouse=True)
     def nothing_is_wrong(self, rig: TransportRig, client: KVClient) -> Iterator[None]:
         """After every test: no pin and no reservation is left, and the device noted no mistake."""
@@ -86,37 +106,27 @@ class TransportKit(Kit):
         if (found := rig.problems()[before:]) and not shown():
             pytest.fail(f"no mistake is noted by the device: {promise_of(found[0])}", pytrace=False)
 
-    def holding(self, rig: TransportRig) -> Entered:
-        """`rig.holding_copies()`, or the test is skipped."""
+    @contextmanager
+    def doomed(self, spec: RigSpec, rig: TransportRig) -> Iterator[tuple[ServerProgram, KVClient, KitEngine]]:
+        """A server process for the test to kill, and an engine at it."""
+        with tempfile.TemporaryDirectory(prefix="kvf-") as directory, ExitStack() as stack:
+            server = ServerProgram(spec, endpoint_in(Path(directory)))
+            stack.callback(server.close)
+            client = stack.enter_context(client_of(rig, server.endpoint))
+            engine = KitEngine(rig, client, 1, NHD, seed=1)
+            stack.callback(engine.close)
+            yield server, client, engine
+
+    def holding(self, rig: TransportRig) -> ExitStack:
+        """`rig.holding_copies()`, or the test is skipped. `close` of the result lets them go on."""
         return self.entered(rig.holding_copies())
 
-    def entered(self, context: AbstractContextManager[None]) -> Entered:
+    def entered(self, context: AbstractContextManager[None]) -> ExitStack:
         """A context of the rig, or the test is skipped."""
-        try:
-            context.__enter__()
-        except NotImplementedError as reason:
-            pytest.skip(str(reason))
-        return Entered(context)
+        stack = ExitStack()
+        or_skip(lambda: stack.enter_context(context))
+        return stack
 
-    def needs_asynchronous(self, rig: TransportRig) -> None:
-        if rig.synchronous:
-            pytest.skip("the transport copies in the engine's thread: nothing is under way after a submit")
-
-
-class Entered:
-    """A context manager that has been entered already."""
-
-    def __init__(self, context: AbstractContextManager[None]) -> None:
-        self._context = context
-        self._left = False
-
-    def __enter__(self) -> Entered:
-        return self
-
-    def leave(self) -> None:
-        if not self._left:
-            self._left = True
-            self._context.__exit__(None, None, None)
-
-    def __exit__(self, *_exc: object) -> None:
-        self.leave()
+    def must_be_given_back(self, client: KVClient, of: str) -> None:
+        what = f"{of} to give its ranges and pins back"
+        wait_until(lambda: held_by(status_of(client)) == (0, 0), what, SOON_S)

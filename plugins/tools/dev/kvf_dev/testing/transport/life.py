@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -11,25 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kvf_dev.testing.transport.cases import PAGED
-from kvf_dev.testing.transport.engine import WRONG
+from kvf_dev.testing.kit import wait_until
+from kvf_dev.testing.transport.cases import NHD
+from kvf_dev.testing.transport.engine import PATIENCE_S, WRONG, KitEngine, must_miss, must_succeed
 from kvf_dev.testing.transport.kit import MakeEngine, TransportKit
-from kvf_dev.testing.transport.node import (
-    PATIENCE_S,
-    EngineProgram,
-    ServerProgram,
-    client_of,
-    endpoint_in,
-    held_by,
-    status_of,
-    wait_until,
-)
-from kvf_dev.testing.transport.outcomes import must_miss, must_succeed
+from kvf_dev.testing.transport.node import EngineProgram, ServerProgram, endpoint_in, status_of
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
 from kvframework.client import KVClient
 from kvframework.server import Server
-
-NHD = PAGED["nhd"]
 
 
 class Life(TransportKit):
@@ -53,33 +41,26 @@ class Life(TransportKit):
         make_engine(NHD).close()  # the copier, which keeps its streams, runs from here on
         before, events, streams = rig.open_elsewhere(), rig.events(), rig.streams()
         engine = make_engine(NHD)
-        request = engine.request()
         for _ in range(3):
             event = engine.overwrite(later=True)
             must_succeed(engine.store(engine.request(), engine.source(), event=event))
-        must_succeed(engine.store(request, engine.source()))
-        must_succeed(engine.load(request, engine.target()))
+        must_succeed(engine.load(engine.stored(), engine.target()))
         engine.close()
         left = rig.open_elsewhere() - before
         assert not left, f"{left} allocations are open: unregistering is answered once the memory is closed"
         left = rig.events() - events
         assert not left, f"{left} events are left: every event is closed and destroyed with its instance"
-        wait_until(
-            lambda: rig.streams() == streams, "the end of all streams of an instance that has ended", self.patience_s
-        )
+        ended = "the end of all streams of an instance that has ended"
+        wait_until(lambda: rig.streams() == streams, ended, self.patience_s)
 
     def test_an_instance_registers_again(self, rig: TransportRig, make_engine: MakeEngine) -> None:
         """As an engine does that freed its memory and allocated other memory."""
         before = rig.open_elsewhere()
         one = make_engine(NHD)
-        request = one.request()
-        must_succeed(one.store(request, one.source()))
-        stored = one.snapshot()
+        request, stored = one.stored(), one.snapshot()
         one.close()
         other = make_engine(NHD)
-        must_succeed(other.load(request, other.target()))
-        other.expect_loaded(stored, one.source(), other.target())
-        other.must_be_right()
+        other.must_load(request, stored, one.source())
         other.close()
         left = rig.open_elsewhere() - before
         assert not left, f"{left} allocations are open after the end of both instances"
@@ -91,11 +72,10 @@ class Life(TransportKit):
         rig: TransportRig,
         server: Server,
         client: KVClient,
-        make_engine: MakeEngine,
+        engine: KitEngine,
         numbers: Iterator[int],
         what: str,
     ) -> None:
-        bystander = make_engine(NHD)
         seed = next(numbers)
         open_before, instances_before = rig.open_elsewhere(), _instances(client)
         doomed = EngineProgram(spec, server.endpoint, seed, "nhd")
@@ -107,48 +87,30 @@ class Life(TransportKit):
                 wait_until(rig.held, "a copy that is held")
                 doomed.kill()
                 wait_until(lambda: _instances(client) <= instances_before, "the end of it")
-                held.leave()
+                held.close()
         finally:
             doomed.close()
-        wait_until(lambda: held_by(status_of(client)) == (0, 0), "the end of its pins and reservations")
+        self.must_be_given_back(client, "an engine that was killed")
         wait_until(lambda: rig.open_elsewhere() == open_before, "the end of its mappings")
-        request = bystander.request(seed)
-        found, right = bystander.hit(request), 0 if what == "store" else 3 * 16
+        found, right = engine.hit(engine.request(seed)), 0 if what == "store" else 3 * 16
         assert found == right, f"{found} tokens are a hit after the death of an engine in mid-{what}, and not {right}"
-        must_succeed(bystander.store(bystander.request(), bystander.source()))
-        bystander.must_be_right()
+        engine.stored()
+        engine.must_be_right()
 
     def test_a_server_killed_in_mid_copy_is_a_miss(self, spec: RigSpec, rig: TransportRig) -> None:
-        from kvf_dev.testing.transport.engine import KitEngine
+        with self.doomed(spec, rig) as (server, client, engine), contextlib.ExitStack() as stack:
+            request = engine.stored(engine.request(1))
+            self._kill_in_mid_load(rig, server, engine)
+            # The blocks may have any content now, but no copy writes to them any more.
+            engine.overwrite()
+            stack.callback(ServerProgram(spec, server.endpoint).close)
+            wait_until(lambda: client.usable and _instances(client) == {1}, "the registration at the new server")
+            engine.must_be_right()
+            must_miss(engine.load(request, engine.target()), "a new server is empty")
+            engine.must_load(engine.stored(request))
+            engine.close()
 
-        with tempfile.TemporaryDirectory(prefix="kvf-") as directory:
-            endpoint = endpoint_in(Path(directory))
-            server = ServerProgram(spec, endpoint)
-            try:
-                with client_of(rig, endpoint) as client:
-                    engine = KitEngine(rig, client, 1, NHD, seed=1)
-                    request = engine.request(1)
-                    must_succeed(engine.store(request, engine.source()))
-                    self._kill_in_mid_load(rig, server, engine)
-                    server.close()
-                    # The blocks may have any content now, but no copy writes to them any more.
-                    engine.overwrite()
-                    server = ServerProgram(spec, endpoint)
-                    wait_until(
-                        lambda: client.usable and _instances(client) == {1}, "the registration at the new server"
-                    )
-                    engine.must_be_right()
-                    must_miss(engine.load(request, engine.target()), "a new server is empty")
-                    must_succeed(engine.store(request, engine.source()))
-                    stored = engine.snapshot()
-                    must_succeed(engine.load(request, engine.target()))
-                    engine.expect_loaded(stored, engine.source(), engine.target())
-                    engine.must_be_right()
-                    engine.close()
-            finally:
-                server.close()
-
-    def _kill_in_mid_load(self, rig: TransportRig, server: ServerProgram, engine) -> None:  # type: ignore[no-untyped-def]
+    def _kill_in_mid_load(self, rig: TransportRig, server: ServerProgram, engine: KitEngine) -> None:
         with self.holding(rig) as held:
             answered: list[bool] = []
 
@@ -158,10 +120,9 @@ class Life(TransportKit):
             loading = threading.Thread(target=load)
             loading.start()
             wait_until(rig.held, "a copy that is held")
-            server.process.send_signal(signal.SIGKILL)
-            server.process.wait()
+            server.kill()
             if rig.synchronous:
-                held.leave()
+                held.close()
             loading.join(PATIENCE_S)
             assert answered != [True], (
                 "the load was answered as done while its copy stood still: `reached` was true too early"

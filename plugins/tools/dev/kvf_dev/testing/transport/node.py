@@ -1,4 +1,4 @@
-"""The servers of the transport kit: one in a thread of the test's process, and one in a process that tests kill."""
+"""The servers of the transport kit and their clients: one in a thread of the test's process, and those in processes."""
 
 from __future__ import annotations
 
@@ -9,33 +9,20 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
-import pytest
 
 from kvf_dev.testing.transport.cases import CHUNK
-from kvf_dev.testing.transport.engine import registry_for
+from kvf_dev.testing.transport.engine import PATIENCE_S, registry_for
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
 from kvframework.client import KVClient
 from kvframework.config import load_config
 from kvframework.devices import messages
 from kvframework.server import Server
-
-PATIENCE_S = 20.0
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout: float = PATIENCE_S) -> None:
-    """Return once `condition()` is true; fail after `timeout` seconds."""
-    __tracebackhide__ = True
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() >= deadline:
-            pytest.fail(f"{what} did not come true within {timeout:g} s")
-        time.sleep(0.005)
 
 
 def settings_for(rig: TransportRig, endpoint: str) -> list[str]:
@@ -93,7 +80,8 @@ def held_by(status: dict[str, object]) -> tuple[int, int]:
 class _Program:
     """A process of the kit with a rig of its own."""
 
-    module: str
+    module: ClassVar[str]
+    says: ClassVar[str]
 
     def __init__(self, spec: RigSpec, *arguments: str) -> None:
         rig = json.dumps([spec.factory, dict(spec.arguments)])
@@ -104,6 +92,7 @@ class _Program:
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONWARNINGS": ""},
         )
+        assert (line := self.next_line()) == self.says, f"a process of the kit says {line!r}"
 
     def kill(self) -> None:
         """Kill the process and wait for its end."""
@@ -134,21 +123,20 @@ class _Program:
 class ServerProgram(_Program):
     """A server in a process of its own, at `endpoint`."""
 
-    module = "kvf_dev.testing.transport.server_program"
+    module, says = "kvf_dev.testing.transport.server_program", "serving"
 
     def __init__(self, spec: RigSpec, endpoint: str) -> None:
         super().__init__(spec, endpoint)
-        assert (line := self.next_line()) == "serving", f"a server process says {line!r}"
+        self.endpoint = endpoint
 
 
 class EngineProgram(_Program):
     """An engine in a process of its own, which obeys commands, see `engine_program`."""
 
-    module = "kvf_dev.testing.transport.engine_program"
+    module, says = "kvf_dev.testing.transport.engine_program", "registered"
 
     def __init__(self, spec: RigSpec, endpoint: str, instance_id: int, case: str) -> None:
         super().__init__(spec, endpoint, str(instance_id), case)
-        assert (line := self.next_line()) == "registered", f"an engine process says {line!r}"
 
     def send(self, *words: object) -> None:
         assert self.process.stdin is not None

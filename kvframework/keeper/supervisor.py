@@ -1,4 +1,4 @@
-"""The process of `kvframework hold`: a server as its child, and what that server has it keep. No plugin, no thread."""
+"""The process of `kvframework hold`: a server as its child, and an fd store for it. No plugin, no thread."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
-from kvframework.child_process import Backoff
-from kvframework.keeper.control import (
+from kvframework.keeper.fd_store import FdStore
+from kvframework.keeper.server_process import Server, exit_status, memory_kills, start_server
+from kvframework.keeper.sockets import (
     CONTROL_SUFFIX,
     NOTE_SUFFIX,
     AlreadyHeldError,
     Caller,
     ControlSocket,
+    NoteSocket,
+    Received,
     heard_signals,
     locked,
 )
-from kvframework.keeper.descriptors import KeptDescriptors
-from kvframework.keeper.notes import NoteSocket, Received
-from kvframework.keeper.server_child import Server, end_of, exit_status, memory_kills, start_server
+from kvframework.supervise.state import HEALTHY_S, Backoff, how_ended
 
 _STDERR = 2
 _LOGGER = "kvframework.hold"
@@ -78,8 +79,6 @@ class Lines:
 TAKEOVER = "--takeover"
 # A server ends within 5 s of a signal.
 STOP_S = 8.0
-# A new server beside a running one has this long to take over.
-TAKEOVER_S = 60.0
 EXIT_REFUSED = 2
 STDERR = 2
 _NOTES_AT_ONCE = 64
@@ -87,7 +86,7 @@ _PASSED_ON = (signal.SIGHUP, signal.SIGUSR1)
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
-class Holder:
+class FdStoreSupervisor:
     """Keeps one server running until SIGINT or SIGTERM, and what it stores until then.
 
     `command` starts a server; with `TAKEOVER` as a further argument, one that takes over from another. `base` is the
@@ -98,10 +97,10 @@ class Holder:
         self._command = command
         self._base = base
         self._log = lines
-        self._kept = KeptDescriptors()
+        self._store = FdStore()
         self._servers: dict[int, Server] = {}
         self._main: Server | None = None
-        self._backoff = Backoff(at_once=True)
+        self._backoff = Backoff()
         self._start_at = math.inf
         self._starts = 0
         self._last_end = ""
@@ -116,7 +115,7 @@ class Holder:
         """Run until a signal has ended the server, and return the exit status for this process. In the main thread.
         Raises `AlreadyHeldError`, and `OSError` for sockets that cannot be made."""
         with ExitStack() as stack:
-            stack.callback(self._kept.clear)
+            stack.callback(self._store.clear)
             stack.enter_context(locked(self._base))
             self._notes = NoteSocket(self._base + NOTE_SUFFIX)
             stack.callback(self._notes.close)
@@ -151,30 +150,24 @@ class Holder:
             self._start_at = math.inf
             self._main = self._start(now)
         for server in self._servers.values():
-            if now >= server.kill_at:
-                server.kill_at = math.inf
+            if server.must_be_killed(now):
                 self._log.error(f"the server, process {server.pid}, did not end in time, and is killed")
                 server.send(signal.SIGKILL)
 
     def _start(self, now: float, *further: str) -> Server | None:
-        kept = self._kept.items()
+        kept = self._store.items()
         try:
             pid = start_server([*self._command, *further], os.environ, kept, self._base + NOTE_SUFFIX)
         except OSError as error:
             self._log.error(f"no server can be started: {error.strerror}")
             if not further:
-                self._start_again(now)
+                self._start_at = now + self._backoff.delay(now)
             return None
         self._starts += 1
-        self._backoff.started(now)
         names = ", ".join(name for name, _ in kept) or "nothing"
         self._log.info(f"server is process {pid}, start {self._starts}; kept: {names}")
         server = self._servers[pid] = Server(pid, now, takeover=bool(further))
         return server
-
-    def _start_again(self, now: float, *, served: bool = False) -> None:
-        self._backoff.ended(now, served=served)
-        self._start_at = now + self._backoff.left(now)
 
     # what servers say
 
@@ -189,10 +182,10 @@ class Holder:
         pid, note, fd = received.pid, received.note, received.fd
         server = self._servers.get(pid)
         if server is not None and note.store and note.name and fd is not None:
-            if self._kept.put(note.name, fd):
+            if self._store.put(note.name, fd):
                 self._log.info(f"keeps {note.name} of process {pid}")
             else:
-                self._log.error(f"does not keep {note.name} of process {pid}: there are {len(self._kept)} others")
+                self._log.error(f"does not keep {note.name} of process {pid}: there are {len(self._store)} others")
             return
         if fd is not None:
             os.close(fd)
@@ -203,17 +196,15 @@ class Holder:
                     f"ignored process {pid} of uid {received.uid}: {self._strangers} such messages in all"
                 )
             return
-        if note.remove and note.name and self._kept.remove(note.name):
+        if note.remove and note.name and self._store.remove(note.name):
             self._log.info(f"keeps {note.name} no longer")
-        if note.ready and server.ready is None:
+        if note.ready and server.ready_at is None:
             self._is_ready(server)
 
     def _is_ready(self, server: Server) -> None:
         now = time.monotonic()
-        server.ready, took_over = now, server.takeover
-        server.takeover = False
-        if took_over and not self._stopping:
-            server.kill_at = math.inf
+        server.ready(now)
+        took_over, server.takeover = server.takeover, False
         self._log.info(f"server, process {server.pid}, is ready after {now - server.started:.2f} s")
         if took_over:
             if self._main is not None and self._main is not server:
@@ -243,13 +234,13 @@ class Holder:
         for what in self._waiting:
             self._reply(what, False, "the keeper ends")
         for server in self._servers.values():
-            server.kill_at = min(server.kill_at, now + STOP_S)
+            server.stop(now, STOP_S)
             server.send(number)
         if not self._servers:
             self._status = 0
 
     def _end(self, server: Server, now: float) -> None:
-        server.kill_at = min(server.kill_at, now + STOP_S)
+        server.stop(now, STOP_S)
         server.send(signal.SIGTERM)
 
     def _reap(self) -> None:
@@ -264,7 +255,7 @@ class Holder:
 
     def _ended(self, server: Server, status: int) -> None:
         now = time.monotonic()
-        how = f"server, process {server.pid}, ended {end_of(status)}{self._why(status)}"
+        how = f"server, process {server.pid}, ended {how_ended(os.waitstatus_to_exitcode(status))}{self._why(status)}"
         if server is self._main:
             self._last_end = how
             successor = next((each for each in self._servers.values() if each.takeover), None)
@@ -294,11 +285,15 @@ class Holder:
             self._log.info(how)
             self._drop()
             self._start_at = now
-        elif exit_status(status) == EXIT_REFUSED and not len(self._kept):
+        elif exit_status(status) == EXIT_REFUSED and not len(self._store):
             self._log.error(f"{how}: a restart does not help, and nothing is kept")
             self._status = EXIT_REFUSED
         else:
-            self._start_again(now, served=server.ready is not None)
+            if server.ready_at is not None or now - server.started >= HEALTHY_S:
+                self._backoff.reset()
+                self._start_at = now
+            else:
+                self._start_at = now + self._backoff.delay(now)
             self._log.error(f"{how}; the next start is in {max(self._start_at - now, 0):.1f} s")
 
     def _why(self, status: int) -> str:
@@ -340,9 +335,9 @@ class Holder:
             self._end(self._main, time.monotonic())
 
     def _drop(self) -> None:
-        names = ", ".join(name for name, _ in self._kept.items()) or "nothing"
-        freed = self._kept.free()
-        self._kept.clear()
+        names = ", ".join(name for name, _ in self._store.items()) or "nothing"
+        freed = self._store.free()
+        self._store.clear()
         if freed is None:
             text = f"keeps {names} no longer, which another process uses: the memory is free when that ends"
         else:
@@ -355,7 +350,7 @@ class Holder:
         if self._main is None:
             self._refuse(caller, "no server runs: the next start has the new version")
             return
-        if self._main.ready is None:
+        if self._main.ready_at is None:
             # It may not have stored anything yet: the two would each make an arena.
             self._refuse(caller, f"the server, process {self._main.pid}, has only just started: it is not ready yet")
             return
@@ -363,7 +358,6 @@ class Holder:
         if server is None:
             self._refuse(caller, "no server can be started")
             return
-        server.kill_at = now + TAKEOVER_S
         self._waiting["reload"].append(caller)
 
     def _refuse(self, caller: Caller, why: str) -> None:
@@ -380,23 +374,23 @@ class Holder:
             "pid": os.getpid(),
             "server": None
             if server is None
-            else {"pid": server.pid, "since_s": now - server.started, "ready": server.ready is not None},
+            else {"pid": server.pid, "since_s": now - server.started, "ready": server.ready_at is not None},
             "starts": self._starts,
             "last_end": self._last_end,
             "next_start_s": None if self._start_at == math.inf else max(self._start_at - now, 0.0),
-            "held": self._kept.report(),
+            "held": self._store.report(),
             "strangers": self._strangers,
         }
 
 
 # Not with -m, and without an empty path: the working directory is no place for modules.
 PATHS = "import sys; sys.path[:] = filter(None, sys.path); "
-_PROGRAM = PATHS + "from kvframework.keeper.holder import main; sys.exit(main(sys.argv[1]))"
+_PROGRAM = PATHS + "from kvframework.keeper.supervisor import main; sys.exit(main(sys.argv[1]))"
 
 
-def become_holder(command: Sequence[str], base: str, log_form: str, environ: Mapping[str, str]) -> NoReturn:
-    """Replace this process by one that holds, with the arguments of `Holder`: none of the command line's modules stays
-    in it. Raises `OSError`."""
+def become_supervisor(command: Sequence[str], base: str, log_form: str, environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by one that holds, with the arguments of `FdStoreSupervisor`: none of the command line's
+    modules stays in it. Raises `OSError`."""
     argument = json.dumps({"command": command, "base": base, "log_form": log_form})
     os.execve(sys.executable, [sys.executable, "-c", _PROGRAM, argument], dict(environ))  # noqa: S606
 
@@ -406,7 +400,7 @@ def main(argument: str) -> int:
     options = json.loads(argument)
     lines = Lines(options["log_form"])
     try:
-        return Holder(options["command"], options["base"], lines).run()
+        return FdStoreSupervisor(options["command"], options["base"], lines).run()
     except AlreadyHeldError as error:
         lines.error(f"another `kvframework hold`, process {error}, keeps the server at this endpoint; --status asks it")
     except OSError as error:

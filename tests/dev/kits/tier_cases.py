@@ -1,8 +1,10 @@
-"""More tiers that are wrong in one way each, a line a bug. Run by pytest outside of the repository; all must fail."""
+"""The kit over tiers that are wrong in one way each, a line a bug. Run by pytest outside of the repository; all must
+fail."""
 # ruff: noqa: ARG005, E501  the arguments of all bugs are the same, and each is one line
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import threading
@@ -11,9 +13,10 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import pytest
 from memory_tier import MemoryTier, Store, Value
-from planted_base_cases import Planted
 
+from kvf_dev.testing import TierConformance
 from kvframework.api.tier import Outcome, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 
@@ -25,6 +28,35 @@ FOUND, MISSING, STORED, DELETED, FAILED, DAMAGED = (
     Outcome.FAILED,
     Outcome.DAMAGED,
 )
+
+
+class Planted(TierConformance):
+    """Two tiers of the class `Bug` share a store; nothing waits for long."""
+
+    Bug: type[MemoryTier]
+    patience_s = 1.0
+    grace_s = 0.3
+    time_step_s = 0.01
+    capacity = 1 << 30
+
+    @pytest.fixture
+    def tier(self) -> Iterator[Tier]:
+        tier = self.Bug(Store(), capacity=self.capacity)
+        yield tier
+        with contextlib.suppress(TierError):
+            tier.close()
+
+    @pytest.fixture
+    def ttl_tier(self) -> Tier:
+        return self.Bug(Store(), ttl_s=0.05)
+
+    @pytest.fixture
+    def small_tier(self) -> Tier:
+        return self.Bug(Store(), capacity=1 << 20)
+
+    def reopen(self, tier: Tier) -> Tier:
+        assert isinstance(tier, MemoryTier)
+        return self.Bug(tier.store)
 
 
 class VendorError(OSError):
@@ -164,6 +196,7 @@ def scratch(s: Any, key: bytes, parts: Any, right: Any) -> Any:
     for part in parts:
         size = min(part.nbytes, rest.nbytes)
         part[:size], rest = rest[:size], rest[size:]
+    time.sleep(0.0001)  # another thread has its turn: by chance alone it had none in some runs
     return len(s.more or b"")
 
 
@@ -298,6 +331,119 @@ def nothing_for_none(right: Any, s: Any, keys: Any, *args: Any) -> Any:
     return right(keys, *args) if keys else None
 
 
+def throw(error: BaseException) -> Any:
+    raise error
+
+
+def room(parts: Any) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+def filled(parts: Any, value: bytes) -> int:
+    rest = memoryview(value)
+    for part in parts:
+        size = min(part.nbytes, rest.nbytes)
+        part[:size], rest = rest[:size], rest[size:]
+    return len(value)
+
+
+def slowly(s: Any, keys: Any, deadline: float) -> Iterator[bytes]:
+    """The deadline is looked at once."""
+    s.check(deadline)
+    for key in keys:
+        time.sleep(0.001)
+        yield key
+
+
+def in_place(right: Any, s: Any, key: bytes, parts: Any) -> Outcome:
+    """Writes a value over the old one, one half after the other."""
+    new, old = b"".join(parts), s.value(key)
+    if old is None or len(old) != len(new):
+        return right(key, parts)
+    half = len(new) // 2
+    s.store.values[key] = Value(new[:half] + old[half:], 0.0)
+    time.sleep(0.001)
+    old = s.value(key) or new
+    s.store.values[key] = Value(old[:half] + new[half:], 0.0)
+    return STORED
+
+
+def half_first(right: Any, s: Any, key: bytes, parts: Any) -> Outcome:
+    value = b"".join(parts)
+    right(key, [memoryview(value)[: len(value) // 2]])
+    time.sleep(0.001)
+    return right(key, parts)
+
+
+def cut_and_deleted(right: Any, s: Any, key: bytes) -> Outcome:
+    if (value := s.value(key)) is not None:
+        s.store.values[key] = Value(value[:10], 0.0)
+        time.sleep(0.001)
+    return right(key)
+
+
+def deleted_twice(right: Any, s: Any, key: bytes) -> Outcome:
+    found = key in s.store.values
+    time.sleep(0.001)
+    right(key)
+    return DELETED if found else MISSING
+
+
+def end_lost(right: Any, s: Any, key: bytes, parts: Any) -> Any:
+    """Tells the length that was stored; what it received is less."""
+    value, before = s.value(key) or b"", [bytes(part) for part in parts]
+    outcome = right(key, parts)
+    if len(value) > 60_000 and not isinstance(outcome, Outcome):
+        parts[-1][-1:] = before[-1][-1:]
+    return outcome
+
+
+def spoilt_behind(right: Any, s: Any, keys: Any, parts: Any) -> Any:
+    outcomes = right(keys, parts)
+    bad = outcomes.index(DAMAGED) if DAMAGED in outcomes else len(outcomes)
+    return outcomes[: bad + 1] + [FAILED] * (len(outcomes) - bad - 1)
+
+
+def first_of_two(right: Any, s: Any, keys: Any, parts: Any) -> Any:
+    last_first = dict(zip(reversed(keys), reversed(parts), strict=True))
+    right(list(last_first), list(last_first.values()))
+    return [STORED] * len(keys)
+
+
+def other_error(right: Any, s: Any, deadline: float) -> None:
+    try:
+        right(deadline)
+    except TierError as error:
+        raise ConnectionError("no connection") from error
+
+
+def after_its_end(s: Any, keys: Any, deadline: float) -> Iterator[bytes]:
+    for key in keys:
+        while s.closed and time.monotonic() < deadline - 0.5:
+            time.sleep(0.01)
+        s.check(deadline)
+        yield key
+
+
+def remembered(right: Any, s: Any, key: bytes) -> Outcome:
+    outcome = FOUND if key in s.more else right(key)
+    if outcome is FOUND:
+        s.more.add(key)
+    return outcome
+
+
+def not_prolonged(right: Any, s: Any, key: bytes, parts: Any) -> Outcome:
+    old, outcome = s.store.values.get(key), right(key, parts)
+    if old is not None:
+        s.store.values[key] = Value(s.store.values[key].data, old.used_at)
+    return outcome
+
+
+def over(**methods: Any) -> type[MemoryTier]:
+    """A tier with these methods in the place of the right ones."""
+    return type("Bug", (MemoryTier,), methods)
+
+
 # fmt: off
 BUGS: dict[str, Any] = {
     # the form of an answer
@@ -429,9 +575,76 @@ BUGS: dict[str, Any] = {
     "NamesItsCapabilitiesInAList": bug(capabilities=lambda right, s: ["scan"]),
     "HasNoName": type("Bug", (MemoryTier,), {"name": ""}),
     "KeepsADescriptorForEachValue": bug(put_one=lambda right, s, key, parts: (s.more.setdefault(key, os.open("/dev/null", os.O_RDONLY)), right(key, parts))[1]),
+    # what an author's first tier gets wrong
+    "RetainsABuffer": bug(put_one=lambda right, s, key, parts: (s.more.update({key: [p[:] for p in parts]}), right(key, parts))[1]),
+    "ReordersOutcomes": bug(contains=lambda right, s, keys: sorted(right(keys), key=lambda each: each.value)),
+    "RaisesOnAMiss": raising(lambda: TierError("no such key"), lambda s, key: s.value(key) is None),
+    "LiesOnDelete": bug(delete_one=lambda right, s, key: MISSING if s.value(key) is None else DELETED),
+    "SaysDeletedOfAnything": bug(delete_one=lambda right, s, key: (right(key), DELETED)[1]),
+    "ClosesOnlyOnce": bug(close=lambda right, s: throw(TierError("closed already")) if s.closed else right()),
+    "DropsEmptyValues": bug(value=lambda right, s, key: right(key) or None),
+    "IgnoresTheDeadline": bug(check=lambda right, s, deadline: right(time.monotonic() + 1.0)),
+    "LooksAtTheDeadlineOnce": bug(in_time=lambda right, s, keys, deadline: slowly(s, keys, deadline)),
+    "LocksWithoutATimeout": bug(state=lambda: threading.Lock(), put=locked),
+    "SharesStateBetweenKeys": keyed(lambda key: key[:64]),
+    "MixesConcurrentValues": bug(put_one=in_place),
+    "PutsInTwoSteps": bug(put_one=half_first),
+    "DeletesInTwoSteps": bug(delete_one=cut_and_deleted),
+    "DeletesTwice": bug(delete_one=deleted_twice),
+    "CutsLongerValues": bug(get_one=lambda right, s, key, parts: MISSING if (v := s.value(key)) is None else filled(parts, v[: room(parts)])),
+    "FailsShorterValues": bug(get_one=lambda right, s, key, parts: FAILED if len(s.value(key) or b"") < room(parts) else right(key, parts)),
+    "TellsTheLengthOfTheBuffer": bug(get_one=lambda right, s, key, parts: n if isinstance(n := right(key, parts), Outcome) else room(parts)),
+    "TellsTheLengthThatWasStored": bug(get_one=end_lost),
+    "TellsThatItFound": bug(get_one=lambda right, s, key, parts: n if isinstance(n := right(key, parts), Outcome) else FOUND),
+    "ReadsOnlyTheFirstPart": bug(put_one=lambda right, s, key, parts: right(key, parts[:1])),
+    "OneLongerValueSpoilsTheBatch": bug(get_into=spoilt_behind),
+    "TheFirstOfTwoWins": bug(put=first_of_two),
+    "LeaksAFile": bug(state=lambda: os.open("/dev/null", os.O_RDONLY)),
+    "LeaksAThread": bug(state=lambda: threading.Thread(target=threading.Event().wait, name="forgotten", daemon=True).start()),
+    "LeaksAFileWithoutReopen": bug(put_one=lambda right, s, key, parts: (os.open("/dev/null", os.O_RDONLY), right(key, parts))[1]),
+    "KeepsMemory": bug(get_one=lambda right, s, key, parts: (setattr(s, "last", parts), right(key, parts))[1]),
+    "KeepsMemoryOfFailedCalls": bug(put=lambda right, s, keys, parts: (setattr(s, "under_way", parts), right(keys, parts), setattr(s, "under_way", ()))[1]),
+    "TouchMakesValues": bug(touch_one=lambda right, s, key: s.store.values.update({key: Value(s.value(key) or b"", time.time())})),
+    "AskingForgets": bug(contains_one=lambda right, s, key: MISSING if s.store.values.pop(key, None) is None else FOUND),
+    "AskingMakesValues": bug(contains_one=lambda right, s, key: (right(key), s.store.values.setdefault(key, Value(b"", 0.0)))[0]),
+    "AnswersWhenClosed": bug(close=lambda right, s: None),
+    "RaisesAnotherError": bug(check=other_error),
+    "GoesOnWhenClosed": bug(in_time=lambda right, s, keys, deadline: after_its_end(s, keys, deadline)),
+    "ForgetsWhenClosed": bug(close=lambda right, s: (s.store.values.clear(), right())),
+    "KeepsWhatWasSpoilt": bug(delete_one=lambda right, s, key: DELETED),
+    "NeverReplaces": bug(put_one=lambda right, s, key, parts: STORED if s.value(key) is not None else right(key, parts), delete_one=lambda right, s, key: DELETED),
+    # optional methods and promises that do not hold
+    "ClaimsTheUnknown": bug(capabilities=lambda right, s: frozenset({"scan", "speed"})),
+    "ClaimsSharing": over(__init__=lambda self, _store, **settings: MemoryTier.__init__(self, Store(), **settings)),
+    "ClaimsSharingWithoutProof": MemoryTier,
+    "RemembersWhatTheOtherDeleted": bug(state=set, contains_one=remembered, put_one=lambda right, s, key, parts: (right(key, parts), s.contains_one(key))[0]),
+    "MixesValuesOfTwo": bug(put_one=in_place),
+    "ClaimsTtl": over(__init__=lambda self, store, ttl_s=0.0, capacity=1 << 30: MemoryTier.__init__(self, store, capacity=capacity)),
+    "TouchDoesNotProlong": bug(touch_one=lambda right, s, key: None),
+    "StoringDoesNotProlong": bug(put_one=not_prolonged),
+    "ClaimsUsage": over(usage=lambda self, **named: Tier.usage(self, **named)),
+    "CountsNothing": bug(usage=lambda right, s: TierUsage(0, s.capacity)),
+    "CountsTheDeleted": bug(state=list, usage=lambda right, s: TierUsage(s.more.append(s.used()) or max(s.more), s.capacity)),
+    "SaysStoredWhenFull": bug(put_one=lambda right, s, key, parts: (right(key, parts), STORED)[1]),
+    "KnowsNoLimit": bug(put_one=lambda right, s, key, parts: (s.store.values.update({key: Value(b"".join(parts), 0.0)}), STORED)[1]),
+    "CannotReplaceWhenFull": bug(put_one=lambda right, s, key, parts: FAILED if s.used() + room(parts) > s.capacity else right(key, parts)),
+    "LeaksWhatAShorterValueReplaces": bug(state=list, put_one=lambda right, s, key, parts: (s.more.append(max(len(s.value(key) or b"") - room(parts), 0)), right(key, parts))[1], used=lambda right, s: right() + sum(s.more)),
+    "LeaksAPieceOfTheDeletedUncounted": bug(state=list, put_one=lambda right, s, key, parts: FAILED if s.used() + sum(s.more) + room(parts) > s.capacity else right(key, parts), delete_one=lambda right, s, key: (s.more.append(len(s.value(key) or b"") // 2), right(key))[1]),
+    "ClaimsScan": over(scan=lambda self, **named: Tier.scan(self, **named)),
+    "ListsNothing": bug(scan=lambda right, s: iter(())),
+    "ListsOnePage": bug(scan=lambda right, s: islice(right(), 1000)),
+    "ListsTheDeleted": bug(scan=lambda right, s: (s.more.update({e.key: e for e in right()}), iter(list(s.more.values())))[1]),
+    "ListsOtherSizes": bug(scan=lambda right, s: (TierEntry(e.key, e.nbytes + 80, e.used_at) for e in right())),
+    "TouchingIsNoUse": bug(touch_one=lambda right, s, key: None),
+    "ListsWhatMoves": bug(scan=lambda right, s: (TierEntry(k, len(v.data), v.used_at) for k, v in s.store.values.items())),
 }
 # fmt: on
-SHARED = ("DeletesBeforeItReplaces", "ScansInATransaction")
+MORE: dict[str, dict[str, Any]] = {
+    "CloseHangs": {"limit_s": 5.0},
+    "LeaksAFileWithoutReopen": {"reopen": TierConformance.reopen},
+    "ClaimsSharingWithoutProof": {"shared": True, "reopen": TierConformance.reopen},
+    **{key: {"shared": True} for key in ("ClaimsSharing", "RemembersWhatTheOtherDeleted", "MixesValuesOfTwo")},
+}
 for _name, _bug in BUGS.items():
-    _more = {"Bug": _bug, "limit_s": 5.0 if _name == "CloseHangs" else 30.0, "examples": 20}
+    _more = {"Bug": _bug, "limit_s": 30.0, "examples": 20, **MORE.get(_name, {})}
     globals()[f"Test{_name}"] = type(f"Test{_name}", (Planted,), _more)

@@ -1,4 +1,4 @@
-"""The descriptors that `kvframework hold` keeps, by name."""
+"""The fd store of `kvframework hold`: descriptors by name, as systemd has them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def free_unused(descriptors: Collection[int]) -> bool:
 MAX_KEPT = 16
 
 
-class KeptDescriptors:
+class FdStore:
     """At most `MAX_KEPT` descriptors, owned by this object, one for each name."""
 
     def __init__(self) -> None:

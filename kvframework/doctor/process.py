@@ -1,5 +1,5 @@
-"""The process that checks one configured plugin: whether it can be used, and its own diagnosis of its store. Reports a
-`Finding` a line."""
+"""The processes that check a configuration. Each reads its request from standard input, and reports a `Finding` a line
+to the descriptor of `argv[1]`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,40 @@ import msgspec
 
 from kvframework.api.driver import DeviceTransportProvider, TableContext
 from kvframework.api.memory import MemoryProvider
-from kvframework.api.options import Options
+from kvframework.api.options import ByteSize, Options
 from kvframework.api.plugin import Finding
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
+from kvframework.config import Config
 from kvframework.doctor.machine import memlock
 from kvframework.doctor.plugins import Subject, refusal
 from kvframework.errors import KVFrameworkError
 from kvframework.registry import KINDS, PluginRegistry, check_table, resolve_table
 
 
-def main() -> None:
-    """Reads a `Subject` from standard input; `argv[1]` is the report's descriptor."""
+def check_configuration() -> None:
+    """Find the refusals that are not of one table. The request is the configuration, and whether its server runs."""
+    from kvframework.preflight import common_refusals  # a plugin's process needs none of it
+
+    config, running = msgspec.msgpack.decode(
+        sys.stdin.buffer.read(),
+        type=tuple[Config, bool],
+        dec_hook=lambda kind, value: ByteSize(value) if kind is ByteSize else value,
+    )
+    for error in common_refusals(config, PluginRegistry(), running=running):
+        _report(refusal(error))
+
+
+def check_plugin() -> None:
+    """Find out whether a plugin can be used, and what its own diagnosis says. The request is a `Subject`."""
     started = time.monotonic()
     subject = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Subject)
-    descriptor = int(sys.argv[1])
     for finding in _findings(subject, started + subject.diagnose_s):
-        placed = msgspec.structs.replace(finding, where=finding.where or subject.table.where)
-        os.write(descriptor, msgspec.json.encode(placed) + b"\n")
+        _report(msgspec.structs.replace(finding, where=finding.where or subject.table.where))
+
+
+def _report(finding: Finding) -> None:
+    os.write(int(sys.argv[1]), msgspec.json.encode(finding) + b"\n")
 
 
 def _findings(subject: Subject, deadline: float) -> Iterator[Finding]:

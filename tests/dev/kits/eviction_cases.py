@@ -1,5 +1,5 @@
-"""More eviction policies that are wrong in one way each, a line a bug, and a correct one that draws lots. Run by pytest
-outside of the repository."""
+"""The kit over eviction policies that are wrong in one way each, a line a bug, and over two right ones, of which one
+draws lots. Run by pytest outside of the repository."""
 # ruff: noqa: ARG005, E501  the arguments of all bugs are the same, and each is one line
 
 from __future__ import annotations
@@ -17,11 +17,47 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
-from eviction_bug_cases import Planted, Right
 
 from kvf_dev.testing import EvictionConformance
 from kvf_dev.testing.eviction.kit import MakePolicy
 from kvframework.api.eviction import EvictionPolicy, PackedKey
+
+
+class Right(EvictionPolicy):
+    """Least recently used first."""
+
+    name = "right"
+
+    def __init__(self) -> None:
+        self.order: dict[PackedKey, int] = {}
+
+    def on_insert(self, key: PackedKey, nbytes: int) -> None:
+        self.order[key] = nbytes
+
+    def on_access(self, key: PackedKey) -> None:
+        self.order[key] = self.order.pop(key)
+
+    def on_remove(self, key: PackedKey) -> None:
+        del self.order[key]
+
+    def victims(self) -> Iterator[PackedKey]:
+        return iter(self.order)
+
+
+class Planted(EvictionConformance):
+    Bug: type[EvictionPolicy] = Right
+
+    @pytest.fixture
+    def make_policy(self) -> MakePolicy:
+        return self.Bug
+
+
+class TestRightPolicy(Planted):
+    pass
+
+
+class TestNoPolicy(EvictionConformance):
+    pass
 
 
 class SampledLfu(EvictionPolicy):
@@ -63,10 +99,8 @@ class SampledLfu(EvictionPolicy):
             yield victim
 
 
-class TestSampledLfuPolicy(EvictionConformance):
-    @pytest.fixture
-    def make_policy(self) -> MakePolicy:
-        return SampledLfu
+class TestSampledLfuPolicy(Planted):
+    Bug = SampledLfu
 
 
 def bug(
@@ -171,6 +205,53 @@ def mangled(part: Callable[[PackedKey], PackedKey]) -> type[EvictionPolicy]:
 
 
 SHARED: dict[PackedKey, int] = {}
+
+
+def only_known(self: Any, right: Callable[..., Any], key: PackedKey) -> None:
+    if key in self.order:
+        right(key)
+
+
+def no_more(self: Any, right: Callable[..., Any], key: PackedKey) -> None:
+    self.order.pop(key, None)
+
+
+def nothing(self: Any, right: Callable[..., Any], key: PackedKey) -> None:
+    pass
+
+
+def taken_out(self: Any) -> Iterator[PackedKey]:
+    """What was offered and not evicted, since it is pinned, is lost."""
+    while self.order:
+        key = next(iter(self.order))
+        del self.order[key]
+        yield key
+
+
+def put_back(self: Any) -> Iterator[PackedKey]:
+    """Right as long as somebody closes this generator."""
+    taken: list[PackedKey] = []
+    try:
+        while self.order:
+            taken.append(next(iter(self.order)))
+            self.order.pop(taken[-1])
+            yield taken[-1]
+    finally:
+        self.order = {**dict.fromkeys(taken, 1), **self.order}
+
+
+class KnowsOneThread(Right):
+    def __init__(self) -> None:
+        self.mine = threading.local()
+
+    @property
+    def order(self) -> dict[PackedKey, int]:  # type: ignore[override]
+        return self.mine.__dict__.setdefault("order", {})
+
+
+EVERYBODYS: dict[PackedKey, int] = {}
+
+
 # fmt: off
 BUGS = {
     # all that is in, each once
@@ -255,6 +336,23 @@ BUGS = {
     "HoldsALockOverYield": bug(threading.Lock, victims=lambda s, right: under(s.more, right()), on_insert=before(lambda s, key, n: s.more.acquire() and s.more.release())),
     "HoldsItsThreadsLockOverYield": bug(threading.RLock, victims=lambda s, right: under(s.more, right()), on_access=before(lambda s, key: s.more.acquire() and s.more.release())),
     "BelongsToTheThreadOfItsFirstCall": bug(threading.get_ident, on_insert=before(lambda s, key, n: s.more == threading.get_ident() or 1 / 0)),
+    # what an author's first policy gets wrong
+    "OffersWhatLeft": bug(on_remove=also(lambda s, key: s.more.append(key)), victims=lambda s, right: chain(right(), (k for k in s.more[-1:] if k not in s.order))),
+    "OffersTheUsedTwice": bug(on_insert=also(lambda s, key, n: s.more.append(key)), on_access=lambda s, right, key: s.more.append(key), victims=lambda s, right: (k for k in s.more if k in s.order)),
+    "HidesTheHot": bug(Counter, on_access=lambda s, right, key: s.more.update([key]), on_remove=also(lambda s, key: s.more.pop(key, None)), victims=lambda s, right: (k for k in s.order if s.more[k] < 4)),
+    "RemembersRemovedKeysAsIn": bug(set, on_insert=lambda s, right, key, n: None if key in s.more else (s.more.add(key), right(key, n)), on_access=nothing, on_remove=no_more),
+    "GoesByIdentity": bug(dict, on_insert=lambda s, right, key, n: s.more.update({id(key): key}), on_access=lambda s, right, key: s.more[id(key)], on_remove=lambda s, right, key: s.more.pop(id(key)), victims=lambda s, right: iter(s.more.values())),
+    "GoesByTheDigestAlone": bug(on_insert=lambda s, right, key, n: None if any(k[40:] == key[40:] for k in s.order) else right(key, n), on_access=nothing, on_remove=no_more),
+    "SharesItsQueue": type("Bug", (Right,), {"__init__": lambda self: setattr(self, "order", EVERYBODYS)}),
+    "OfferingIsRemoving": bug(on_remove=no_more, on_access=only_known, victims=lambda s, right: taken_out(s)),
+    "PutsBackWhenTheWalkEnds": bug(on_access=only_known, victims=lambda s, right: put_back(s)),
+    "LosesCountOfBytes": bug(lambda: [0], on_insert=also(lambda s, key, n: s.more.append(s.more.pop() + n & 0xFFFFFFFF)), on_remove=lambda s, right, key: s.more.append(s.more.pop() - s.order.pop(key)), victims=lambda s, right: right() if s.more[0] > 0 else iter(())),
+    "SearchesOnUse": bug(on_insert=lambda s, right, key, n: s.more.append(key), on_access=lambda s, right, key: (s.more.remove(key), s.more.append(key)), on_remove=lambda s, right, key: s.more.remove(key), victims=lambda s, right: iter(list(s.more))),
+    "SortsForEachVictim": bug(on_access=lambda s, right, key: (s.more.append(0), s.order.__setitem__(key, len(s.more))), victims=lambda s, right: iter(sorted(s.order, key=s.order.__getitem__))),
+    "SearchesOnRemoval": bug(on_remove=lambda s, right, key: [s.order.pop(k) for k in list(s.order) if k == key]),
+    "TidiesUpOnEachInsert": bug(on_insert=before(lambda s, key, n: setattr(s, "order", {k: size for k, size in s.order.items() if k != key}))),
+    "NeverForgets": bug(Counter, on_access=also(lambda s, key: s.more.update([key]))),
+    "KnowsOneThread": KnowsOneThread,
 }
 # fmt: on
 LIMITS = dict.fromkeys(("HoldsALockOverYield", "Sleeps"), 3.0)

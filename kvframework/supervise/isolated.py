@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvframework.child_process import how_ended
+from kvframework.supervise.state import how_ended
 
 _TAIL_BYTES = 2000
 
@@ -30,13 +30,15 @@ class Ran:
     printed: str
 
 
-def run_isolated(module: str, request: bytes, *, deadline_s: float, arguments: Sequence[str] = ()) -> Ran:
-    """Calls `main()` of `module` with the arguments FD and `arguments` and `request` as standard input, and kills it,
+def run_isolated(
+    module: str, request: bytes, *, deadline_s: float, arguments: Sequence[str] = (), function: str = "main"
+) -> Ran:
+    """Calls `function` of `module` with the arguments FD and `arguments` and `request` as standard input, and kills it,
     with all its child processes, after `deadline_s` seconds. FD is the descriptor of the report. The run has this
     process's module search path, and ends without the interpreter's own end: a native library's thread that asks for
     the interpreter then aborts the process, and a plugin's thread that does not end would keep it alive."""
     program = (
-        f"import os, sys; sys.path[:] = {sys.path!r}; from {module} import main; main(); "
+        f"import os, sys; sys.path[:] = {sys.path!r}; from {module} import {function}; {function}(); "
         "sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
     )
     with (

@@ -12,7 +12,7 @@ import pytest
 
 from kvf_cpu_gather import context
 from kvf_cpu_gather.engine_memory import Moves, RegisteredMemory
-from kvf_cpu_gather.transfer_steps import Courses, planned
+from kvf_cpu_gather.transfer_steps import TaskRunner, planned
 from kvf_cpu_gather.wire_path import Staging, WirePath
 from kvf_dev.testing import TransportConformance
 from kvf_dev.testing.transport import RigSpec
@@ -80,7 +80,7 @@ BUGS: dict[str, list[tuple[Any, str, Any]]] = {
         (Staging, "give_back", lambda self, staged: None),
     ],
     "TakesAnyBlock": [(Moves, "__init__", any_block)],
-    "LeavesItsThread": [(Courses, "close", lambda self: None)],
+    "LeavesItsThread": [(TaskRunner, "close", lambda self: None)],
 }
 
 

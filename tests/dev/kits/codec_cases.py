@@ -1,4 +1,5 @@
-"""More codecs that are wrong in one way each, a line a bug. Run by pytest outside of the repository; all must fail."""
+"""The kit over codecs that are wrong in one way each, a line a bug, and over a right one. Run by pytest outside of the
+repository."""
 # ruff: noqa: ARG005, E501  the arguments of all bugs are the same, and each is one line
 
 from __future__ import annotations
@@ -10,16 +11,31 @@ import time
 import zlib
 from collections.abc import Callable
 from functools import reduce
+from itertools import cycle
 from operator import xor
 from typing import Any
 
-from codec_bug_cases import Planted
+import pytest
 
+from kvf_dev.testing import CodecConformance
+from kvf_dev.testing.codec.kit import MakeCodec
 from kvframework.api.codec import Codec
 from kvframework.api.types import DTYPE_BYTES
 
 MAGIC = b"KV01"
 HEAD = struct.Struct("<4sQI")
+
+
+class Planted(CodecConformance):
+    Bug: type[Codec]
+
+    @pytest.fixture
+    def make_codec(self) -> MakeCodec:
+        return self.Bug
+
+
+class TestNoCodec(CodecConformance):
+    pass
 
 
 class Framed(Codec):
@@ -188,6 +204,91 @@ def listed(self: Any, data: memoryview, right: Any) -> Any:
 
 
 SUM = zlib.crc32
+
+
+def plain(pack: Callable[..., bytes], unpack: Callable[..., bytes]) -> type[Codec]:
+    """Without magic, size and checksum; another length is refused by the place."""
+    return bug(
+        encode=lambda self, data: [memoryview(pack(data))],
+        decode_into=lambda self, packed, out: out.__setitem__(slice(None), unpack(packed, out.nbytes)),
+    )
+
+
+def loose(self: Any, body: Any, size: int) -> bytes:
+    """Takes a stream without its end, and whatever follows it."""
+    return zlib.decompressobj().decompress(body, size + 1)
+
+
+def one_buffer(self: Any, data: memoryview, right: Any) -> Any:
+    packed, buffer = b"".join(right(self, data)), self.__dict__.setdefault("buffer", bytearray(8 << 20))
+    buffer[: len(packed)] = packed
+    return [memoryview(buffer)[: len(packed)]]
+
+
+def noted(self: Any, data: memoryview, right: Any) -> Any:
+    """A dictionary of what it packed itself: of no use to another process."""
+    known = self.__dict__.setdefault("known", [])
+    known.append(bytes(data))
+    return right(self, memoryview(len(known).to_bytes(4, "little")))
+
+
+def looked_up(self: Any, packed: memoryview, out: memoryview, right: Any) -> None:
+    index, known = bytearray(4), self.__dict__.get("known", [])
+    right(self, packed, memoryview(index))
+    at = int.from_bytes(index, "little") - 1
+    if at >= len(known) or len(known[at]) != out.nbytes:
+        raise ValueError("not known")
+    out[:] = known[at]
+
+
+class Masked(Framed):
+    """By Python's hash of texts, which another process has otherwise. Importable."""
+
+    def masked(self, data: Any) -> bytes:
+        mask = hash("right").to_bytes(8, "little", signed=True)
+        return bytes(byte ^ part for byte, part in zip(data, cycle(mask)))
+
+    def encode(self, data: memoryview) -> Any:
+        return [memoryview(self.masked(b"".join(super().encode(data))))]
+
+    def decode_into(self, packed: memoryview, out: memoryview) -> None:
+        super().decode_into(memoryview(self.masked(packed)), out)
+
+
+def shared_scratch(self: Any, packed: memoryview, out: memoryview, right: Any) -> None:
+    scratch = bytearray(out.nbytes)
+    right(self, packed, memoryview(scratch))
+    self.scratch = scratch
+    time.sleep(0.001)
+    out[:] = bytes(self.scratch[: out.nbytes]).ljust(out.nbytes, b"\0")
+
+
+def beside(out: memoryview) -> None:
+    """As native code would: it writes to where the memory goes on."""
+    whole = arena(out)
+    if whole.nbytes > out.nbytes + 64:
+        whole[out.nbytes + 64] = 0
+
+
+def added(self: Any, packed: memoryview, out: memoryview, right: Any) -> None:
+    data = bytearray(out.nbytes)
+    right(self, packed, memoryview(data))
+    for index, byte in enumerate(data):
+        if byte:
+            out[index] = byte
+
+
+def shuffled(self: Any, data: memoryview, right: Any) -> Any:
+    if not data.readonly:
+        data[:] = bytes(data)[::-1]
+        data = memoryview(bytes(data)[::-1])
+    return right(self, data)
+
+
+def deflated(data: Any) -> bytes:
+    return zlib.compress(data, 1)
+
+
 # fmt: off
 BUGS = {
     # what is told of the elements
@@ -252,6 +353,29 @@ BUGS = {
     "AnswersEverySecondByte": encode(lambda s, data, right: [memoryview(bytes(byte for each in right(s, data) for byte in bytes(each) for _ in "ab"))[::2]]),
     "AnswersNone": encode(lambda s, data, right: None),
     "WritesToTheObject": encode(lambda s, data, right: (right(s, data), None if data.readonly or not data.nbytes else data.__setitem__(0, data[0] ^ 1))[0]),
+    # what the steps of an author's first codec get wrong
+    "ANameThatFitsNowhere": type("Bug", (Framed,), {"name": "a-name-of-17-byte"}),
+    "StripsZeros": plain(lambda data: deflated(bytes(data).rstrip(b"\0")), lambda packed, n: zlib.decompress(packed).ljust(n, b"\0")),
+    "LosesWhatIsBehind64K": encode(lambda self, data, right: right(self, memoryview(bytes(data[: 1 << 16]) + bytes(max(0, data.nbytes - (1 << 16)))))),
+    "AnswersAGenerator": encode(lambda self, data, right: (each for each in right(self, data))),
+    "AnswersWords": encode(lambda self, data, right: [piece for each in right(self, data) for piece in (each[: each.nbytes // 4 * 4].cast("I"), each[each.nbytes // 4 * 4 :])]),
+    "PacksAllIntoOneBuffer": encode(one_buffer),
+    "KeepsADictionary": encode(noted, decode_into=lambda self, packed, out: looked_up(self, packed, out, Framed.decode_into)),
+    "PacksByPythonsHash": Masked,
+    "SharesAScratchBuffer": decode(shared_scratch),
+    "FillsWhatItCan": plain(deflated, lambda packed, n: loose(None, packed, n)[:n].ljust(n, b"\0")),
+    "TakesWhatIsCutOff": bug(unbody=loose),
+    "TakesWhatComesBehind": bug(unbody=loose),
+    "RaisesItsOwnError": plain(deflated, lambda packed, n: zlib.decompress(packed)),
+    "BelievesTheBytes": plain(bytes, lambda packed, n: bytes(packed)),
+    "UnpacksBombs": plain(deflated, lambda packed, n: zlib.decompress(packed)),
+    "WritesBesideThePlace": decode(lambda self, packed, out, right: (right(self, packed, out), beside(out))),
+    "AddsToWhatIsInThePlace": decode(added),
+    "ShufflesInPlace": encode(shuffled),
+    "NeedsWritableMemory": encode(lambda self, data, right: ((ctypes.c_char * data.nbytes).from_buffer(data) if data.nbytes else None, right(self, data))[1]),
+    "KeepsTheObject": encode(lambda self, data, right: (setattr(self, "last", data[:]), right(self, data))[1]),
+    "KeepsThePlace": decode(lambda self, packed, out, right: (right(self, packed, out), setattr(self, "last", out[:]))),
+    "KeepsWhatFailed": decode(lambda self, packed, out, right: (setattr(self, "current", packed[:]), right(self, packed, out), delattr(self, "current"))),
 }
 # fmt: on
 

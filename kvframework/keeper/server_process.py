@@ -10,21 +10,21 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from kvframework.keeper.notes import FIRST_FD, LISTEN_VARIABLES, NOTIFY_VARIABLE, listen_variables
+from kvframework.keeper.sd_notify import FIRST_FD, LISTEN_VARIABLES, NOTIFY_VARIABLE, listen_variables
+from kvframework.supervise.state import Life
 
 EXIT_NOT_STARTED = 127
+# A new server beside a running one has this long to take over.
+TAKEOVER_S = 60.0
 
 
-class Server:
-    """A child, from its start until its end is seen. `takeover`: it has yet to get ready beside, or after, another.
-    `kill_at` is the time at which it is killed if it has not ended."""
+class Server(Life):
+    """A child. `takeover`: it has yet to get ready beside, or after, another."""
 
     def __init__(self, pid: int, now: float, *, takeover: bool) -> None:
+        super().__init__(now, TAKEOVER_S if takeover else math.inf)
         self.pid = pid
-        self.started = now
-        self.ready: float | None = None
         self.takeover = takeover
-        self.kill_at = math.inf
 
     def send(self, number: int) -> None:
         """Send a signal; as long as the end is not seen, no other process can have the number."""
@@ -70,15 +70,6 @@ def _become(
         with contextlib.suppress(OSError):
             os.write(2, f"{command[0]}: {error}\n".encode(errors="replace"))
     os._exit(EXIT_NOT_STARTED)
-
-
-def end_of(status: int) -> str:
-    """How a process with this wait status ended, as the end of a sentence."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        known = number in signal.Signals.__members__.values()
-        return f"by signal {signal.Signals(number).name if known else number}"
-    return f"with status {os.WEXITSTATUS(status)}"
 
 
 def exit_status(status: int) -> int:

@@ -1,4 +1,5 @@
-"""The two halves of any transport: those of a device transport are made here, from its vendor's parts."""
+"""The two endpoints of any transport, on the engine's side and on the server's; those of a device transport are made
+here, from its vendor's parts."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from kvframework.errors import BadLayout, DeviceError, KVFrameworkError, NotRegi
 from kvframework.logs.form import chosen_log
 from kvframework.logs.limit import LogLimit
 
-# The engine half of every device transport: exporting the engine's memory, recording events, sending requests.
+# The engine's side of every device transport: exporting the engine's memory, recording events, sending requests.
 #
 # Called from the engine's thread; nothing here waits for the device or the server, except `gather_block` at
 # registration.
@@ -52,7 +53,7 @@ class DeviceTransfer(TransferContext):
     """See `TransferContext`. Owns `driver` and closes it. The engine's tensors keep their addresses of the
     registration.
 
-    `faults` counts the submits at which the engine's half of the driver failed.
+    `faults` counts the submits at which the engine's side of the driver failed.
     """
 
     def __init__(self, link: ServerDrivenLink, driver: EngineDriver[Any]) -> None:
@@ -246,7 +247,7 @@ def _places(views: Views) -> list[tuple[int, tuple[int, ...]]]:
     return [(view.data_ptr(), tuple(view.stride())) for group in views for plane in group for view in plane]
 
 
-# The server half of every device transport: the copier of each instance, and its copies' futures.
+# The server's side of every device transport: the copier of each instance, and its copies' futures.
 #
 # Called from the serving thread; never blocks, except `close` at the end of the server.
 
@@ -256,7 +257,7 @@ CLOSE_S = 1.0
 
 
 class DeviceServerTransport(ServerTransport):
-    """The server half of `provider`'s devices, with one copier process per device, started with its first instance.
+    """The server's side of `provider`'s devices, with one copier process per device, started with its first instance.
 
     Raises `PluginBroken` if another process cannot find the provider's function.
     """
@@ -326,9 +327,9 @@ class DeviceContext(ServerContext):
         return self._instance.failure
 
 
-def engine_half(provider: AnyTransportProvider[Any], options: Options, link: EngineLink) -> TransferContext:
-    """Return the half in an engine process. Raises `DeviceError` where its device cannot be used, and the errors of the
-    plugin's function."""
+def engine_side(provider: AnyTransportProvider[Any], options: Options, link: EngineLink) -> TransferContext:
+    """Return the endpoint in an engine process. Raises `DeviceError` where its device cannot be used, and the errors of
+    the plugin's function."""
     if isinstance(provider, DeviceTransportProvider):
         if not link.maps_arena:
             raise DeviceError("the server is on another node")
@@ -338,14 +339,14 @@ def engine_half(provider: AnyTransportProvider[Any], options: Options, link: Eng
     raise PluginWrongKind(f"transport.{provider.name} is no transport here")
 
 
-def server_half(
+def server_side(
     provider: AnyTransportProvider[Any],
     options: Options,
     arena_fd: int,
     create: Callable[[Callable[[Any, int], ServerTransport]], ServerTransport],
 ) -> ServerTransport | None:
-    """Return the half in the server, None for an engine-driven transport. `create` calls the plugin's function. Raises
-    `PluginBroken`."""
+    """Return the endpoint in the server, None for an engine-driven transport. `create` calls the plugin's function.
+    Raises `PluginBroken`."""
     if isinstance(provider, DeviceTransportProvider):
         assert isinstance(options, DeviceOptions)  # the provider's own type
         return DeviceServerTransport(provider, options, arena_fd)

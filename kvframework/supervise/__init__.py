@@ -1,0 +1,1 @@
+"""Child processes: their start, their end, their next start."""

@@ -1,0 +1,235 @@
+"""Child processes: their start, their end, and one that a thread keeps running."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+from kvframework.supervise.state import State, Step, Supervision, how_ended
+
+# The paths of this process and no others: with -m the working directory would be the first.
+_PROGRAM = (
+    "import sys; at = {count} + 1; sys.path[:] = sys.argv[at:]; "
+    "from {module} import main; sys.exit(main(sys.argv[1:at]))"
+)
+# For a process that ends by itself, or has to.
+STOP_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+def start_process(module: str, *arguments: str, fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+    """Start a process that runs `main` of `module` with the list of `arguments`. It inherits `fds`, and has this
+    process's module search path. The thread that calls has to live as long as the child, see `end_with_parent`. Raises
+    the errors of `subprocess.Popen`."""
+    program = _PROGRAM.format(module=module, count=len(arguments))
+    command = [sys.executable, "-c", program, *arguments, *sys.path]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+
+
+def start_connected(module: str, *fds: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process as `start_process` does, and return it with this end of a socket. The arguments of `main` are the
+    number of the other end, then those of `fds`, which are borrowed."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        numbers = (theirs.fileno(), *fds)
+        try:
+            return start_process(module, *map(str, numbers), fds=numbers), ours
+        except BaseException:
+            ours.close()
+            raise
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process as soon as the thread that started it has ended for any reason. `parent` is the
+    id of its process, which may have ended before this call; None: the child notices that by other means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid() if parent is None else parent
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+class SupervisedChild:
+    """One process at a time, which a thread of its own starts, watches, starts again after a back-off, and stops. A
+    base class: the methods from `wanted` to `ended` are called in that thread, and all but `spawn` have a default.
+
+    `title` names the process in log lines. It is killed if `ready` is not called within `ready_s` seconds of its start,
+    or if it has not ended `stop_s` seconds after `stop`. `pid`, `starts`, `last_error` and `stopping` may be read
+    in any thread.
+    """
+
+    def __init__(self, title: str, *, thread: str, ready_s: float = math.inf, stop_s: float = STOP_S) -> None:
+        self.title = title
+        self.pid: int | None = None
+        self.starts = 0
+        self.last_error = ""
+        self._stop_s, self._ready_s = stop_s, ready_s
+        self._machine = Supervision(ready_s)
+        self.stopping = False
+        self._why = ""
+        self._held = False  # whether `hang_up` is still to be called
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._log = logging.getLogger(type(self).__module__)
+        self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
+
+    def wanted(self) -> bool:
+        """Whether a process is to be started, now that there is none."""
+        return True
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        """Start a process. Whatever it raises is an end, and tried again."""
+        raise NotImplementedError
+
+    def watch(self, poller: select.poll) -> float:
+        """Register what `serve` is called for besides the process's end and `wake`; return the time at which it is
+        called in any case."""
+        del poller
+        return math.inf
+
+    def serve(self, happened: dict[int, int]) -> str | None:
+        """Handle what `poll` says of descriptors. Return None to go on, "" for a process that ends by itself, or why it
+        has to be killed, as a sentence."""
+        del happened
+        return None
+
+    def hang_up(self, popen: subprocess.Popen[bytes]) -> None:
+        """Ask the process to end, or close what leads to it. Called once, also if it has ended."""
+        popen.terminate()
+
+    def ended(self, why: str) -> None:
+        """Handle the end of a process, which touches nothing any more, or that it could not be started. The last call
+        follows on `stop`, with ""."""
+        if why:
+            self._log.error("%s", why)
+
+    # of any thread
+
+    def start(self) -> None:
+        """Begin to supervise. Once."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have `wanted` or `serve` called soon."""
+        os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        """Have the process ended, and start none any more. Idempotent. Does not wait."""
+        self.stopping = True
+        self.wake()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait, after `stop`, for the end of the process; False if it has not ended by then: then the kernel holds
+        it."""
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def ready(self) -> None:
+        """Note that the process is ready. From `serve`."""
+        self._machine.ready(time.monotonic())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process is ready, and does not have to stop."""
+        return self._machine.state is State.READY
+
+    # the thread
+
+    def _run(self) -> None:
+        while (state := self._machine.state) is not State.CLOSED:
+            step = self._machine.step(time.monotonic())
+            if step is Step.START:
+                self._start()
+            elif step is Step.KILL:
+                late = f"it was not ready within {self._ready_s:g} s" if state is State.STARTING else "it did not end"
+                self._why = self._why or f"{self.title} was killed: {late}"
+                self._let_go(kill=True)
+            else:
+                self._wait()
+        self.ended("")
+
+    def _start(self) -> None:
+        self._machine.started(time.monotonic())
+        try:
+            popen = self.spawn()
+        except Exception as error:  # noqa: BLE001  the thread has to go on: others wait for it
+            self._machine.ended(time.monotonic())
+            self.last_error = f"{self.title} cannot be started: {error}"
+            self.ended(self.last_error)
+            return
+        self._popen, self._pidfd = popen, os.pidfd_open(popen.pid)
+        self._why, self._held = "", True
+        self.pid = popen.pid
+        self.starts += 1
+        self._log.info("%s is process %d, start %d", self.title, popen.pid, self.starts)
+
+    def _wait(self) -> None:
+        """Wait until something happens, and handle it."""
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        serving = self._machine.state in (State.STARTING, State.READY)
+        soon = math.inf
+        if self._popen is not None:
+            poller.register(self._pidfd, select.POLLIN)
+            soon = self.watch(poller) if serving else soon
+        elif not self.stopping and self.wanted():
+            self._machine.want()
+        due = min(self._machine.due, soon)
+        happened = dict(poller.poll(None if due == math.inf else max(due - time.monotonic(), 0.0) * 1000 + 1))
+        if happened.pop(self._wake, 0):
+            os.eventfd_read(self._wake)
+        has_ended = happened.pop(self._pidfd, 0)
+        if self.stopping:
+            self._machine.close(time.monotonic(), self._stop_s)
+            self._let_go()
+        elif serving and (happened or not has_ended):
+            # Also of one that has ended, as long as it left something to read.
+            self._serve(happened)
+            has_ended = has_ended and not happened
+        if has_ended:
+            self._end()
+
+    def _serve(self, happened: dict[int, int]) -> None:
+        try:
+            why = self.serve(happened)
+        except Exception as failure:  # noqa: BLE001  the thread has to go on: others wait for it
+            self._log.exception("the connection to %s failed", self.title)
+            why = f"the connection to {self.title} failed: {failure}"
+        if why is not None:
+            self._why = why
+            self._machine.stop(time.monotonic(), STOP_S)
+            self._let_go(kill=bool(why))
+
+    def _let_go(self, *, kill: bool = False) -> None:
+        if self._popen is not None:
+            if self._held:
+                self._held = False
+                self.hang_up(self._popen)
+            if kill:
+                self._popen.kill()
+
+    def _end(self) -> None:
+        self._let_go()
+        assert self._popen is not None
+        how = how_ended(self._popen.wait())
+        os.close(self._pidfd)
+        self._popen, self._pidfd, self.pid = None, -1, None
+        self._machine.ended(time.monotonic())
+        if not self.stopping:
+            self.last_error = self._why or f"{self.title} ended {how}"
+            self.ended(self.last_error)
+
+    def __del__(self) -> None:
+        if getattr(self, "_wake", -1) >= 0:
+            os.close(self._wake)

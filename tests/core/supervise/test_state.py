@@ -1,0 +1,144 @@
+"""When a process is started, killed and started again, against a model with a clock of its own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvframework.supervise.state import HEALTHY_S, Backoff, Life, State, Step, Supervision, how_ended
+
+FIRST_S, LONGEST_S, READY_S, STOP_S = 0.1, 10.0, 5.0, 1.0
+PASSING = st.floats(0.01, 40.0, allow_nan=False)
+
+
+def test_backoff_grows_to_its_bound_and_begins_anew_after_a_success() -> None:
+    backoff = Backoff(FIRST_S, LONGEST_S)
+    assert backoff.left(0.0) == 0.0
+    waits, now = [], 0.0
+    for _ in range(12):
+        waits.append(backoff.delay(now))
+        assert backoff.left(now) == pytest.approx(waits[-1])
+        now = backoff.next_at
+        assert backoff.left(now) == 0.0
+    assert waits[:3] == pytest.approx([FIRST_S, 2 * FIRST_S, 4 * FIRST_S])
+    assert waits[-1] == LONGEST_S
+    backoff.reset()
+    assert backoff.left(now) == 0.0
+    assert backoff.delay(now) == FIRST_S
+
+
+def test_a_process_that_got_ready_in_time_is_not_killed_until_it_does_not_stop() -> None:
+    life = Life(0.0, READY_S)
+    life.ready(READY_S - 1)
+    assert not life.must_be_killed(1e9)
+    life.stop(10.0, STOP_S)
+    life.stop(10.5, STOP_S)
+    assert not life.must_be_killed(10.9)
+    assert life.must_be_killed(11.0), "a second call gives it no more time"
+    assert not life.must_be_killed(12.0), "once"
+
+
+def test_a_process_that_gets_ready_while_it_has_to_stop_still_has_to() -> None:
+    life = Life(0.0, READY_S)
+    life.stop(1.0, STOP_S)
+    life.ready(1.5)
+    assert life.must_be_killed(2.0)
+
+
+def test_ends_have_words() -> None:
+    assert how_ended(3) == "with status 3"
+    assert how_ended(-9) == "by signal SIGKILL"
+    assert how_ended(-40) == "by signal 40"
+
+
+class Supervised(RuleBasedStateMachine):
+    """A supervisor that does what `step` says, and a process that gets ready, ends or hangs as chance has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 100.0
+        self.machine = Supervision(READY_S, Backoff(FIRST_S, LONGEST_S))
+        self.wanted = self.closed = self.alive = self.killed = False
+        self.kill_by = math.inf
+        self.began = 0.0
+        self.not_before, self.failures = -math.inf, 0
+
+    @rule(seconds=PASSING)
+    def time_passes(self, seconds: float) -> None:
+        """Up to the next step that is due, as a supervisor that sleeps until then sees it."""
+        due = self.machine.due
+        self.now = min(self.now + seconds, max(due, self.now))
+        step = self.machine.step(self.now)
+        assert (step is None) == (self.now < due), "due is exact"
+        if step is Step.START:
+            assert self.wanted
+            assert not self.alive
+            assert not self.closed
+            assert self.now >= self.not_before
+            self.machine.started(self.now)
+            self.wanted, self.alive, self.began = False, True, self.now
+            self.kill_by = self.now + READY_S
+        elif step is Step.KILL:
+            assert self.alive
+            assert self.now >= self.kill_by
+            self.killed, self.kill_by = True, math.inf
+
+    @rule()
+    def somebody_wants_it(self) -> None:
+        self.machine.want()
+        self.wanted = self.wanted or not self.closed
+
+    @precondition(lambda self: self.alive)
+    @rule()
+    def it_gets_ready(self) -> None:
+        stopping = self.machine.state is State.STOPPING
+        self.machine.ready(self.now)
+        if not stopping:
+            self.kill_by = math.inf
+
+    @precondition(lambda self: self.alive)
+    @rule()
+    def it_has_to_stop(self) -> None:
+        self.machine.stop(self.now, STOP_S)
+        self.kill_by = min(self.kill_by, self.now + STOP_S)
+
+    @precondition(lambda self: self.alive)
+    @rule()
+    def it_ends(self) -> None:
+        self.machine.ended(self.now)
+        self.alive = self.killed = False
+        self.kill_by = math.inf
+        self.failures = 1 if self.now - self.began >= HEALTHY_S else self.failures + 1
+        self.not_before = self.now + min(FIRST_S * 2 ** (self.failures - 1), LONGEST_S)
+
+    @precondition(lambda self: not self.closed)
+    @rule()
+    def it_is_closed(self) -> None:
+        self.machine.close(self.now, STOP_S)
+        self.closed, self.wanted = True, False
+        if self.alive:
+            self.kill_by = min(self.kill_by, self.now + STOP_S)
+
+    @invariant()
+    def nothing_waits_for_ever(self) -> None:
+        if self.alive:
+            assert self.machine.state in (State.STARTING, State.READY, State.STOPPING)
+            assert self.machine.due == pytest.approx(self.kill_by)
+            assert self.killed or self.machine.state is State.READY or self.machine.due < math.inf
+        elif self.closed:
+            assert self.machine.state is State.CLOSED
+            assert self.machine.due == math.inf
+        elif self.wanted:
+            assert self.machine.state is State.WAITING
+            assert self.machine.due == pytest.approx(self.not_before)
+        else:
+            assert self.machine.state is State.IDLE
+            assert self.machine.due == math.inf
+
+
+TestSupervised = Supervised.TestCase
+TestSupervised.settings = settings(max_examples=100, stateful_step_count=50)
