@@ -66,7 +66,7 @@ def test_it_is_said_once_by_each(bare: Path) -> None:
         timeout=240,
         check=False,
     )
-    (found,) = (each for each in json.loads(doctor.stdout)["findings"] if each["id"] == "kvframework.api.installing")
+    (found,) = (each for each in json.loads(doctor.stdout)["findings"] if each["id"] == "kvframework.kernels")
     assert (found["level"], said(found["fact"])) == ("warn", 1)
     assert "pip install" in found["advice"]
 

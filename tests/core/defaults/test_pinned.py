@@ -71,6 +71,17 @@ def test_options() -> None:
             options({"capacity": bad})
 
 
+def test_ready_grows_to_the_end_and_is_resident_by_then(arena: MemfdArena) -> None:
+    assert resident_bytes(arena.fd) == 0
+    seen: list[tuple[int, int, str]] = []
+    arena.start(lambda ready: seen.append((ready, resident_bytes(arena.fd), threading.current_thread().name)))
+    wait_until(lambda: seen and seen[-1][0] == arena.capacity)
+    assert [ready for ready, _, _ in seen] == sorted({ready for ready, _, _ in seen})
+    assert len(seen) == 3
+    assert all(ready <= resident for ready, resident, _ in seen)
+    assert {name for _, _, name in seen} == {"kvf-pinned"}
+
+
 def mapped_bytes(arena: MemfdArena) -> list[int]:
     """What the page tables of this process have of the arena, for each time that it is mapped."""
     parts = Path("/proc/self/smaps").read_text().split("VmFlags:")

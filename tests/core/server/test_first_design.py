@@ -46,7 +46,7 @@ KEPT_ELSEWHERE = {
     "SGLang's adapter submits states as a batch": (
         "sglang/test_pages.py::test_states_are_loaded_as_one_batch_up_to_the_first_that_is_missing"
     ),
-    "views are derived, never stored twice": "core/defaults/test_cpu_gather.py::test_no_tensor_is_held_between_calls",
+    "views are derived, never stored twice": "core/defaults/test_cpu_gather.py::test_no_memory_is_held_between_calls",
     "the eight fields have a public client call": (
         "core/client/test_canonical.py::test_a_canonical_instance_stores_and_a_scheduler_without_a_registration_finds_it"
     ),

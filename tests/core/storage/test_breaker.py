@@ -160,10 +160,11 @@ def test_writes_that_fail_delay_no_read() -> None:
     calls = TierCalls("tier", 1.0, Breaker(threshold=1, backoff_s=1.0, max_backoff_s=60.0), lambda: now)
 
     def fail(name: str) -> None:
-        steps = calls.call(name, lambda _deadline: None)
-        next(steps)
+        def no_room(_deadline: float) -> None:
+            raise TierError("no room")
+
         with pytest.raises(TierError):
-            steps.throw(TierError("no room"))
+            calls.call(name, no_room)
 
     for _ in range(5):
         fail("put")
