@@ -1,4 +1,4 @@
-"""The consoles of commands, one for results and one for errors."""
+"""The consoles of commands, one for results and one for errors, and numbers, times and amounts as people read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-__all__ = ["PlainConsole", "print_view", "stderr", "stdout"]
+from kvframework.text import counted, short_count, short_duration, short_number
+
+__all__ = [
+    "PlainConsole",
+    "counted",
+    "print_view",
+    "short_count",
+    "short_duration",
+    "short_number",
+    "stderr",
+    "stdout",
+]
 
 PIPE_WIDTH = 1000
 

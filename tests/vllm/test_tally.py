@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from kvf_vllm.logs import join_log
+from kvf_vllm.registration import join_log
 from kvf_vllm.tally import COUNTERS, SECONDS, Tally, merged, summary
 
 

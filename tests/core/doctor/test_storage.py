@@ -12,8 +12,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from kvf_filesystem.advice import diagnose
-from kvf_filesystem.root import check_root
+from kvf_filesystem.root import check_root, diagnose
 from kvframework.api.options import ByteSize
 from kvframework.errors import ConfigFieldError
 from tests.core.doctor.tables import ask, levels

@@ -6,8 +6,11 @@ Started as `python -m kvf_transformers.demo_engine`; everything but the JSON lin
 from __future__ import annotations
 
 import argparse
+import json
+import logging
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,10 +18,35 @@ from typing import Any
 
 import torch
 
-from kvf_transformers.demo_events import Emit, run_engine
 from kvf_transformers.demo_model import SIZES, end_tokens, local_model, prompt_tokens, random_llama
 from kvf_transformers.kv import TransformersKV
 from kvf_transformers.results import Restored
+from kvframework.errors import KVFrameworkError
+
+Emit = Callable[..., None]
+
+
+def run_engine(run: Callable[[Emit], None]) -> None:
+    """Run an engine, which gets `emit(event, **fields)`: it writes a JSON line to stdout. All else goes to stderr.
+
+    An error of the framework becomes the event `failed`, with its parts, and exit status 1.
+    """
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    # Libraries may print: stdout is for events only.
+    events, sys.stdout = sys.stdout, sys.stderr
+
+    def emit(event: str, **fields: Any) -> None:
+        print(json.dumps({"event": event, **fields}), file=events, flush=True)
+
+    try:
+        run(emit)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except KVFrameworkError as error:
+        logging.getLogger(__name__).exception("the engine ends")
+        emit("failed", fact=error.fact, where=error.where, available=error.available, hint=error.hint)
+        sys.exit(1)
+
 
 _WARM_UP_TOKENS = 64
 # The shipped text is one piece.

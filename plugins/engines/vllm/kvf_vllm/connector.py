@@ -50,12 +50,11 @@ from kvf_vllm.facts import (
 from kvf_vllm.identity import Named, identify
 from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, only_between_steps
 from kvf_vllm.loaded_adapters import LoadedAdapters
-from kvf_vllm.logs import join_log
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
 from kvf_vllm.options import VllmOptions, caches_adapters_by_path, check_version, parse_options
 from kvf_vllm.published import published
-from kvf_vllm.registration import NAME, register
+from kvf_vllm.registration import NAME, join_log, register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan, StepReport
 from kvf_vllm.weight_updates import CacheResets, WeightUpdates

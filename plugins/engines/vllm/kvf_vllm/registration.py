@@ -25,3 +25,20 @@ def register() -> None:
     # vLLM's caller does not catch: an exception would end an engine that may not even use the connector.
     except Exception as error:  # noqa: BLE001
         log.debug("%s is not registered with this vLLM: %r", NAME, error)
+
+
+_OURS = ("kvf_vllm", "kvframework", "kvf_cpu_gather")
+
+
+def join_log(engine: str) -> None:
+    """Gives the framework's loggers the handlers and the level of the logger `engine`, unless the application has
+    configured logging itself."""
+    theirs = logging.getLogger(engine)
+    if logging.getLogger().handlers or not theirs.handlers:
+        return
+    for name in _OURS:
+        ours = logging.getLogger(name)
+        if not ours.handlers:
+            ours.handlers = list(theirs.handlers)
+            ours.setLevel(theirs.getEffectiveLevel())
+            ours.propagate = False

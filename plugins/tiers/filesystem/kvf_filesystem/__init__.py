@@ -32,7 +32,7 @@ def _store(options: FilesystemOptions) -> str:
 
 
 def _diagnose(options: FilesystemOptions, _context: TableContext, _deadline: float) -> list[Finding]:
-    from kvf_filesystem.advice import diagnose
+    from kvf_filesystem.root import diagnose
 
     return diagnose(options)
 

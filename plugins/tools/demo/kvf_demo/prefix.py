@@ -16,7 +16,7 @@ from kvf_demo.processes import DemoFailed, EngineProcess
 from kvf_demo.result import DemoResult, EngineRun
 from kvf_demo.stage import DemoStage, StageOptions, check_stage, check_text
 from kvf_demo.view import DemoView, moved
-from kvframework.api.numbers import short_duration
+from kvframework.api.console import short_duration
 
 
 class Progress:

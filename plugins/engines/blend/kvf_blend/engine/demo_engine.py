@@ -18,7 +18,7 @@ import torch
 from kvf_blend.engine.blend import BlendTransformers
 from kvf_blend.engine.demo_model import SIZES, local_llama
 from kvf_blend.engine.results import Blended
-from kvf_transformers.demo_events import Emit, run_engine
+from kvf_transformers.demo_engine import Emit, run_engine
 from kvf_transformers.demo_model import ByteTokenizer, dialogue_of, encode, end_tokens, local_model
 
 DOCUMENTS = 4

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from kvf_observe.readings import tiers
 from kvf_observe.top.minute import Window, reach
+from kvframework.api.console import short_count, short_duration, short_number
 from kvframework.api.logs import one_line
-from kvframework.api.numbers import short_count, short_duration, short_number
 from kvframework.api.options import ByteSize
 
 # Text, a number, or nothing that is known.
