@@ -20,7 +20,7 @@ ROOMS = PAGE.parents[1] / "kvframework"
 PATH = re.compile(r"`([a-z_0-9]+(?:/[a-z_0-9]+)*\.py)`")
 THREADS = ("engine", "serving", "storage")
 # What every trip enters and no list names: types, error classes, clocks.
-EVERYWHERE = ("api/", "errors.py", "logs/", "text.py")
+EVERYWHERE = ("api/", "errors.py", "logs/", "supervise/", "text.py")
 
 
 def sections() -> dict[str, str]:

@@ -244,7 +244,7 @@ class ObjectTests(LayoutKit):
         if all(group.form == "canonical" or group.form.startswith("opaque:") for group in desc.groups):
             assert desc == canonical_desc(declared, chunk), "objects of these forms have the shapes of the core"
 
-    def test_the_server_half_needs_no_torch(self, layout: Layout, bare: Layout, declared: KVLayout) -> None:
+    def test_the_server_side_needs_no_torch(self, layout: Layout, bare: Layout, declared: KVLayout) -> None:
         """`object_desc` works in a process that cannot import torch."""
         kind = type(bare)
         made = _BY_NAME.format(use=self.use) if self.use else ""
