@@ -135,7 +135,7 @@ def test_an_engine_that_ends_after_it_has_cancelled(
             wait_until(lambda: held_by(status_of(client)) == (0, 0), PATIENCE_S, "the end of its reservation")
             assert bystander.hit(request) == 0, f"turn {turn}: a cancelled store was published"
             wait_until(lambda: len(children(server.process.pid)) == 2, PATIENCE_S, "both copiers")
-        # Of one more copier than before, that of the device that was not in use: its socket, its pidfd, a thread's wake.
+        # Of one more copier than before, of the device that was not in use: its socket, its pidfd, a wake.
         wait_until(lambda: len(descriptors(server.process.pid)) <= before + 3, PATIENCE_S, "its descriptors")
         bystander.close()
 
