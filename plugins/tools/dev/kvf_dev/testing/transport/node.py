@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import msgspec
 
+from kvf_dev.testing.kit import wait_until
 from kvf_dev.testing.transport.cases import CHUNK
 from kvf_dev.testing.transport.engine import PATIENCE_S, registry_for
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
@@ -95,9 +96,12 @@ class _Program:
         assert (line := self.next_line()) == self.says, f"a process of the kit says {line!r}"
 
     def kill(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the process, and wait for its end and that of its children, which the kernel kills a moment later."""
+        lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        children = [int(child) for each in lists for child in each.read_text().split()]
         self.process.kill()
         self.close()
+        wait_until(lambda: not any(map(_is_running, children)), "the end of the children of a killed process")
 
     def close(self) -> None:
         """End the process by the end of its input. Idempotent."""
@@ -118,6 +122,13 @@ class _Program:
         line = self.process.stdout.readline()
         assert line, f"the process ended with status {self.process.wait()}"
         return line.strip()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 class ServerProgram(_Program):
