@@ -26,7 +26,6 @@ REASONS = (
     "evicted",
     "other_namespace",
     "other_salt",
-    "too_short",
     "priced",
     "tier_down",
     "timed_out",

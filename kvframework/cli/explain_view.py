@@ -28,7 +28,6 @@ ADVICE = {
     "evicted": "raise [l1] capacity, or attach a tier",
     "other_namespace": "give both engines the same model, weights and layout",
     "other_salt": "nothing, if the prompts must not be shared; else give both the same cache_salt",
-    "too_short": "nothing: only whole chunks are kept; [server] chunk_size may be smaller",
     "priced": "nothing: the engine computes it sooner; a faster tier loads more, [server] price = false loads all",
     "tier_down": "see `kvframework status`: it names the tier and its last error",
     "timed_out": "raise the lookup's deadline in the engine, or take a faster tier",
@@ -107,8 +106,6 @@ def why(record: Finished, started_at: float) -> str:
             return f"stored under another namespace: {detail}"
         case "other_salt":
             return f"stored under another salt: {detail}"
-        case "too_short":
-            return f"its {counted(record.asked_tokens, 'tokens')} are no whole chunk, so it was not looked up"
         case "priced":
             return f"cheaper to compute: {detail}"
         case "tier_down":

@@ -113,8 +113,6 @@ class SchedulerAdapter:
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
         last -= last % self.chunk_tokens
         if last <= start:
-            if not last:
-                self.too_short(request)
             return MISS
         key = CacheKey(
             model_name=self._model_name,
@@ -149,11 +147,6 @@ class SchedulerAdapter:
             return UNANSWERED
         request.grants = found.grants
         return found
-
-    def too_short(self, request: RequestHashes) -> None:
-        """Report a request that has no whole chunk and is not looked up, which `lookup` does by itself: `kvframework
-        explain` shows it. Never blocks."""
-        self._client.too_short(request.request_id, request.tokens)
 
     def poll(self, result: LookupResult) -> LookupResult:
         """Return the state of a pending lookup. Replaces `result`, whose ticket may have ended."""

@@ -305,11 +305,6 @@ class ServerSession:
             code = DeadlineExceeded.code  # the server is there, and does not answer
         self._connection.reports.lost(kind, code, nbytes)
 
-    def too_short(self, request_id: str, tokens: int) -> None:
-        """Count a prompt of `tokens` tokens that was not looked up, as it has no whole chunk: `kvframework explain`
-        shows it. Never blocks."""
-        self._connection.reports.too_short(request_id, tokens)
-
     def send(self, name: str, payload: Message) -> None:
         """Send a request without interest in its answer. Never blocks, never raises."""
         self._connection.begin(name, payload, timeout=self.deadlines.of(name), urgent=True)

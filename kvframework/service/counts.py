@@ -14,13 +14,13 @@ from operator import itemgetter
 from typing import Any
 
 from kvframework.api.keys import NAMESPACE_BYTES
-from kvframework.api.listener import MissReason, RequestRecord, RequestSubject
+from kvframework.api.listener import RequestRecord
 from kvframework.api.requests import ClientInfo
 from kvframework.service.records import MAX_TEXT, RequestLog, TenantNames
 from kvframework.storage.l1.entries import Account
 from kvframework.storage.manager import StorageManager
 from kvframework.text import visible
-from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_LOST, Lost, Ping
+from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_LOST, Lost
 
 # The prefixes that are asked for most, by their first chunk: a space-saving sketch of `ENTRIES` entries. Pure.
 #
@@ -137,8 +137,7 @@ class Use:
         return self._engines.get(session_id, OTHER)
 
     def heard(self, record: RequestRecord) -> None:
-        # A prompt shorter than a chunk was not looked up.
-        if record.request != "LOOKUP" or record.why.reason == "too_short":
+        if record.request != "LOOKUP":
             return
         subject, hit = record.subject, record.l1_tokens + record.l2_tokens
         namespace = record.prefix[:NAMESPACE_BYTES]
@@ -215,7 +214,7 @@ class LookupCounts:
 
     def heard(self, record: RequestRecord) -> None:
         """Count a lookup that has ended. A name of a model that is not registered gets no counters of its own."""
-        if record.request != "LOOKUP" or record.why.reason == "too_short":
+        if record.request != "LOOKUP":
             return
         subject = record.subject
         model = self._model_of(record.prefix[:NAMESPACE_BYTES]) if record.prefix else subject.model
@@ -230,10 +229,6 @@ class LookupCounts:
         if record.why.reason:
             self._misses[record.why.reason] += 1
             self.unknown_namespace += not record.prefix
-
-    def too_short(self, prompts: int) -> None:
-        """Count prompts that were not looked up, as they are shorter than a chunk."""
-        self._misses["too_short"] += prompts
 
     def status(self) -> dict[str, Any]:
         self._requests.count()
@@ -257,41 +252,6 @@ class LookupCounts:
         if len(self._models) >= MAX_MODELS and model not in self._models:
             model = OTHER_MODELS
         return self._models.setdefault(model, _OfModel())
-
-
-# The prompts shorter than a chunk that clients report: misses without a lookup. Serving thread only.
-
-
-class ShortPrompts:
-    """Counts the reports of each session, see `Ping`; a repeated report counts once."""
-
-    def __init__(self, counts: LookupCounts, requests: RequestLog) -> None:
-        self._counts = counts
-        self._requests = requests
-        self._heard: dict[int, int] = {}
-
-    def heard(self, client: ClientInfo, ping: Ping) -> None:
-        grown = ping.short_count - self._heard.get(client.session_id, 0)
-        if grown <= 0:
-            return
-        self._heard[client.session_id] = ping.short_count
-        self._counts.too_short(grown)
-        for prompt in ping.short[-grown:]:
-            subject = RequestSubject(
-                self._requests.clock(),
-                client.name,
-                client.pid,
-                client.session_id,
-                prompt.request_id[:MAX_TEXT],
-                "",
-                b"",
-                0,
-                prompt.tokens,
-            )
-            self._requests.add("LOOKUP", subject, "miss", missing=0, why=MissReason("too_short"))
-
-    def end_session(self, session_id: int) -> None:
-        self._heard.pop(session_id, None)
 
 
 # Losses reported by clients: sums since the start, and each client's recent ones, including clients that have ended.

@@ -350,8 +350,6 @@ class CacheService(CacheServices):
         self._losses.heard(client, payload.lost)
         if payload.free:
             self._lookups.free(client, payload.free)
-        if payload.short_count:
-            self._lookups.short_prompts.heard(client, payload)
         return m.Pong(self.boot_id)
 
     def _owned(self, cache_salt: str, salts: Iterable[bytes]) -> None:

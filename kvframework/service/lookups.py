@@ -20,7 +20,7 @@ from kvframework.api.listener import NOT_MISSED
 from kvframework.api.requests import ClientInfo, Handler, Message, PrefetchTask
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.messaging.polling import Deadlines
-from kvframework.service.counts import LookupCounts, ShortPrompts, Use
+from kvframework.service.counts import LookupCounts, Use
 from kvframework.service.engine_driven import Grants
 from kvframework.service.keys import KeyResolver, check_key, found_part, prompt_part
 from kvframework.service.miss_reasons import MissFacts
@@ -167,7 +167,6 @@ class Lookups:
         self.use = Use(storage, self._tenants, requests)
         self.recording = Recording(self._clock, trace_memory)
         self.miss_facts = MissFacts(storage)
-        self.short_prompts = ShortPrompts(self._counts, requests)
         # Lookups whose answers were all pending so far, by ticket.
         self._waiting: dict[str, PendingLookup] = {}
 
@@ -178,7 +177,6 @@ class Lookups:
     def end_session(self, session_id: int) -> None:
         """Forget a session that has ended, once its tickets have."""
         self.miss_facts.end_session(session_id)
-        self.short_prompts.end_session(session_id)
         self.pricing.end_session(session_id)
         self.recording.end_session(session_id)
 

@@ -25,8 +25,6 @@ MAX_HANDLES = 4096
 MAX_RANGES = 1 << 16
 # Bounds for a client's report of losses: its error codes, the length of one, and the largest count.
 MAX_LOST, MAX_LOST_CODE, MOST_LOST = 16, 64, 1 << 48
-# Bounds for its report of prompts that are shorter than a chunk: how many, and the length of a request id.
-MAX_SHORT, MAX_SHORT_ID = 16, 128
 # Tickets and grants that one message frees at most.
 MAX_FREED = 64
 # Instances for which one LOOKUP may ask for grants, and the objects of all grants that one answer has.
@@ -114,21 +112,11 @@ LOST_AMOUNTS = ("lookups", "loads", "stores", "nbytes")
 LOST_CALLS = LOST_AMOUNTS[:3]
 
 
-class ShortPrompt(Message, frozen=True):
-    """A prompt of `tokens` tokens, less than a chunk: it was not looked up."""
-
-    request_id: Annotated[str, msgspec.Meta(max_length=MAX_SHORT_ID)]
-    tokens: LostCount
-
-
 class Ping(Message, frozen=True):
     """PING. `lost` is the report of this session, by code; () if nothing was added since the last one that was
-    answered. `short_count` counts the prompts of this session that were shorter than a chunk, 0 if none was added since
-    then; `short` are the last ones. `free` is that of `Lookup`."""
+    answered. `free` is that of `Lookup`."""
 
     lost: Annotated[tuple[Lost, ...], msgspec.Meta(max_length=MAX_LOST)] = ()
-    short_count: LostCount = 0
-    short: Annotated[tuple[ShortPrompt, ...], msgspec.Meta(max_length=MAX_SHORT)] = ()
     free: Tickets = ()
 
 
@@ -586,7 +574,6 @@ __all__ = [
     "RetrieveCpuChunks",
     "RetrievePlan",
     "SessionEnded",
-    "ShortPrompt",
     "StatusReply",
     "StoreCpuChunks",
     "StoreOutcome",

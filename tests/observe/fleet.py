@@ -122,7 +122,7 @@ def past(age: float, *, models: tuple[str, ...] = MODELS, down: bool = True) -> 
             "hit_tokens": l1 + l2,
             "unknown_namespace": 0,
             "by_model": {models[0]: {"lookups": 1, "asked_tokens": asked, "l1_tokens": l1, "l2_tokens": l2}},
-            "misses": {"never_stored": 8120, "evicted": 2310, "too_short": 940, "tier_down": 210, "other_salt": 77},
+            "misses": {"never_stored": 8120, "evicted": 2310, "tier_down": 210, "other_salt": 77},
         },
         l1__capacity_bytes=CAPACITY,
         l1__ready_bytes=CAPACITY,

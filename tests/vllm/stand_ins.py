@@ -74,7 +74,6 @@ class FakeServer:
         # How long each lookup would have waited for L2.
         self.waits: list[float] = []
         self.speeds: list[EngineSpeed | None] = []
-        self.short: list[str] = []
         self.requests: list[RequestHashes] = []
         self.polls = 0
         self.reachable = True
@@ -95,9 +94,6 @@ class FakeServer:
 
     def tells(self, salt: str) -> bool:
         return self.telling and not salt
-
-    def too_short(self, request: RequestHashes) -> None:
-        self.short.append(request.request_id)
 
     def lookup(
         self, request: RequestHashes, start: int, end: int, wait_s: float = 0.0, speed: EngineSpeed | None = None

@@ -65,14 +65,15 @@ def test_an_engine_whose_prefill_reads_no_earlier_kv_computes_every_request() ->
     assert dict(side.tally.counts) == {"miss_requests|no_prefix_caching": 1}
 
 
-def test_a_prompt_without_a_whole_chunk_is_reported_once_it_is_scheduled() -> None:
+def test_a_prompt_without_a_whole_chunk_is_not_looked_up() -> None:
     server = FakeServer()
     side = scheduler(server)
     request = FakeRequest("a", list(range(CHUNK - 1)))
     for _ in range(3):
         assert side.matched_tokens(request, 0) == (0, False)
     side.allocated(request, table(CHUNK), 0)
-    assert (server.short, server.asked) == (["a"], [])
+    assert not server.asked
+    assert dict(side.tally.counts) == {"miss_requests|too_short": 1}
 
 
 def test_opting_out_of_one_direction_only() -> None:

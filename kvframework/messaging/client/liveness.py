@@ -25,12 +25,9 @@ from kvframework.wire.messages import (
     MAX_FREED,
     MAX_LOST,
     MAX_LOST_CODE,
-    MAX_SHORT,
-    MAX_SHORT_ID,
     MOST_LOST,
     Lost,
     Ping,
-    ShortPrompt,
 )
 
 logger = logging.getLogger(__name__)
@@ -141,30 +138,27 @@ class Silence:
 
 
 class Reports:
-    """What the PINGs of a client's sessions carry besides: its losses, its short prompts, the tickets to free.
-    Thread-safe, and a signal's handler may use it.
+    """What the PINGs of a client's sessions carry besides: its losses, and the tickets to free. Thread-safe, and a
+    signal's handler may use it.
 
-    Losses are failed calls by kind and error code. Short prompts have no whole chunk, so no LOOKUP names them. A PING
-    has the totals of its session, unless an answered one had the same: a repeated one counts once. Tickets go along
-    with a LOOKUP or a PING, and no caller waits; they end with their session.
+    Losses are failed calls by kind and error code. A PING has the totals of its session, unless an answered one had the
+    same: a repeated one counts once. Tickets go along with a LOOKUP or a PING, and no caller waits; they end with their
+    session.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._lost: dict[str, Lost] = {}
-        self._short: deque[ShortPrompt] = deque(maxlen=MAX_SHORT)
-        self._short_count = 0
-        self._answered = Ping()
+        self._answered: tuple[Lost, ...] = ()
         self._freed: deque[str] = deque()
 
     def begin(self) -> None:
         """Start a new session: its totals are what no earlier one has reported and heard to have arrived."""
         with self._lock:
-            known = {each.code: each for each in self._answered.lost}
+            known = {each.code: each for each in self._answered}
             left = [_combined(lost, known[code], -1) if code in known else lost for code, lost in self._lost.items()]
             self._lost = {lost.code: lost for lost in left if any(getattr(lost, name) for name in LOST_CALLS)}
-            self._short_count -= self._answered.short_count
-            self._answered = Ping()
+            self._answered = ()
             self._freed.clear()
 
     def lost(self, kind: LostKind, code: str, nbytes: int) -> None:
@@ -176,27 +170,16 @@ class Reports:
             one = Lost(code, nbytes=nbytes, **{kind: 1})
             self._lost[code] = _combined(self._lost.get(code) or Lost(code), one, 1)
 
-    def too_short(self, request_id: str, tokens: int) -> None:
-        """Add a short prompt, unless it is the last one: a scheduler may ask for one request again and again."""
-        prompt = ShortPrompt(request_id[:MAX_SHORT_ID], tokens)
-        with self._lock:
-            if not self._short or self._short[-1] != prompt:
-                self._short_count = min(self._short_count + 1, MOST_LOST)
-                self._short.append(prompt)
-
     def ping(self) -> Ping:
         """Return a PING with all that the server of this session does not know yet."""
         with self._lock:
             lost = tuple(self._lost.values())
-            unknown = self._short_count - self._answered.short_count
-            short = (self._short_count, tuple(self._short)[-min(unknown, MAX_SHORT) :]) if unknown else (0, ())
-            return Ping(() if lost == self._answered.lost else lost, *short)
+            return Ping(() if lost == self._answered else lost)
 
     def answered(self, ping: Ping) -> None:
         """Record that the server of this session has answered a PING."""
         with self._lock:
-            before = self._answered
-            self._answered = Ping(ping.lost or before.lost, max(ping.short_count, before.short_count))
+            self._answered = ping.lost or self._answered
 
     def free(self, tickets: Iterable[str]) -> None:
         """Add tickets; more than once does no harm."""

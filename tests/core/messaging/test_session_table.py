@@ -189,3 +189,16 @@ def test_silent_strangers_go_sooner_when_there_are_many() -> None:
     assert table.expire(now[0]) == strangers
     table.end(strangers[0])
     assert table.expire(now[0]) == []
+
+
+def test_the_table_knows_the_tokens_of_its_sessions_for_a_while() -> None:
+    table = SessionTable(lambda: 0.0, max_sessions=3)
+    tokens = []
+    for number in range(5):
+        session = table.open(bytes([number]), Hello("engine", 7))
+        tokens.append(session.token)
+        assert table.was_opened(session.token)
+        table.end(session)
+    assert [table.was_opened(token) for token in tokens] == [False, False, True, True, True]
+    assert not table.was_opened(b"")
+    assert not table.was_opened(bytes(16))

@@ -216,21 +216,6 @@ def test_an_unknown_namespace_is_told(small: ServerProcess, client: WireClient, 
     assert missed_key(client, msgspec.structs.replace(key, tokens=b"")).reason == "other_namespace"
 
 
-def test_a_prompt_shorter_than_a_chunk_is_told_although_it_is_not_looked_up(
-    small: ServerProcess, client: WireClient, tokens: list[int]
-) -> None:
-    before = recent(client)[-1].number if recent(client) else 0
-    with scheduler(small, client.register().namespace) as (connected, adapter):
-        for number in range(20):
-            assert adapter.lookup(hashes(connected, tokens[: 100 + number], f"short {number}")).hit_tokens == 0
-        adapter.lookup(hashes(connected, tokens[:119], "short 19"))
-        wait_until(lambda: client.status()["lookups"]["misses"]["too_short"] == 20, what="the report")
-    records = recent(client, before)
-    assert [record.request_id for record in records] == [f"short {number}" for number in range(4, 20)]
-    assert [record.asked_tokens for record in records] == list(range(104, 120))
-    assert {record.reason for record in records} == {"too_short"}
-
-
 def test_an_object_that_is_gone_between_lookup_and_load_is_told(client: WireClient, tokens: list[int]) -> None:
     registered = client.register()
     client.store(key_for(registered, tokens), b"x")

@@ -37,9 +37,6 @@ class LookupService(Protocol):
         """Looks up tokens `[start, end)`, and waits `wait_s` at most for L2 to say whether it has more than L1. `speed`
         is this engine's, as far as it is known."""
 
-    def too_short(self, request: RequestHashes) -> None:
-        """Reports a request that is not looked up, as it has no whole chunk."""
-
     def poll(self, result: LookupResult) -> LookupResult: ...
 
     def free(self, result: LookupResult) -> None: ...
@@ -107,9 +104,6 @@ class ServerLookups:
         wait_s /= len(serving)
         parts = [each.lookup(request, start, end, wait_s=wait_s, speed=speed) for each in serving]
         return self._agreed(request, start, parts, speed)
-
-    def too_short(self, request: RequestHashes) -> None:
-        self._serving()[0].too_short(request)
 
     def poll(self, result: LookupResult) -> LookupResult:
         if not isinstance(result, StagedResult):

@@ -196,8 +196,6 @@ class SchedulerSide:
             tracked.search.release()
             if tracked.miss:
                 self.tally.missed(tracked.miss)
-                if tracked.miss == "too_short" and tracked.hashes is not None:
-                    self._service.too_short(tracked.hashes)
                 tracked.miss = ""
             return
         start, end = tracked.start, tracked.hit_end
