@@ -14,8 +14,9 @@ from unittest.mock import patch
 from kvf_plan.simulation import Engines, Settings, SlowTime, TierSpeed, simulate
 from kvf_plan.trace.reading import open_trace
 from kvframework.config import load_config
+from kvframework.pricing import Priced
 from kvframework.service.pricing import Pricing
-from kvframework.service.records import PendingLookup, Priced
+from kvframework.service.records import PendingLookup
 from kvframework.storage.l2.sealed_tier import L2Store
 
 CHUNK = 512

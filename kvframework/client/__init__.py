@@ -34,7 +34,7 @@ from kvframework.client.status_source import StatusSource, quiet_connection, ser
 from kvframework.client.transfers import KVClient
 from kvframework.client.worker import WorkerAdapter
 from kvframework.messaging.curve import CurveKeys, LoadedKeys
-from kvframework.pricing.prefill import EngineSpeed, PrefillMeter
+from kvframework.pricing import EngineSpeed, PrefillMeter
 
 __all__ = [
     "WEIGHT_SUFFIXES",

@@ -21,7 +21,7 @@ from kvframework.client.hashing import Grants, RequestHashes, grants_of
 from kvframework.client.transfers import KVClient, checked_start
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone
 from kvframework.logs.limit import LogLimit
-from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing import EngineSpeed
 from kvframework.wire import messages as m
 from kvframework.wire.messages import MAX_GRANTS
 

@@ -8,43 +8,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
-from kvframework.pricing.cut import Offer, Queue, TierPart, Traffic, cut
-from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing import EngineSpeed, Offer, Priced, TierPart, Traffic, cut
 from kvframework.service.keys import KeyGrid
-from kvframework.service.records import PendingLookup, Priced
+from kvframework.service.records import PendingLookup
 from kvframework.storage.l2.loading import BATCH_BYTES, BATCH_OBJECTS
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.manager import StorageManager
 
 # Chunks that a load brings which only shows whether a tier is quick again.
 PROBE_CHUNKS = 2
-# Requests of one engine that are told apart before they are counted.
+# Requests of one engine that count once: an engine asks again for a request that waits.
 MOST_REQUESTS = 1024
 
 
+@dataclass(eq=False)
 class _Engine:
-    """A client session whose lookups say how fast its engine is. An engine asks again for a request that waits.
-    `loading` are its lookups whose loads are under way, with the seconds in which it computes the rest."""
+    """A client session whose lookups say how fast its engine is. `loading` are its lookups whose loads are under way,
+    with the seconds in which it computes the rest."""
 
-    __slots__ = ("loading", "name", "pid", "requests", "speed", "traffic")
-
-    def __init__(self, name: str, pid: int, speed: EngineSpeed, now: float) -> None:
-        self.name = name
-        self.pid = pid
-        self.speed = speed
-        self.loading: dict[PendingLookup, float] = {}
-        self.requests: set[str] = set()
-        self.traffic = Traffic(now)
-
-    def rate(self, now: float) -> float:
-        self.count(now)
-        return self.traffic.rate(now)
-
-    def count(self, now: float) -> None:
-        self.traffic.add(now, len(self.requests))
-        self.requests.clear()
+    name: str
+    pid: int
+    speed: EngineSpeed
+    traffic: Traffic
+    loading: dict[PendingLookup, float] = field(default_factory=dict)
+    requests: set[str] = field(default_factory=set)
 
 
 class Pricing:
@@ -61,15 +51,18 @@ class Pricing:
 
     def asked(self, asked: PendingLookup, speed: EngineSpeed) -> None:
         """Note a LOOKUP whose engine says how fast it is."""
-        client = asked.client
+        client, request_id = asked.client, asked.key.request_id
         with self._lock:
             engine = self._engines.get(client.session_id)
             if engine is None:
-                engine = self._engines[client.session_id] = _Engine(client.name, client.pid, speed, asked.began)
+                engine = _Engine(client.name, client.pid, speed, Traffic(asked.began))
+                self._engines[client.session_id] = engine
             engine.speed = speed
-            engine.requests.add(asked.key.request_id)
-            if len(engine.requests) >= MOST_REQUESTS:
-                engine.count(asked.began)
+            if request_id not in engine.requests:
+                if len(engine.requests) >= MOST_REQUESTS:
+                    engine.requests.clear()
+                engine.requests.add(request_id)
+                engine.traffic.add(asked.began)
 
     def end_session(self, session_id: int) -> None:
         with self._lock:
@@ -85,7 +78,11 @@ class Pricing:
         if found <= l1:
             return
         now = self._clock()
-        offers = {store: _offer(store, now) for store in set(source.values())}
+        offers: dict[L2Store, Offer] = {}
+        for store in set(source.values()):
+            with store.pricing:
+                offers[store] = store.speed.offer(now)
+        # Of windows and states most ends within a prefix are of no use.
         stride = found - l1 if grid.has_windows else 1
         parts = [
             TierPart(offer.turns, list(_load_s(grid, source, store, offer, range(l1, found + 1, stride))))
@@ -96,18 +93,18 @@ class Pricing:
         with self._lock:
             engine = self._engines.get(asked.client.session_id)
             if engine is not None:
-                rate = engine.rate(now)
+                rate, _ = engine.traffic.rates(now)
                 wait_s += sum(engine.loading.values())
             # For the eviction policy; one engine that is mistaken has little weight among others.
             self._storage.table.compute_s = 1 / median(
                 [each.speed.tokens_per_s for each in self._engines.values()] or [speed.tokens_per_s]
             )
         tokens = stride * grid.desc.chunk_tokens
-        best = cut(parts, speed, Queue(wait_s, rate), first=first, last=asked.key.end, chunk_tokens=tokens)
+        best = cut(parts, speed, wait_s=wait_s, rate=rate, first=first, last=asked.key.end, chunk_tokens=tokens)
         chunks = l1 + best.chunks * stride
-        if chunks < found:
-            chunks = self._probed(offers, now, chunks, found, stride)
-        asked.priced = Priced(chunks, found, best.load_s, best.compute_s, best.saved_s)
+        if chunks < found and _probes(offers, now):
+            chunks = min(chunks + max(PROBE_CHUNKS, stride), found)
+        asked.priced = best._replace(chunks=chunks, found=found)
         with self._lock:
             if engine is not None and chunks > l1 and not asked.over:
                 engine.loading[asked] = speed.prefill_s(first + (chunks - l1) * grid.desc.chunk_tokens, asked.key.end)
@@ -142,24 +139,20 @@ class Pricing:
                         "tokens_per_s": engine.speed.tokens_per_s,
                         "attention_tokens": engine.speed.attention_tokens,
                         "queued_s": engine.speed.queued_s,
-                        "requests_per_s": engine.rate(now),
+                        "requests_per_s": engine.traffic.rates(now)[0],
                     }
                     for engine in self._engines.values()
                 ],
             }
 
-    def _probed(self, offers: Mapping[L2Store, Offer], now: float, chunks: int, found: int, stride: int) -> int:
-        """Return the chunks to use, some more of them if a tier is due that nothing was loaded from for long."""
-        due = [store for store, offer in offers.items() if offer.probe]
-        for store in due:
-            with store.pricing:
-                store.speed.probed(now)
-        return min(chunks + max(PROBE_CHUNKS, stride), found) if due else chunks
 
-
-def _offer(store: L2Store, now: float) -> Offer:
-    with store.pricing:
-        return store.speed.offer(now)
+def _probes(offers: Mapping[L2Store, Offer], now: float) -> bool:
+    """Whether this load probes a tier that nothing was loaded from for long."""
+    due = [store for store, offer in offers.items() if offer.probe]
+    for store in due:
+        with store.pricing:
+            store.speed.probed(now)
+    return bool(due)
 
 
 def _load_s(
@@ -167,12 +160,12 @@ def _load_s(
 ) -> Iterator[float]:
     """Yield for each of `cuts` the seconds in which the tier loads what it has of a hit of so many chunks."""
     sizes = [group.nbytes * store.scale for group in grid.row_groups]
-    rows, windows = len(sizes), grid.has_windows
+    rows = len(sizes)
     nbytes = objects = end = 0
     for chunks in cuts:
         indices: Sequence[int] = range(end, chunks * rows)
         end = chunks * rows
-        if windows:
+        if grid.has_windows:
             nbytes = objects = 0
             indices = grid.needed(chunks)
         for index in indices:

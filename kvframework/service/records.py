@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from kvframework.api.keys import CacheKey, sampled_parent
 from kvframework.api.listener import NOT_MISSED, MissReason, RequestRecord, RequestSubject, TierCall
@@ -18,7 +17,7 @@ from kvframework.api.requests import ClientInfo
 from kvframework.api.transfer import ChunkContent
 from kvframework.config import TenantConfig, tenant_digest
 from kvframework.errors import BadRange
-from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing import EngineSpeed, Priced
 from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.service.keys import KeyGrid
 from kvframework.service.recording import Recorded
@@ -190,21 +189,6 @@ class RequestLog:
                     pass
             except Exception:
                 log.exception("a finished request was not counted")
-
-
-class Priced(NamedTuple):
-    """Of a hit of `found` chunks the first `chunks` are used. `load_s` and `compute_s` are the prices of the others,
-    or, if there are none, of all that was not in L1; `saved_s` is what that spares, see `kvframework.pricing.cut`."""
-
-    chunks: int
-    found: int
-    load_s: float
-    compute_s: float
-    saved_s: float
-
-    @property
-    def is_cut(self) -> bool:
-        return self.chunks < self.found
 
 
 class PendingLookup:

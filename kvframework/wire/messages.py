@@ -16,7 +16,7 @@ from kvframework.api.layout import MAX_GROUPS, KVLayout, MemoryLayoutDesc
 from kvframework.api.transfer import ChunkContent
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.api.types import Message
-from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing import EngineSpeed
 from kvframework.status import MAX_RECENT, Finished, RecentReply, TierCall
 
 PROTOCOL_VERSION = 1

@@ -22,7 +22,7 @@ from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import KVFrameworkError
 from kvframework.observe_supervisor import ObserveSupervisor
-from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing import EngineSpeed
 from kvframework.status import COLD_REASONS, REASONS, Status, places
 from kvframework.wire import messages as m
 from tests.core.cli.command import run

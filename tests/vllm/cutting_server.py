@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvframework.cli.main import main
-from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing import EngineSpeed, Priced
 from kvframework.service.pricing import Pricing
-from kvframework.service.records import PendingLookup, Priced
+from kvframework.service.records import PendingLookup
 from kvframework.storage.l2.sealed_tier import L2Store
 
 FILE = Path(sys.argv.pop(1))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvf_vllm.search import Waiting
-from kvframework.pricing.prefill import EngineSpeed, prefill_s
+from kvframework.pricing import EngineSpeed, prefill_s
 from tests.vllm.stand_ins import Clock, FakeRequest, FakeServer, computed, scheduler
 
 SPEED, ATTENTION, STEP = 10_000.0, 4096.0, 64

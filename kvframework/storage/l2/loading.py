@@ -19,7 +19,7 @@ from typing import TypeVar
 from kvframework.api.listener import TierCall
 from kvframework.api.requests import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
-from kvframework.pricing.cut import Load
+from kvframework.pricing import Load
 from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart
 from kvframework.storage.l2.sealed_tier import L1, L2Store
 from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key
@@ -355,7 +355,7 @@ class Loader:
         """Load, and learn the tier's speed from it."""
         with store.pricing:
             nbytes = store.scale * sum(view.nbytes for view in views)
-            call = store.speed.begin(nbytes, self._clock(), task.loads.get(store))
+            call = store.speed.begin(nbytes, self._clock())
         loaded = 0
         try:
             good = store.get(keys, views)

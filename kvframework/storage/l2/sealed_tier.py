@@ -20,7 +20,7 @@ from kvframework.api.copying import joined
 from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier, TierUsage
 from kvframework.errors import TierError
-from kvframework.pricing.cut import TierSpeed
+from kvframework.pricing import TierSpeed
 from kvframework.storage.envelope import HEADER_BYTES, UNKNOWN_LAYOUT, checksum_in, seal, unseal
 from kvframework.storage.l1.leases import PinLease, PromptPart
 from kvframework.storage.l2.full_tier import Shares, Space, SpaceReservation, Watermarks, victims

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.pricing.cut import MOST_CUTS, Queue, TierPart, Turns, cut
-from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing import MOST_CUTS, EngineSpeed, TierPart, Turns, cut
 
 CHUNK = 256
 chunk_counts = st.integers(0, 40)
@@ -31,9 +30,15 @@ def cost(tiers: list[TierPart], engine: EngineSpeed, rate: float, first: int, la
     """The formula once more, word by word."""
     compute = engine.prefill_s(first + count * CHUNK, last)
     io = [tier.turns.load_s(tier.load_s[count]) for tier in tiers if tier.load_s[count]]
-    others = Queue(engine.queued_s, rate).cost_to_others(compute)
+    others = compute * rate * (engine.queued_s + compute)
     others += sum(tier.turns.cost_to_others(tier.load_s[count]) for tier in tiers)
     return max([engine.queued_s, *io]) + compute + others
+
+
+def whole(tiers: list[TierPart], engine: EngineSpeed, *, rate: float = 0.0, rest: int = 0) -> int:
+    """The chunks that are loaded of a hit that the tiers have all of."""
+    last = (len(tiers[0].load_s) - 1) * CHUNK + rest
+    return cut(tiers, engine, wait_s=engine.queued_s, rate=rate, first=0, last=last, chunk_tokens=CHUNK).chunks
 
 
 @given(st.data(), speeds, rates, chunk_counts, st.integers(0, 1000), st.integers(0, 10_000))
@@ -43,8 +48,8 @@ def test_it_is_the_cheapest(
     tiers = data.draw(parts(chunks))
     first = begin * CHUNK
     last = first + chunks * CHUNK + rest
-    queue = Queue(engine.queued_s, rate)
-    found = cut(tiers, engine, queue, first=first, last=last, chunk_tokens=CHUNK)
+    wait_s = engine.queued_s
+    found = cut(tiers, engine, wait_s=wait_s, rate=rate, first=first, last=last, chunk_tokens=CHUNK)
     assert 0 <= found.chunks <= chunks
     prices = [cost(tiers, engine, rate, first, last, count) for count in range(chunks + 1)]
     chosen = prices[found.chunks]
@@ -62,8 +67,7 @@ def test_a_slower_tier_never_loads_more(
 ) -> None:
     def loaded(seconds: float) -> int:
         tiers = [TierPart(Turns(), [count * seconds for count in range(chunks + 1)])]
-        queue = Queue(engine.queued_s, rate)
-        return cut(tiers, engine, queue, first=0, last=chunks * CHUNK, chunk_tokens=CHUNK).chunks
+        return whole(tiers, engine, rate=rate)
 
     assert loaded(chunk_s * slower) <= loaded(chunk_s)
 
@@ -71,28 +75,27 @@ def test_a_slower_tier_never_loads_more(
 @given(speeds, rates, chunk_counts)
 def test_what_costs_nothing_is_loaded(engine: EngineSpeed, rate: float, chunks: int) -> None:
     tiers = [TierPart(Turns(), [0.0] * (chunks + 1))]
-    queue = Queue(engine.queued_s, rate)
-    assert cut(tiers, engine, queue, first=0, last=chunks * CHUNK + 1, chunk_tokens=CHUNK).chunks == chunks
+    assert whole(tiers, engine, rate=rate, rest=1) == chunks
 
 
 def test_what_is_loaded_while_the_engine_is_busy_costs_nothing() -> None:
     tiers = [TierPart(Turns(), [count * 0.1 for count in range(11)])]
     idle, busy = EngineSpeed(25_000), EngineSpeed(25_000, 0.0, 0.65)
-    assert cut(tiers, idle, Queue(), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks == 0
-    assert cut(tiers, busy, Queue(0.65), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks == 6
+    assert whole(tiers, idle) == 0
+    assert whole(tiers, busy) == 6
 
 
 def test_what_it_costs_others_counts() -> None:
     tiers = [TierPart(Turns((), 50.0), [count * 0.005 for count in range(11)])]
     engine = EngineSpeed(25_000)
     quiet = [TierPart(Turns(), tiers[0].load_s)]
-    assert cut(quiet, engine, Queue(), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks == 10
-    assert cut(tiers, engine, Queue(), first=0, last=10 * CHUNK, chunk_tokens=CHUNK).chunks < 10
+    assert whole(quiet, engine) == 10
+    assert whole(tiers, engine) < 10
 
 
 def test_of_a_very_long_hit_some_cuts_are_priced() -> None:
     chunks = 20 * MOST_CUTS + 7
     tiers = [TierPart(Turns(), [count * 0.1 for count in range(chunks + 1)])]
     slow, quick = EngineSpeed(1.0), EngineSpeed(1e9)
-    assert cut(tiers, slow, Queue(), first=0, last=chunks * CHUNK, chunk_tokens=CHUNK).chunks == chunks
-    assert cut(tiers, quick, Queue(), first=0, last=chunks * CHUNK, chunk_tokens=CHUNK).chunks == 0
+    assert whole(tiers, slow) == chunks
+    assert whole(tiers, quick) == 0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.pricing.prefill import PrefillMeter, prefill_s
+from kvframework.pricing import PrefillMeter, prefill_s
 
 SPEED, ATTENTION = 20_000.0, 16_384.0
 

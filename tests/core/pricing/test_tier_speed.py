@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.pricing.cut import PROBE_S, TierSpeed
+from kvframework.pricing import PROBE_S, TierSpeed
 
 BYTES = 1 << 24
 
@@ -75,16 +75,6 @@ def test_a_load_waits_for_others_until_their_bytes_are_gone() -> None:
     speed.gone(load, BYTES)
     assert speed.queued_bytes == 0
     assert speed.offer(3.0).turns.load_s(0.1) == pytest.approx(with_it / 2)
-
-
-def test_what_is_under_way_is_partly_done() -> None:
-    speed = TierSpeed(0.0)
-    for number in range(3):
-        speed.end(speed.begin(BYTES, number), number + 1.0, loaded=BYTES)
-    load = speed.chosen(2 * BYTES, 3.0)
-    before = speed.offer(3.0).turns.cost_to_others(10.0)
-    speed.begin(BYTES, 3.0, load)
-    assert speed.offer(3.5).turns.cost_to_others(10.0) < before
 
 
 def test_a_probe_is_due_once_in_a_while_without_loads() -> None:

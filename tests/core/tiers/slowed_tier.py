@@ -8,9 +8,9 @@ from pathlib import Path
 
 from kvf_dev.testing.faults import FaultyTier
 from kvf_dev.testing.faults.tier import Parts
+from kvframework import pricing
 from kvframework.api.options import Options
 from kvframework.api.tier import Outcome, PackedKey, TierProvider, hookimpl
-from kvframework.pricing import cut
 from tests.core.storage.tier import MemoryTier
 
 PROBE_S = 1.0
@@ -39,7 +39,7 @@ class SlowedTier(FaultyTier):
 
 @hookimpl
 def kvf_tiers() -> list[TierProvider[SlowedOptions]]:
-    cut.PROBE_S = PROBE_S
+    pricing.PROBE_S = PROBE_S
     return [
         TierProvider(
             name="slowed",

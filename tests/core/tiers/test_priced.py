@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvframework.pricing.prefill import SEEDS, EngineSpeed
+from kvframework.pricing import SEEDS, EngineSpeed
 from kvframework.wire import messages as m
 from tests.core.registry.fake_distributions import install
 from tests.core.tiers import slowed_tier

@@ -7,7 +7,7 @@ import pytest
 from kvf_plan.planning.catalogue import catalogue, engine, engine_of
 from kvf_plan.planning.estimate import spread
 from kvframework.errors import PlanError
-from kvframework.pricing.prefill import prefill_s
+from kvframework.pricing import prefill_s
 
 
 def test_everything_has_a_source() -> None:

@@ -23,7 +23,7 @@ from kvf_plan.simulation.sizes import Sizes
 from kvf_plan.trace.form import Request
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, PluginError, SimulationError, TierError
-from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing import EngineSpeed
 from kvframework.service.lifecycle import CacheService
 from tests.plan.simulate.made import MadeTrace, made_trace
 

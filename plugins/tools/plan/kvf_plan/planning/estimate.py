@@ -25,7 +25,7 @@ from kvf_plan.planning.offers import Prices
 from kvf_plan.planning.prompts import Prompts, sampled
 from kvf_plan.simulation import Engines, Outcome, Settings, TierSpeed, simulate
 from kvf_plan.trace.form import KVFRAMEWORK, Header, Request
-from kvframework.pricing.prefill import prefill_s
+from kvframework.pricing import prefill_s
 
 
 class Estimate(msgspec.Struct, frozen=True):

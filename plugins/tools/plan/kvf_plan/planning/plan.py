@@ -19,7 +19,7 @@ from kvf_plan.trace.summary import LiveSet
 from kvframework.api.options import ByteSize
 from kvframework.config.schema import WritePolicyName
 from kvframework.errors import PlanError
-from kvframework.pricing.prefill import EngineSpeed
+from kvframework.pricing import EngineSpeed
 
 WRITE_POLICIES: tuple[WritePolicyName, ...] = ("write_through", "write_through_selective", "write_back")
 EVICTIONS = ("lru", "two_queues")

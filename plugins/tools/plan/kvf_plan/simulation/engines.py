@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvf_plan.simulation.events import VirtualTime
 from kvf_plan.simulation.settings import Engines
-from kvframework.pricing.prefill import EngineSpeed, prefill_s
+from kvframework.pricing import EngineSpeed, prefill_s
 
 
 class PrefillQueue:

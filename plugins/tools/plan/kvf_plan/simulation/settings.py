@@ -14,7 +14,7 @@ BYTES_PER_TOKEN = 128 << 10
 @dataclass(frozen=True)
 class Engines:
     """`count` engines, each of which computes one prompt at a time, at the speed of
-    `kvframework.pricing.prefill.prefill_s`: `attention_tokens` 0 is no attention term.
+    `kvframework.pricing.prefill_s`: `attention_tokens` 0 is no attention term.
 
     A prompt is looked up as it comes; with a `lookahead` near its turn: whenever an engine stands idle, as vLLM's
     scheduler does, and before that as long as fewer than so many prompts for each engine are looked up and wait.
