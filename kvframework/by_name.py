@@ -35,7 +35,7 @@ class NamedCall(msgspec.Struct, frozen=True, array_like=True):
                 f"options of type {type(options).__qualname__}",
                 where=where,
                 available="a struct",
-                hint="derive them from kvframework.api.options.Options",
+                hint="derive them from kvframework.api.plugin.Options",
             )
         names = _name(function, where), _name(type(options), where)
         try:

@@ -22,7 +22,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 
 # A sample counts as this many times more or less than expected at most, and for 1 / `RECENT` of the mean.
 CLIP = 4.0

@@ -21,7 +21,7 @@ from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.layout import Layout, LayoutProvider
 from kvframework.api.listener import Listener, ListenerProvider
 from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableContext
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.tier import NodeIdentity, Tier, TierProvider
 from kvframework.api.transport import AnyTransportProvider, ServerTransport

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from kvframework.api.counter import Counter
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 
 # Why a lookup missed, the keys of `lookups.misses`; in the order of docs/operations.md.
 REASONS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework_bench.blend.figures import FULL, BlendFigures
 from kvframework_bench.contention.figures import ContentionFigures
 from kvframework_bench.cuda.figures import CudaFigures

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import msgspec
 
 from kvframework.api.keys import CacheKey
+from kvframework.api.plugin import Buffer
 from kvframework.api.transport import Registration
-from kvframework.api.types import Buffer
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.client.transfers import bare_transfer
 from kvframework.wire import messages as m

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.text import short_number
 from kvframework_bench.blend.figures import BlendFigures, blend_tables
 from kvframework_bench.console import format_latency, format_range, format_rate, format_ratio, format_time, new_table

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from kvframework.api.options import NoOptions, Options
+from kvframework.api.plugin import NoOptions, Options
 from kvframework.api.transport import TransportProvider, hookimpl
 from kvframework.registry.registry import PluginRegistry
 from kvframework_bench.errors import BenchUnavailable

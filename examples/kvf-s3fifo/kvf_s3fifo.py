@@ -13,7 +13,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvframework.api.eviction import EvictionPolicy, EvictionProvider, PackedKey, Why, hookimpl
-from kvframework.api.options import Options
+from kvframework.api.plugin import Options
 
 # As published: two bits for the uses of an object, and two uses in the small queue to get into the main one.
 MOST_USES = 3

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from kvframework.api.driver import CopyBatch, Step
 from kvframework.api.layout import NO_BLOCK, LayerGroup, MemoryLayoutDesc
+from kvframework.api.plugin import dtype_bytes
 from kvframework.api.transport import ArenaRange, GroupBlocks
-from kvframework.api.types import dtype_bytes
 
 __all__ = ["CopyPlanner", "PlacedView"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvframework.api.types import Buffer
+from kvframework.api.plugin import Buffer
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,8 @@ from typing import Annotated, Generic, NamedTuple, TypeVar
 
 from msgspec import Meta
 
-from kvframework.api.options import ByteSize, Options
-from kvframework.api.plugin import Diagnose, TableContext, hookimpl
+from kvframework.api.plugin import ByteSize, Diagnose, Message, Options, TableContext, hookimpl
 from kvframework.api.transport import AnyTransportProvider
-from kvframework.api.types import Message
 from kvframework.errors import DeviceError
 
 __all__ = [

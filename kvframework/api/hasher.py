@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvframework.api.keys import DIGEST_BYTES, TOKEN_BYTES
-from kvframework.api.plugin import O, Provider, hookimpl
-from kvframework.api.types import Buffer
+from kvframework.api.plugin import Buffer, O, Provider, hookimpl
 
 __all__ = ["DIGEST_BYTES", "TOKEN_BYTES", "Buffer", "HasherProvider", "KeyHasher", "hookimpl"]
 

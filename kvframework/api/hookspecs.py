@@ -106,7 +106,7 @@ def kvf_memories() -> list[MemoryProvider]:  # type: ignore[type-arg,empty-body]
         import os
         import threading
         from kvframework.api.memory import ArenaError, Memory, MemoryProvider, hookimpl
-        from kvframework.api.options import ByteSize, Options
+        from kvframework.api.plugin import ByteSize, Options
 
         STEP = 16 << 20
 

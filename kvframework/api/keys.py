@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 from kvframework.api.layout import MemoryLayoutDesc
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 from kvframework.errors import RequestError
 
 __all__ = [

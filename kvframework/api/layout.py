@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Union
 
 from msgspec import Meta
 
-from kvframework.api.plugin import O, Provider, hookimpl
-from kvframework.api.types import Message, dtype_bytes
+from kvframework.api.plugin import Message, O, Provider, dtype_bytes, hookimpl
 from kvframework.errors import BadLayout, BadRange
 
 if TYPE_CHECKING:

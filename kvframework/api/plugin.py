@@ -1,7 +1,9 @@
-"""The common part of plugins of every kind: the mark of a hook, and the base of the descriptors that hooks return."""
+"""What plugins of every kind share: the mark of a hook, the base of the descriptors that hooks return, options, and
+small types."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Generic, Literal, TypeVar
@@ -9,9 +11,26 @@ from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 import pluggy
 from msgspec import Meta, Struct
 
-from kvframework.api.options import NoOptions, Options
+from kvframework.errors import BadDtype
+from kvframework.masking import shown_options
 
-__all__ = ["API_VERSION", "Finding", "Provider", "ServerTerms", "TableContext", "hookimpl"]
+__all__ = [
+    "API_VERSION",
+    "DTYPE_BYTES",
+    "BlockIds",
+    "Buffer",
+    "ByteSize",
+    "Finding",
+    "Message",
+    "NoOptions",
+    "Options",
+    "Provider",
+    "Secret",
+    "SecretUrl",
+    "ServerTerms",
+    "TableContext",
+    "hookimpl",
+]
 
 PROJECT = "kvframework"
 ENTRY_POINT_GROUP = "kvframework.v1"
@@ -19,12 +38,87 @@ API_VERSION = (1, 0)
 
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
-O = TypeVar("O", bound=Options)  # noqa: E741
+Buffer = bytes | bytearray | memoryview
+
+# One list of block ids per layer group, in the order of the layout's groups.
+BlockIds = Sequence[Sequence[int]]
+
+# Bytes of one element, by torch's name without the `torch.` prefix.
+DTYPE_BYTES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
 
 
-def always_available() -> str | None:
-    """The default probe: the plugin can run."""
-    return None
+def dtype_bytes(name: str) -> int:
+    """Returns the bytes of one element of a dtype. Raises `BadDtype`."""
+    try:
+        return DTYPE_BYTES[name]
+    except KeyError:
+        raise BadDtype(
+            f"there is no dtype {name!r}", available=", ".join(DTYPE_BYTES), hint="give torch's name without 'torch.'"
+        ) from None
+
+
+class Message(Struct, frozen=True, omit_defaults=True):
+    """Base of every message on the wire: msgpack maps that evolve by adding defaulted fields, never by retyping."""
+
+
+# The types of options that only the plugin may see. `Annotated[SecretUrl, msgspec.Meta(description=...)]` adds to them.
+# A `Secret` is shown as "***"; a `SecretUrl` without user, password and query.
+Secret = Annotated[str, Meta(extra={"secret": "value"})]
+SecretUrl = Annotated[str, Meta(extra={"secret": "url"})]
+
+
+class Options(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of a plugin's own options: the keys of its TOML table besides the core's.
+
+    A field's `msgspec.Meta(description=...)` is its documentation in `kvframework plugins info`. The repr hides values
+    of type `Secret` and `SecretUrl`, and so does all output of the framework.
+    """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> list[tuple[str, object]]:
+        return list(shown_options(self).items())
+
+
+class NoOptions(Options, frozen=True):
+    """The options of a plugin without options."""
+
+
+class ByteSize(int):
+    """A number of bytes; in TOML an integer or a string such as "512MiB", "1.5 GiB" or "10GB"."""
+
+    _UNITS = {"": 1, "b": 1} | {
+        f"{p}{u}": b**e for e, p in enumerate("kmgt", start=1) for u, b in (("", 1024), ("ib", 1024), ("b", 1000))
+    }
+
+    @classmethod
+    def parse(cls, value: object) -> ByteSize:
+        """Parses a size. Raises `ValueError` with the expected form."""
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+            return cls(value)
+        if isinstance(value, str):
+            match = re.fullmatch(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([a-zA-Z]*)\s*", value)
+            if match and match[2].lower() in cls._UNITS:
+                return cls(int(float(match[1]) * cls._UNITS[match[2].lower()]))
+        raise ValueError(f'expected a size such as 1073741824, "512MiB" or "1GB", found {value!r}')
+
+    def __str__(self) -> str:
+        size = float(self)
+        for unit in ("B", "KiB", "MiB", "GiB"):
+            if size < 1024:
+                return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+            size /= 1024
+        return f"{size:.1f} TiB"
 
 
 @dataclass(frozen=True)
@@ -68,13 +162,19 @@ class Finding(Struct, frozen=True):
     where: str = ""
 
 
+O = TypeVar("O", bound=Options)  # noqa: E741
+
 # (options, TableContext, deadline) -> Sequence[Finding]: the report of `kvframework doctor` on a plugin's store or
 # device.
 Diagnose = Callable[[O, TableContext, float], Sequence[Finding]]
 
-
 # (options, TableContext): raises what `create` would raise.
 Check = Callable[[O, TableContext], None]
+
+
+def always_available() -> str | None:
+    """The default probe: the plugin can run."""
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

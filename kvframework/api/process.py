@@ -1,13 +1,33 @@
-"""Child processes, and the delay before the next attempt of anything.
+"""What a process needs besides its work: a log, child processes, and the delay before the next attempt of anything.
 
-`SupervisedChild` is for code that can freeze or crash a process: it runs in one of its own, which can be killed.
-`kvframework.api.helper_tier.HelperTier` does that for a tier. `Backoff` is for whatever is tried again: a
-connection, a registration, a store.
+A line that repeats: `log.addFilter(LogLimit())` for a whole logger, or `LogLimit.once()`, whose `passes(kind)` is asked
+before a line. `one_line` and `visible` take line ends and control characters out of a foreign text. `configure_logging`
+sends all logs and printed text of a process to standard error and never waits for its reader; `LogForm` is what a
+server passes to a process that it starts.
+
+`SupervisedChild` runs code that can freeze or crash a process in one of its own, which can be killed;
+`kvframework.api.helper_tier.HelperTier` does that for a tier. `Backoff` is for whatever is tried again.
 """
 
 from __future__ import annotations
 
+from kvframework.logs.form import LogForm, configure_logging, end_logging
+from kvframework.logs.limit import LogLimit
 from kvframework.supervise.child import SupervisedChild, end_with_parent, start_connected, start_process
 from kvframework.supervise.state import Backoff, how_ended
+from kvframework.text import one_line, visible
 
-__all__ = ["Backoff", "SupervisedChild", "end_with_parent", "how_ended", "start_connected", "start_process"]
+__all__ = [
+    "Backoff",
+    "LogForm",
+    "LogLimit",
+    "SupervisedChild",
+    "configure_logging",
+    "end_logging",
+    "end_with_parent",
+    "how_ended",
+    "one_line",
+    "start_connected",
+    "start_process",
+    "visible",
+]

@@ -11,8 +11,7 @@ from kvframework.api.futures import Future
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.keys import CacheKey, PackedKey
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
-from kvframework.api.plugin import O, Provider, hookimpl
-from kvframework.api.types import Buffer, Message
+from kvframework.api.plugin import Buffer, Message, O, Provider, hookimpl
 
 __all__ = [
     "Buffer",

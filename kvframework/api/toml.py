@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.errors import ConfigFieldError, ConfigFileError
 
 if sys.version_info >= (3, 11):

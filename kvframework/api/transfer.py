@@ -11,7 +11,7 @@ import msgspec
 from kvframework.api.futures import Future
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerTensors, MemoryLayoutDesc
-from kvframework.api.types import BlockIds, Message
+from kvframework.api.plugin import BlockIds, Message
 from kvframework.errors import KVFrameworkError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from kvframework.api.futures import Future, StreamHook
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
-from kvframework.api.plugin import O, Provider, hookimpl
+from kvframework.api.plugin import BlockIds, Buffer, O, Provider, hookimpl
 from kvframework.api.requests import ClientInfo
 from kvframework.api.transfer import (
     ArenaRange,
@@ -28,7 +28,6 @@ from kvframework.api.transfer import (
     Transfer,
     error_code,
 )
-from kvframework.api.types import BlockIds, Buffer
 from kvframework.errors import KVFrameworkError, TransportMismatch
 
 __all__ = [

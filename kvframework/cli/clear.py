@@ -36,7 +36,7 @@ def clear(
     """
     import msgspec
 
-    from kvframework.api.options import ByteSize
+    from kvframework.api.plugin import ByteSize
     from kvframework.cli.console import confirm, print_document, print_text
     from kvframework.client import KVClient
     from kvframework.client.status_source import quiet_connection, server_endpoint
@@ -70,7 +70,7 @@ def clear(
 
 
 def _question(status: dict[str, object], *, l2: bool, model: str) -> str:
-    from kvframework.api.options import ByteSize
+    from kvframework.api.plugin import ByteSize
 
     l1, tiers, server = (status[part] for part in ("l1", "l2", "server"))
     assert isinstance(l1, dict)

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from kvframework.api.console import stdout
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.cli.console import print_text
 from kvframework.text import counted, one_line, short_number
 from kvframework.wire.messages import Finished

@@ -173,7 +173,7 @@ def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -
 
 def _print_status(status: dict[str, Any]) -> None:
     """Print the keeper's reply: the server, its starts, and a line for each thing that is kept."""
-    from kvframework.api.options import ByteSize
+    from kvframework.api.plugin import ByteSize
     from kvframework.cli.console import print_text
     from kvframework.text import short_number
 

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.cli.console import WideTable
 from kvframework.service.health import trouble
 from kvframework.status import Device, Events, Instance, Recovered, Session, Status, Tier

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from kvframework.api.options import ByteSize
+    from kvframework.api.plugin import ByteSize
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ def size_of(text: str) -> int:
 
 def parsed_size(text: str) -> ByteSize:
     """Return the bytes of a size such as `64MiB` or `3GB`, one at least. Raises `ValueError` with the expected form."""
-    from kvframework.api.options import ByteSize
+    from kvframework.api.plugin import ByteSize
 
     size = ByteSize.parse(text)
     if not size:

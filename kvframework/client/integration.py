@@ -18,7 +18,7 @@ from typing import Annotated, Any, Generic, Protocol, TypeVar, cast
 import msgspec
 
 from kvframework.api.keys import sampled_parent
-from kvframework.api.options import Options
+from kvframework.api.plugin import Options
 from kvframework.client.transfers import KVClient
 from kvframework.errors import ConfigFieldError, KVFrameworkError, ServerGone
 

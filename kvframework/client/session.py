@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.hasher import HasherProvider, KeyHasher
+from kvframework.api.plugin import Message
 from kvframework.api.requests import RequestSpec
 from kvframework.api.transport import LostKind
-from kvframework.api.types import Message
 from kvframework.client.arena_mapping import MappedArena
 from kvframework.config import default_endpoint
 from kvframework.errors import Cancelled, DeadlineExceeded, KVFrameworkError, ServerGone, VersionMismatch

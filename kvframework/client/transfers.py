@@ -14,6 +14,7 @@ from kvframework.api.futures import Future, Promise, StreamHook
 from kvframework.api.hasher import Buffer
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import LayerTensors, check_skip
+from kvframework.api.plugin import Message
 from kvframework.api.transfer import ChunkContent, LoadGrant
 from kvframework.api.transport import (
     ArenaRange,
@@ -28,7 +29,6 @@ from kvframework.api.transport import (
     Transfer,
     error_code,
 )
-from kvframework.api.types import Message
 from kvframework.client.arena_mapping import MappedArena
 from kvframework.client.hashing import content_name, granted_ranges
 from kvframework.client.session import ServerSession, as_response, mapped, only

@@ -1,7 +1,6 @@
 """Configuration: one TOML file becomes frozen structs; every mistake is an error with its place."""
 
-from kvframework.api.endpoint import Endpoint, parse_endpoint, parse_listen
-from kvframework.api.observe import ObserveConfig, collector_url
+from kvframework.api.endpoint import Endpoint, ObserveConfig, collector_url, parse_endpoint, parse_listen
 from kvframework.api.toml import closest, convert, toml_value
 from kvframework.config.endpoint import (
     FULL_SUFFIX,

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvframework.api.endpoint import parse_endpoint, parse_listen
-from kvframework.api.observe import ObserveConfig, collector_url
+from kvframework.api.endpoint import ObserveConfig, collector_url, parse_endpoint, parse_listen
 from kvframework.api.toml import convert, unknown_key
 from kvframework.config.layers import CONFIG_VARIABLE, DEFAULT_EVICTION, Layers, read_layers
 from kvframework.config.schema import (

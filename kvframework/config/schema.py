@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvframework.api.codec import NO_CODEC
-from kvframework.api.observe import ObserveConfig
-from kvframework.api.options import ByteSize
+from kvframework.api.endpoint import ObserveConfig
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import MAX_TIER_CALLS
 
 _YEAR_S = 365 * 24 * 3600.0

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kvframework.api.driver import DeviceOptions, DeviceTransportProvider, EngineDriver
 from kvframework.api.futures import Future, StreamHook
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
-from kvframework.api.options import Options
+from kvframework.api.plugin import Options
 from kvframework.api.requests import ClientInfo
 from kvframework.api.transport import (
     AnyTransportProvider,

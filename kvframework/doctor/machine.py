@@ -19,8 +19,7 @@ from pathlib import Path
 import kvframework
 from kvframework.api.installing import install_command, kernels_hint, missing_kernels
 from kvframework.api.memory import cgroup_limits
-from kvframework.api.options import ByteSize
-from kvframework.api.plugin import Finding, Level
+from kvframework.api.plugin import ByteSize, Finding, Level
 from kvframework.config import keeper_path
 from kvframework.config.schema import SAFE_LIMIT, SESSIONS_SHARE
 from kvframework.errors import EndpointError

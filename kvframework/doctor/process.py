@@ -13,8 +13,7 @@ import msgspec
 
 from kvframework.api.driver import DeviceTransportProvider, TableContext
 from kvframework.api.memory import MemoryProvider
-from kvframework.api.options import ByteSize, Options
-from kvframework.api.plugin import Finding
+from kvframework.api.plugin import ByteSize, Finding, Options
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import Config

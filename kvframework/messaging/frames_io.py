@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 from zmq.backend import Socket as BareSocket
 
-from kvframework.api.types import Buffer
+from kvframework.api.plugin import Buffer
 from kvframework.errors import InvalidPayload, MessageTooLarge
 from kvframework.messaging.polling import Wakeup
 from kvframework.wire.frames import MAX_BUFFER_BYTES, MAX_BUFFERS, MAX_PAYLOAD_BYTES

@@ -16,8 +16,7 @@ from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
 from kvframework.api.listener import ListenerProvider
 from kvframework.api.memory import MemoryProvider
-from kvframework.api.options import Options
-from kvframework.api.plugin import Provider, ServerTerms, TableContext
+from kvframework.api.plugin import Options, Provider, ServerTerms, TableContext
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider

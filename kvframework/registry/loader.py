@@ -16,8 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from kvframework.api.codec import MAX_CODEC_NAME
-from kvframework.api.options import ByteSize, Options
-from kvframework.api.plugin import ENTRY_POINT_GROUP, Provider
+from kvframework.api.plugin import ENTRY_POINT_GROUP, ByteSize, Options, Provider
 from kvframework.errors import PluginBroken, PluginError, PluginWrongKind
 from kvframework.masking import secret_mark
 from kvframework.overdue import timed

@@ -13,8 +13,7 @@ import pluggy
 
 from kvframework.api import hookspecs
 from kvframework.api.installing import install_command
-from kvframework.api.options import Options
-from kvframework.api.plugin import API_VERSION, PROJECT
+from kvframework.api.plugin import API_VERSION, PROJECT, Options
 from kvframework.config import closest, convert
 from kvframework.errors import (
     ConfigFieldError,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvframework.api.counter import Counter
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.status import counted as counted_in
 from kvframework.text import counted, one_line
 from kvframework.wire.protocol import HINT

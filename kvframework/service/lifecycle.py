@@ -14,7 +14,7 @@ from functools import partial
 from kvframework.api.hasher import KeyHasher
 from kvframework.api.layout import Layout, MemoryLayoutDesc
 from kvframework.api.listener import ChunkShape
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.requests import (
     CacheKey,
     CacheServices,

@@ -16,7 +16,7 @@ import xxhash
 from kvframework.api.codec import MAX_CODEC_NAME, NO_CODEC
 from kvframework.api.keys import PackedKey
 from kvframework.api.layout import MemoryLayoutDesc
-from kvframework.api.types import Buffer
+from kvframework.api.plugin import Buffer
 
 FORMAT_VERSION = 2
 UNKNOWN_LAYOUT = bytes(16)

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from kvframework.api.keys import LAYER_ORDER_BYTES, ObjectKey, PackedKey
 from kvframework.api.layout import CANONICAL, MAX_GROUPS, MAX_OBJECT_BYTES, MemoryLayoutDesc
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 from kvframework.config import closest
 from kvframework.errors import BadDtype, NamespaceMismatch, RequestError
 from kvframework.storage.envelope import UNKNOWN_LAYOUT, layout_fingerprint

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 from kvframework.api.eviction import EvictionPolicy, PackedKey, Use
 from kvframework.api.keys import DIGEST_BYTES
 from kvframework.api.memory import Memory
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.overdue import call_within
 from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.status import L1Counters, zeros

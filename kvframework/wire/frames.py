@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from kvframework.api.types import Buffer, Message
+from kvframework.api.plugin import Buffer, Message
 from kvframework.errors import InvalidPayload, KVFrameworkError, MalformedFrames, MessageTooLarge
 
 REQUEST_ID_BYTES = 8

@@ -13,9 +13,9 @@ import msgspec
 
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import MAX_GROUPS, KVLayout, MemoryLayoutDesc
+from kvframework.api.plugin import Message
 from kvframework.api.transfer import ChunkContent
 from kvframework.api.transport import ArenaRange, StoreOutcome
-from kvframework.api.types import Message
 from kvframework.pricing import EngineSpeed
 from kvframework.status import MAX_RECENT, Finished, RecentReply, TierCall
 

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from kvframework.api.layout import NO_BLOCK, KVLayout, LayerGroup
+from kvframework.api.plugin import BlockIds
 from kvframework.api.transport import GroupBlocks
-from kvframework.api.types import BlockIds
 from kvframework.errors import BadBlockIds, InvalidPayload
 
 # Block ids, places in the arena and other numbers on the wire: packed little-endian, never a list of ints. Pure.

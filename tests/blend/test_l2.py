@@ -13,7 +13,7 @@ from kvf_blend import messages as b
 from kvf_blend.server import lookup
 from kvframework.api.keys import DIGEST_BYTES, PackedKey
 from kvframework.api.layout import MemoryLayoutDesc, hookimpl
-from kvframework.api.options import NoOptions
+from kvframework.api.plugin import NoOptions
 from kvframework.api.tier import TierProvider
 from kvframework.errors import Cancelled, DeadlineExceeded
 from kvframework.server import Server

@@ -14,7 +14,7 @@ from kvf_blend.errors import BadRotary, BadSegments, BlendRefused
 from kvf_blend.rotary import fingerprint
 from kvf_blend.server.instances import Attached
 from kvframework.api.layout import KVLayout, LayerGroup
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 from kvframework.errors import (
     AlreadyRegistered,
     InvalidPayload,

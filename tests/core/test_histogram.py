@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api.histogram import Histogram
+from kvframework.api.counter import Histogram
 
 seconds = st.lists(st.floats(1e-6, 100.0), min_size=1, max_size=200)
 

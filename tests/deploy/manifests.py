@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.config import load_config
 
 KUBERNETES = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from kvframework.api.options import ByteSize, Options
+from kvframework.api.plugin import ByteSize, Options
 from kvframework.config import toml_value
 from kvframework.registry import PluginRegistry
 from kvframework.registry.discovery import EntryPointInfo

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.config import ServerConfig
 from tests.core.cli.command import run
 from tests.docs.shown import blocks

@@ -14,7 +14,7 @@ from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.root import MARKER
 from kvf_filesystem.tier import FilesystemTier
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, TableContext, Tier
 from tests.support.received import outcomes_of
 

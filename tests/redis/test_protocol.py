@@ -27,8 +27,8 @@ from kvf_redis.resp import (
     parse_redirect,
     set_command,
 )
+from kvframework.api.plugin import Buffer
 from kvframework.api.tier import Outcome, Tier
-from kvframework.api.types import Buffer
 from kvframework.errors import TierError
 from tests.support.received import outcomes_of
 from tests.support.redis_tier import open_redis_tier, soon

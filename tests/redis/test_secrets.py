@@ -20,7 +20,7 @@ from rich.pretty import pretty_repr
 from kvf_redis.options import RedisOptions
 from kvf_redis.tier import RedisTier, open_tier
 from kvframework.api.installing import install_command
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError, KVFrameworkError, TierError
 from kvframework.masking import masked_url

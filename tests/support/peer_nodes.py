@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvf_peers.options import PeersOptions
 from kvf_peers.tier import PeersTier, open_tier
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Loan, Node, NodeIdentity, Outcome, PackedKey, Tier
 from tests.support.ports import free_port
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import TableContext, Tier
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY
 

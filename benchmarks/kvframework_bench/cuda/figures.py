@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from rich.table import Table
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.text import short_number
 from kvframework_bench.console import format_latency, format_ratio, format_time, new_table, skipped_table
 from kvframework_bench.errors import Skipped

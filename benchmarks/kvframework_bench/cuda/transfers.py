@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.client import KVClient
 from kvframework_bench.console import Stage
 from kvframework_bench.cuda.device import Device, PlainCopies, plain_copies

@@ -9,7 +9,7 @@ from itertools import accumulate
 import msgspec
 from rich.table import Table
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework_bench.console import format_range, new_table
 from kvframework_bench.rounds import Spread, percentile
 

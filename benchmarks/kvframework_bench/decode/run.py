@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.decode.figures import DecodeFigures, Window, gaps_within, rows_of
 from kvframework_bench.errors import BenchFailed, BenchUnavailable

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvframework.api.codec import CodecProvider
-from kvframework.api.types import DTYPE_BYTES
+from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.config import PluginTable
 from kvframework.registry import PluginRegistry, resolve_table
 from kvframework_bench.console import Stage

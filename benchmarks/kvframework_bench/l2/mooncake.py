@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, Tier
 from kvframework.registry import PluginRegistry
 from kvframework.storage.envelope import HEADER_BYTES

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, Tier
 from kvframework.registry import PluginRegistry
 from kvframework_bench.console import Stage

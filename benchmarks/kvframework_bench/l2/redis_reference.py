@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from kvframework.api.types import Buffer
+from kvframework.api.plugin import Buffer
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.l2.redis_server import RedisChild
 from kvframework_bench.rounds import Case, Rounds, percentile

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvf_demo.child import uninterrupted
 from kvf_demo.s3_server import BUCKET, INSTALL_HINT, S3Site, weed_binary
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, Tier
 from kvframework.registry import PluginRegistry
 from kvframework_bench.console import Stage

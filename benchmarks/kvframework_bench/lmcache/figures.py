@@ -6,7 +6,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework_bench.console import format_range, format_rate, format_ratio, new_table
 from kvframework_bench.machine import Load, Machine
 from kvframework_bench.panels import Bar, Bars, Panel, spread_bar

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from kvframework.api.keys import DIGEST_BYTES, CacheKey
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 from kvframework.wire import messages as m
 from kvframework.wire.frames import NO_ANSWER, join, split
 from kvframework.wire.protocol import REQUESTS, offer

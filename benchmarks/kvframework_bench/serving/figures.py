@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from rich.table import Table
 
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework_bench.console import format_range, new_table, skipped_table
 from kvframework_bench.errors import Skipped
 from kvframework_bench.rounds import Spread, percentile

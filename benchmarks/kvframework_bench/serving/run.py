@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from kvf_plan.trace.reading import open_trace
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed, BenchUnavailable, Skipped
 from kvframework_bench.machine import available_bytes

@@ -18,7 +18,7 @@ from kvf_sqlite.schema import connect
 from kvf_sqlite.tier import open_tier
 
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import ConfigFieldError, TierError
 

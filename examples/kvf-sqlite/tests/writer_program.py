@@ -15,7 +15,7 @@ from kvf_sqlite.options import SqliteOptions
 from kvf_sqlite.tier import open_tier
 
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome
 
 VALUE_BYTES = 50_000

@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 from kvframework.config.schema import SESSIONS_SHARE
 from kvframework.errors import KVFrameworkError, ProtocolError, ServerFull
 from kvframework.messaging.curve import AdmittedClients

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvframework.api.counter import Histogram
 from kvframework.api.futures import Future, Promise
-from kvframework.api.histogram import Histogram
 from kvframework.api.requests import ClientInfo, Handler, HandlerResult, Message, Reply
 from kvframework.errors import (
     Cancelled,

@@ -18,7 +18,7 @@ from typing import Any
 
 import zmq
 
-from kvframework.api.types import Buffer, Message
+from kvframework.api.plugin import Buffer, Message
 from kvframework.config import (
     FULL_SUFFIX,
     LIVENESS_SUFFIX,

@@ -11,7 +11,7 @@ from itertools import accumulate
 from struct import Struct
 from typing import NamedTuple
 
-from kvframework.api.histogram import Histogram
+from kvframework.api.counter import Histogram
 from kvframework.api.keys import PackedKey
 from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from kvframework.api.histogram import Histogram
+from kvframework.api.counter import Histogram
 from kvframework.api.keys import PackedKey
 from kvframework.errors import KVFrameworkError, TierError
 from kvframework.logs.limit import LogLimit

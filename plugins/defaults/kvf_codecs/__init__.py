@@ -14,7 +14,7 @@ from msgspec import Meta
 from kvframework.api.codec import Codec, CodecProvider, hookimpl
 from kvframework.api.copying import copy_bytes
 from kvframework.api.installing import install_command
-from kvframework.api.options import Options
+from kvframework.api.plugin import Options
 
 
 class NoneCodec(Codec):

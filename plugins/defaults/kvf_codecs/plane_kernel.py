@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvframework.api.copying import address_of
-from kvframework.api.types import Buffer
+from kvframework.api.plugin import Buffer
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import zstandard
 from kvf_codecs.plane_kernel import PlaneKernel, load_kernel
 from kvframework.api.codec import Codec
 from kvframework.api.copying import copy_bytes, fresh_memory
-from kvframework.api.types import DTYPE_BYTES, Buffer
+from kvframework.api.plugin import DTYPE_BYTES, Buffer
 
 # The packed form of the `planes` codec. Pure.
 #

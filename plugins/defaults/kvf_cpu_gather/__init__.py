@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from kvframework.api.installing import install_command
-from kvframework.api.options import Options
+from kvframework.api.plugin import Options
 from kvframework.api.transport import EngineLink, TransferContext, TransportProvider, hookimpl
 from kvframework.errors import PluginUnavailable
 

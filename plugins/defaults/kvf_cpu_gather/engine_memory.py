@@ -17,8 +17,8 @@ from kvf_cpu_gather.kernel import CopyKernel
 from kvf_cpu_gather.torch_copies import Copies, Piece, TorchCopies, mark_device, on_host, wait_for_devices
 from kvframework.api.copy_plans import CopyPlanner, PlacedView
 from kvframework.api.layout import GroupDesc, LayerGroup, LayerTensors, Layout, MemoryLayoutDesc
+from kvframework.api.plugin import Buffer
 from kvframework.api.transport import ArenaRange, GroupBlocks, Registration, Transfer
-from kvframework.api.types import Buffer
 from kvframework.errors import BadBlockIds
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvf_eviction.lru import Lru
 from kvf_eviction.two_queues import TwoQueues
 from kvframework.api.eviction import EvictionProvider, hookimpl
-from kvframework.api.options import NoOptions
+from kvframework.api.plugin import NoOptions
 
 __all__ = ["Lru", "TwoQueues", "kvf_eviction_policies"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvf_hashers.sha256 import SglangPages, Sha256
 from kvframework.api.hasher import HasherProvider, hookimpl
-from kvframework.api.options import NoOptions
+from kvframework.api.plugin import NoOptions
 
 __all__ = ["SglangPages", "Sha256", "kvf_key_hashers"]
 

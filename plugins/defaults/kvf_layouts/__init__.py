@@ -11,7 +11,7 @@ from kvf_layouts.dynamic_cache import DynamicCacheLayout
 from kvf_layouts.opaque import OpaqueLayout
 from kvf_layouts.paged import PagedLayout
 from kvframework.api.layout import LayoutProvider, hookimpl
-from kvframework.api.options import Options
+from kvframework.api.plugin import Options
 
 
 class PagedOptions(Options, frozen=True):

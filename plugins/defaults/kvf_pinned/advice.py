@@ -9,8 +9,7 @@ from kvf_pinned.huge_pages import TURN_ON, Pages, Pool, choose_pages, read_pool
 from kvf_pinned.nodes import choose, hint, place
 from kvf_pinned.options import Numa, PinnedOptions
 from kvframework.api.memory import available_memory
-from kvframework.api.options import ByteSize
-from kvframework.api.plugin import Finding
+from kvframework.api.plugin import ByteSize, Finding
 
 _MOST = 0.9
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from kvf_pinned.options import HugePages
 from kvframework.api.memory import huge_page_bytes
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 
 _TRANSPARENT = Path("kernel/mm/transparent_hugepage")
 _RESERVED = Path("kernel/mm/hugepages")

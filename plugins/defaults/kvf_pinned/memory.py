@@ -19,7 +19,7 @@ from kvf_pinned.huge_pages import SMALL, TURN_ON, Pages, choose_pages
 from kvf_pinned.nodes import ANYWHERE, Choice, hint, place
 from kvf_pinned.options import HugePages
 from kvframework.api.memory import Memory, SharedMapping, available_memory, map_shared
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.errors import ArenaError
 
 # Making a range of the arena resident, without a signal and without holding the interpreter lock.

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvframework.api.endpoint import parse_endpoint
-from kvframework.api.options import Options
-from kvframework.api.plugin import ServerTerms, TableContext
+from kvframework.api.plugin import Options, ServerTerms, TableContext
 from kvframework.errors import ConfigFieldError, EndpointError
 
 Format = Literal["map", "array"]

@@ -8,7 +8,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from kvframework.api.options import ByteSize, Options, Secret
+from kvframework.api.plugin import ByteSize, Options, Secret
 from kvframework.by_name import NamedCall
 from kvframework.errors import PluginBroken
 

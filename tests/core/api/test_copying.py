@@ -17,7 +17,7 @@ import pytest
 from kvf_codecs import NoneCodec
 from kvframework.api import copying
 from kvframework.api.copying import copy_bytes, copy_past_caches, joined
-from kvframework.api.types import Buffer
+from kvframework.api.plugin import Buffer
 
 Copy = Callable[[memoryview, Buffer], None]
 

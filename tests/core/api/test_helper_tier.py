@@ -16,7 +16,7 @@ import pytest
 from kvf_dev.testing import TierConformance
 from kvf_filesystem import FilesystemOptions
 from kvframework.api.helper_tier import FROZEN_S, HelperTier
-from kvframework.api.options import ByteSize, NoOptions, Options
+from kvframework.api.plugin import ByteSize, NoOptions, Options
 from kvframework.api.tier import Outcome, Tier, TierError
 from kvframework.errors import PluginBroken
 from tests.core.api.tiers_in_processes import (
@@ -221,7 +221,7 @@ def test_a_frozen_helper_ends_with_its_server() -> None:
     script = (
         "import time\n"
         "from kvframework.api.helper_tier import HelperTier\n"
-        "from kvframework.api.options import NoOptions\n"
+        "from kvframework.api.plugin import NoOptions\n"
         "from tests.core.api.tiers_in_processes import Wrong\n"
         "tier = HelperTier(Wrong, NoOptions(), name='wrong', where='')\n"
         "tier.contains([bytes(72)], deadline=time.monotonic() + 60)\n"

@@ -111,7 +111,7 @@ CHANGES = {
     ),
     "a base": ("kvframework.errors", "class DeviceLost(DeviceError)", "class DeviceLost(KVFrameworkError)"),
     "a code": ("kvframework.errors", '"device.lost"', '"device.gone"'),
-    "how a struct is made": ("kvframework.api.options", "frozen=True, forbid_unknown_fields=True", "frozen=True"),
+    "how a struct is made": ("kvframework.api.plugin", "frozen=True, forbid_unknown_fields=True", "frozen=True"),
     "a hook": ("kvframework.api.hookspecs", "def kvf_codecs", "def kvf_codec"),
     "an attribute": ("kvframework.api.transfer", "self.outcome = outcome", "self._outcome = outcome"),
     "a kit's setting": (

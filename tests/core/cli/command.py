@@ -88,7 +88,7 @@ def install_config_plugins(site: Path) -> None:
         from typing import Annotated
         from msgspec import Meta
         from kvframework.api.memory import MemoryProvider, hookimpl
-        from kvframework.api.options import ByteSize, Options, Secret
+        from kvframework.api.plugin import ByteSize, Options, Secret
         from kvframework.api.tier import TierProvider
         class Mode(enum.Enum):
             fast = "fast"

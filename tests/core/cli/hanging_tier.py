@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from kvframework.api.options import Options
+from kvframework.api.plugin import Options
 from kvframework.api.tier import Outcome, PackedKey, TierProvider, hookimpl
 from tests.core.storage.tier import MemoryTier
 

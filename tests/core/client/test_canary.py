@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvframework.api.layout import EngineView, LayerGroup
-from kvframework.api.types import DTYPE_BYTES
+from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.client import KVClient, WorkerAdapter
 from kvframework.client.canary import pattern
 from kvframework.errors import BadLayout, KVFrameworkError

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvf_codecs import plane_kernel
 from kvf_codecs.plane_kernel import NativeKernel, NumpyKernel, PlaneKernel, load_kernel
 from kvf_dev.testing import CodecConformance
-from kvframework.api.types import DTYPE_BYTES
+from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.errors import PluginUnavailable
 from kvframework.registry import PluginRegistry
 

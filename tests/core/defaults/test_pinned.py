@@ -20,7 +20,7 @@ from kvf_pinned import kvf_memories, memory
 from kvf_pinned.memory import MemfdArena
 from kvf_pinned.options import PinnedOptions
 from kvframework.api.memory import MemoryContext, MemoryProvider, available_memory
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.errors import ArenaError
 from tests.support.waiting import wait_until
 

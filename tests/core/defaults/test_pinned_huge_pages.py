@@ -16,8 +16,7 @@ from kvf_pinned.huge_pages import SMALL, TURN_ON, Pages, choose_pages, read_pool
 from kvf_pinned.memory import MemfdArena, check_pages
 from kvf_pinned.options import HugePages, PinnedOptions
 from kvframework.api.memory import MemoryContext, huge_page_bytes, map_shared
-from kvframework.api.options import ByteSize
-from kvframework.api.plugin import Finding
+from kvframework.api.plugin import ByteSize, Finding
 from kvframework.errors import ArenaError
 from tests.support.waiting import wait_until
 

@@ -23,8 +23,7 @@ from kvf_pinned.memory import MemfdArena
 from kvf_pinned.nodes import ANYWHERE, Choice, accelerator_nodes, choose, memory_nodes, place
 from kvf_pinned.options import Numa, PinnedOptions
 from kvframework.api.memory import MemoryContext
-from kvframework.api.options import ByteSize
-from kvframework.api.plugin import Finding
+from kvframework.api.plugin import ByteSize, Finding
 from tests.core.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 from tests.support.waiting import wait_until
 

@@ -24,7 +24,7 @@ from kvf_pinned.memory import MemfdArena
 from kvf_pinned.nodes import Choice, place
 from kvf_pinned.options import HugePages, PinnedOptions
 from kvframework.api.memory import Memory, MemoryContext, huge_page_bytes
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.client.arena_mapping import MappedArena
 from kvframework.errors import ArenaError
 from kvframework.keeper.fd_store import free_memory

@@ -7,7 +7,7 @@ import array
 import pytest
 
 from kvframework.api.driver import CopyBatch, DeviceOptions, Step
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.config import load_config
 from kvframework.devices.copier import LAUNCH_FRAGMENTS, _split
 from kvframework.errors import ConfigFieldError

@@ -18,7 +18,7 @@ from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
 from kvf_dev.testing.transport.node import client_of, serving
 from kvframework.api.driver import DeviceOptions
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.devices.copier import Copier
 from kvframework.devices.launching import Launcher
 from kvframework.devices.messages import Done, Frames, from_copier

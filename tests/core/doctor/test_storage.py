@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvf_filesystem.root import check_root, diagnose
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.errors import ConfigFieldError
 from tests.core.doctor.tables import ask, levels
 from tests.core.security.another_user import as_another_user

@@ -13,7 +13,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 from kvframework.wire import messages as m
 from kvframework.wire.frames import decode, join, split
 from kvframework.wire.protocol import REQUESTS

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 from kvframework.errors import InvalidPayload, KVFrameworkError, ProtocolError
 from kvframework.messaging.server.admission import Introduction
 from kvframework.wire import messages as m

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import inspect
 
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 
 M = TypeVar("M", bound=Message)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 from kvframework.errors import KVFrameworkError, RemoteError
 from kvframework.messaging.client.liveness import LivenessLink
 from kvframework.storage.envelope import FORMAT_VERSION, Damaged, unseal

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import NO_BLOCK
-from kvframework.api.types import DTYPE_BYTES
+from kvframework.api.plugin import DTYPE_BYTES
 from tests.core.layouts.engines import Engine, Group, as_bytes
 from tests.support.lazy import torch
 

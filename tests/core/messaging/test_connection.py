@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import zmq
 
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 from kvframework.errors import HelloRequired, KVFrameworkError, ServerFull, ServerGone, VersionMismatch
 from kvframework.messaging.client.connection import Connection
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, error_payload, join, split

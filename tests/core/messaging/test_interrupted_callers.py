@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.messaging import frames_io
 from kvframework.messaging.client.connection import Connection

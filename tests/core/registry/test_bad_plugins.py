@@ -42,7 +42,7 @@ BROKEN = {
     ),
     "options that name nothing": (
         (
-            f"{HOOKS}from kvframework.api.options import Options\n"
+            f"{HOOKS}from kvframework.api.plugin import Options\n"
             "class Mine(Options, frozen=True):\n    size: 'Nowhere'\n"
             "@hookimpl\ndef kvf_codecs():\n"
             "    return [CodecProvider(name='bad', summary='', create=print, options=Mine)]"

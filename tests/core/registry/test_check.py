@@ -11,7 +11,7 @@ from kvframework.api.eviction import EvictionProvider
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
 from kvframework.api.memory import MemoryProvider
-from kvframework.api.options import ByteSize, Options
+from kvframework.api.plugin import ByteSize, Options
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import TransportProvider
 from kvframework.config import load_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvframework.api.codec import CodecProvider, hookimpl
-from kvframework.api.options import ByteSize, Options
+from kvframework.api.plugin import ByteSize, Options
 from kvframework.errors import (
     ConfigFieldError,
     PluginBroken,

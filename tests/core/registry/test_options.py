@@ -9,7 +9,7 @@ import pytest
 from msgspec import Meta
 from rich.pretty import pretty_repr
 
-from kvframework.api.options import ByteSize, NoOptions, Options, Secret, SecretUrl
+from kvframework.api.plugin import ByteSize, NoOptions, Options, Secret, SecretUrl
 from kvframework.masking import shown_options
 from kvframework.registry.loader import OptionInfo, describe_options
 

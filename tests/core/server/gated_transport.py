@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
-from kvframework.api.options import NoOptions
+from kvframework.api.plugin import NoOptions
 from kvframework.api.requests import ClientInfo
 from kvframework.api.transport import (
     CopyJob,

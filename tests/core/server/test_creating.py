@@ -21,7 +21,7 @@ from kvframework.api.eviction import EvictionProvider
 from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
 from kvframework.api.memory import MemoryProvider
-from kvframework.api.options import ByteSize, Options
+from kvframework.api.plugin import ByteSize, Options
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import Tier, TierProvider, hookimpl
 from kvframework.api.transport import TransportProvider

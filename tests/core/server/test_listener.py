@@ -13,7 +13,7 @@ from kvframework.api.listener import (
     RequestRecord,
     hookimpl,
 )
-from kvframework.api.options import NoOptions
+from kvframework.api.plugin import NoOptions
 from tests.core.server.in_process import serving
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for

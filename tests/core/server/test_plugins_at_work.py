@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvframework import errors
-from kvframework.api.options import NoOptions
+from kvframework.api.plugin import NoOptions
 from kvframework.api.requests import CacheServices, Handler, Message, RequestSpec, RequestsProvider, hookimpl
 from kvframework.config import load_config
 from kvframework.registry.registry import PluginRegistry

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvframework.api.options import NoOptions
+from kvframework.api.plugin import NoOptions
 from kvframework.api.requests import CacheServices, ClientInfo, PackedKey, hookimpl
 from kvframework.api.tier import TierProvider
 from kvframework.errors import LeaseUnknown, NotRegistered

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api.options import NoOptions
+from kvframework.api.plugin import NoOptions
 from kvframework.api.tier import Node, TierProvider, hookimpl
 from kvframework.config import load_config
 from kvframework.errors import ConfigError, PluginBroken

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvframework.api.keys import ObjectKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
-from kvframework.api.types import DTYPE_BYTES
+from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.errors import NamespaceMismatch, RequestError
 from kvframework.storage.namespaces import (
     MAX_NAMESPACES,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvframework.api.futures import Future, Promise
-from kvframework.api.options import NoOptions
+from kvframework.api.plugin import NoOptions
 from kvframework.api.requests import Handler, Message, Reply, RequestSpec, RequestsProvider, hookimpl
 from kvframework.errors import BadRange
 from kvframework.wire.frames import MAX_PAYLOAD_BYTES

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvf_dev.testing.faults import FaultyTier
 from kvf_dev.testing.faults.tier import Parts
 from kvframework import pricing
-from kvframework.api.options import Options
+from kvframework.api.plugin import Options
 from kvframework.api.tier import Outcome, PackedKey, TierProvider, hookimpl
 from tests.core.storage.tier import MemoryTier
 

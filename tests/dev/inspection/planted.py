@@ -10,9 +10,9 @@ import os, time
 from typing import Annotated
 from msgspec import Meta, field
 from kvframework.api.codec import Codec, CodecProvider, hookimpl
-from kvframework.api.options import NoOptions, Options
+from kvframework.api.plugin import NoOptions, Options
 from kvframework.api.tier import Tier, TierProvider
-from kvframework.api.options import NoOptions, Options
+from kvframework.api.plugin import NoOptions, Options
 from kvframework.api.plugin import hookimpl
 """
 

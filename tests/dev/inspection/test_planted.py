@@ -122,7 +122,7 @@ def test_hooks_may_be_in_an_object(site: Path) -> None:
 
 def test_what_was_not_made_is_noted_and_its_class_is_read(site: Path) -> None:
     source = """
-from kvframework.api.options import Options
+from kvframework.api.plugin import Options
 from kvframework.api.tier import Tier, TierProvider, hookimpl
 from typing import Annotated
 from msgspec import Meta
@@ -145,7 +145,7 @@ def kvf_tiers():
 
 
 NEEDS_PATH = """
-from kvframework.api.options import Options
+from kvframework.api.plugin import Options
 from kvframework.api.tier import Tier, TierError, TierProvider, hookimpl
 from typing import Annotated
 from msgspec import Meta

@@ -20,7 +20,7 @@ import pytest
 from kvf_dev.testing import CodecConformance
 from kvf_dev.testing.codec.kit import MakeCodec
 from kvframework.api.codec import Codec
-from kvframework.api.types import DTYPE_BYTES
+from kvframework.api.plugin import DTYPE_BYTES
 
 MAGIC = b"KV01"
 HEAD = struct.Struct("<4sQI")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-from kvframework.api.options import ByteSize, Options
+from kvframework.api.plugin import ByteSize, Options
 from kvframework.api.tier import Outcome, PackedKey, TableContext, Tier, TierEntry, TierProvider, TierUsage, hookimpl
 from kvframework.errors import TierError
 

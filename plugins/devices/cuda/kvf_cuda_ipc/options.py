@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from kvframework.api.driver import DeviceOptions
 from kvframework.api.installing import install_command
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 
 # The bindings and the compiler, for the texts that miss them.
 INSTALL = f"{install_command('cuda13', distribution='kvframework-cuda')}, or [cuda12] for a driver of CUDA 12"

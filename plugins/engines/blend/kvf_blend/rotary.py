@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from kvf_blend.errors import BadRotary
-from kvframework.api.types import Message
+from kvframework.api.plugin import Message
 
 STYLES = ("half", "interleaved")
 PLANES = ("keys", "values")

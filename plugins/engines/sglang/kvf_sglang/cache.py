@@ -18,7 +18,7 @@ from kvf_sglang.attach import Attachments, Place
 from kvf_sglang.options import SglangOptions
 from kvf_sglang.pages import PoolPages, Salt, digests_of, places_of
 from kvf_sglang.pools import PoolForm, form_of
-from kvframework.api.logs import LogLimit
+from kvframework.api.process import LogLimit
 from kvframework.client import KVClient, KvIdentity, ModelPart
 from kvframework.errors import KVFrameworkError
 

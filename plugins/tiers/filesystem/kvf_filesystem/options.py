@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvframework.api.options import ByteSize, Options
+from kvframework.api.plugin import ByteSize, Options
 
 
 class FilesystemOptions(Options, frozen=True):

@@ -25,8 +25,8 @@ from kvf_filesystem.form import (
     value_bytes,
 )
 from kvf_filesystem.root import Root
+from kvframework.api.plugin import Buffer
 from kvframework.api.tier import Outcome, PackedKey
-from kvframework.api.types import Buffer
 
 # A call checks its deadline and `close` between two slices. A multiple of the page size: a slice of aligned views is
 # aligned.

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from kvf_filesystem.folders import FOLDER_FLAGS, Folders
 from kvf_filesystem.form import FORMAT, PAGE, REFUSALS
 from kvf_filesystem.options import FilesystemOptions
-from kvframework.api.options import ByteSize
-from kvframework.api.plugin import Finding
+from kvframework.api.plugin import ByteSize, Finding
 from kvframework.errors import ConfigFieldError
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvf_peers.messages import ProtocolError
 from kvf_peers.wire import Wire
-from kvframework.api.logs import LogLimit
+from kvframework.api.process import LogLimit
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from kvf_peers.messages import (
 )
 from kvf_peers.settings import Settings
 from kvf_peers.wire import Wire
-from kvframework.api.logs import visible
+from kvframework.api.process import visible
 from kvframework.api.tier import Node
 
 

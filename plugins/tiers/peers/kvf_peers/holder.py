@@ -37,7 +37,7 @@ from kvf_peers.messages import (
 from kvf_peers.settings import Address, Settings
 from kvf_peers.wire import Wire, explain
 from kvframework.api.keys import PackedKey
-from kvframework.api.logs import visible
+from kvframework.api.process import visible
 from kvframework.api.tier import Node
 from kvframework.errors import ConfigFieldError
 

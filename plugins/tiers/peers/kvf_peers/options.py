@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvframework.api.options import ByteSize, Options, SecretUrl
+from kvframework.api.plugin import ByteSize, Options, SecretUrl
 
 # More nodes than that are found by hints: each is asked about each prompt that L1 lacks.
 MOST_ASKED = 8

@@ -17,7 +17,7 @@ from kvf_peers.messages import Welcome
 from kvf_peers.options import PeersOptions
 from kvf_peers.peer import Peer, Question, Verdict
 from kvf_peers.settings import Address, Settings, read_settings
-from kvframework.api.logs import LogLimit
+from kvframework.api.process import LogLimit
 from kvframework.api.tier import Node, Outcome, PackedKey, Tier
 from kvframework.errors import TierError
 

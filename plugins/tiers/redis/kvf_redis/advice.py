@@ -13,8 +13,7 @@ from kvf_redis.options import RedisOptions
 from kvf_redis.resp import Place
 from kvf_redis.sentinel import Sentinels
 from kvf_redis.settings import Settings, read_settings
-from kvframework.api.options import ByteSize
-from kvframework.api.plugin import Finding, TableContext
+from kvframework.api.plugin import ByteSize, Finding, TableContext
 from kvframework.errors import TierError
 
 # The tier cannot delete without UNLINK.

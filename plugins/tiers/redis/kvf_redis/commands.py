@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvf_redis.resp import ProtocolSurprise, Reply, Wire, command, error_code, holds, set_command
+from kvframework.api.plugin import Buffer
 from kvframework.api.tier import Outcome
-from kvframework.api.types import Buffer
 
 _TRAILER = struct.Struct("<16s16sQII")
 _MAGIC = b"\xa7kvf pieces 1\r\n\xf3"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from kvf_redis.commands import Command, Oversized, Ping
 from kvf_redis.connect import NoAnswer
 from kvf_redis.resp import Place, ProtocolSurprise, Refused, Wire, error_code
-from kvframework.api.types import Buffer
+from kvframework.api.plugin import Buffer
 from kvframework.errors import TierError
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvframework.api.options import ByteSize, Options, SecretUrl
+from kvframework.api.plugin import ByteSize, Options, SecretUrl
 
 _YEAR_S = 365 * 24 * 3600
 

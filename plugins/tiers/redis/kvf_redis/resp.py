@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvframework.api.logs import visible
-from kvframework.api.types import Buffer
+from kvframework.api.plugin import Buffer
+from kvframework.api.process import visible
 
 _WRITTEN = re.compile(r"(?:\[([0-9a-fA-F:.%]+)\]|([^\[\]:@/\s]+)):(\d{1,5})")
 

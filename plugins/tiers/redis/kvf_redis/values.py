@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from kvf_redis.commands import TRAILER_BYTES, Get, Set, Tail, Trailer, new_trailer, parse_trailer, piece_key, spans
+from kvframework.api.plugin import Buffer
 from kvframework.api.tier import Outcome
-from kvframework.api.types import Buffer
 
 
 class Borrowed:

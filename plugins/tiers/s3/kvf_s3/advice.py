@@ -12,8 +12,7 @@ from kvf_s3.failures import Failure, understood
 from kvf_s3.options import S3Options
 from kvf_s3.settings import read_settings
 from kvf_s3.sweep import LEASE, first_page
-from kvframework.api.options import ByteSize
-from kvframework.api.plugin import Finding, TableContext
+from kvframework.api.plugin import ByteSize, Finding, TableContext
 
 _SAMPLE = 100
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from kvf_s3.addresses import Address
-from kvframework.api.options import ByteSize, Options, SecretUrl
+from kvframework.api.plugin import ByteSize, Options, SecretUrl
 
 
 class S3Options(Options, frozen=True):

@@ -22,7 +22,7 @@ from obstore.exceptions import AlreadyExistsError, PreconditionError
 
 from kvf_s3.addresses import Address
 from kvf_s3.failures import understood
-from kvframework.api.logs import LogLimit
+from kvframework.api.process import LogLimit
 from kvframework.api.tier import TierEntry
 
 PAGE = 1000

@@ -14,7 +14,7 @@ import msgspec
 
 from kvf_demo.processes import DemoFailed
 from kvframework.api.installing import install_command
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 
 RANDOM = "random"
 _GGUF_MAGIC = b"GGUF"

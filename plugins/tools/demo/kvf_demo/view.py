@@ -14,7 +14,7 @@ from rich.text import Text
 from kvf_demo.models import ChosenModel
 from kvf_demo.result import FAR_NEARER, OWN_MODEL, BlendResult, DemoResult, EngineRun, Recovered, WayResult
 from kvframework.api.console import counted, short_number
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 
 _NAMES = {"full": "full", "blend": "blend", "rotated": "rotated only", "naive": "naive"}
 _COLUMNS = ("first token", "loaded", "recomputed", "logits off", "KL", "token")

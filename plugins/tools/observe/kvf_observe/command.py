@@ -51,9 +51,9 @@ def observe(
     """
     if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("it needs --tls-key, and --tls-key needs it", param_hint="--tls-cert")
+    from kvframework.api.endpoint import ObserveConfig
     from kvframework.api.installing import install_command
-    from kvframework.api.logs import configure_logging, end_logging
-    from kvframework.api.observe import ObserveConfig
+    from kvframework.api.process import configure_logging, end_logging
     from kvframework.client import server_endpoint
     from kvframework.errors import PluginUnavailable
 

@@ -17,10 +17,8 @@ from kvf_observe.http.settings import is_loopback, read_token, tls_context
 from kvf_observe.metrics import NOTHING_TRACED
 from kvf_observe.poller import ANSWER_S, Poller
 from kvf_observe.settings import refusals
-from kvframework.api.endpoint import parse_endpoint, parse_listen
-from kvframework.api.logs import LogForm, configure_logging, end_logging
-from kvframework.api.observe import ObserveConfig, collector_url
-from kvframework.api.process import end_with_parent
+from kvframework.api.endpoint import ObserveConfig, collector_url, parse_endpoint, parse_listen
+from kvframework.api.process import LogForm, configure_logging, end_logging, end_with_parent
 from kvframework.client import StatusSource
 from kvframework.errors import KVFrameworkError
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from kvf_observe.http import settings
+from kvframework.api.endpoint import ObserveConfig, collector_url
 from kvframework.api.installing import install_command
-from kvframework.api.observe import ObserveConfig, collector_url
 from kvframework.errors import KVFrameworkError, PluginUnavailable
 
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http"

@@ -28,7 +28,7 @@ from kvf_observe.http.exposition import (
 from kvf_observe.http.messages import CHALLENGE, JSON, PLAIN, Answer, Reply, Request, Rights, WantsBody, refused
 from kvf_route.router import Router
 from kvf_route.score_request import scoring_of
-from kvframework.api.histogram import Histogram
+from kvframework.api.counter import Histogram
 
 _NODE = ("publisher",)
 

@@ -52,7 +52,7 @@ def route(
     is found when it does. SIGINT (Ctrl-C) or SIGTERM ends this process.
     """
     from kvf_route.settings import check_extra, configured
-    from kvframework.api.logs import configure_logging, end_logging
+    from kvframework.api.process import configure_logging, end_logging
 
     check_extra()
     from kvf_route import process

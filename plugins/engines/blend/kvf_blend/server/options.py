@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from kvframework.api.options import Options
+from kvframework.api.plugin import Options
 
 
 class BlendOptions(Options, frozen=True):

@@ -13,8 +13,7 @@ from msgspec import inspect as types
 
 from kvf_dev.inspection.problems import Problem, problem
 from kvframework.api.memory import MemoryProvider
-from kvframework.api.options import ByteSize, Options
-from kvframework.api.plugin import PROJECT
+from kvframework.api.plugin import PROJECT, ByteSize, Options
 from kvframework.api.tier import TierProvider
 from kvframework.config import convert, toml_value
 from kvframework.config.schema import L1Keys, L2Keys

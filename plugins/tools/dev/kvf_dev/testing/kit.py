@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from kvframework.api.types import Buffer
+from kvframework.api.plugin import Buffer
 
 # The frames of each thread that are shown, and the seconds that the process has to end after the tests.
 _FRAMES, _END_S = 8, 5.0

@@ -14,7 +14,7 @@ LONGEST_LABEL = 128
 Type = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 Document = Mapping[str, Any]
-# A number, or a histogram as `kvframework.api.histogram.Histogram.octaves` makes it.
+# A number, or a histogram as `kvframework.api.counter.Histogram.octaves` makes it.
 Value = Any
 Reader = Callable[[Document], Iterator[tuple[Labels, Value]]]
 

@@ -22,7 +22,7 @@ import h11
 from kvf_observe.http.messages import HEADERS, PLAIN, Answer, Reply, Request, WantsBody, refused
 from kvf_observe.http.settings import Listening, is_loopback
 from kvframework.api.endpoint import parse_listen
-from kvframework.api.logs import one_line
+from kvframework.api.process import one_line
 from kvframework.errors import EndpointError
 
 log = logging.getLogger(__name__)

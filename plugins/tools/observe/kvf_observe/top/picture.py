@@ -18,7 +18,7 @@ from kvf_observe.top.minute import Minute, Window, reach
 from kvf_observe.top.state import ABOUT, HELP, State, in_sight
 from kvf_observe.top.views import NAMES, TIERS, Sorting, Table, ordered, percent, share, size
 from kvframework.api.console import counted, short_count, short_duration
-from kvframework.api.logs import one_line
+from kvframework.api.process import one_line
 
 # The head of the column that is sorted by needs one more.
 GAP = 1

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from kvf_observe.readings import tiers
 from kvf_observe.top.minute import Window, reach
 from kvframework.api.console import short_count, short_duration, short_number
-from kvframework.api.logs import one_line
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
+from kvframework.api.process import one_line
 
 # Text, a number, or nothing that is known.
 Value = str | float | None

@@ -14,7 +14,7 @@ from kvf_plan.planning.goal import Row, Shortfall, closest, shortfalls, toml_of
 from kvf_plan.planning.plan import Chunks, Plan
 from kvframework import __version__
 from kvframework.api.console import print_view, stderr
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.cli.console import WideTable, print_document, print_table, print_text
 from kvframework.errors import PlanError
 from kvframework.text import short_count, short_duration, short_number

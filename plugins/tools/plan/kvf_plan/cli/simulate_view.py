@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvf_plan.simulation.requests import Outcome
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.text import short_count, short_duration, short_number
 
 _NOT = (

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvf_plan.simulation.settings import SlowTime, TierSpeed
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.cli.usage import parsed_size
 from kvframework.errors import SimulationError
 from kvframework.text import parsed_duration

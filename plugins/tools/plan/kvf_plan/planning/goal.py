@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from kvf_plan.planning.offers import TierOffer
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.toml import parse_toml
 from kvframework.config import Config, assemble, toml_value
 from kvframework.config.layers import layers_of

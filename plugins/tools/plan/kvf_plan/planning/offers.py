@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from kvf_plan.simulation import TierSpeed
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.errors import PlanError
 
 GIB = 1 << 30

@@ -16,7 +16,7 @@ from kvf_plan.planning.prompts import Prompts, joined, prompts_of
 from kvf_plan.planning.search import Combination, Search, capacities, first_enough
 from kvf_plan.trace.reading import Trace
 from kvf_plan.trace.summary import LiveSet
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.config.schema import WritePolicyName
 from kvframework.errors import PlanError
 from kvframework.pricing import EngineSpeed

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvf_plan.simulation.settings import Engines, Settings, TierSpeed
 from kvframework.api.memory import MemoryProvider
-from kvframework.api.options import ByteSize
+from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import TierProvider
 from kvframework.config import Config, L2Keys
 from kvframework.errors import SimulationError

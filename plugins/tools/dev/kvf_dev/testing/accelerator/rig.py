@@ -14,7 +14,7 @@ from kvf_dev.testing.accelerator.runtime import Accelerator
 from kvf_dev.testing.accelerator.streams import Stream
 from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvf_dev.testing.transport.rig import TransportRig
-from kvframework.api.types import dtype_bytes
+from kvframework.api.plugin import dtype_bytes
 
 if TYPE_CHECKING:
     import torch

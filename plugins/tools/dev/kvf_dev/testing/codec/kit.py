@@ -13,7 +13,7 @@ import pytest
 from kvf_dev.testing.kit import must_be_equal
 from kvf_dev.testing.making import NamedKit
 from kvframework.api.codec import Codec, CodecProvider
-from kvframework.api.types import Buffer
+from kvframework.api.plugin import Buffer
 
 MakeCodec = Callable[[], Codec]
 

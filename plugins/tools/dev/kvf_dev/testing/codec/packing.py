@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvf_dev.testing.codec.kit import CONTENTS, CodecKit, MakeCodec
 from kvf_dev.testing.kit import stepped
 from kvframework.api.codec import MAX_CODEC_NAME, Codec
-from kvframework.api.types import DTYPE_BYTES
+from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.errors import ConfigFieldError
 
 _OBJECTS = st.binary(max_size=5000) | st.builds(

@@ -14,9 +14,8 @@ from kvf_dev.testing.kit import must_be_equal
 from kvf_dev.testing.making import NamedKit
 from kvf_dev.testing.tier.watched import WatchedTier, due, said
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.api.options import Options
+from kvframework.api.plugin import Buffer, Options
 from kvframework.api.tier import Outcome, PackedKey, TableContext, Tier, TierProvider
-from kvframework.api.types import Buffer
 from kvframework.errors import TierError
 
 FOUND, MISSING, STORED = Outcome.FOUND, Outcome.MISSING, Outcome.STORED

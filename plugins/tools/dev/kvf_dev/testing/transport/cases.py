@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from kvframework.api.types import DTYPE_BYTES
+from kvframework.api.plugin import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
