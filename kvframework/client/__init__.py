@@ -2,7 +2,6 @@
 parts."""
 
 from kvframework.api.transfer import LoadGrant
-from kvframework.client.file_digests import FileDigest, FileState, Progress, digest_files
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.instance import CanonicalInstance, register_canonical
 from kvframework.client.integration import (
@@ -16,12 +15,16 @@ from kvframework.client.integration import (
     harmless,
     watch_calls,
 )
-from kvframework.client.model_identity import (
+from kvframework.client.identity import (
     WEIGHT_SUFFIXES,
     EngineKind,
+    FileDigest,
+    FileState,
     KvIdentity,
     ModelFacts,
+    Progress,
     changed_since,
+    digest_files,
     fingerprint,
     model_files,
     model_identity,

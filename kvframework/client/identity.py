@@ -1,33 +1,39 @@
 """The name of the KV of an engine that loads its model from files: engines whose KV may differ never share a name.
-Reads weight files.
 
 A model's name and revision do not name its weights: a checkpoint may be overwritten in place. So the revision always
-holds a digest over every byte of the weight files, or the name that the user gave them.
+holds a digest over every byte of the weight files, or the name that the user gave them. Files are named by XXH3-128,
+which distinguishes contents that differ by accident, as checkpoints do, and does not protect from a crafted collision.
+Engine side; runs once a model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import math
 import os
 import re
+import stat
+import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import xxhash
 
-from kvframework.client.file_digests import digest_files
 from kvframework.errors import ConfigFieldError, RequestError
 
-# The identity of KV by the user's own names, by one rule for all engines: so engines of different kinds find each
-# other's objects. Pure; runs once a model, in the engine process.
-#
-# Each engine can also name its KV by itself, from its own knowledge of its weights; such names never equal these.
+log = logging.getLogger(__name__)
+
+# Names that the user gives, by one rule for all engines: engines of different kinds find each other's objects by them.
+# Each engine can also name its KV from its own knowledge of its weights; such names never equal these.
 
 # The settings that may differ between two engines, or two loads, of the same model. The dtype is named by itself: an
 # engine may compute in a dtype other than its configuration's.
@@ -55,14 +61,12 @@ def named_identity(
     quantization: str = "",
     settings: Mapping[str, object] | None = None,
 ) -> KvIdentity:
-    """Return the identity of a model's KV for a user who has named the model and its weights.
+    """Return the identity of a model's KV for a user who has named the model and its weights, and promises that equal
+    names mean equal weights, adapters and the like included.
 
-    The user promises that equal names mean equal weights, adapters and the like included. The engine's own knowledge is
-    added: `config`, the model's configuration in the words of transformers (rope scaling is in it), `dtype`, in which
-    the engine computes, `quantization`, "" for none, and `settings` of the engine that change KV, except those that are
-    off (None, False, "", 0).
-
-    Raises `RequestError` for an empty name.
+    The engine's own knowledge is added: `config`, the model's configuration in the words of transformers (rope scaling
+    is in it), `dtype`, in which the engine computes, `quantization`, "" for none, and `settings` of the engine that
+    change KV, except those that are off (None, False, "", 0). Raises `RequestError` for an empty name.
     """
     if not model or not weights:
         raise RequestError(
@@ -70,12 +74,11 @@ def named_identity(
             available="a name for each",
             hint="give both, the same ones to every engine that is to share",
         )
+    dtype = dtype.removeprefix("torch.")
     more = {name: value for name, value in (settings or {}).items() if value}
-    described = msgspec.json.encode(
-        [_kv_part(config), dtype.removeprefix("torch."), more], enc_hook=str, order="deterministic"
-    )
+    described = msgspec.json.encode([_kv_part(config), dtype, more], enc_hook=str, order="deterministic")
     digest = hashlib.blake2b(described, digest_size=16, person=b"kvf-named").hexdigest()
-    return KvIdentity(model, f"named+{digest}+{weights}", quantization, dtype.removeprefix("torch."))
+    return KvIdentity(model, f"named+{digest}+{weights}", quantization, dtype)
 
 
 def _kv_part(config: object) -> object:
@@ -88,6 +91,8 @@ def _kv_part(config: object) -> object:
         }
     return [_kv_part(each) for each in config] if isinstance(config, (list, tuple)) else config
 
+
+# The files of a model, and their digests.
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # Training leaves these files beside the weights; engines do not read them.
@@ -106,6 +111,20 @@ _BESIDE_WEIGHTS = frozenset(
         "video_preprocessor_config.json",
     }
 )
+FILE_NAME = "file-digests.json"
+_VERSION = 2
+_MAX_ENTRIES = 8192
+_MAX_BYTES = 4 << 20
+# Times of files have a granularity, some milliseconds on local file systems, up to two seconds on others: a file that
+# was changed less than this before it was read may be changed again without getting another time.
+REST_S = 3.0
+_CHUNK_BYTES = 8 << 20
+_THREADS = 8
+# A file that is replaced during the read is read again; after this many attempts it fails.
+_ATTEMPTS = 3
+_LOG_EVERY_S = 10.0
+# A smaller read ends before a user wonders.
+_WORTH_TELLING = 256 << 20
 
 
 def model_files(
@@ -131,6 +150,172 @@ def model_files(
     if not weights:
         return ()
     return (*weights, *(each for each in found if each.name in _BESIDE_WEIGHTS or (code and each.suffix == ".py")))
+
+
+class Progress:
+    """A counter of bytes out of `total`, for any thread, which logs how far a long read is."""
+
+    def __init__(self, log: logging.Logger, what: str, total: int) -> None:
+        self._log, self._what, self._total = log, what, total
+        self._done = 0
+        self._lock = threading.Lock()
+        self._started = self._logged_at = time.monotonic()
+        self._logs = total >= _WORTH_TELLING
+        if self._logs:
+            log.info("%s, %.1f GB", what, total / 1e9)
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            now = time.monotonic()
+            due = self._logs and now - self._logged_at >= _LOG_EVERY_S
+            if due:
+                self._logged_at = now
+        if due:
+            self._log.info("%s: %.1f of %.1f GB", self._what, self._done / 1e9, self._total / 1e9)
+
+    def end(self) -> None:
+        if self._logs:
+            seconds = max(time.monotonic() - self._started, 1e-9)
+            self._log.info("%s: done in %.1f s, %.2f GB/s", self._what, seconds, self._done / 1e9 / seconds)
+
+
+class FileState(NamedTuple):
+    """The state of a file that changes with its content. `place` names the resolved path; times are nanoseconds.
+
+    The ctime cannot be set back as the mtime can. Writes through a shared mapping change the times later than the
+    content, and not at all on tmpfs: they are not seen.
+    """
+
+    place: str
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @staticmethod
+    def of(path: Path) -> FileState:
+        """Return the state of the file. Raises `OSError`."""
+        real = os.path.realpath(path)
+        found = os.stat(real)
+        place = hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()
+        return FileState(place, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+    def rested(self, now: float) -> bool:
+        """Return whether any change after `now` (seconds since the epoch) gives the file different times."""
+        return now - max(self.mtime_ns, self.ctime_ns) / 1e9 > REST_S
+
+
+class FileDigest(NamedTuple):
+    """`digest` is XXH3-128 of the whole content, 32 hex digits; `size` in bytes."""
+
+    size: int
+    digest: str
+
+
+def digest_files(paths: Iterable[Path], memory: Path | None = None) -> dict[Path, FileDigest]:
+    """Return the digest of each file, in the order given; links are followed.
+
+    Blocks until every file that is not remembered has been read whole (8 MiB of memory for each of up to 8 threads).
+    Digests are remembered in the directory `memory`, for all processes of the user, and are valid only while path,
+    inode, size, mtime and ctime are unchanged. None: `$XDG_CACHE_HOME/kvframework`, by default `~/.cache/kvframework`;
+    nothing is remembered without a home. Raises `OSError` for a file that cannot be read, or is written all the time.
+    """
+    memory = memory or _users_memory()
+    states = {path: FileState.of(path) for path in paths}
+    known = load_digests(memory)
+    found = {path: FileDigest(state.size, known[state]) for path, state in states.items() if state in known}
+    by_size = sorted(states.keys() - found.keys(), key=lambda path: states[path].size, reverse=True)
+    if by_size:
+        total = sum(states[path].size for path in by_size)
+        progress = Progress(log, f"reading {len(by_size)} files to name their content", total)
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="kvf-digest") as pool:
+            read = list(pool.map(lambda path: _read(path, progress), by_size))
+        progress.end()
+        _remember(memory, {state: digest for state, digest, began in read if state.rested(began)})
+        for path, (state, digest, _) in zip(by_size, read, strict=True):
+            found[path] = FileDigest(state.size, digest)
+    return {path: found[path] for path in states}
+
+
+def _read(path: Path, progress: Progress) -> tuple[FileState, str, float]:
+    """Return the state in which the whole file was read, its digest, and when reading began (seconds since the
+    epoch)."""
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    for _ in range(_ATTEMPTS):
+        began, before = time.time(), FileState.of(path)
+        hasher = xxhash.xxh3_128()
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                hasher.update(buffer[:count])
+                progress.add(count)
+        if FileState.of(path) == before:
+            return before, hasher.hexdigest(), began
+    raise OSError(f"{path} was changed each of {_ATTEMPTS} times while it was read")
+
+
+# The remembered digests are one private JSON file. It is only a cache: a problem with it costs a line in the log and
+# reading the files. It is replaced whole, so that no reader sees half of one; of two processes that write at once one
+# may lose what it has read.
+
+
+class _Content(msgspec.Struct, frozen=True):
+    version: int
+    entries: list[tuple[FileState, str]]
+
+
+def _users_memory() -> Path | None:
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "kvframework"
+    except RuntimeError:
+        return None
+
+
+def load_digests(memory: Path | None) -> dict[FileState, str]:
+    """Return all remembered digests; none, with a line in the log, if the file is damaged or not private."""
+    if memory is None:
+        return {}
+    path = memory / FILE_NAME
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            _check_private(os.fstat(file.fileno()))
+            content = msgspec.json.decode(file.read(_MAX_BYTES + 1), type=_Content)
+        if content.version != _VERSION:
+            raise ValueError(f"it has version {content.version}, this is {_VERSION}")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning("remembered digests are not used, %s will be written again: %s", path, error)
+        return {}
+    return dict(content.entries)
+
+
+def _remember(memory: Path | None, digests: Mapping[FileState, str]) -> None:
+    """Add digests, for each file its newest state; the oldest entries are dropped when there are too many."""
+    if memory is None or not digests:
+        return
+    places = {state.place for state in digests}
+    kept = [(state, digest) for state, digest in load_digests(memory).items() if state.place not in places]
+    try:
+        memory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(os.stat(memory))
+        descriptor, written = tempfile.mkstemp(prefix=f"{FILE_NAME}.", dir=memory)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(_Content(_VERSION, [*kept, *digests.items()][-_MAX_ENTRIES:])))
+            os.replace(written, memory / FILE_NAME)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(written)
+    except OSError as error:
+        log.warning("digests are not remembered: %s", error)
+
+
+def _check_private(found: os.stat_result) -> None:
+    """Raise `OSError` for a file that other users may write: they could give one content the name of another."""
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise OSError("others than this user may write it")
 
 
 def fingerprint(files: Sequence[Path]) -> str:
@@ -169,7 +354,7 @@ def process_started() -> float:
     return time.time() - age
 
 
-log = logging.getLogger(__name__)
+# The name of an engine's model.
 
 # Fields that may differ between two loads of the same weights.
 _NOT_IDENTITY = {"_name_or_path", "transformers_version", "_commit_hash", "use_cache"}
