@@ -1,11 +1,12 @@
 """What a server and its fd store say to each other: the words of systemd, see sd_notify(3) and sd_listen_fds(3), which
-`kvframework hold` speaks too, and the server's side of them."""
+`kvframework hold` speaks too. Besides the server's side of them, and how both free the memory of what is kept."""
 
 from __future__ import annotations
 
 import array
 import contextlib
 import fcntl
+import mmap
 import os
 import socket
 import struct
@@ -17,8 +18,6 @@ NOTIFY_VARIABLE = "NOTIFY_SOCKET"
 FIRST_FD = 3
 PID_VARIABLE, COUNT_VARIABLE, NAMES_VARIABLE = "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"
 LISTEN_VARIABLES = (PID_VARIABLE, COUNT_VARIABLE, NAMES_VARIABLE, "LISTEN_PIDFDID")
-READY = b"READY=1"
-STOPPING = b"STOPPING=1"
 MAX_NOTE_BYTES = 4096
 _MAX_NAME = 255
 _MAX_LISTENED = 1024
@@ -31,7 +30,6 @@ class Note(NamedTuple):
     store: bool = False
     remove: bool = False
     ready: bool = False
-    stopping: bool = False
 
 
 def is_name(text: str) -> bool:
@@ -59,7 +57,6 @@ def parse_note(payload: bytes) -> Note:
         store=words.get("FDSTORE") == "1",
         remove=words.get("FDSTOREREMOVE") == "1",
         ready=words.get("READY") == "1",
-        stopping=words.get("STOPPING") == "1",
     )
 
 
@@ -161,11 +158,11 @@ class Keeper:
 
     def ready(self) -> None:
         """Tell the keeper that this process serves. Raises `OSError`."""
-        self._send(READY)
+        self._send(b"READY=1")
 
     def stopping(self) -> None:
         """Tell the keeper that this process ends in order. Raises `OSError`."""
-        self._send(STOPPING)
+        self._send(b"STOPPING=1")
 
     def close(self) -> None:
         """Close the socket, and what `kept` has not returned. Idempotent."""
@@ -176,3 +173,30 @@ class Keeper:
 
     def _send(self, note: bytes) -> None:
         self._socket.sendto(note, self._address)
+
+
+def free_memory(fd: int) -> None:
+    """Free the memory of a file, which also those that map it lose. A file with a name is a stranger's: it stays. So
+    does one of reserved huge pages, while a process maps it: an engine in the midst of a copy would end by SIGBUS once
+    the next server has taken them. Blocks until it is free."""
+    if os.fstat(fd).st_nlink or os.fstatvfs(fd).f_bsize > mmap.PAGESIZE:
+        return
+    with contextlib.suppress(OSError, ValueError), mmap.mmap(fd, 0) as memory:
+        memory.madvise(mmap.MADV_REMOVE)
+
+
+def free_unused(descriptors: Collection[int]) -> bool:
+    """Free the memory of files as `free_memory` does. False, and nothing is freed, while a server uses one of them: it
+    has a lock on its arena, see `storage.l1.journal`."""
+    files = [fd for fd in descriptors if not os.fstat(fd).st_nlink]
+    with contextlib.ExitStack() as stack:
+        for fd in files:
+            try:
+                own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, own)
+                fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return False
+        for fd in files:
+            free_memory(fd)
+    return True

@@ -1,5 +1,7 @@
-"""The place of a `kvframework hold`: its lock, its signals, the socket at which it hears its servers, and its control
-socket, where one request and one reply are a JSON object in one packet each."""
+"""The place of a `kvframework hold`: its lock, its signals, and the socket at which it hears its servers and callers.
+
+A server sends the words of systemd (`keeper/sd_notify.py`), a caller a JSON object with a descriptor for the reply.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,20 @@ import contextlib
 import fcntl
 import json
 import os
-import select
 import signal
 import socket
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvframework.keeper.sd_notify import MAX_NOTE_BYTES, Note, parse_note
+from kvframework.keeper.sd_notify import MAX_NOTE_BYTES
 
 # Beside the server's socket.
-CONTROL_SUFFIX, NOTE_SUFFIX = ".hold", ".note"
-_LOCK_SUFFIX = ".hold.lock"
+CONTROL_SUFFIX, _LOCK_SUFFIX = ".hold", ".hold.lock"
+_MAX_REPLY_BYTES = 64 << 10
+_CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid
+# Credentials come first, so that no number of descriptors can displace them.
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 class AlreadyHeldError(Exception):
@@ -58,152 +62,42 @@ def heard_signals(numbers: Sequence[signal.Signals]) -> Iterator[socket.socket]:
         yield heard
 
 
-MAX_PACKET_BYTES = 64 << 10
-_MAX_CALLERS = 8
-_ASK_S = 5.0
-_PEER = struct.Struct("=iII")  # pid, uid, gid
-
-
-class Caller:
-    """A connected caller, until its reply is sent."""
-
-    def __init__(self, connection: socket.socket, now: float) -> None:
-        self.connection = connection
-        self.ask_by = now + _ASK_S
-        self.asked = False
-
-
-class ControlSocket:
-    """A socket at a path that only this user, and root, may use. At most `_MAX_CALLERS` callers at once."""
-
-    def __init__(self, path: str) -> None:
-        """Bind the socket, in place of one that a killed process left. Raises `OSError`."""
-        self.path = path
-        self.callers: list[Caller] = []
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        bind_private(self._listener, path)
-        self._listener.listen(_MAX_CALLERS)
-
-    def register(self, poll: select.poll) -> None:
-        """Have `poll` wake up for what `requests` would read."""
-        if len(self.callers) < _MAX_CALLERS:
-            poll.register(self._listener, select.POLLIN)
-        for caller in self.callers:
-            # Of a caller that waits for its reply only its end is seen.
-            poll.register(caller.connection, 0 if caller.asked else select.POLLIN)
-
-    def requests(self, now: float) -> list[tuple[Caller, dict[str, Any]]]:
-        """Accept callers, and return the requests that have come, each with its caller, who waits for `reply`. Never
-        blocks. A caller that asks nothing in time, or something that is no object, is closed."""
-        self._accept(now)
-        found = []
-        for caller in list(self.callers):
-            if not caller.asked:
-                request = self._read(caller, now)
-                if request is not None:
-                    caller.asked = True
-                    found.append((caller, request))
-            elif _has_ended(caller.connection):
-                self._close(caller)
-        return found
-
-    def reply(self, caller: Caller, document: dict[str, object]) -> None:
-        """Send the reply and close the connection. Never blocks: a caller that has ended misses it."""
-        if caller in self.callers:
-            with contextlib.suppress(OSError):
-                caller.connection.send(json.dumps(document).encode())
-            self._close(caller)
-
-    def close(self) -> None:
-        for caller in list(self.callers):
-            self._close(caller)
-        self._listener.close()
-        remove_socket(self.path)
-
-    def _accept(self, now: float) -> None:
-        while len(self.callers) < _MAX_CALLERS:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # none waits, or this process has too few descriptors
-                return
-            _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-            if uid not in (0, os.getuid()):
-                connection.close()
-                continue
-            connection.setblocking(False)
-            self.callers.append(Caller(connection, now))
-
-    def _read(self, caller: Caller, now: float) -> dict[str, Any] | None:
-        try:
-            request = json.loads(caller.connection.recv(MAX_PACKET_BYTES))
-            if isinstance(request, dict):
-                return request
-        except BlockingIOError:
-            if now < caller.ask_by:
-                return None
-        except (OSError, ValueError, RecursionError):
-            pass
-        self._close(caller)
-        return None
-
-    def _close(self, caller: Caller) -> None:
-        self.callers.remove(caller)
-        caller.connection.close()
-
-
-def _has_ended(connection: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(connection, 0)
-    return bool(poll.poll(0))
-
-
-def ask(path: str, request: dict[str, object], timeout: float) -> Any:
-    """Send a request to the keeper at `path` and return its reply. Blocks for `timeout` seconds at most for each of the
-    connection, the request and the reply. Raises `ValueError` for a reply that is no JSON, and `OSError`:
-    `FileNotFoundError` and `ConnectionRefusedError` where there is no keeper, `TimeoutError`, and
-    `ConnectionResetError` when it ended meanwhile."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        # By the kernel: a socket with a timeout of Python's does not wait where many callers do.
-        for waits in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            seconds, rest = divmod(timeout, 1)
-            connection.setsockopt(socket.SOL_SOCKET, waits, struct.pack("@ll", int(seconds), int(rest * 1e6)))
-        try:
-            connection.connect(path)
-            connection.send(json.dumps(request).encode())
-            packet = connection.recv(MAX_PACKET_BYTES)
-        except BlockingIOError:
-            raise TimeoutError from None
-    if not packet:
-        raise ConnectionResetError("it has ended")
-    return json.loads(packet)
-
-
-_CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid
-# Credentials come first, so that no number of descriptors can displace them.
-_ANCILLARY_BYTES = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(array.array("i").itemsize)
-
-
 class Received(NamedTuple):
-    """A message, and who sent it as the kernel says. `fd` belongs to the receiver; None: there was not exactly one, and
-    others are closed."""
+    """A message, b"" if it was cut off, and who sent it as the kernel says. `fd` belongs to the receiver; None: there
+    was not exactly one, and others are closed."""
 
     pid: int
     uid: int
-    note: Note
+    payload: bytes
     fd: int | None
 
+    def request(self) -> dict[str, Any] | None:
+        """Return a caller's request, None for anything else."""
+        if self.fd is None or self.payload[:1] != b"{":
+            return None
+        try:
+            request: dict[str, Any] = json.loads(self.payload)
+        except (ValueError, RecursionError):
+            return None
+        return request
 
-class NoteSocket:
+
+class KeeperSocket:
     """A datagram socket at a path of its own, in a directory where others may not write, with mode 0600: the kernel
     refuses the processes of other users before this one sees a byte, which it does not for an abstract name."""
 
     def __init__(self, path: str) -> None:
         """Bind the socket, in place of one that a killed process left. Raises `OSError`."""
-        self.path = path
+        self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         # Before it is bound: each message has its sender's credentials.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        bind_private(self._socket, path)
+        self._remove()
+        before = os.umask(0o177)
+        try:
+            self._socket.bind(path)
+        finally:
+            os.umask(before)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -222,32 +116,46 @@ class NoteSocket:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
             elif level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) >= _CREDENTIALS.size:
                 sender = _CREDENTIALS.unpack_from(data)
-        whole = not flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC)
-        if whole and len(fds) == 1:
-            return Received(sender[0], sender[1], parse_note(payload), fds[0])
+        if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+            payload = b""
+        if payload and len(fds) == 1:
+            return Received(sender[0], sender[1], payload, fds[0])
         for fd in fds:
             os.close(fd)
-        return Received(sender[0], sender[1], parse_note(payload) if whole else Note(), None)
+        return Received(sender[0], sender[1], payload, None)
 
     def close(self) -> None:
         """Close the socket and remove its path."""
         self._socket.close()
-        remove_socket(self.path)
+        self._remove()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
 
 
-def bind_private(bound: socket.socket, path: str) -> None:
-    """Bind a socket to a path that only this user may use, in place of an earlier one. Raises `OSError`."""
-    remove_socket(path)
-    before = os.umask(0o177)
-    try:
-        bound.bind(path)
-    finally:
-        os.umask(before)
+def reply(caller: int, document: dict[str, object]) -> None:
+    """Send the reply to a caller's descriptor, and close it. Never blocks: a caller that has ended misses it."""
+    with contextlib.suppress(OSError):
+        os.set_blocking(caller, False)
+        os.write(caller, json.dumps(document).encode())
+    os.close(caller)
 
 
-def remove_socket(path: str) -> None:
-    """Remove the path of a socket, if there is one."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
+def ask(path: str, request: dict[str, object], timeout: float) -> Any:
+    """Send a request to the keeper at `path` and return its reply. Blocks for `timeout` seconds at most for each of the
+    request and the reply. Raises `ValueError` for a reply that is no JSON, and `OSError`: `FileNotFoundError` and
+    `ConnectionRefusedError` where there is no keeper, `TimeoutError`, and `ConnectionResetError` when it ended
+    meanwhile."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sending:
+        ours.settimeout(timeout)
+        sending.settimeout(timeout)
+        with theirs:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))
+            sending.connect(path)
+            sending.sendmsg([json.dumps(request).encode()], [rights])
+        packet = ours.recv(_MAX_REPLY_BYTES)
+    if not packet:
+        raise ConnectionResetError("it has ended")
+    return json.loads(packet)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -16,24 +17,38 @@ from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import Any, NoReturn
 
-from kvframework.keeper.fd_store import FdStore
-from kvframework.keeper.server_process import Server, exit_status, memory_kills, start_server
+from kvframework.keeper.sd_notify import (
+    FIRST_FD,
+    LISTEN_VARIABLES,
+    NOTIFY_VARIABLE,
+    free_unused,
+    listen_variables,
+    parse_note,
+)
 from kvframework.keeper.sockets import (
     CONTROL_SUFFIX,
-    NOTE_SUFFIX,
     AlreadyHeldError,
-    Caller,
-    ControlSocket,
-    NoteSocket,
+    KeeperSocket,
     Received,
     heard_signals,
     locked,
+    reply,
 )
-from kvframework.supervise.state import HEALTHY_S, Backoff, how_ended
+from kvframework.supervise.state import HEALTHY_S, Backoff, Life, how_ended
 
+TAKEOVER = "--takeover"
+# A new server beside a running one has this long to take over.
+TAKEOVER_S = 60.0
+# A server ends within 5 s of a signal.
+STOP_S = 8.0
+EXIT_REFUSED, EXIT_NOT_STARTED = 2, 127
+MAX_KEPT = 16
 _STDERR = 2
 _LOGGER = "kvframework.hold"
 _MAX_TEXT = 2000  # a pipe takes a line of less than PIPE_BUF bytes as a whole
+_MESSAGES_AT_ONCE = 64
+_PASSED_ON = (signal.SIGHUP, signal.SIGUSR1)
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Lines:
@@ -43,22 +58,18 @@ class Lines:
     def __init__(self, form: str) -> None:
         self._json = form == "json"
         self._fd = _STDERR
-        self.dropped = 0
         with contextlib.suppress(OSError):
             if stat.S_ISFIFO(os.fstat(_STDERR).st_mode):
                 # An open file of its own: not blocking here leaves it as it is for all others.
                 self._fd = os.open(f"/proc/self/fd/{_STDERR}", os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def info(self, text: str) -> None:
-        self._write("info", text)
-
-    def warning(self, text: str) -> None:
-        self._write("warning", text)
+        self.write("info", text)
 
     def error(self, text: str) -> None:
-        self._write("error", text)
+        self.write("error", text)
 
-    def _write(self, level: str, text: str) -> None:
+    def write(self, level: str, text: str) -> None:
         now, text = datetime.now(timezone.utc), text[:_MAX_TEXT]
         if self._json:
             time = now.isoformat(timespec="milliseconds")
@@ -66,24 +77,142 @@ class Lines:
         else:
             local = now.astimezone()
             line = f"{local:%Y-%m-%d %H:%M:%S},{local.microsecond // 1000:03d} {level.upper()} {_LOGGER}: {text}"
-        try:
-            poll = select.poll()
-            poll.register(self._fd, select.POLLOUT)
-            if not any(event & select.POLLOUT for _, event in poll.poll(0)):
-                raise BlockingIOError
-            os.write(self._fd, f"{line}\n".encode("utf-8", "backslashreplace"))
-        except OSError:
-            self.dropped += 1
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        with contextlib.suppress(OSError):
+            if any(event & select.POLLOUT for _, event in poll.poll(0)):
+                os.write(self._fd, f"{line}\n".encode("utf-8", "backslashreplace"))
 
 
-TAKEOVER = "--takeover"
-# A server ends within 5 s of a signal.
-STOP_S = 8.0
-EXIT_REFUSED = 2
-STDERR = 2
-_NOTES_AT_ONCE = 64
-_PASSED_ON = (signal.SIGHUP, signal.SIGUSR1)
-_ENDING = (signal.SIGINT, signal.SIGTERM)
+class FdStore:
+    """At most `MAX_KEPT` descriptors, owned by this object, one for each name. Closing the last descriptor of a file
+    blocks until its memory is free."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def items(self) -> list[tuple[str, int]]:
+        """The names and the descriptors, which stay owned here, the oldest name first."""
+        return list(self._by_name.items())
+
+    def put(self, name: str, fd: int) -> bool:
+        """Keep `fd`, which is owned here from now on, in place of one of the same name. False, and closed, beyond
+        `MAX_KEPT` names."""
+        if name not in self._by_name and len(self._by_name) >= MAX_KEPT:
+            os.close(fd)
+            return False
+        self.remove(name)
+        self._by_name[name] = fd
+        return True
+
+    def remove(self, name: str) -> bool:
+        """Close the descriptor of this name; False if there is none."""
+        fd = self._by_name.pop(name, None)
+        if fd is not None:
+            os.close(fd)
+        return fd is not None
+
+    def free(self) -> int | None:
+        """Free the memory of all files, also for those that map them, and return its bytes; None, and none is free,
+        while another process uses it."""
+        before = self.nbytes
+        return before - self.nbytes if free_unused(self._by_name.values()) else None
+
+    def clear(self) -> None:
+        for name in list(self._by_name):
+            self.remove(name)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all files."""
+        return sum(os.fstat(fd).st_blocks * 512 for fd in self._by_name.values())
+
+    def report(self) -> list[dict[str, object]]:
+        """Each name, the size of its file, and the bytes of memory that it has."""
+        found = {name: os.fstat(fd) for name, fd in self._by_name.items()}
+        return [{"name": name, "size": of.st_size, "bytes": of.st_blocks * 512} for name, of in found.items()]
+
+
+class Server(Life):
+    """A child. `takeover`: it has yet to get ready beside, or after, another."""
+
+    def __init__(self, pid: int, now: float, *, takeover: bool) -> None:
+        super().__init__(now, TAKEOVER_S if takeover else math.inf)
+        self.pid = pid
+        self.takeover = takeover
+
+    def send(self, number: int) -> None:
+        """Send a signal; as long as the end is not seen, no other process can have the number."""
+        os.kill(self.pid, number)
+
+
+def start_server(
+    command: Sequence[str], environ: Mapping[str, str], kept: Sequence[tuple[str, int]], notify_path: str
+) -> int:
+    """Start `command` with duplicates of the kept descriptors, and return its process id. It has a session of its own,
+    so that a terminal's Ctrl-C reaches it through its keeper alone. Only for a process with one thread. Raises
+    `OSError`."""
+    # A signal for the new process waits until it has its default effect there.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _become(command, environ, kept, notify_path)
+        return pid
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _become(
+    command: Sequence[str], environ: Mapping[str, str], kept: Sequence[tuple[str, int]], notify_path: str
+) -> NoReturn:
+    """In the child: run the command. Nothing that it raises may reach the code of the parent."""
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        os.setsid()
+        names = [name for name, _ in kept]
+        # First beyond the numbers that they get, so that none replaces another.
+        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD + len(kept)) for _, fd in kept]
+        for place, fd in enumerate(moved, FIRST_FD):
+            os.dup2(fd, place, inheritable=True)
+        inherited = {name: value for name, value in environ.items() if name not in LISTEN_VARIABLES}
+        own = {NOTIFY_VARIABLE: notify_path, **listen_variables(names, os.getpid())}
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.execve(command[0], [*command], inherited | own)  # noqa: S606
+    except BaseException as error:  # noqa: BLE001
+        with contextlib.suppress(OSError):
+            os.write(2, f"{command[0]}: {error}\n".encode(errors="replace"))
+    os._exit(EXIT_NOT_STARTED)
+
+
+def exit_status(status: int) -> int:
+    """The exit status that passes this wait status on, as a shell does."""
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def memory_kills(membership: str = "/proc/self/cgroup", groups: str = "/sys/fs/cgroup") -> int | None:
+    """How many processes of this one's control group the kernel has killed for lack of memory, None where it does not
+    say so."""
+    names: list[str] = []
+    with contextlib.suppress(OSError), open(membership, encoding="utf-8") as file:
+        for line in file:
+            _, controllers, group = line.rstrip("\n").split(":", 2)
+            # The second of each: a container sees its own group as the root.
+            if "memory" in controllers.split(","):
+                names += [f"{groups}/memory{group}/memory.oom_control", f"{groups}/memory/memory.oom_control"]
+            elif not controllers:
+                names += [f"{groups}{group}/memory.events", f"{groups}/memory.events"]
+    for name in names:
+        with contextlib.suppress(OSError, ValueError), open(name, encoding="ascii") as file:
+            for word, count in (line.split() for line in file):
+                if word == "oom_kill":
+                    return int(count)
+    return None
 
 
 class FdStoreSupervisor:
@@ -107,9 +236,10 @@ class FdStoreSupervisor:
         self._strangers = 0
         self._memory_kills = memory_kills()
         self._stopping = False
-        self._has_terminal = os.isatty(STDERR)
+        self._has_terminal = os.isatty(_STDERR)
         self._status: int | None = None
-        self._waiting: dict[str, list[Caller]] = {"drop": [], "reload": []}
+        # The --drop or --reload that is under way, and the descriptor of its caller.
+        self._pending: tuple[str, int] | None = None
 
     def run(self) -> int:
         """Run until a signal has ended the server, and return the exit status for this process. In the main thread.
@@ -117,32 +247,25 @@ class FdStoreSupervisor:
         with ExitStack() as stack:
             stack.callback(self._store.clear)
             stack.enter_context(locked(self._base))
-            self._notes = NoteSocket(self._base + NOTE_SUFFIX)
-            stack.callback(self._notes.close)
-            self._control = ControlSocket(self._base + CONTROL_SUFFIX)
-            stack.callback(self._control.close)
+            self._socket = KeeperSocket(self._base + CONTROL_SUFFIX)
+            stack.callback(self._socket.close)
             self._signals = stack.enter_context(heard_signals((*_ENDING, *_PASSED_ON, signal.SIGCHLD)))
             self._start_at = -math.inf
             while self._status is None:
                 self._time(time.monotonic())
                 self._wait(time.monotonic())
-                self._hear(_NOTES_AT_ONCE)
+                self._hear(_MESSAGES_AT_ONCE)
                 self._hear_signals()
                 self._reap()
-                for caller, request in self._control.requests(time.monotonic()):
-                    self._answer(caller, request)
             return self._status
 
     # what time brings
 
     def _wait(self, now: float) -> None:
         poll = select.poll()
-        poll.register(self._notes, select.POLLIN)
+        poll.register(self._socket, select.POLLIN)
         poll.register(self._signals, select.POLLIN)
-        self._control.register(poll)
-        times = [self._start_at, *(server.kill_at for server in self._servers.values())]
-        times += [caller.ask_by for caller in self._control.callers if not caller.asked]
-        first = min(times)
+        first = min([self._start_at, *(server.kill_at for server in self._servers.values())])
         poll.poll(None if first == math.inf else max(first - now, 0) * 1000 + 1)
 
     def _time(self, now: float) -> None:
@@ -157,7 +280,7 @@ class FdStoreSupervisor:
     def _start(self, now: float, *further: str) -> Server | None:
         kept = self._store.items()
         try:
-            pid = start_server([*self._command, *further], os.environ, kept, self._base + NOTE_SUFFIX)
+            pid = start_server([*self._command, *further], os.environ, kept, self._base + CONTROL_SUFFIX)
         except OSError as error:
             self._log.error(f"no server can be started: {error.strerror}")
             if not further:
@@ -169,17 +292,21 @@ class FdStoreSupervisor:
         server = self._servers[pid] = Server(pid, now, takeover=bool(further))
         return server
 
-    # what servers say
+    # what servers and callers say
 
     def _hear(self, most: int) -> None:
         for _ in range(most):
-            received = self._notes.receive()
+            received = self._socket.receive()
             if received is None:
                 return
-            self._obey(received)
+            request = received.request()
+            if request is None or received.fd is None:
+                self._obey(received)
+            elif (refused := self._refused(received.fd, request)) is not None:
+                reply(received.fd, {"done": False, "text": refused})
 
     def _obey(self, received: Received) -> None:
-        pid, note, fd = received.pid, received.note, received.fd
+        pid, note, fd = received.pid, parse_note(received.payload), received.fd
         server = self._servers.get(pid)
         if server is not None and note.store and note.name and fd is not None:
             if self._store.put(note.name, fd):
@@ -192,9 +319,8 @@ class FdStoreSupervisor:
         if server is None:
             self._strangers += 1
             if self._strangers & (self._strangers - 1) == 0:  # the 1st, 2nd, 4th, ...
-                self._log.warning(
-                    f"ignored process {pid} of uid {received.uid}: {self._strangers} such messages in all"
-                )
+                text = f"ignored process {pid} of uid {received.uid}: {self._strangers} such messages in all"
+                self._log.write("warning", text)
             return
         if note.remove and note.name and self._store.remove(note.name):
             self._log.info(f"keeps {note.name} no longer")
@@ -210,7 +336,7 @@ class FdStoreSupervisor:
             if self._main is not None and self._main is not server:
                 self._end(self._main, now)
             self._main = server
-            self._reply("reload", True, f"process {server.pid} has taken over")
+            self._finish("reload", True, f"process {server.pid} has taken over")
 
     # what signals bring
 
@@ -222,7 +348,7 @@ class FdStoreSupervisor:
         for number in numbers:
             if number in _ENDING:
                 self._stop(signal.Signals(number))
-            elif number == signal.SIGHUP and self._has_terminal and not os.isatty(STDERR):
+            elif number == signal.SIGHUP and self._has_terminal and not os.isatty(_STDERR):
                 self._stop(signal.SIGTERM)  # the terminal has closed
             elif number in _PASSED_ON and self._main is not None:
                 self._main.send(number)
@@ -231,8 +357,8 @@ class FdStoreSupervisor:
         now = time.monotonic()
         self._log.info(f"{number.name}: the server ends, and what is kept with it")
         self._stopping, self._start_at = True, math.inf
-        for what in self._waiting:
-            self._reply(what, False, "the keeper ends")
+        if self._pending is not None:
+            self._finish(self._pending[0], False, "the keeper ends")
         for server in self._servers.values():
             server.stop(now, STOP_S)
             server.send(number)
@@ -270,18 +396,17 @@ class FdStoreSupervisor:
             beside = server.takeover and self._main is not None
             self._log.info(f"{how}{' before it was ready: the old one stays' if beside else ''}")
             if beside:
-                self._reply(
-                    "reload", False, f"{how} before it was ready: the old one stays; the log of the keeper says why"
-                )
+                text = f"{how} before it was ready: the old one stays; the log of the keeper says why"
+                self._finish("reload", False, text)
         if self._stopping and not self._servers:
             self._status = exit_status(status)
 
     def _after_end(self, server: Server, status: int, now: float, how: str) -> None:
         if server.takeover:
-            self._reply("reload", False, f"{how} before it was ready, and the old one has ended: it starts again")
+            self._finish("reload", False, f"{how} before it was ready, and the old one has ended: it starts again")
         if self._stopping:
             self._log.info(how)
-        elif self._waiting["drop"]:
+        elif self._pending is not None and self._pending[0] == "drop":
             self._log.info(how)
             self._drop()
             self._start_at = now
@@ -304,35 +429,35 @@ class FdStoreSupervisor:
             return ""
         return ": the kernel killed it for lack of memory"
 
-    # what callers ask
-
-    def _answer(self, caller: Caller, request: dict[str, Any]) -> None:
-        asked = request.get("do")
+    def _refused(self, caller: int, request: dict[str, Any]) -> str | None:
+        """Return why a request is refused. Without a reason it has its reply, or gets it later from `_finish`."""
+        asked, server = request.get("do"), self._main
         if asked == "status":
-            self._control.reply(caller, {"done": True, **self._report()})
-        elif not isinstance(asked, str) or asked not in self._waiting:
-            self._refuse(caller, "it knows no such request")
-        elif self._stopping:
-            self._refuse(caller, "the keeper ends")
-        elif any(self._waiting.values()):
-            self._refuse(caller, "another --drop or --reload is under way")
-        elif asked == "drop":
-            self._begin_drop(caller, restart=request.get("restart") is True)
-        else:
-            self._begin_reload(caller)
-
-    def _begin_drop(self, caller: Caller, *, restart: bool) -> None:
-        if self._main is not None and not restart:
-            self._refuse(
-                caller, f"the server, process {self._main.pid}, uses what is kept; --drop --restart ends it first"
-            )
-            return
-        self._waiting["drop"].append(caller)
-        if self._main is None:
+            reply(caller, {"done": True, **self._report()})
+            return None
+        if asked not in ("drop", "reload"):
+            return "it knows no such request"
+        if self._stopping:
+            return "the keeper ends"
+        if self._pending is not None:
+            return "another --drop or --reload is under way"
+        if asked == "reload":
+            if server is None:
+                return "no server runs: the next start has the new version"
+            if server.ready_at is None:
+                # It may not have stored anything yet: the two would each make an arena.
+                return f"the server, process {server.pid}, has only just started: it is not ready yet"
+            if self._start(time.monotonic(), TAKEOVER) is None:
+                return "no server can be started"
+        elif server is not None and request.get("restart") is not True:
+            return f"the server, process {server.pid}, uses what is kept; --drop --restart ends it first"
+        self._pending = (asked, caller)
+        if asked == "drop" and server is None:
             self._drop()
-        else:
-            self._log.info(f"--drop: the server, process {self._main.pid}, ends and starts cold")
-            self._end(self._main, time.monotonic())
+        elif asked == "drop" and server is not None:
+            self._log.info(f"--drop: the server, process {server.pid}, ends and starts cold")
+            self._end(server, time.monotonic())
+        return None
 
     def _drop(self) -> None:
         names = ", ".join(name for name, _ in self._store.items()) or "nothing"
@@ -343,30 +468,13 @@ class FdStoreSupervisor:
         else:
             text = f"freed {names}, {freed} bytes"
         self._log.info(f"--drop: {text}")
-        self._reply("drop", True, text, freed=freed or 0)
+        self._finish("drop", True, text, freed=freed or 0)
 
-    def _begin_reload(self, caller: Caller) -> None:
-        now = time.monotonic()
-        if self._main is None:
-            self._refuse(caller, "no server runs: the next start has the new version")
-            return
-        if self._main.ready_at is None:
-            # It may not have stored anything yet: the two would each make an arena.
-            self._refuse(caller, f"the server, process {self._main.pid}, has only just started: it is not ready yet")
-            return
-        server = self._start(now, TAKEOVER)
-        if server is None:
-            self._refuse(caller, "no server can be started")
-            return
-        self._waiting["reload"].append(caller)
-
-    def _refuse(self, caller: Caller, why: str) -> None:
-        self._control.reply(caller, {"done": False, "text": why})
-
-    def _reply(self, what: str, done: bool, text: str, **facts: object) -> None:
-        callers, self._waiting[what] = self._waiting[what], []
-        for caller in callers:
-            self._control.reply(caller, {"done": done, "text": text, **facts})
+    def _finish(self, what: str, done: bool, text: str, **facts: object) -> None:
+        """Reply to the caller of a `what` that is under way, if one is."""
+        if self._pending is not None and self._pending[0] == what:
+            reply(self._pending[1], {"done": done, "text": text, **facts})
+            self._pending = None
 
     def _report(self) -> dict[str, object]:
         now, server = time.monotonic(), self._main

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from kvframework.api.keys import PackedKey
 from kvframework.api.memory import Memory
 from kvframework.errors import ArenaError
-from kvframework.keeper.fd_store import free_memory, free_unused
+from kvframework.keeper.sd_notify import free_memory, free_unused
 from kvframework.storage.envelope import UNKNOWN_LAYOUT, object_checksum
 from kvframework.storage.l1.journal import Journal, lock_for_server, own_description
 from kvframework.storage.l1.journal_format import Cold, Found, Identity, read, read_identity, read_start

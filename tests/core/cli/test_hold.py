@@ -109,9 +109,8 @@ def test_what_is_wrong_is_refused_before_anything_runs(arguments: list[str], tex
 
 
 def test_a_keeper_that_does_not_answer_in_time(folder: Path, endpoint: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as silent:
         silent.bind(f"{folder}/s.sock{CONTROL_SUFFIX}")
-        silent.listen()
         asked = run("hold", "--reload", "--endpoint", endpoint, "--timeout", "0.1")
     assert asked.returncode == 2
     assert "does not answer within 0.1 s" in asked.stderr

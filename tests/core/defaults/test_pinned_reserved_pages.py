@@ -27,7 +27,7 @@ from kvframework.api.memory import Memory, MemoryContext, huge_page_bytes
 from kvframework.api.plugin import ByteSize
 from kvframework.client.arena_mapping import MappedArena
 from kvframework.errors import ArenaError
-from kvframework.keeper.fd_store import free_memory
+from kvframework.keeper.sd_notify import free_memory
 from tests.core.restart.prompts import hits, store
 from tests.support.held_server import HeldServer
 from tests.support.waiting import wait_until

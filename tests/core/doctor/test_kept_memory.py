@@ -7,7 +7,6 @@ import os
 import select
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 
 from kvframework.doctor.checkup import examine
 from kvframework.doctor.machine import kept
-from kvframework.keeper.sockets import CONTROL_SUFFIX, ControlSocket
+from kvframework.keeper.sockets import CONTROL_SUFFIX, KeeperSocket, reply
 from tests.core.cli.command import run
 
 
@@ -26,23 +25,26 @@ def socket() -> Iterator[Path]:
         yield Path(folder) / "s.sock"
 
 
-def answer(control: ControlSocket, reply: dict[str, object], ending: int) -> None:
+def answer(control: KeeperSocket, document: dict[str, object], ending: int) -> None:
     while True:
         poll = select.poll()
-        control.register(poll)
+        poll.register(control, select.POLLIN)
         poll.register(ending, select.POLLIN)
         if ending in dict(poll.poll()):
             return
-        for caller, _ in control.requests(time.monotonic()):
-            control.reply(caller, reply)
+        received = control.receive()
+        if received is not None and received.fd is not None:
+            reply(received.fd, document)
 
 
 @contextlib.contextmanager
 def keeping(socket: Path, server: dict[str, object] | None, nbytes: int) -> Iterator[None]:
     """A keeper with this server and an arena with so many bytes of memory."""
-    control, ending = ControlSocket(f"{socket}{CONTROL_SUFFIX}"), os.eventfd(0)
-    reply = {"done": True, "pid": 7, "server": server, "held": [{"name": "kvf-arena", "size": 1, "bytes": nbytes}]}
-    thread = threading.Thread(target=answer, args=(control, reply, ending))
+    control, ending = KeeperSocket(f"{socket}{CONTROL_SUFFIX}"), os.eventfd(0)
+    held = [{"name": "kvf-arena", "size": 1, "bytes": nbytes}]
+    thread = threading.Thread(
+        target=answer, args=(control, {"done": True, "pid": 7, "server": server, "held": held}, ending)
+    )
     thread.start()
     try:
         yield

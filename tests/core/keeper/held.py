@@ -32,7 +32,7 @@ HELD_UP = f"""
 import os, select
 from kvframework.keeper import sockets as places, supervisor
 sockets = []
-class NoteSocket(places.NoteSocket):
+class KeeperSocket(places.KeeperSocket):
     def __init__(self, path):
         super().__init__(path)
         sockets.append(self)
@@ -43,7 +43,7 @@ def waits(see):
             select.select(sockets, [], [], {TIMEOUT})
         return ended
     return seen
-supervisor.NoteSocket, os.waitid, os.waitpid = NoteSocket, waits(os.waitid), waits(os.waitpid)
+supervisor.KeeperSocket, os.waitid, os.waitpid = KeeperSocket, waits(os.waitid), waits(os.waitpid)
 {HOLD}
 """
 

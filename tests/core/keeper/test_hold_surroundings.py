@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.keeper.server_process import memory_kills
+from kvframework.keeper.supervisor import memory_kills
 from tests.core.keeper.held import TIMEOUT, Held
 from tests.support.control_group import control_group
 from tests.support.processes import children, states
