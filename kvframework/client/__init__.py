@@ -3,18 +3,6 @@ parts."""
 
 from kvframework.api.transfer import LoadGrant
 from kvframework.client.hashing import RequestHashes
-from kvframework.client.instance import CanonicalInstance, register_canonical
-from kvframework.client.integration import (
-    Attachment,
-    EngineOptions,
-    ErrorNotes,
-    Seconds,
-    WatchedCall,
-    current_trace,
-    engine_options,
-    harmless,
-    watch_calls,
-)
 from kvframework.client.identity import (
     WEIGHT_SUFFIXES,
     EngineKind,
@@ -30,6 +18,18 @@ from kvframework.client.identity import (
     model_identity,
     named_identity,
     process_started,
+)
+from kvframework.client.instance import CanonicalInstance, register_canonical
+from kvframework.client.integration import (
+    Attachment,
+    EngineOptions,
+    ErrorNotes,
+    Seconds,
+    WatchedCall,
+    current_trace,
+    engine_options,
+    harmless,
+    watch_calls,
 )
 from kvframework.client.scheduler import LookupResult, SchedulerAdapter
 from kvframework.client.shards import ModelPart
