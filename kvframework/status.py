@@ -461,11 +461,7 @@ class MessagingCounters(Part, frozen=True):
     ] = 0
     loop_errors: Annotated[int, Counter("errors of the serving loop", "", True, _TROUBLE)] = 0
     malformed: Annotated[int, Counter("messages", "were malformed", True, _TROUBLE)] = 0
-    peers_shut_out: Annotated[int, Counter("TCP peers", "held too many connections", True, _TROUBLE)] = 0
     server_refused: Annotated[int, Counter("clients", "refused this server", True, _TROUBLE)] = 0
-    tcp_shut: Annotated[
-        int, Counter("times", "new TCP connections were deferred, as descriptors ran low", True, _TROUBLE)
-    ] = 0
     tick_errors: Annotated[int, Counter("errors of the server's periodic work", "", True, _TROUBLE)] = 0
     unanswerable: Annotated[int, Counter("messages", "had no request id", True, _TROUBLE)] = 0
     unroutable: Annotated[int, Counter("answers", "were for clients that have ended", False, _TROUBLE)] = 0
@@ -476,11 +472,9 @@ class Descriptors(Part, frozen=True):
 
     in_use: int = 0
     limit: int = 0
-    tcp: bool = True
     sessions: bool = True
     local: bool = True
     readers: bool = True
-    shut_out: dict[str, int] = {}
 
 
 class Session(Part, frozen=True):

@@ -199,7 +199,7 @@ class Sockets(ABC):
     """ZMQ sockets of a listener that other programs reach on the server's own terms: over ipc:// processes of this user
     and of `[server] admit_uids`, over tcp:// the clients that `[server.curve]` admits. For one thread.
 
-    While the process has few descriptors left the server lets no new peer in.
+    While the process has few descriptors left the server lets no new local peer in.
     """
 
     refused: int

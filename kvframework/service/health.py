@@ -29,7 +29,7 @@ REFUSED_LATELY_S = 10.0
 # Refusals that leave a client without any cache.
 SHUT_OUT = ("HELLO", "server")
 # Doors of the server's gate, and the newcomers that each refuses.
-SHUT = {"tcp": "new TCP connections", "sessions": "new clients", "readers": "new readers of events"}
+SHUT = {"sessions": "new clients", "readers": "new readers of events"}
 
 Document = Mapping[str, Any]
 

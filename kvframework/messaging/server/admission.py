@@ -3,17 +3,10 @@ it has refused."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import math
-import os
-import socket
-import struct
 import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,163 +73,66 @@ class ZapHandler:
         return [_VERSION, request_id, b"200", b"", name.encode()[:255], b""]
 
 
-# A filter at a listening TCP socket: the kernel drops the SYNs of new connections before they cost a descriptor.
+# The gate of a server: it keeps new clients out while descriptors run low, so that connected ones, and libzmq, never
+# lack one.
 #
-# Classic BPF by SO_ATTACH_FILTER, which needs no privilege. The sender repeats a dropped SYN after a second, so a
-# connection is delayed and not refused. Accepted connections are not affected: the filter matches only packets with
-# SYN and without ACK. See `man 7 socket` and the kernel's Documentation/networking/filter.rst.
-#
-# Why not only count and refuse: libzmq accepts a connection before it knows its key, and ends the process when it gets
-# no descriptor. One host that connects as fast as it can would hold TCP's whole half of the descriptors, with CURVE or
-# without, and engines of other nodes could not connect for as long as it goes on: so its own SYNs are dropped from an
-# eighth on. Many hosts would take what local connections need: so all SYNs are dropped from a half on. A firewall can
-# do the same, but a server cannot rely on there being one.
-
-MAX_NETWORKS = 64
-
-_ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python does not name
-_LOAD_BYTE, _LOAD_WORD, _AND, _SHIFT_RIGHT, _JUMP, _JUMP_EQUAL, _RETURN = 0x30, 0x20, 0x54, 0x74, 0x05, 0x15, 0x06
-_NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF; other offsets are from the TCP header
-_FLAGS, _SYN, _SYN_OR_ACK = 13, 0x02, 0x12
-_SOURCE_V4, _SOURCE_V6 = _NETWORK_HEADER + 12, _NETWORK_HEADER + 8
-_MAPPED = bytes(10) + b"\xff\xff"
-_DROP = (_RETURN, 0, 0, 0)
-_PASS = (_RETURN, 0, 0, 0xFFFFFFFF)
-
-_Instruction = tuple[int, int, int, int]
-
-
-def network_of(host: str) -> bytes:
-    """Return the bytes that identify one peer: the 4 bytes of an IPv4 address, also of one in an IPv6 socket's form, or
-    the first 8 of an IPv6 address, its /64."""
-    if ":" not in host:
-        return socket.inet_pton(socket.AF_INET, host)
-    address = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
-    return address[12:] if address.startswith(_MAPPED) else address[:8]
-
-
-def shown(network: bytes) -> str:
-    if len(network) == 4:
-        return socket.inet_ntop(socket.AF_INET, network)
-    return socket.inet_ntop(socket.AF_INET6, network + bytes(8)) + "/64"
-
-
-def drop_new_connections(listener: socket.socket, *, everybody: bool, networks: Collection[bytes] = ()) -> None:
-    """Set whose SYNs `listener` drops from now on, `MAX_NETWORKS` at most; without any, remove the filter. Raises
-    `OSError`."""
-    if not everybody and not networks:
-        listener.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
-        return
-    program = [*_first_packets(), *([_DROP] if everybody else _of(list(networks)[:MAX_NETWORKS]))]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *each) for each in program))
-    listener.setsockopt(socket.SOL_SOCKET, _ATTACH, struct.pack("@HP", len(program), ctypes.addressof(code)))
-
-
-def _first_packets() -> Iterator[_Instruction]:
-    yield _LOAD_BYTE, 0, 0, _FLAGS
-    yield _AND, 0, 0, _SYN_OR_ACK
-    yield _JUMP_EQUAL, 1, 0, _SYN
-    yield _PASS
-
-
-def _of(networks: Collection[bytes]) -> Iterator[_Instruction]:
-    v4 = [int.from_bytes(each, "big") for each in networks if len(each) == 4]
-    v6 = [int.from_bytes(each, "big") for each in networks if len(each) == 8]
-    yield _LOAD_BYTE, 0, 0, _NETWORK_HEADER
-    yield _SHIFT_RIGHT, 0, 0, 4
-    yield _JUMP_EQUAL, 1, 0, 4
-    yield _JUMP, 0, 0, 2 * len(v4) + 2
-    yield _LOAD_WORD, 0, 0, _SOURCE_V4
-    for address in v4:
-        yield _JUMP_EQUAL, 0, 1, address
-        yield _DROP
-    yield _PASS
-    for prefix in v6:
-        yield _LOAD_WORD, 0, 0, _SOURCE_V6
-        yield _JUMP_EQUAL, 0, 3, prefix >> 32
-        yield _LOAD_WORD, 0, 0, _SOURCE_V6 + 4
-        yield _JUMP_EQUAL, 0, 1, prefix & 0xFFFFFFFF
-        yield _DROP
-    yield _PASS
-
-
-# The gate of a server: it refuses new connections while descriptors run low, so that connected clients, and libzmq,
-# never lack one.
-#
-# libzmq ends the process if its `ipc://` listener gets no descriptor, and accepts as fast as connections come. So the
+# libzmq ends the process if an `ipc://` listener gets no descriptor, and accepts as fast as connections come. So the
 # gate's thread counts the descriptors in use, at shorter intervals the fewer are left, and shuts out one kind after the
-# other: single TCP peers, readers of events, all of TCP (all in the kernel, see `drop_new_connections`), new sessions,
-# local connections. Unbinding the sockets would also end their accepted connections.
+# other: local readers of events, new sessions, local connections. Unbinding the sockets would also end their accepted
+# connections. At a tcp:// listener without a descriptor libzmq just waits for one.
 
 # Shares of the limit from which on a kind is not admitted. The rest is not wasted: tiers and copiers use it, and so do
 # connections accepted before the next look.
-ADDRESS_SHARE, READERS_SHARE, TCP_SHARE, LOCAL_SHARE = 0.125, 0.4, 0.5, 0.7
+READERS_SHARE, LOCAL_SHARE = 0.4, 0.7
 REOPEN_SHARE = 0.9  # of the threshold at which it was shut
 # Connections do not come faster; the necessary room above a limit follows from it.
 FASTEST_PER_S = 100_000
 SOONEST_S, LATEST_S = 0.002, 0.1
-_COUNT_PEERS_S = 0.1
-_PEERS_AT_ONCE = 64
-_PEERS_SHARE_OF_TIME = 10  # after a count of peers the gate pauses for this multiple of its duration
 
 
 @dataclass(frozen=True)
 class Admission:
-    """What is admitted: kinds of connections, all but those of the peers in `shut_out`, which hold so many. Pure."""
+    """Which kinds of new clients are admitted. Pure."""
 
-    tcp: bool = True
+    readers: bool = True
     sessions: bool = True
     local: bool = True
-    readers: bool = True
-    shut_out: tuple[tuple[bytes, int], ...] = ()
 
-    def after(self, in_use: int, limit: int, peers: Mapping[bytes, int] | None) -> Admission:
-        """Return what is admitted with so many descriptors in use. `peers` has the TCP connections of each peer, None
-        if they were not counted."""
+    def after(self, in_use: int, limit: int) -> Admission:
+        """Return what is admitted with so many descriptors in use."""
         return Admission(
-            _stays_open(self.tcp, in_use, TCP_SHARE * limit),
+            _stays_open(self.readers, in_use, READERS_SHARE * limit),
             _stays_open(self.sessions, in_use, SESSIONS_SHARE * limit),
             _stays_open(self.local, in_use, LOCAL_SHARE * limit),
-            _stays_open(self.readers, in_use, READERS_SHARE * limit),
-            self.shut_out if peers is None else self._shut_out(peers, ADDRESS_SHARE * limit),
         )
-
-    def _shut_out(self, peers: Mapping[bytes, int], most: float) -> tuple[tuple[bytes, int], ...]:
-        before = {network for network, _ in self.shut_out}
-        greedy = [each for each in peers.items() if not _stays_open(each[0] not in before, each[1], most)]
-        return tuple(sorted(greedy, key=lambda each: -each[1])[:MAX_NETWORKS])
 
     def look_again_in(self, in_use: int, limit: int) -> float:
         """Return the seconds within which even the fastest flood cannot take all that is left below the next limit."""
-        limits = ((self.readers, READERS_SHARE), (self.tcp, TCP_SHARE), (self.local, LOCAL_SHARE))
+        limits = ((self.readers, READERS_SHARE), (self.local, LOCAL_SHARE))
         left = [share * limit - in_use for is_open, share in limits if is_open]
         return min(max(min(left, default=math.inf) / FASTEST_PER_S, SOONEST_S), LATEST_S)
 
 
 def _stays_open(is_open: bool, count: int, most: float) -> bool:
-    return count < most if is_open else count < REOPEN_SHARE * most
+    return count < (most if is_open else REOPEN_SHARE * most)
 
 
 class Gate:
-    """Counts in its own thread between `start` and `close`. `tcp` are the listening sockets, owned by the gate.
-    `show_local(True or False)` shows or hides the local socket, `admit_readers` opens or shuts the sockets of events;
-    None: there are none. Other methods may be called from any thread."""
+    """Counts in its own thread between `start` and `close`. `show_local(True or False)` shows or hides the local
+    socket, `admit_readers` those of events; they raise `OSError`. None: there are none. Other methods may be called
+    from any thread."""
 
     def __init__(
         self,
-        tcp: Sequence[socket.socket],
         show_local: Callable[[bool], None] | None,
         counters: dict[str, int],
         admit_readers: Callable[[bool], None] | None = None,
     ) -> None:
         self.admission = Admission()
-        self._tcp = tcp
-        self._ports = {listener.getsockname()[1] for listener in tcp}
         self._show_local = show_local
         self._admit_readers = admit_readers
         self._counters = counters
         self._ended = threading.Event()
-        self._count_peers_at = 0.0
         self._failing = False
         self._thread = threading.Thread(target=self._run, name="kvf-gate", daemon=True)
 
@@ -248,8 +144,6 @@ class Gate:
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
-        for listener in self._tcp:
-            listener.close()
 
     def check(self) -> None:
         """Raise `ServerFull` if no new session may be opened."""
@@ -260,16 +154,7 @@ class Gate:
             )
 
     def status(self) -> dict[str, object]:
-        admission = self.admission
-        return {
-            "in_use": descriptors_in_use(),
-            "limit": descriptor_limit(),
-            "tcp": admission.tcp,
-            "sessions": admission.sessions,
-            "local": admission.local,
-            "readers": admission.readers,
-            "shut_out": {shown(network): count for network, count in admission.shut_out},
-        }
+        return {"in_use": descriptors_in_use(), "limit": descriptor_limit(), **vars(self.admission)}
 
     def _run(self) -> None:
         pause = 0.0
@@ -284,107 +169,32 @@ class Gate:
 
     def _look(self) -> float:
         """Count once and adjust what is admitted; return the seconds until the next look."""
-        limit, in_use = self._look_at_all()
-        if self._tcp and (in_use >= ADDRESS_SHARE * limit or self.admission.shut_out):
-            began = time.monotonic()
-            if began >= self._count_peers_at:
-                limit, in_use = self._look_at_all(self._peers())
-                ended = time.monotonic()
-                self._count_peers_at = ended + max(_COUNT_PEERS_S, _PEERS_SHARE_OF_TIME * (ended - began))
-        return self.admission.look_again_in(in_use, limit)
-
-    def _look_at_all(self, peers: Mapping[bytes, int] | None = None) -> tuple[int, int]:
         limit, in_use = descriptor_limit(), descriptors_in_use()
-        self._move(self.admission.after(in_use, limit, peers), in_use, limit)
-        return limit, in_use
+        before, now = self.admission, self.admission.after(in_use, limit)
+        now = replace(now, readers=now.readers or not self._admit_readers, local=now.local or not self._show_local)
+        if now != before:
+            self.admission = now
+            if self._show_local and now.local != before.local:
+                _move(self._show_local, now.local, "the local socket")
+            if self._admit_readers and now.readers != before.readers:
+                _move(self._admit_readers, now.readers, "the sockets of events")
+            self._counters["local_shut"] += before.local and not now.local
+            for shut, what in (
+                (before.readers and not now.readers, "new readers of events wait"),
+                (before.sessions and not now.sessions, "new clients are refused"),
+            ):
+                if shut:
+                    logger.warning("%d of %d descriptors are in use: %s", in_use, limit, what)
+            if now == Admission():
+                logger.info("%d of %d descriptors are in use: new clients are accepted again", in_use, limit)
+        return now.look_again_in(in_use, limit)
 
-    def _move(self, admission: Admission, in_use: int, limit: int) -> None:
-        admission = replace(
-            admission,
-            tcp=admission.tcp or not self._tcp,
-            local=admission.local or self._show_local is None,
-            readers=admission.readers or self._admit_readers is None,
-        )
-        before, self.admission = self.admission, admission
-        if admission == before:
-            return
-        networks, known = dict(admission.shut_out).keys(), dict(before.shut_out).keys()
-        if admission.tcp != before.tcp or networks != known:
-            self._filter(everybody=not admission.tcp, networks=networks)
-        if admission.local != before.local:
-            self._show(admission.local)
-        if admission.readers != before.readers:
-            self._admit(admission.readers)
-        self._counters["tcp_shut"] += before.tcp and not admission.tcp
-        self._counters["local_shut"] += before.local and not admission.local
-        self._counters["peers_shut_out"] += len(networks - known)
-        self._log(before, in_use, limit, networks - known)
 
-    def _filter(self, *, everybody: bool, networks: Collection[bytes]) -> None:
-        try:
-            for listener in self._tcp:
-                drop_new_connections(listener, everybody=everybody, networks=networks)
-        except OSError as error:
-            logger.error("the kernel cannot defer TCP connections for this process: %s", error.strerror)
-
-    def _show(self, shown: bool) -> None:
-        try:
-            if self._show_local is not None:
-                self._show_local(shown)
-        except OSError as error:  # another process has removed the socket
-            logger.error("the local socket cannot be %s: %s", "shown" if shown else "hidden", error)
-
-    def _admit(self, readers: bool) -> None:
-        try:
-            if self._admit_readers is not None:
-                self._admit_readers(readers)
-        except OSError as error:
-            logger.error("readers of events cannot be %s: %s", "let in" if readers else "kept out", error)
-
-    def _log(self, before: Admission, in_use: int, limit: int, fresh: Collection[bytes]) -> None:
-        now = self.admission
-        for network, count in now.shut_out:
-            if network in fresh:
-                logger.warning("%s holds %d TCP connections: further ones from it wait", shown(network), count)
-        if before.readers and not now.readers:
-            logger.warning("%d of %d descriptors are in use: new readers of events wait", in_use, limit)
-        if before.tcp and not now.tcp:
-            logger.warning("%d of %d descriptors are in use: new TCP connections wait", in_use, limit)
-        if before.sessions and not now.sessions:
-            logger.warning("%d of %d descriptors are in use: new clients are refused", in_use, limit)
-        if before != Admission() and now == Admission():
-            logger.info("%d of %d descriptors are in use: new connections are accepted again", in_use, limit)
-
-    def _peers(self) -> Counter[bytes] | None:
-        """Return the accepted TCP connections of each peer, by the descriptors of this process; None if they cannot be
-        listed, which needs one more."""
-        try:
-            names = os.listdir("/proc/self/fd")
-        except OSError:
-            return None
-        found: Counter[str] = Counter()
-        for number, name in enumerate(names):
-            if number % _PEERS_AT_ONCE == 0:
-                self._look_at_all()  # new connections during the count are noticed
-            # The descriptor may have been closed, be no socket, or not be connected.
-            with contextlib.suppress(OSError):
-                found[self._peer(int(name))] += 1
-        peers: Counter[bytes] = Counter()
-        for host, count in found.items():
-            if host:
-                peers[network_of(host)] += count
-        return peers
-
-    def _peer(self, fd: int) -> str:
-        borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fd)
-        try:
-            peer = borrowed.getpeername()
-            # A Unix socket's name is no tuple; a tier's connection has another local port.
-            if not isinstance(peer, tuple) or len(peer) < 2 or borrowed.getsockname()[1] not in self._ports:
-                return ""
-            return str(peer[0])
-        finally:
-            borrowed.detach()
+def _move(show: Callable[[bool], None], shown: bool, what: str) -> None:
+    try:
+        show(shown)
+    except OSError as error:  # another process has removed a socket
+        logger.error("%s cannot be %s: %s", what, "shown" if shown else "hidden", error)
 
 
 class Introduction(Message, frozen=True):
@@ -399,8 +209,8 @@ class Introduction(Message, frozen=True):
 
 @dataclass
 class Refusal:
-    """One client's refusals for one reason. `what` is the name of the request; "server": the client refuses this
-    server. The times are on the clock."""
+    """One client's refusals for one reason, as the status document has them. `what` is the name of the request;
+    "server": the client refuses this server."""
 
     client: str
     pid: int
@@ -409,9 +219,7 @@ class Refusal:
     reason: str
     versions: str
     client_version: str
-    count: int
-    last: float
-    logged_at: float
+    count: int = 0
 
 
 class Refusals:
@@ -420,7 +228,8 @@ class Refusals:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._kept: dict[tuple[str, int, str, str], Refusal] = {}
+        # With the times of the last one and of its log line.
+        self._kept: dict[tuple[str, int, str, str], tuple[Refusal, float, float]] = {}
         self._tell_at = clock()
 
     def hello(self, envelope: Envelope, error: KVFrameworkError) -> None:
@@ -445,21 +254,8 @@ class Refusals:
 
     def report(self) -> list[dict[str, object]]:
         """Return the refusals for the status document, the latest first."""
-        now = self._clock()
-        return [
-            {
-                "client": each.client,
-                "pid": each.pid,
-                "client_version": each.client_version,
-                "versions": each.versions,
-                "what": each.what,
-                "code": each.code,
-                "reason": each.reason,
-                "count": each.count,
-                "ago_s": round(now - each.last, 1),
-            }
-            for each in reversed(list(self._kept.values()))
-        ]
+        now, latest = self._clock(), reversed(list(self._kept.values()))
+        return [{**vars(refusal), "ago_s": round(now - last, 1)} for refusal, last, _ in latest]
 
     def _of(self, session: ClientSession, what: str, code: str, reason: str) -> None:
         self._add(session.name, session.pid, what, code, reason, str(session.version), session.client_version)
@@ -469,23 +265,15 @@ class Refusals:
     ) -> None:
         now = self._clock()
         key = (printable(client[:_MAX_NAME]), pid, printable(what), printable(code[:_MAX_NAME]))
-        known = self._kept.pop(key, None)
-        if known is None and len(self._kept) >= MAX_KEPT:
+        texts = (printable(reason[:_MAX_REASON]), versions, printable(client_version[:_MAX_NAME]))
+        before, _, logged_at = self._kept.pop(key, (Refusal(*key, *texts), 0.0, now - TELL_AGAIN_S))
+        if len(self._kept) >= MAX_KEPT:
             del self._kept[next(iter(self._kept))]
-        count, logged_at = (known.count + 1, known.logged_at) if known else (1, now - TELL_AGAIN_S)
-        refusal = Refusal(
-            *key,
-            printable(reason[:_MAX_REASON]),
-            versions,
-            printable(client_version[:_MAX_NAME]),
-            count,
-            now,
-            logged_at,
-        )
-        self._kept[key] = refusal
+        refusal = Refusal(*key, *texts, before.count + 1)
         if now >= self._tell_at and now - logged_at >= TELL_AGAIN_S:
-            refusal.logged_at, self._tell_at = now, now + TELL_NEXT_S
+            logged_at, self._tell_at = now, now + TELL_NEXT_S
             _log(refusal)
+        self._kept[key] = (refusal, now, logged_at)
 
 
 def _reason(error: KVFrameworkError) -> str:

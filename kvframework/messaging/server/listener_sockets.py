@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket as sockets
 import threading
 import time
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import TypeVar
 
 import zmq
@@ -18,8 +16,8 @@ from kvframework.api.listener import Sockets
 from kvframework.errors import EndpointError
 from kvframework.messaging import frames_io
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.admission import ZapHandler, drop_new_connections
-from kvframework.messaging.server.sockets import EndpointFiles, bound_tcp, socket_umask
+from kvframework.messaging.server.admission import ZapHandler
+from kvframework.messaging.server.sockets import EndpointFiles, socket_umask
 
 T = TypeVar("T")
 
@@ -29,31 +27,31 @@ _BIND_STEP_S = 0.05
 
 
 class ListenerDoors:
-    """The doors of all listeners' sockets, which the server's gate shuts."""
+    """The doors of the listeners' local sockets, which the server's gate shuts."""
 
     def __init__(self) -> None:
         self._open = True
         self._lock = threading.Lock()
-        self._doors: dict[object, list[Callable[[bool], None]]] = {}
+        self._doors: list[Callable[[bool], None]] = []
 
     def admit(self, peers: bool) -> None:
         """Let new peers in, or keep them out: each connection is a descriptor, and libzmq ends a process that has none
         left. From any thread. Raises `OSError`."""
         with self._lock, contextlib.ExitStack() as each:  # a door that fails leaves no other as it was
             self._open = peers
-            for door in [door for doors in self._doors.values() for door in doors]:
+            for door in self._doors:
                 each.callback(door, peers)
 
-    def add(self, owner: object, door: Callable[[bool], None]) -> None:
+    def add(self, door: Callable[[bool], None]) -> None:
         """Add a door, which is open; it is shut at once while no new peer is let in. Raises `OSError`."""
         with self._lock:
-            self._doors.setdefault(owner, []).append(door)
+            self._doors.append(door)
             if not self._open:
                 door(False)
 
-    def remove(self, owner: object) -> None:
+    def remove(self, door: Callable[[bool], None]) -> None:
         with self._lock:
-            self._doors.pop(owner, None)
+            self._doors.remove(door)
 
 
 class ListenerSockets(Sockets):
@@ -72,7 +70,6 @@ class ListenerSockets(Sockets):
             self._zap = None if keys is None else ZapHandler(self._context, keys.admitted, self._counters)
             if self._zap is not None:
                 undo.callback(self._zap.close)
-            undo.callback(doors.remove, self)
             self._undo = undo.pop_all()
         self.guard = None if self._zap is None else self._zap.socket
 
@@ -88,6 +85,7 @@ class ListenerSockets(Sockets):
     def bind(self, socket: zmq.Socket[bytes], endpoint: str, *, where: str) -> None:
         parsed = parse_endpoint(endpoint, where=where)
         shared = parsed.kind == "ipc" and bool(self._admit_uids)
+        files = None
         if parsed.kind == "tcp":
             frames_io.over_tcp(socket, parsed.host)
             if self._keys is not None:
@@ -99,13 +97,10 @@ class ListenerSockets(Sockets):
             for uid in {os.geteuid(), *self._admit_uids}:
                 socket.setsockopt(zmq.IPC_FILTER_UID, uid)
 
-        def bind() -> Callable[[bool], None]:
+        def bind() -> None:
             try:
                 with socket_umask(shared=shared):
-                    if parsed.kind == "tcp":
-                        return partial(_admit_at, self._files.enter_context(bound_tcp(socket, endpoint)))
                     socket.bind(endpoint)
-                    return files.show
             except zmq.ZMQError as error:
                 raise EndpointError(
                     f"it cannot be listened at: {error.strerror}",
@@ -113,7 +108,10 @@ class ListenerSockets(Sockets):
                     hint="name an address of this machine that is free",
                 ) from None
 
-        self._doors.add(self, _when_free(bind))
+        _when_free(bind)
+        if files is not None:
+            self._undo.callback(self._doors.remove, files.show)
+            self._doors.add(files.show)
 
     def serve_guard(self) -> None:
         if self._zap is not None:
@@ -121,10 +119,6 @@ class ListenerSockets(Sockets):
 
     def close(self) -> None:
         self._undo.close()
-
-
-def _admit_at(listener: sockets.socket, peers: bool) -> None:
-    drop_new_connections(listener, everybody=not peers)
 
 
 def _when_free(take: Callable[[], T]) -> T:

@@ -397,7 +397,7 @@ class MessageServer:
             )
             resources.callback(liveness.close)
         listeners, zap = self._listen(resources)
-        gate = Gate(listeners.tcp, self._files.show if self._files else None, self.counters, self._admit_readers)
+        gate = Gate(self._files.show if self._files else None, self.counters, self._admit_readers)
         resources.callback(gate.close)
         replies = ReplySender(listeners, self.counters)
         calls = InFlight(

@@ -176,8 +176,6 @@ def _is_same_file(fd: int, path: str) -> bool:
 logger = logging.getLogger(__name__)
 
 FLUSH_MS = 200
-# Connections that ZMQ has not accepted yet: this many still come in after the gate has shut.
-BACKLOG = 128
 _HEAD_FRAMES = 1 + frames_io.HEAD_FRAMES
 
 
@@ -188,7 +186,6 @@ class Listeners:
     def __init__(self, context: zmq.Context[Any], admit_uids: Collection[int] = ()) -> None:
         self._admit_uids = admit_uids
         self.sockets: list[frames_io.Socket] = []
-        self.tcp: list[socket.socket] = []  # the listening sockets below those of tcp://; the gate closes them
         self._context = context
         self._local: list[bool] = []
 
@@ -211,10 +208,7 @@ class Listeners:
             if keys is not None:
                 keys.apply(router)
         with socket_umask(shared=local and bool(self._admit_uids)):
-            if local:
-                router.bind(endpoint)
-            else:
-                self.tcp.append(bound_tcp(router, endpoint))
+            router.bind(endpoint)
 
     def is_local(self, identity: bytes) -> bool:
         return self._local[identity[0]]
@@ -233,21 +227,6 @@ class Listeners:
     def close(self) -> None:
         for router in self.sockets:
             router.close(FLUSH_MS)
-
-
-def bound_tcp(router: frames_io.Socket, endpoint: str) -> socket.socket:
-    """Bind to a tcp:// endpoint, and return another descriptor of the socket on which ZMQ listens. ZMQ names its own in
-    one event only."""
-    from zmq.utils.monitor import recv_monitor_message  # imports asyncio, which only this needs
-
-    router.setsockopt(zmq.BACKLOG, BACKLOG)
-    monitor = router.get_monitor_socket(zmq.EVENT_LISTENING)
-    try:
-        router.bind(endpoint)
-        return socket.socket(fileno=os.dup(recv_monitor_message(monitor)["value"]))
-    finally:
-        router.disable_monitor()
-        monitor.close(0)
 
 
 class ReplySender:

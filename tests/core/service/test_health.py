@@ -104,9 +104,9 @@ def test_what_was_lost_while_there_was_no_server_is_counted_and_no_problem() -> 
 
 
 def test_doors_that_are_shut() -> None:
-    seen = {"in_use": 700, "limit": 1000, "tcp": False, "sessions": False, "local": True, "shut_out": {}}
+    seen = {"in_use": 700, "limit": 1000, "readers": False, "sessions": False, "local": True}
     (problem,) = problems(document(messaging={"counters": {}, "descriptors": seen}))
-    fact = "700 of 1000 descriptors are in use: new TCP connections and new clients are not accepted"
+    fact = "700 of 1000 descriptors are in use: new clients and new readers of events are not accepted"
     assert problem == {"where": "messaging.descriptors", "fact": fact}
 
 

@@ -170,8 +170,7 @@ TABLE: dict[str, tuple[Metric, ...]] = {
         _gauge(
             "accepting",
             "whether new clients are accepted",
-            "messaging.descriptors.local, messaging.descriptors.readers, messaging.descriptors.sessions, "
-            "messaging.descriptors.tcp",
+            "messaging.descriptors.local, messaging.descriptors.readers, messaging.descriptors.sessions",
             derived.accepting,
             ("what",),
             "descriptors-low",
