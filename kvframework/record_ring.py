@@ -12,18 +12,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from kvframework.api.keys import CacheKey, PackedKey
-from kvframework.api.listener import (
-    Accessed,
-    Added,
-    Batch,
-    Record,
-    Records,
-    Registered,
-    Removed,
-    RequestRecord,
-)
-from kvframework.api.transfer import ChunkContent
+from kvframework.api.keys import CacheKey, ChunkContent, PackedKey
+from kvframework.api.listener import Accessed, Added, Batch, Record, Records, Registered, Removed, RequestRecord
 
 # Of all records that wait for a reader, about.
 MOST_BYTES = 64 << 20

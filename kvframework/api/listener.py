@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from kvframework.api.hasher import KeyHasher
-from kvframework.api.keys import CacheKey, PackedKey
+from kvframework.api.keys import CacheKey, ChunkContent, PackedKey
 from kvframework.api.plugin import O, Provider, ServerTerms, hookimpl
-from kvframework.api.transfer import ChunkContent
 
 if TYPE_CHECKING:
     import zmq

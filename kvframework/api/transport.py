@@ -1,8 +1,8 @@
 """The transport contract, in an engine's process and in the server: how bytes move between an engine's memory and the
-server's arena.
+server's arena. Engine-driven transports (CPU gather) copy in the engine's process and need no server half.
+Server-driven ones (CUDA IPC) send memory handles at registration; their server half, `ServerTransport`, copies.
 
-Engine-driven transports (CPU gather) copy here and need no server half. Server-driven ones (CUDA IPC) send memory
-handles at registration; their server half, `ServerTransport`, copies.
+First the data of one transfer, then the link to the server, then what a transport implements.
 """
 
 from __future__ import annotations
@@ -11,24 +11,17 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from kvframework.api.futures import Future, StreamHook
+from kvframework.api.keys import CacheKey, ChunkContent
 from kvframework.api.layout import KVLayout, LayerTensors, Layout, MemoryLayoutDesc
-from kvframework.api.plugin import BlockIds, Buffer, O, Provider, hookimpl
+from kvframework.api.plugin import BlockIds, Buffer, Message, O, Provider, hookimpl
 from kvframework.api.requests import ClientInfo
-from kvframework.api.transfer import (
-    ArenaRange,
-    GroupBlocks,
-    LoadOutcome,
-    LoadPlan,
-    Registration,
-    StoreOutcome,
-    StorePlan,
-    Transfer,
-    error_code,
-)
 from kvframework.errors import KVFrameworkError, TransportMismatch
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "AnyTransportProvider",
@@ -38,6 +31,7 @@ __all__ = [
     "EngineDrivenLink",
     "EngineLink",
     "GroupBlocks",
+    "LoadGrant",
     "LoadOutcome",
     "LoadPlan",
     "Registration",
@@ -52,6 +46,291 @@ __all__ = [
     "error_code",
     "hookimpl",
 ]
+
+
+class ArenaRange(Message, frozen=True, array_like=True):
+    """One object's place in the arena, in bytes; `chunk` counts from the key's `start`."""
+
+    chunk: int
+    group: int
+    offset: int
+    length: int
+
+
+def error_code(error: BaseException) -> str:
+    """Returns the stable code of a framework's error, "error" for any other."""
+    return error.code if isinstance(error, KVFrameworkError) else "error"
+
+
+class StoreOutcome(Message, frozen=True):
+    """The outcome of a STORE: objects by result, counted over chunks x layer groups. True in a condition if `ok`.
+
+    `unknown` objects were written, and their COMMIT was not answered. `error` is the code of the error for which
+    objects were dropped or are unknown, "" if there was none (a full L1 drops without one).
+    """
+
+    stored: int = 0
+    present: int = 0
+    in_flight: int = 0
+    dropped: int = 0
+    unknown: int = 0
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """True if every object is or will be a hit."""
+        return self.dropped == 0 and self.unknown == 0
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __add__(self, other: StoreOutcome) -> StoreOutcome:
+        """Returns the sum of both; its error is the first of the two."""
+        return StoreOutcome(
+            self.stored + other.stored,
+            self.present + other.present,
+            self.in_flight + other.in_flight,
+            self.dropped + other.dropped,
+            self.unknown + other.unknown,
+            self.error or other.error,
+        )
+
+
+class LoadOutcome(Message, frozen=True):
+    """The outcome of a load: if it is `ok` the blocks hold the requested KV, else any content, and must be computed.
+    True in a condition if `ok`.
+
+    `reason` is the cause of a miss, in words; `error` is the code of the error, "" for a plain miss.
+    """
+
+    ok: bool
+    reason: str = ""
+    error: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @classmethod
+    def failed(cls, error: BaseException) -> LoadOutcome:
+        """The outcome of a load that ended with an error."""
+        return cls(False, str(error), error_code(error))
+
+
+class Registration(Message, frozen=True):
+    """The engine side's knowledge of its own instance once the server accepted it, at `since` of the monotonic clock.
+
+    `rank` of `world_size` is in its keys. Where objects are shards of the whole model, `shards` is the number of those
+    that the instance holds, else 0. `rank` is then the first of them, `world_size` the number of all, and a transport
+    gets a `layout` and a `desc` with the engine's layer groups once for each shard.
+    """
+
+    instance_id: int
+    rank: int
+    namespace: bytes
+    layout: KVLayout
+    desc: MemoryLayoutDesc
+    world_size: int = 1
+    shards: int = 0
+    since: float = 0.0
+
+
+class LoadGrant(NamedTuple):
+    """What a lookup has prepared for the load of tokens `[start, end)` by one instance: it goes from the scheduler's
+    side of an engine to the worker's, and there to the link, which reads it. `content` names the prompt up to `end` and
+    its salt, `boot_id` the server's start. The rest is the server's; times are of the node's monotonic clock."""
+
+    instance_id: int
+    lease: str
+    start: int
+    end: int
+    content: bytes
+    offsets: bytes
+    objects: bytes
+    boot_id: bytes
+    began: float
+    until: float
+
+
+class GroupBlocks(NamedTuple):
+    """The blocks of one layer group of a transfer.
+
+    `ids` are the blocks of the objects, object by object, `per_object` to each: all blocks of a chunk, of a state only
+    the last one. Every id but `NO_BLOCK` is a block of the engine, `highest` at most (-1: none is touched). The first
+    `first` ids are `NO_BLOCK`: a store leaves these objects out, a load does not write these blocks.
+    """
+
+    ids: Sequence[int]
+    per_object: int
+    first: int
+    highest: int
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """One STORE or load of whole chunks, checked by the core: nothing of it needs another check.
+
+    `key` names the tokens `[key.start, key.end)`, `blocks` the engine's blocks that hold them, a `GroupBlocks` per
+    layer group; `block_ids` are the ids as passed by the engine, one list per layer group for all tokens. `kv_caches`
+    are the engine's tensors, borrowed until the transfer's future is resolved. `event` is the engine's own event behind
+    the work that the copy has to wait for, None for the work in the calling thread's current stream. `content` goes to
+    the server beside the bytes, if it has asked for it. `grant` is for the link, which need not ask for ranges then.
+    `in_pieces`: a transport that copies a load in the engine's own thread does so in `Future.advance` only, piece by
+    piece; others take no notice.
+    """
+
+    key: CacheKey
+    registration: Registration
+    kv_caches: Mapping[str, LayerTensors]
+    block_ids: BlockIds
+    blocks: Sequence[GroupBlocks]
+    event: torch.Event | None = None
+    content: ChunkContent | None = None
+    grant: LoadGrant | None = None
+    in_pieces: bool = False
+
+    @property
+    def request_id(self) -> str:
+        return self.key.request_id
+
+    @property
+    def tokens(self) -> int:
+        return self.key.end - self.key.start
+
+    @property
+    def chunks(self) -> int:
+        return self.tokens // self.registration.desc.chunk_tokens
+
+    @property
+    def objects(self) -> int:
+        """The number of objects: chunks x layer groups."""
+        return self.chunks * len(self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all objects."""
+        return self.chunks * self.registration.desc.nbytes
+
+    @property
+    def first_chunks(self) -> tuple[int, ...]:
+        """The first touched chunk per layer group: the chunks before it are not stored."""
+        return tuple(each.first // each.per_object for each in self.blocks)
+
+    def blocks_of(self, place: ArenaRange) -> Sequence[int]:
+        """Returns the block ids of one object, in its order."""
+        blocks = self.blocks[place.group]
+        return blocks.ids[place.chunk * blocks.per_object : (place.chunk + 1) * blocks.per_object]
+
+    def failed(self, error: BaseException) -> StoreOutcome:
+        """Returns the outcome of a store that stored nothing."""
+        return StoreOutcome(dropped=self.objects, error=error_code(error))
+
+
+R = TypeVar("R", bound=Message)
+
+
+class _Plan(Generic[R]):
+    """What both plans have in common: it is open until the first `commit` or `abort`, and `with plan:` aborts at its
+    end. Without ranges there is nothing to end."""
+
+    def __init__(
+        self,
+        arena: memoryview,
+        ranges: Sequence[ArenaRange],
+        commit: Callable[[], Future[R]],
+        abort: Callable[[], object],
+    ) -> None:
+        self.arena = arena
+        self.ranges = ranges
+        self._commit = commit
+        self._abort = abort
+        self._is_open = bool(ranges)
+
+    def __exit__(self, *_exc: object) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """Gives ranges and pins back, unless they were committed. Idempotent; never blocks, never raises."""
+        if self._is_open:
+            self._is_open = False
+            self._abort()
+
+    def _end(self, closed: R) -> Future[R]:
+        """Commits; the future of a plan that is closed has the outcome `closed`."""
+        if not self._is_open:
+            return Future.resolved(closed)
+        self._is_open = False
+        return self._commit()
+
+
+class StorePlan(_Plan[StoreOutcome]):
+    """The answer to a prepared store: the caller writes each of `ranges` in `arena`, then calls `commit`.
+
+    `with plan:` aborts at its end unless `commit` was called. The ranges lie in `arena`, are objects of the transfer
+    that the engine holds, and belong to the caller until COMMIT, ABORT or its end; after their lease they are
+    quarantined: the caller may still write them, but they are never published. `outcome` is that of the other objects.
+    `arena` stays valid as long as there is a reference to it or to a tensor made from it: never release it.
+    """
+
+    def __init__(
+        self,
+        arena: memoryview,
+        ranges: Sequence[ArenaRange],
+        outcome: StoreOutcome,
+        *,
+        commit: Callable[[], Future[StoreOutcome]],
+        abort: Callable[[], object],
+    ) -> None:
+        super().__init__(arena, ranges, commit, abort)
+        self.outcome = outcome
+
+    def __enter__(self) -> StorePlan:
+        return self
+
+    def commit(self) -> Future[StoreOutcome]:
+        """Publishes the ranges. The future has the outcome of all objects of the transfer and never fails: ranges that
+        were not published count as dropped, and after a `DeadlineExceeded` as unknown (the server publishes them when
+        it handles the request, and nothing stays reserved). Ranges that were given back before are dropped."""
+        return self._end(self.outcome + StoreOutcome(dropped=len(self.ranges)))
+
+
+class LoadPlan(_Plan[LoadOutcome]):
+    """The answer to a prepared load: the caller reads each of `ranges`, then calls `commit`. No ranges if `hit` is
+    False.
+
+    `with plan:` gives the pins back at its end unless `commit` was called. The ranges lie in `arena` and are pinned for
+    a while; `commit` says whether they stayed pinned throughout. `arena` is like that of a `StorePlan`; it is empty
+    where the arena is not mapped, see `receive`.
+    """
+
+    def __init__(
+        self,
+        arena: memoryview,
+        ranges: Sequence[ArenaRange],
+        *,
+        reason: str = "",
+        commit: Callable[[], Future[LoadOutcome]],
+        abort: Callable[[], object],
+        receive: Callable[[Sequence[int]], Future[Sequence[memoryview]]],
+    ) -> None:
+        super().__init__(arena, ranges, commit, abort)
+        self.hit = bool(ranges)
+        self.reason = reason
+        self._receive = receive
+
+    def __enter__(self) -> LoadPlan:
+        return self
+
+    def receive(self, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
+        """Returns the bytes of `ranges` at `positions` over the wire, a buffer each; an empty sequence if the pins have
+        lapsed. Bounds and waiting as for `EngineDrivenLink.store_chunks`. The caller owns the buffers; their content is
+        only known to be right once `commit` has confirmed the pins."""
+        return self._receive(positions)
+
+    def commit(self) -> Future[LoadOutcome]:
+        """Ends the pins. The future never fails: it has a miss if the pins did not last throughout, since the bytes
+        read may be foreign, or if the server did not answer."""
+        return self._end(LoadOutcome(False, self.reason))
+
 
 # The kinds of a client's losses.
 LostKind = Literal["lookups", "loads", "stores"]
@@ -73,9 +352,8 @@ class EngineDrivenLink(ABC):
         """Whether the server's arena is mapped in this process now; it cannot be over TCP."""
 
     def map_ahead(self) -> None:
-        """For a transport that copies to and from the arena in this process: has the pages that the server's memory
-        holds mapped here, in the background, so that no copy waits for it. Also at servers to come. Never blocks, does
-        nothing where the arena is not mapped. By default nothing."""
+        """For a transport that copies to and from the arena in this process: has its resident pages mapped here, in the
+        background, also at servers to come. Never blocks, does nothing where the arena is not mapped."""
         return
 
     @abstractmethod

@@ -12,8 +12,7 @@ from kvframework.api.console import stdout
 from kvframework.api.tier import TierProvider
 from kvframework.cli.console import print_table, print_text
 from kvframework.config import toml_value
-from kvframework.registry import PluginInfo
-from kvframework.registry.loader import AnyProvider, OptionInfo, describe_options
+from kvframework.registry import AnyProvider, OptionInfo, PluginInfo, describe_options
 
 _COLUMNS = ("name", "kind", "distribution", "version", "status", "reason")
 

@@ -1,7 +1,7 @@
 """The engine side: the modules that an engine integration imports. Independent of any engine and of the server's
 parts."""
 
-from kvframework.api.transfer import LoadGrant
+from kvframework.api.transport import LoadGrant
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.identity import (
     WEIGHT_SUFFIXES,

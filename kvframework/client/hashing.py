@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
-from kvframework.api.keys import CacheKey, Retain, sampled_parent
-from kvframework.api.transfer import ArenaRange, ChunkContent, Extra, Image, LoadGrant, Transfer
+from kvframework.api.keys import CacheKey, ChunkContent, Extra, Image, Retain, sampled_parent
+from kvframework.api.transport import ArenaRange, LoadGrant, Transfer
 from kvframework.errors import BadRange, ProtocolError, RequestError
 from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import unpack_indices, unpack_offsets

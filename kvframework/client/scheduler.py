@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from kvframework.api.futures import Future
 from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey
-from kvframework.api.transfer import LoadGrant
-from kvframework.api.transport import error_code
+from kvframework.api.transport import LoadGrant, error_code
 from kvframework.client.hashing import Grants, RequestHashes, grants_of
 from kvframework.client.transfers import KVClient, checked_start
 from kvframework.errors import KVFrameworkError, LeaseUnknown, ProtocolError, ServerGone

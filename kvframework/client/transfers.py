@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, SupportsIndex, TypeVar
 
 from kvframework.api.futures import Future, Promise, StreamHook
 from kvframework.api.hasher import Buffer
-from kvframework.api.keys import CacheKey
+from kvframework.api.keys import CacheKey, ChunkContent
 from kvframework.api.layout import LayerTensors, check_skip
 from kvframework.api.plugin import Message
-from kvframework.api.transfer import ChunkContent, LoadGrant
 from kvframework.api.transport import (
     ArenaRange,
     BlockIds,
     EngineLink,
     GroupBlocks,
+    LoadGrant,
     LoadOutcome,
     LoadPlan,
     Registration,

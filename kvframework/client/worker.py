@@ -16,8 +16,16 @@ from kvframework.api.futures import Future
 from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import EngineView, LayerTensors
-from kvframework.api.transfer import LoadGrant
-from kvframework.api.transport import BlockIds, LoadOutcome, LostKind, Registration, StoreOutcome, Transfer, error_code
+from kvframework.api.transport import (
+    BlockIds,
+    LoadGrant,
+    LoadOutcome,
+    LostKind,
+    Registration,
+    StoreOutcome,
+    Transfer,
+    error_code,
+)
 from kvframework.client.hashing import RequestHashes
 from kvframework.client.instance import Instance, InstanceIdentity
 from kvframework.client.scheduler import SchedulerAdapter

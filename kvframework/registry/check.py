@@ -1,5 +1,5 @@
-"""The check of a configuration against the plugins: every table names a working plugin and fits its options; and the
-guarded call of a provider's `create`."""
+"""A configuration against the plugins: every table names a working plugin and fits its options; the guarded call of a
+provider's `create`; and descriptions of options."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import msgspec
+from msgspec import inspect as types
 
 from kvframework.api.codec import NO_CODEC, CodecProvider
 from kvframework.api.eviction import EvictionProvider
@@ -16,20 +17,16 @@ from kvframework.api.hasher import HasherProvider
 from kvframework.api.layout import LayoutProvider
 from kvframework.api.listener import ListenerProvider
 from kvframework.api.memory import MemoryProvider
-from kvframework.api.plugin import Options, Provider, ServerTerms, TableContext
+from kvframework.api.plugin import ByteSize, Options, Provider, ServerTerms, TableContext
 from kvframework.api.requests import RequestsProvider
 from kvframework.api.tier import TierProvider
 from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import Config, PluginTable, default_endpoint
 from kvframework.errors import ConfigFieldError, KVFrameworkError, PluginBroken, PluginUnavailable
+from kvframework.masking import secret_mark
 from kvframework.overdue import named_at, timed
 from kvframework.registry.registry import PluginRegistry
 from kvframework.text import described
-
-# The guarded call of a provider's `create`: any exception or wrong result becomes `PluginBroken` that names the plugin
-# and its table.
-#
-# Runs where the object is needed: at startup in the server's main thread, for codecs in the first storage thread.
 
 _HINT = "report it to the plugin's author; `kvframework plugins check` says more"
 
@@ -41,10 +38,9 @@ def declared_attributes(contract: type[Any]) -> list[str]:
 
 
 class Creator:
-    """Makes the objects of one configuration. Each call blocks for as long as the plugin does.
-
-    A `KVFrameworkError` is the plugin's own error and passes, with the table's place if it names none.
-    """
+    """Makes the objects of one configuration, in the thread that needs them. Each call blocks for as long as the plugin
+    does. A `KVFrameworkError` is the plugin's own error and passes, with the table's place if it names none; any other
+    exception or a wrong result becomes a `PluginBroken` that names the plugin and its table."""
 
     def __init__(self, registry: PluginRegistry) -> None:
         self._registry = registry
@@ -83,8 +79,7 @@ class Creator:
             error.where = error.where or table.where
             raise
         except (Exception, SystemExit) as error:
-            cause = described(error)
-            raise self._broken(kind, table, f"{name} raised {cause}") from error
+            raise self._broken(kind, table, f"{name} raised {described(error)}") from error
 
     def _broken(self, kind: str, table: PluginTable, fact: str, available: str = "") -> PluginBroken:
         title = self._title(kind, table)
@@ -99,11 +94,8 @@ P = TypeVar("P", bound=Provider[Any])
 
 
 def resolve_table(registry: PluginRegistry, table: PluginTable, descriptor: type[P]) -> tuple[P, Options]:
-    """The provider that a table names, and its validated options. Blocking: may import the plugin.
-
-    `descriptor` is the class of providers of the table's kind. Raises `PluginError` and `ConfigFieldError` with the
-    table's place.
-    """
+    """The provider that a table names, and its validated options. `descriptor` is the class of providers of the table's
+    kind. Blocking: may import the plugin. Raises `PluginError` and `ConfigFieldError` with the table's place."""
     try:
         provider = cast("P", registry.resolve(descriptor.kind, table.use, where=table.where))
     except PluginUnavailable:
@@ -117,10 +109,7 @@ def resolve_table(registry: PluginRegistry, table: PluginTable, descriptor: type
 
 def codec_tables(config: Config) -> list[PluginTable]:
     """The codecs that a configuration names, each once, with the options of its `[codecs.NAME]`; without `none`, which
-    the core implements itself.
-
-    Raises `ConfigFieldError` for options of a codec that no table uses.
-    """
+    the core implements itself. Raises `ConfigFieldError` for options of a codec that no table uses."""
     named = {l2.keys.codec: f"{l2.tier.where} codec" for l2 in reversed(config.l2)}
     named = dict.fromkeys(config.codecs.allow, f"{config.codecs.where} allow") | named
     named.pop(NO_CODEC, None)
@@ -191,10 +180,8 @@ def server_terms(config: Config) -> ServerTerms:
 
 
 def check_config(config: Config, registry: PluginRegistry) -> None:
-    """Resolves every configured plugin and validates its options; creates nothing. Blocking.
-
-    Raises the first error: `PluginError` or `ConfigFieldError`.
-    """
+    """Resolves every configured plugin and validates its options; creates nothing. Blocking. Raises the first error:
+    `PluginError` or `ConfigFieldError`."""
     codec_tables(config)
     for table, descriptor in named_tables(config):
         resolve_table(registry, table, descriptor)
@@ -218,3 +205,88 @@ def check_table(
         return
     context = TableContext(table.where, replaces, server)
     Creator(registry).call(provider.kind, table, provider.check, options, context, name="check")
+
+
+_BASIC: dict[type[types.Type], str] = {
+    types.AnyType: "anything",
+    types.BoolType: "boolean",
+    types.IntType: "integer",
+    types.FloatType: "number",
+    types.StrType: "string",
+    types.DateTimeType: "date and time",
+    types.DateType: "date",
+    types.TimeType: "time",
+    types.StructType: "table",
+    types.TypedDictType: "table",
+}
+_ARRAYS = (
+    types.ListType,
+    types.SetType,
+    types.FrozenSetType,
+    types.VarTupleType,
+    types.CollectionType,
+)
+
+
+class OptionInfo(msgspec.Struct, frozen=True):
+    """One field of a plugin's options. `default` means nothing while `required`."""
+
+    name: str
+    type: str
+    required: bool
+    default: object
+    description: str
+    secret: bool
+
+
+def describe_options(options: type[msgspec.Struct]) -> list[OptionInfo]:
+    """The fields of a struct of options or of the configuration, in their order."""
+    struct = types.type_info(options)
+    assert isinstance(struct, types.StructType)
+    return [_describe(field) for field in struct.fields]
+
+
+def _describe(field: types.Field) -> OptionInfo:
+    default = field.default
+    if field.default_factory is not msgspec.NODEFAULT:
+        default = field.default_factory()
+    metadata = field.type if isinstance(field.type, types.Metadata) else types.Metadata(field.type)
+    return OptionInfo(
+        name=field.encode_name,
+        type=type_text(field.type),
+        required=field.required,
+        default=None if field.required else default,
+        description=(metadata.extra_json_schema or {}).get("description", ""),
+        secret=secret_mark(field.type) is not None,
+    )
+
+
+def type_text(kind: Any) -> str:
+    """A type as readers of a TOML file know it, with its bounds."""
+    if isinstance(kind, types.Metadata):
+        return type_text(kind.type)
+    if isinstance(kind, types.CustomType):
+        return "size" if kind.cls is ByteSize else kind.cls.__name__
+    if isinstance(kind, types.LiteralType):
+        return " or ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in kind.values)
+    if isinstance(kind, types.EnumType):
+        return " or ".join(f'"{member.value}"' for member in kind.cls)
+    if isinstance(kind, types.UnionType):
+        return " or ".join(type_text(each) for each in kind.types if not isinstance(each, types.NoneType))
+    if isinstance(kind, _ARRAYS):
+        return f"array of {type_text(kind.item_type)}"
+    if isinstance(kind, types.TupleType):
+        return f"array of {', '.join(type_text(each) for each in kind.item_types)}"
+    if isinstance(kind, types.DictType):
+        return f"table of {type_text(kind.value_type)}"
+    return _BASIC.get(type(kind), type(kind).__name__.removesuffix("Type").lower()) + _bounds(kind)
+
+
+def _bounds(kind: Any) -> str:
+    if not isinstance(kind, (types.IntType, types.FloatType)):
+        return ""
+    if kind.ge is not None and kind.le is not None:
+        return f" {kind.ge} to {kind.le}"
+    bounds = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
+    limits = [f"{sign} {bound}" for sign, bound in bounds if bound is not None]
+    return f" {' and '.join(limits)}" if limits else ""

@@ -25,8 +25,6 @@ from kvframework.errors import PluginBroken, PluginWrongApi
 
 
 class Kind(NamedTuple):
-    """One kind of plugin."""
-
     hook: str
     providers: tuple[type[Provider[Any]], ...]
 
@@ -45,7 +43,6 @@ KINDS: dict[str, Kind] = {
 
 
 MAX_NAME = 32
-
 _WORDS = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # The bounds of the kinds that have one of their own: each value in L2 carries the name of its codec.
 _LONGEST = {"codec": MAX_CODEC_NAME}
@@ -146,21 +143,12 @@ def _info(entry_point: metadata.EntryPoint, api_major: int) -> EntryPointInfo:
     if not dot:
         kind, name = "", entry_point.name
     distribution = entry_point.dist
-    return EntryPointInfo(
-        kind=kind,
-        name=name,
-        distribution=distribution.name if distribution else "unknown",
-        version=distribution.version if distribution else "",
-        value=entry_point.value,
-        api_major=api_major,
-    )
+    origin = (distribution.name, distribution.version) if distribution else ("unknown", "")
+    return EntryPointInfo(kind, name, *origin, entry_point.value, api_major)
 
 
-# The comparison of versions: of the plugin API, of which the group of the entry point carries the major and a provider
-# the minor; and of the release that a plugin's distribution asks for.
-
-API_TEXT = ".".join(map(str, API_VERSION))
 _OURS = "kvframework"
+_OTHER_RELEASE = "install a release of the plugin for this kvframework, or another kvframework"
 # A requirement with a marker, such as that of an extra, is not judged, nor one of a distribution with a longer name.
 _REQUIREMENT = re.compile(rf"{_OURS}(?![\w.-])\s*(?:\[[^]]*\])?\s*\(?([^;()]*)\)?\s*", re.IGNORECASE)
 _CLAUSE = re.compile(r"\s*(~=|==|!=|<=|>=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?(\S*)\s*")
@@ -169,7 +157,7 @@ _CLAUSE = re.compile(r"\s*(~=|==|!=|<=|>=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?(\S*)\s
 def check_major(major: int, title: str) -> None:
     """Raises `PluginWrongApi` if an entry point is in the group of another major."""
     if major != API_VERSION[0]:
-        raise _wrong(title, f"version {major}")
+        raise _wrong_api(title, str(major))
 
 
 def check_requires(requires_api: object, title: str) -> None:
@@ -179,7 +167,15 @@ def check_requires(requires_api: object, title: str) -> None:
         raise PluginBroken(f"{title}: requires_api is {requires_api!r}", available='a version such as "1.0"')
     major, minor = int(match[1]), int(match[2])
     if major != API_VERSION[0] or minor > API_VERSION[1]:
-        raise _wrong(title, f"version {requires_api}")
+        raise _wrong_api(title, requires_api)
+
+
+def _wrong_api(title: str, version: str) -> PluginWrongApi:
+    return PluginWrongApi(
+        f"{title} is written for plugin API version {version}",
+        available=f"plugin API {'.'.join(map(str, API_VERSION))}",
+        hint=_OTHER_RELEASE,
+    )
 
 
 def release_wanted(distribution: str) -> str:
@@ -200,16 +196,13 @@ def check_release(distribution: str, title: str) -> None:
     change of kvframework, or `--no-deps`, leads to it. Blocking."""
     if wanted := release_wanted(distribution):
         raise PluginWrongApi(
-            f"{title} needs {_OURS} {wanted}",
-            available=f"{_OURS} {kvframework.__version__}",
-            hint="install a release of the plugin for this kvframework, or another kvframework",
+            f"{title} needs {_OURS} {wanted}", available=f"{_OURS} {kvframework.__version__}", hint=_OTHER_RELEASE
         )
 
 
 def _admits(wanted: str, present: str) -> bool:
-    """Whether a range has a version. A development version counts as its release; what is no plain clause admits all.
-
-    pip judges more exactly, and at each installation."""
+    """Whether a range has a version. A development version counts as its release; what is no plain clause admits all:
+    pip judges more exactly, at each installation."""
     have = _release(present)
     for clause in wanted.split(","):
         match = _CLAUSE.fullmatch(clause)
@@ -242,11 +235,3 @@ def _release(version: str) -> list[int]:
 def _order(one: list[int], other: list[int]) -> int:
     pairs = zip_longest(one, other, fillvalue=0)
     return next(((a > b) - (a < b) for a, b in pairs if a != b), 0)
-
-
-def _wrong(title: str, needed: str) -> PluginWrongApi:
-    return PluginWrongApi(
-        f"{title} is written for plugin API {needed}",
-        available=f"plugin API {API_TEXT}",
-        hint="install a release of the plugin for this kvframework, or another kvframework",
-    )

@@ -1,19 +1,25 @@
 """The plugins that this process can use: from names in a configuration to provider descriptors.
 
-Made and used at startup, in one thread. Hooks run here and nowhere later.
+Made and used at startup, in one thread. Hooks run here and nowhere later. Only named plugins are imported, and a
+plugin's mistake becomes a `PluginError`.
 """
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
 
 import msgspec
 import pluggy
 
 from kvframework.api import hookspecs
+from kvframework.api.codec import MAX_CODEC_NAME
 from kvframework.api.installing import install_command
-from kvframework.api.plugin import API_VERSION, PROJECT, Options
+from kvframework.api.plugin import API_VERSION, ENTRY_POINT_GROUP, PROJECT, Options, Provider
 from kvframework.config import closest, convert
 from kvframework.errors import (
     ConfigFieldError,
@@ -25,10 +31,18 @@ from kvframework.errors import (
     PluginWrongApi,
     PluginWrongKind,
 )
-from kvframework.overdue import named_at
-from kvframework.registry import loader
-from kvframework.registry.discovery import FIRST_PARTY, KINDS, EntryPointInfo, check_major, check_release, discover
-from kvframework.registry.loader import AnyProvider
+from kvframework.overdue import named_at, timed
+from kvframework.registry.discovery import (
+    FIRST_PARTY,
+    KINDS,
+    EntryPointInfo,
+    check_major,
+    check_release,
+    check_requires,
+    discover,
+)
+
+AnyProvider = Provider[Any]
 
 # The distribution of plugins that are registered as objects: who uses one can read its code.
 IN_PROCESS = "in-process"
@@ -64,7 +78,7 @@ class PluginRegistry:
     def __init__(self, entry_points: Iterable[EntryPointInfo] | None = None) -> None:
         self.manager = pluggy.PluginManager(PROJECT)
         self.manager.add_hookspecs(hookspecs)
-        self._offers = builtins.list(discover() if entry_points is None else entry_points)
+        self._offers = list(discover() if entry_points is None else entry_points)
         self._outcomes: dict[EntryPointInfo, AnyProvider | PluginError] = {}
         # Those whose probe has found nothing: a server that serves asks none of them again.
         self._able: set[EntryPointInfo] = set()
@@ -79,12 +93,12 @@ class PluginRegistry:
         title = f"{value} of {distribution}"
         if self.manager.is_registered(plugin):
             raise PluginBroken(f"{title}: it is registered already")
-        loader.adopt(self.manager, plugin, title)
+        adopt(self.manager, plugin, title)
         outcomes: dict[EntryPointInfo, AnyProvider | PluginError] = {}
         try:
-            implemented = loader.hooks_of(self.manager, plugin)
+            implemented = hooks_of(self.manager, plugin)
             for kind in (kind for kind in KINDS if KINDS[kind].hook in implemented):
-                for provider in loader.offered(self.manager, plugin, kind, title):
+                for provider in offered(self.manager, plugin, kind, title):
                     offer = EntryPointInfo(kind, provider.name, distribution, version, value)
                     outcomes[offer] = self._attempt(offer, plugin)
             if not outcomes:
@@ -111,7 +125,7 @@ class PluginRegistry:
             with named_at(where):
                 provider = self._load(offer)
                 if offer not in self._able:
-                    reason = loader.probe(provider, str(offer))
+                    reason = probed(provider, str(offer))
                     if reason is not None:
                         raise PluginUnavailable(f"{offer} cannot run here: {reason}")
                     self._able.add(offer)
@@ -121,17 +135,10 @@ class PluginRegistry:
         return provider
 
     def options(
-        self,
-        provider: AnyProvider,
-        raw: Mapping[str, object],
-        *,
-        where: str = "",
-        core_keys: tuple[str, ...] = (),
+        self, provider: AnyProvider, raw: Mapping[str, object], *, where: str = "", core_keys: tuple[str, ...] = ()
     ) -> Options:
-        """`raw` as the plugin's own options. `core_keys` are named beside its fields when a key is unknown.
-
-        Raises `ConfigFieldError`.
-        """
+        """`raw` as the plugin's own options. `core_keys` are named beside its fields when a key is unknown. Raises
+        `ConfigFieldError`."""
         try:
             options: Options = convert(raw, provider.options, where=where, core_keys=core_keys)
         except ConfigFieldError as error:
@@ -141,34 +148,24 @@ class PluginRegistry:
 
     def names(self, kind: str) -> builtins.list[str]:
         """The names offered of a kind, sorted. Imports nothing."""
-        return sorted({offer.name for offer in self._usable() if offer.kind == kind})
+        return sorted({offer.name for offer in self._offers if offer.kind == kind and _same_major(offer)})
 
     def list(self, *, probe: bool = False) -> builtins.list[PluginInfo]:
         """Everything that is installed or registered. Imports nothing, unless `probe` asks to import and probe each.
-
-        Raises no plugin's error: its status shows it.
-        """
-        return [self._info(offer, probe) for offer in self._usable(other_majors=True)]
+        Raises no plugin's error: its status shows it."""
+        return [self._info(offer, probe) for offer in self._listed()]
 
     def describe(self, kind: str, name: str) -> tuple[builtins.list[PluginInfo], AnyProvider | None]:
         """Every offer of one plugin, probed, and its descriptor if it could be loaded, whether or not it can run here.
 
         Blocking: may import it. Raises `PluginNotFound` and `PluginWrongKind` if no distribution offers it.
         """
-        offers = [o for o in self._usable(other_majors=True) if (o.kind, o.name) == (kind, name)]
+        offers = [offer for offer in self._listed() if (offer.kind, offer.name) == (kind, name)]
         if not offers:
             self.offer(kind, name)
         infos = [self._info(offer, probe=True) for offer in offers]
         provider = self._outcomes.get(offers[0])
         return infos, None if isinstance(provider, PluginError) else provider
-
-    def _usable(self, *, other_majors: bool = False) -> builtins.list[EntryPointInfo]:
-        """The offers for this API. Offers for another one count only if their distribution has none for this one."""
-        ours = [offer for offer in self._offers if _same_major(offer)]
-        if not other_majors:
-            return ours
-        served = {(offer.distribution, offer.title) for offer in ours}
-        return [o for o in self._offers if _same_major(o) or (o.distribution, o.title) not in served]
 
     def offer(self, kind: str, name: str) -> EntryPointInfo:
         """The distribution's offer of this plugin. Imports nothing. Raises `PluginNotFound`, `PluginConflict`,
@@ -177,7 +174,7 @@ class PluginRegistry:
             raise PluginWrongKind(
                 f"there is no kind of plugin called {kind!r}", available=", ".join(KINDS), hint=closest(kind, KINDS)
             )
-        named = [offer for offer in self._usable(other_majors=True) if offer.name == name]
+        named = [offer for offer in self._listed() if offer.name == name]
         offers = [offer for offer in named if offer.kind == kind]
         ours = [offer for offer in offers if _same_major(offer)]
         if len(ours) > 1:
@@ -193,18 +190,17 @@ class PluginRegistry:
                 f"{name!r} is no {kind}, but there is a plugin of that name of another kind: {', '.join(others)}",
                 available=available,
             )
-        raise PluginNotFound(
-            f"no installed distribution offers the {kind} {name!r}",
-            available=available,
-            hint=self._where_it_is(kind, name),
-        )
-
-    def _where_it_is(self, kind: str, name: str) -> str:
         title = f"{kind}.{name}"
-        if title in FIRST_PARTY:
-            return install_command(distribution=FIRST_PARTY[title])
         known = [*self.names(kind), *(each.partition(".")[2] for each in FIRST_PARTY if each.startswith(f"{kind}."))]
-        return closest(name, known) or f"install a distribution with the entry point {title}"
+        hint = closest(name, known) or f"install a distribution with the entry point {title}"
+        if title in FIRST_PARTY:
+            hint = install_command(distribution=FIRST_PARTY[title])
+        raise PluginNotFound(f"no installed distribution offers the {kind} {name!r}", available=available, hint=hint)
+
+    def _listed(self) -> builtins.list[EntryPointInfo]:
+        """The offers, those for another API only if their distribution has none for this one."""
+        served = {(offer.distribution, offer.title) for offer in self._offers if _same_major(offer)}
+        return [o for o in self._offers if _same_major(o) or (o.distribution, o.title) not in served]
 
     def _load(self, offer: EntryPointInfo) -> AnyProvider:
         if offer not in self._outcomes:
@@ -215,12 +211,14 @@ class PluginRegistry:
         return outcome
 
     def _attempt(self, offer: EntryPointInfo, plugin: object | None = None) -> AnyProvider | PluginError:
+        title = str(offer)
         try:
             if plugin is None:
-                check_release(offer.distribution, str(offer))
-                plugin = loader.import_plugin(offer)
-                loader.adopt(self.manager, plugin, str(offer))
-            return loader.pick(self.manager, plugin, offer)
+                check_release(offer.distribution, title)
+                with _guarded(title, "the import", long=True):
+                    plugin = metadata.EntryPoint(offer.title, offer.value, ENTRY_POINT_GROUP).load()
+                adopt(self.manager, plugin, title)
+            return pick(self.manager, plugin, offer)
         except PluginError as error:
             return error
 
@@ -229,7 +227,7 @@ class PluginRegistry:
         try:
             self._check_static(offer)
             if probe or offer in self._outcomes:
-                reason = loader.probe(self._load(offer), str(offer)) or ""
+                reason = probed(self._load(offer), str(offer)) or ""
                 status = "unavailable" if reason else status
         except PluginError as error:
             status, reason = _STATUS[type(error)], error.fact.removeprefix(f"{offer}: ")
@@ -243,7 +241,7 @@ class PluginRegistry:
             raise PluginBroken(f"{offer}: an entry point is named <kind>.<name>")
         if offer.kind not in KINDS:
             raise PluginWrongKind(f"{offer}: there is no kind of plugin called {offer.kind!r}")
-        rivals = [rival for rival in self._usable() if (rival.kind, rival.name) == (offer.kind, offer.name)]
+        rivals = [each for each in self._offers if each.title == offer.title and _same_major(each)]
         if len(rivals) > 1:
             raise _conflict(rivals)
 
@@ -252,8 +250,117 @@ def _same_major(offer: EntryPointInfo) -> bool:
     return offer.api_major == API_VERSION[0]
 
 
-def _conflict(offers: builtins.list[EntryPointInfo]) -> PluginConflict:
+def _conflict(offers: list[EntryPointInfo]) -> PluginConflict:
     return PluginConflict(
         f"{len(offers)} distributions offer {offers[0].title}: {', '.join(offer.origin for offer in offers)}",
         hint="uninstall all but one of them",
     )
+
+
+@contextmanager
+def _guarded(title: str, step: str, *, long: bool = False) -> Iterator[None]:
+    """Turns any exception of a plugin's code into `PluginBroken`; only an interrupt from the keyboard passes."""
+    try:
+        with timed(title, step, long=long):
+            yield
+    except (PluginError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise PluginBroken(f"{title}: {step} failed with {cause}") from error
+
+
+def adopt(manager: pluggy.PluginManager, plugin: object, title: str) -> None:
+    """Registers a plugin and checks its hooks, unless it is registered already: a module may have several entry
+    points. Raises `PluginBroken`, and the plugin is then not registered."""
+    with _guarded(title, "its registration"):
+        if manager.is_registered(plugin):
+            return
+        try:
+            manager.register(plugin, name=f"{title} at {id(plugin):#x}")
+            manager.check_pending()
+        except BaseException:
+            if manager.is_registered(plugin):
+                manager.unregister(plugin)
+            raise
+
+
+def hooks_of(manager: pluggy.PluginManager, plugin: object) -> set[str]:
+    return {caller.name for caller in manager.get_hookcallers(plugin) or ()}
+
+
+def offered(manager: pluggy.PluginManager, plugin: object, kind: str, title: str) -> list[AnyProvider]:
+    """Calls the hook of `kind` of one plugin only. Raises `PluginBroken` and `PluginWrongKind`."""
+    hook = KINDS[kind].hook
+    others = [other for other in manager.get_plugins() if other is not plugin]
+    with _guarded(title, hook):
+        results = manager.subset_hook_caller(hook, others)()
+    providers: list[AnyProvider] = []
+    for result in results:
+        if not isinstance(result, list | tuple):
+            raise PluginBroken(f"{title}: {hook} returned {type(result).__name__}", available="a list")
+        providers.extend(_checked(provider, kind, title) for provider in result)
+    return providers
+
+
+def pick(manager: pluggy.PluginManager, plugin: object, offer: EntryPointInfo) -> AnyProvider:
+    """The one provider that an entry point promises. Raises `PluginBroken`, `PluginWrongKind`, `PluginWrongApi`."""
+    title, hook, implemented = str(offer), KINDS[offer.kind].hook, hooks_of(manager, plugin)
+    if hook not in implemented:
+        error = PluginWrongKind if implemented else PluginBroken
+        raise error(
+            f"{title}: it does not implement {hook}",
+            available=", ".join(sorted(implemented)) or "no hook at all",
+            hint=f"mark {hook} with @kvframework.api.plugin.hookimpl, or rename the entry point",
+        )
+    providers = offered(manager, plugin, offer.kind, title)
+    matching = [provider for provider in providers if provider.name == offer.name]
+    if len(matching) != 1:
+        raise PluginBroken(
+            f"{title}: {hook} returned {len(matching)} providers named {offer.name!r}",
+            available=", ".join(sorted(provider.name for provider in providers)) or "no provider",
+            hint="an entry point is named <kind>.<name>, after its one provider",
+        )
+    check_requires(matching[0].requires_api, title)
+    return matching[0]
+
+
+def probed(provider: AnyProvider, title: str) -> str | None:
+    """The reason why the plugin cannot run here, or None. Raises `PluginBroken`."""
+    with _guarded(title, "its probe"):
+        reason = provider.probe()
+        if reason is not None and not isinstance(reason, str):
+            raise TypeError(f"expected None or a text, found {type(reason).__name__}")
+    return reason
+
+
+def _checked(provider: object, kind: str, title: str) -> AnyProvider:
+    hook, types = KINDS[kind]
+    expected = " or ".join(each.__name__ for each in types)
+    found = type(provider).__name__
+    if not isinstance(provider, Provider):
+        raise PluginBroken(f"{title}: {hook} returned a list with {found}", available=expected)
+    if not isinstance(provider, types):
+        raise PluginWrongKind(f"{title}: {hook} returned {found}", available=expected)
+    if not (isinstance(provider.options, type) and issubclass(provider.options, Options)):
+        raise PluginBroken(f"{title}: the options of {provider.name!r} are {provider.options!r}", available="Options")
+    with _guarded(title, f"reading the options of {provider.name!r}"):
+        msgspec.msgpack.Decoder(provider.options)  # its annotations may use undefined names
+    lacking = [
+        field.name
+        for field in dataclasses.fields(provider)
+        if field.name.startswith("create")
+        and field.default is dataclasses.MISSING
+        and not callable(getattr(provider, field.name, None))
+    ]
+    if not isinstance(provider.name, str) or not provider.name or lacking:
+        raise PluginBroken(
+            f"{title}: {hook} returned a {found} without a name or {' and '.join(lacking) or 'create'}()"
+        )
+    if kind == "codec" and not (provider.name.isascii() and len(provider.name) <= MAX_CODEC_NAME):
+        raise PluginBroken(
+            f"{title}: the name of codec {provider.name!r} does not fit into a value's header",
+            available=f"at most {MAX_CODEC_NAME} ASCII characters",
+            hint="choose a shorter name",
+        )
+    return provider

@@ -11,10 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from kvframework.api.keys import CacheKey, sampled_parent
+from kvframework.api.keys import CacheKey, ChunkContent, sampled_parent
 from kvframework.api.listener import NOT_MISSED, MissReason, RequestRecord, RequestSubject, TierCall
 from kvframework.api.requests import ClientInfo
-from kvframework.api.transfer import ChunkContent
 from kvframework.config import TenantConfig, tenant_digest
 from kvframework.errors import BadRange
 from kvframework.pricing import EngineSpeed, Priced

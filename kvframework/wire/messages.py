@@ -11,10 +11,9 @@ from typing import Annotated
 
 import msgspec
 
-from kvframework.api.keys import CacheKey
+from kvframework.api.keys import CacheKey, ChunkContent
 from kvframework.api.layout import MAX_GROUPS, KVLayout, MemoryLayoutDesc
 from kvframework.api.plugin import Message
-from kvframework.api.transfer import ChunkContent
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.pricing import EngineSpeed
 from kvframework.status import MAX_RECENT, Finished, RecentReply, TierCall

@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from kvframework import record_ring as module
-from kvframework.api.keys import CacheKey
+from kvframework.api.keys import CacheKey, ChunkContent, Extra, Image
 from kvframework.api.listener import Accessed, Added, Batch, Record, Registered, Removed
-from kvframework.api.transfer import ChunkContent, Extra, Image
 from kvframework.record_ring import RecordRing
 
 KEY = CacheKey("m", 1, 0, b"n" * 16, 0, 4, "r", digests=b"d" * 32)

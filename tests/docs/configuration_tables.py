@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from kvframework.config import schema
-from kvframework.registry.loader import describe_options
+from kvframework.registry import describe_options
 from kvframework.running_config import when
 from tests.docs.option_tables import rows
 

@@ -19,9 +19,8 @@ from msgspec import inspect
 
 from kvframework.api.plugin import ByteSize, Options
 from kvframework.config import toml_value
-from kvframework.registry import PluginRegistry
+from kvframework.registry import OptionInfo, PluginRegistry, describe_options
 from kvframework.registry.discovery import EntryPointInfo
-from kvframework.registry.loader import OptionInfo, describe_options
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- options: (\S+)(?: (\w+))? -->\n).*?(<!-- end of options -->)", re.DOTALL)

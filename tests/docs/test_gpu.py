@@ -13,8 +13,7 @@ from kvf_cuda_ipc import kvf_transports
 from kvframework.config import Config, load_config
 from kvframework.doctor.machine import nodes
 from kvframework.errors import ConfigFieldError, KVFrameworkError
-from kvframework.registry import PluginRegistry, check_config
-from kvframework.registry.loader import describe_options
+from kvframework.registry import PluginRegistry, check_config, describe_options
 from tests.core.doctor.sysfs import sysfs
 from tests.docs.shown import blocks
 from tests.docs.test_operations import PATTERNS

@@ -12,8 +12,8 @@ import msgspec
 import zmq
 
 from kvf_hashers.sha256 import Sha256
+from kvframework.api.keys import ChunkContent
 from kvframework.api.requests import CacheKey
-from kvframework.api.transfer import ChunkContent
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.wire import messages as m
 from tests.events.reader import Reader

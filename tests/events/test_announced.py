@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.api.transfer import ChunkContent, Extra
+from kvframework.api.keys import ChunkContent, Extra
 from kvframework.errors import BadRange
 from kvframework.wire import messages as m
 from tests.events.node import BLOCK, CHUNK, OBJECT, Engine, beginnings, found, packed, prompt, router, settings

@@ -14,9 +14,8 @@ from kvf_events.block_index import L1, News, Stored
 from kvf_events.history import Encoder
 from kvf_hashers.sha256 import Sha256
 from kvframework import record_ring
-from kvframework.api.keys import CacheKey
+from kvframework.api.keys import CacheKey, ChunkContent, Extra, Image
 from kvframework.api.listener import ChunkShape
-from kvframework.api.transfer import ChunkContent, Extra, Image
 from kvframework.record_ring import RecordRing
 from tests.events.node import BLOCK, CHUNK, packed
 from tests.events.reader import Reader

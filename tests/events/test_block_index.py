@@ -13,7 +13,7 @@ from kvf_events import block_index as module
 from kvf_events.block_index import L1, BlockIndex, Medium, Removed, Stored
 from kvf_events.chunks import Chunk, chunks_of
 from kvf_events.history import Encoder
-from kvframework.api.transfer import ChunkContent
+from kvframework.api.keys import ChunkContent
 from tests.events.reader import Reader
 
 CHUNK, BLOCK = 8, 2

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from kvf_hashers.sha256 import Sha256
-from kvframework.api.transfer import ChunkContent
+from kvframework.api.keys import ChunkContent
 from kvframework.client import KVClient, RequestHashes
 from kvframework.errors import BadRange
 from kvframework.wire import messages as m

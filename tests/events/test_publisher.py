@@ -21,7 +21,7 @@ from kvf_events.block_index import Medium
 from kvf_events.history import Encoder, History, Numbered
 from kvf_events.ledger import Ledger
 from kvf_events.publisher import Publisher
-from kvframework.api.transfer import ChunkContent
+from kvframework.api.keys import ChunkContent
 from tests.events.node import BLOCK, packed
 from tests.events.test_announcer import TOKENS, Node
 from tests.events.test_ledger import read

@@ -15,7 +15,7 @@ from kvf_vllm.events import Announcements, BlocksRemoved, BlocksStored
 from kvf_vllm.requests import Wish
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import AdapterNews, StepPlan, StepReport
-from kvframework.api.transfer import Image
+from kvframework.api.keys import Image
 from tests.vllm.stand_ins import BLOCK, CHUNK, FakeRequest, FakeServer, scheduler
 
 TOKENS = list(range(20))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvframework.api.transfer import ChunkContent, Extra, Image
+from kvframework.api.keys import ChunkContent, Extra, Image
 from kvframework.wire import messages as m
 from tests.events.node import Engine, Router, packed, prompt
 from tests.events.test_announced import TellingServer

@@ -22,8 +22,7 @@ from kvf_events.block_index import Medium, Stored
 from kvf_events.chunks import Chunk
 from kvf_events.history import Encoder
 from kvf_events.options import Format
-from kvframework.api.keys import CacheKey
-from kvframework.api.transfer import ChunkContent
+from kvframework.api.keys import CacheKey, ChunkContent
 from kvframework.record_ring import RecordRing
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed

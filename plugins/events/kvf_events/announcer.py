@@ -12,9 +12,8 @@ from itertools import repeat
 from kvf_events.block_index import L1, BlockIndex, Line, News
 from kvf_events.chunks import Chunk, chunks_of, verified
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
-from kvframework.api.keys import CacheKey, PackedKey
+from kvframework.api.keys import CacheKey, ChunkContent, PackedKey
 from kvframework.api.listener import Accessed, Added, Batch, ChunkShape, Registered, Removed
-from kvframework.api.transfer import ChunkContent
 
 # Objects of a chunk beyond which it is not announced.
 MOST_ROWS = 1 << 12

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import xxhash
 
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
-from kvframework.api.transfer import ChunkContent, Image
+from kvframework.api.keys import ChunkContent, Image
 
 # The tag by which NVIDIA Dynamo tells salts from the other extra keys.
 SALT_TAG = "dynamo-cache-salt:"

@@ -152,12 +152,14 @@ def members(name: str, definition: Definition, known: set[Definition]) -> Iterat
     """The members of a class, those of bases that are not public themselves too."""
     node = definition.node
     assert isinstance(node, ast.ClassDef)
+    own = tuple(f"  {name}.{each.name}(" for each in node.body if isinstance(each, ast.FunctionDef))
     for base in node.bases:
         hidden = hidden_base(definition, base, known)
         if hidden is not None:
             # Of the parts of a kit its fields and fixtures are for authors.
             kit = hidden.module.startswith("kvf_dev.testing")
-            yield from (line for line in members(name, hidden, known) if not (kit and METHOD.match(line)))
+            lines = (line for line in members(name, hidden, known) if not line.startswith(own))
+            yield from (line for line in lines if not (kit and METHOD.match(line)))
     # Fields in their order, which is that of positional arguments and of what travels as an array.
     for each in node.body:
         if isinstance(each, (ast.Assign, ast.AnnAssign)) and shown(targets(each)[0]):

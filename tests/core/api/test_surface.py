@@ -113,7 +113,7 @@ CHANGES = {
     "a code": ("kvframework.errors", '"device.lost"', '"device.gone"'),
     "how a struct is made": ("kvframework.api.plugin", "frozen=True, forbid_unknown_fields=True", "frozen=True"),
     "a hook": ("kvframework.api.hookspecs", "def kvf_codecs", "def kvf_codec"),
-    "an attribute": ("kvframework.api.transfer", "self.outcome = outcome", "self._outcome = outcome"),
+    "an attribute": ("kvframework.api.transport", "self.outcome = outcome", "self._outcome = outcome"),
     "a kit's setting": (
         "kvf_dev.testing.tier.kit",
         "patience_s: ClassVar[float] = 20.0",

@@ -15,15 +15,8 @@ import msgspec
 import pytest
 
 from kvframework.api.layout import KVLayout, LayerGroup
-from kvframework.api.transfer import LoadGrant
-from kvframework.api.transport import LoadPlan, Transfer
-from kvframework.client import (
-    KVClient,
-    LookupResult,
-    RequestHashes,
-    SchedulerAdapter,
-    WorkerAdapter,
-)
+from kvframework.api.transport import LoadGrant, LoadPlan, Transfer
+from kvframework.client import KVClient, LookupResult, RequestHashes, SchedulerAdapter, WorkerAdapter
 from kvframework.client.hashing import content_name
 from kvframework.client.transfers import PIECES_S, SPARE_S
 from kvframework.errors import BadBlockIds, BadLayout, BadRange, DeadlineExceeded

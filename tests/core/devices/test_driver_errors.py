@@ -14,7 +14,7 @@ from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
 from kvf_dev.testing.transport.node import client_of, status_of
 from kvframework.api.futures import Future
-from kvframework.api.transfer import StoreOutcome
+from kvframework.api.transport import StoreOutcome
 from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, DeviceError, DeviceLost
 from kvframework.registry import PluginRegistry, check_config

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.api.plugin import Message
-from kvframework.api.transfer import LoadGrant
-from kvframework.api.transport import Registration, StoreOutcome
+from kvframework.api.transport import LoadGrant, Registration, StoreOutcome
 from kvframework.client import KVClient, SchedulerAdapter
 from kvframework.client.hashing import granted_ranges
 from kvframework.client.transfers import bare_transfer, check_complete, check_ranges

@@ -11,7 +11,7 @@ import pytest
 from kvframework import errors
 from kvframework.api.keys import compute_namespace
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
-from kvframework.api.transfer import Registration, StoreOutcome
+from kvframework.api.transport import Registration, StoreOutcome
 from kvframework.client import KVClient
 from kvframework.client.transfers import checked_transfer
 from kvframework.server import Server

@@ -17,8 +17,7 @@ import pytest
 
 from kvf_dev.scaffold import VARIANTS, PluginNames, render, write_distribution
 from kvframework.config import load_config, toml_value
-from kvframework.registry import KINDS, PluginRegistry, check_config
-from kvframework.registry.loader import describe_options
+from kvframework.registry import KINDS, PluginRegistry, check_config, describe_options
 from tests.support.wheels import environment_with, install_wheels, run_own_tests
 
 # Of the kit for transports, which takes longest, what needs all of the plugin: `examples/kvf-simdev` is run with more.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvframework.api.transfer import ChunkContent
+from kvframework.api.keys import ChunkContent
 from kvframework.wire import messages as m
 from tests.events.node import BLOCK, CHUNK, Engine, beginnings, found, packed, prompt
 from tests.events.test_announced import TellingServer

@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvframework.api.keys import MAX_RETAINS, Retain, retain_of
-from kvframework.api.transfer import ChunkContent, Extra, Image
+from kvframework.api.keys import MAX_RETAINS, ChunkContent, Extra, Image, Retain, retain_of
 from kvframework.errors import KVFrameworkError, RequestError
 
 TYPE, MAJOR = "kv.retain", "1"

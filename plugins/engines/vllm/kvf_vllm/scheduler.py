@@ -32,8 +32,8 @@ from kvf_vllm.search import PrefixSearch, Waiting
 from kvf_vllm.step_messages import GroupBlocks, LoadOp, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
 from kvf_vllm.weights import EngineWeights
+from kvframework.api.keys import ChunkContent
 from kvframework.api.process import LogLimit
-from kvframework.api.transfer import ChunkContent
 from kvframework.client import EngineSpeed, PrefillMeter, RequestHashes
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvframework.api.keys import Retain
-from kvframework.api.transfer import ChunkContent
+from kvframework.api.keys import ChunkContent, Retain
 from kvframework.client import LoadGrant
 
 # One list of block ids per KV cache group of vLLM.

@@ -18,8 +18,8 @@ from kvframework.api.tier import TierProvider
 from kvframework.config import convert, toml_value
 from kvframework.config.schema import L1Keys, L2Keys
 from kvframework.errors import ConfigFieldError, PluginError
-from kvframework.registry import KINDS, loader
-from kvframework.registry.loader import AnyProvider, describe_options
+from kvframework.registry import KINDS, AnyProvider, describe_options
+from kvframework.registry.registry import probed
 
 _HOOKS = [kind.hook for kind in KINDS.values()]
 _MARK = f"{PROJECT}_impl"
@@ -91,7 +91,7 @@ def declared_problems(provider: AnyProvider, title: str) -> Iterator[Problem]:
     if not isinstance(provider.summary, str) or not provider.summary.strip():
         yield problem("no-summary", title)
     try:
-        loader.probe(provider, title)
+        probed(provider, title)
     except PluginError as error:
         yield problem("probe-fails", title, error.fact.removeprefix(f"{title}: "))
     yield from _option_problems(provider, title)

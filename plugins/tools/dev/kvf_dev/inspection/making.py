@@ -36,8 +36,8 @@ from kvframework.api.tier import Tier, TierProvider
 from kvframework.api.transport import AnyTransportProvider, ServerTransport, TransferContext
 from kvframework.config import convert
 from kvframework.errors import ConfigFieldError, KVFrameworkError, NotRegistered
+from kvframework.registry import AnyProvider
 from kvframework.registry.check import declared_attributes
-from kvframework.registry.loader import AnyProvider
 
 
 class Maker(NamedTuple):

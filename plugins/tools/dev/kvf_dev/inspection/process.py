@@ -29,9 +29,9 @@ from kvframework.api import hookspecs
 from kvframework.api.plugin import ENTRY_POINT_GROUP, PROJECT
 from kvframework.config import closest
 from kvframework.errors import PluginError, PluginWrongApi, PluginWrongKind
-from kvframework.registry import KINDS, loader
+from kvframework.registry import KINDS, AnyProvider
 from kvframework.registry.discovery import check_requires
-from kvframework.registry.loader import AnyProvider
+from kvframework.registry.registry import adopt, hooks_of, offered
 
 
 def main() -> None:
@@ -55,9 +55,9 @@ def _inspect(target: Target) -> Iterator[Line]:
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hookspecs)
     try:
-        loader.adopt(manager, plugin, target.value)
-        for kind in (kind for kind in KINDS if KINDS[kind].hook in loader.hooks_of(manager, plugin)):
-            for provider in loader.offered(manager, plugin, kind, target.value):
+        adopt(manager, plugin, target.value)
+        for kind in (kind for kind in KINDS if KINDS[kind].hook in hooks_of(manager, plugin)):
+            for provider in offered(manager, plugin, kind, target.value):
                 providers[f"{kind}.{provider.name}"] = provider
     except PluginError as error:
         yield Line(problem=_of_loader(error, target.value))
