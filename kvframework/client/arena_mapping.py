@@ -11,22 +11,12 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from itertools import groupby
 from typing import Protocol
 
 from kvframework.api.copying import address_of
 from kvframework.api.memory import SharedMapping, available_memory, map_shared
 from kvframework.messaging.polling import close_after_fork
-
-# The arena's resident pages, mapped in this process before a copy needs them.
-#
-# The first write to a page costs a fault, which takes longer than the copy of the page. The pages are the server's:
-# only those that it has made resident are mapped, so nothing but page tables is charged to this process, 2 MiB for each
-# GiB of small pages. A thread does it in small steps, and rests after each for as long as it took: longer on a busy
-# machine.
-#
-# Its priority is the usual one. Whatever a thread of a lower one holds when it loses its core, the interpreter or the
-# lock of the address space, the engine waits for: beside four busy processes on two cores that was up to a second.
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +38,20 @@ class Mapped(Protocol):
     mapping: SharedMapping
 
 
+class _Gone(Exception):
+    """The arena is mapped no more."""
+
+
 def map_ahead(arena: Mapped) -> None:
-    """Begin to map the resident pages of `arena` in the background, to which only a weak reference is kept: its end is
-    the end of the work, and no step of this thread, which a busy machine may leave without a turn for long, delays it.
-    Never blocks; any failure leaves the rest to the copies."""
+    """Begin to map the resident pages of `arena` in the background, before a copy needs them: the first write to a page
+    costs a fault, which takes longer than the copy of the page. Never blocks; a failure leaves the rest to the copies.
+
+    Only pages that the server has made resident are mapped, so nothing but page tables is charged to this process, 2
+    MiB for each GiB of small pages. The thread works in small steps, and rests after each for as long as it took. It
+    has only a weak reference to the arena, whose end is the end of the work: no step, which a busy machine may leave
+    without a turn for long, delays it. Its priority is the usual one: whatever a thread of a lower one holds when it
+    loses its core, the interpreter or the lock of the address space, the engine waits for.
+    """
     thread = threading.Thread(target=_map_all, args=(weakref.ref(arena),), name="kvf-map-ahead", daemon=True)
     try:
         thread.start()
@@ -61,7 +61,7 @@ def map_ahead(arena: Mapped) -> None:
 
 def _map_all(reference: weakref.ref[Mapped]) -> None:
     try:
-        begins, examined = _begins(reference), 0
+        begins, examined = list(range(0, _mapping(reference).nbytes, _STEP)), 0
         for pause in _PAUSES_S:
             later: list[int] = []
             for begin in begins:
@@ -83,21 +83,24 @@ def _map_all(reference: weakref.ref[Mapped]) -> None:
         log.debug("no more of the arena is mapped ahead: %s", error)
 
 
-def _begins(reference: weakref.ref[Mapped]) -> list[int]:
-    return list(range(0, _mapping(reference).nbytes, _STEP))
-
-
 def _map_step(reference: weakref.ref[Mapped], begin: int) -> bool:
-    """Map the resident pages of one step; return whether they were all. Only meanwhile the mapping is referred to."""
+    """Map the resident pages of one step; return whether they were all. Only meanwhile the mapping is referred to.
+    Raises `OSError`, also where the kernel does not know the advice."""
     with (
         _mapping(reference).view() as all_of_it,
         all_of_it[begin : begin + _STEP] as step,
         address_of(step, True) as (address, nbytes),
     ):
-        present = _resident(address, nbytes)
-        for first, last in _runs(present):
-            _populate(address + first * mmap.PAGESIZE, min((last - first) * mmap.PAGESIZE, nbytes))
-        return all(present)
+        pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+        _check(_mincore(address, nbytes, pages))
+        first = 0
+        for is_resident, run in groupby(page & 1 for page in pages):
+            last = first + sum(1 for _ in run)
+            if is_resident:
+                length = min(last * mmap.PAGESIZE, nbytes) - first * mmap.PAGESIZE
+                _check(_madvise(address + first * mmap.PAGESIZE, length, _MADV_POPULATE_READ))
+            first = last
+        return all(page & 1 for page in pages)
 
 
 def _mapping(reference: weakref.ref[Mapped]) -> SharedMapping:
@@ -107,38 +110,10 @@ def _mapping(reference: weakref.ref[Mapped]) -> SharedMapping:
     return arena.mapping
 
 
-def _resident(address: int, nbytes: int) -> list[bool]:
-    """Return for each page whether the file has it in memory. Raises `OSError`."""
-    pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
-    if _mincore(address, nbytes, pages) != 0:
-        raise _error()
-    return [bool(page & 1) for page in pages]
-
-
-def _runs(present: list[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of pages that are there."""
-    first = None
-    for page, there in enumerate([*present, False]):
-        if there and first is None:
-            first = page
-        elif not there and first is not None:
-            yield first, page
-            first = None
-
-
-def _populate(address: int, nbytes: int) -> None:
-    """Raises `OSError`, also where the kernel does not know the advice."""
-    if _madvise(address, nbytes, _MADV_POPULATE_READ) != 0:
-        raise _error()
-
-
-def _error() -> OSError:
-    code = ctypes.get_errno()
-    return OSError(code, os.strerror(code))
-
-
-class _Gone(Exception):
-    """The arena is mapped no more."""
+def _check(result: int) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 class MappedArena:

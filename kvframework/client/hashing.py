@@ -19,9 +19,6 @@ from kvframework.errors import BadRange, ProtocolError, RequestError
 from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import unpack_indices, unpack_offsets
 
-# Token ids as packed 32-bit integers: by the token kernel (`native/token_ids.c`), an optional part of the build, and by
-# `array.fromlist`, which takes five times as long. Both give the same integers and errors. For any thread.
-
 log = logging.getLogger(__name__)
 
 _LIBRARY = Path(__file__).with_name("native") / "libkvf_token_ids.so"
@@ -34,8 +31,9 @@ _Pack = Callable[[list[int], "array.array[int]"], int]
 
 
 def packed_behind(rest: array.array[int], token_ids: Sequence[int]) -> array.array[int]:
-    """Return `rest`, an array of u32, with the ids behind it, as a new array. Raises `OverflowError` for an id that is
-    no u32, `TypeError` for what is no integer."""
+    """Return `rest`, an array of u32, with the ids behind it, as a new array: by the token kernel, an optional part of
+    the build, or by `array.fromlist`, which takes five times as long. Raises `OverflowError` for an id that is no u32,
+    `TypeError` for what is no integer."""
     if type(token_ids) is list and len(token_ids) >= _FEW and (pack := _kernel()) is not None:
         room = array.array("I", [0]) * len(token_ids)
         if pack(token_ids, room) == len(room) == len(token_ids):
@@ -46,19 +44,20 @@ def packed_behind(rest: array.array[int], token_ids: Sequence[int]) -> array.arr
     return tokens
 
 
-class _Form(ctypes.Structure):
-    _fields_ = (
-        ("type", ctypes.c_void_p),
-        ("ignored", ctypes.c_uint64),
-        ("one_digit", ctypes.c_uint64),
-        ("zero", ctypes.c_uint64),
-    )
-
-
 @functools.cache
 def _kernel() -> _Pack | None:
-    """Return the kernel, None where it was not built, or the form of this interpreter's integers is not known."""
-    if not _known_interpreter():
+    """Return the kernel (`native/token_ids.c`), None where it was not built, or the form of this interpreter's integers
+    is not known."""
+    # Integers have their count of digits at byte 16 and digits of 30 bits from byte 24 on, and lists the address of
+    # their items there. Debug builds and those without a GIL have larger objects.
+    if not (
+        sys.implementation.name == "cpython"
+        and (3, 10) <= sys.version_info < (3, 15)
+        and sys.maxsize > 1 << 32
+        and sys.byteorder == "little"
+        and (sys.int_info.bits_per_digit, sys.int_info.sizeof_digit) == (30, 4)
+        and object.__basicsize__ == 16
+    ):
         return None
     try:
         # With the GIL: the list must not change meanwhile.
@@ -77,39 +76,21 @@ def _kernel() -> _Pack | None:
     return pack
 
 
-def _known_interpreter() -> bool:
-    """Return whether its integers have their count of digits at byte 16 and digits of 30 bits from byte 24 on, and its
-    lists the address of their items there."""
-    return (
-        sys.implementation.name == "cpython"
-        and (3, 10) <= sys.version_info < (3, 15)
-        and sys.maxsize > 1 << 32
-        and sys.byteorder == "little"
-        and (sys.int_info.bits_per_digit, sys.int_info.sizeof_digit) == (30, 4)
-        # Debug builds and those without a GIL have larger objects.
-        and object.__basicsize__ == 16
-    )
-
-
 def _pack_by(library: ctypes.PyDLL) -> _Pack:
     call = library.kvf_token_ids_pack
     call.argtypes = (ctypes.py_object, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p)
     call.restype = ctypes.c_uint64
+    zero, small, large = (ctypes.c_uint64.from_address(id(each) + object.__basicsize__).value for each in (0, 5, 1000))
     # Since Python 3.14 the small ones that it keeps have a bit more.
-    zero, small, large = (_tag(number) for number in (0, 5, 1000))
     ignored = small ^ large
-    form = _Form(id(int), ignored, large & ~ignored, zero & ~ignored)
-
+    # `form` of the kernel: the type, the bits to ignore, and the tags of integers of one digit and of zero.
+    form = (ctypes.c_uint64 * 4)(id(int), ignored, large & ~ignored, zero & ~ignored)
     address = ctypes.addressof(form)
 
-    def pack(token_ids: list[int], room: array.array[int], _held: _Form = form) -> int:
+    def pack(token_ids: list[int], room: array.array[int], _held: object = form) -> int:
         return int(call(token_ids, len(room), room.buffer_info()[0], address))
 
     return pack
-
-
-def _tag(number: int) -> int:
-    return ctypes.c_uint64.from_address(id(number) + object.__basicsize__).value
 
 
 def _is_right(pack: _Pack) -> bool:
@@ -122,19 +103,14 @@ def _is_right(pack: _Pack) -> bool:
     return not any(pack([other], room) for other in others)  # type: ignore[list-item]
 
 
-# What a lookup has prepared for the loads of its hit, from the scheduler's side of an engine to that of its workers.
-#
-# A grant has one end: a load takes it, in this process or another, or it is given back when the lookup is freed.
-
-
 class Grants:
-    """The grants of a lookup that are not taken yet. Thread-safe."""
+    """What a lookup has prepared for the loads of its hit, and is not taken yet. A grant has one end: a load takes it,
+    in this process or another, or it is given back when the lookup is freed. Thread-safe."""
 
     def __init__(self, grants: Iterable[LoadGrant] = ()) -> None:
         self._of = {each.instance_id: each for each in grants}
 
     def add(self, grants: Iterable[LoadGrant]) -> None:
-        """Add those of a later answer."""
         self._of.update((each.instance_id, each) for each in grants)
 
     def take(self, instance_id: int, start: int, end: int) -> LoadGrant | None:
@@ -227,9 +203,13 @@ class RequestHashes:
         self._extras: dict[int, bytes] = {}
 
     @property
+    def _hashed_chunks(self) -> int:
+        return len(self._digests) // DIGEST_BYTES
+
+    @property
     def hashed_tokens(self) -> int:
         """The number of tokens in whole chunks so far."""
-        return len(self._digests) // DIGEST_BYTES * self.chunk_tokens
+        return self._hashed_chunks * self.chunk_tokens
 
     @property
     def tokens(self) -> int:
@@ -289,32 +269,28 @@ class RequestHashes:
 
     def _checked(self, extras: Mapping[int, bytes]) -> dict[int, bytes]:
         """Return the extras that are new."""
-        hashed = len(self._digests) // DIGEST_BYTES
-        added = {}
+        added, where = {}, f"request {self.request_id}"
         for index, extra in extras.items():
-            if self._made_elsewhere <= index and extra != self._extras.get(index, b""):
-                if index in self._extras:
-                    raise RequestError(
-                        f"two different extras for chunk {index}",
-                        where=f"request {self.request_id}",
-                        available="one a chunk",
-                        hint="join what is folded into one chunk",
-                    )
-                if index < hashed:
-                    raise RequestError(
-                        f"an extra for chunk {index}, which is hashed without it",
-                        where=f"request {self.request_id}",
-                        available=f"chunk {hashed} or later",
-                        hint="give extras before their chunk's last token",
-                    )
-                added[index] = bytes(extra)
-            elif index < 0:
+            if index < 0:
                 raise RequestError(f"an extra for chunk {index}", available="0 or more, counted from the first chunk")
+            if index < self._made_elsewhere or extra == self._extras.get(index, b""):
+                continue
+            if index in self._extras:
+                hint = "join what is folded into one chunk"
+                raise RequestError(f"two different extras for chunk {index}", where=where, available="one", hint=hint)
+            if index < self._hashed_chunks:
+                raise RequestError(
+                    f"an extra for chunk {index}, which is hashed without it",
+                    where=where,
+                    available=f"chunk {self._hashed_chunks} or later",
+                    hint="give extras before their chunk's last token",
+                )
+            added[index] = bytes(extra)
         return added
 
     def _hashed(self, tokens: array.array[int], whole: int, extras: Mapping[int, bytes]) -> bytes:
         """Return the digests of the first `whole` tokens."""
-        done = len(self._digests) // DIGEST_BYTES
+        done = self._hashed_chunks
         here = range(done, done + whole // self.chunk_tokens)
         folded = {index - done: extra for index, extra in extras.items() if index in here}
         if sys.byteorder == "big":

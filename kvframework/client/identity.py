@@ -17,7 +17,6 @@ import os
 import re
 import stat
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -122,9 +121,6 @@ _CHUNK_BYTES = 8 << 20
 _THREADS = 8
 # A file that is replaced during the read is read again; after this many attempts it fails.
 _ATTEMPTS = 3
-_LOG_EVERY_S = 10.0
-# A smaller read ends before a user wonders.
-_WORTH_TELLING = 256 << 20
 
 
 def model_files(
@@ -150,34 +146,6 @@ def model_files(
     if not weights:
         return ()
     return (*weights, *(each for each in found if each.name in _BESIDE_WEIGHTS or (code and each.suffix == ".py")))
-
-
-class Progress:
-    """A counter of bytes out of `total`, for any thread, which logs how far a long read is."""
-
-    def __init__(self, log: logging.Logger, what: str, total: int) -> None:
-        self._log, self._what, self._total = log, what, total
-        self._done = 0
-        self._lock = threading.Lock()
-        self._started = self._logged_at = time.monotonic()
-        self._logs = total >= _WORTH_TELLING
-        if self._logs:
-            log.info("%s, %.1f GB", what, total / 1e9)
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self._done += nbytes
-            now = time.monotonic()
-            due = self._logs and now - self._logged_at >= _LOG_EVERY_S
-            if due:
-                self._logged_at = now
-        if due:
-            self._log.info("%s: %.1f of %.1f GB", self._what, self._done / 1e9, self._total / 1e9)
-
-    def end(self) -> None:
-        if self._logs:
-            seconds = max(time.monotonic() - self._started, 1e-9)
-            self._log.info("%s: done in %.1f s, %.2f GB/s", self._what, seconds, self._done / 1e9 / seconds)
 
 
 class FileState(NamedTuple):
@@ -227,18 +195,18 @@ def digest_files(paths: Iterable[Path], memory: Path | None = None) -> dict[Path
     found = {path: FileDigest(state.size, known[state]) for path, state in states.items() if state in known}
     by_size = sorted(states.keys() - found.keys(), key=lambda path: states[path].size, reverse=True)
     if by_size:
-        total = sum(states[path].size for path in by_size)
-        progress = Progress(log, f"reading {len(by_size)} files to name their content", total)
+        total, started = sum(states[path].size for path in by_size), time.monotonic()
+        log.info("reading %d files to name their content, %.1f GB", len(by_size), total / 1e9)
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), thread_name_prefix="kvf-digest") as pool:
-            read = list(pool.map(lambda path: _read(path, progress), by_size))
-        progress.end()
+            read = list(pool.map(_read, by_size))
+        log.info("read %.1f GB in %.1f s", total / 1e9, time.monotonic() - started)
         _remember(memory, {state: digest for state, digest, began in read if state.rested(began)})
         for path, (state, digest, _) in zip(by_size, read, strict=True):
             found[path] = FileDigest(state.size, digest)
     return {path: found[path] for path in states}
 
 
-def _read(path: Path, progress: Progress) -> tuple[FileState, str, float]:
+def _read(path: Path) -> tuple[FileState, str, float]:
     """Return the state in which the whole file was read, its digest, and when reading began (seconds since the
     epoch)."""
     buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -248,7 +216,6 @@ def _read(path: Path, progress: Progress) -> tuple[FileState, str, float]:
         with path.open("rb", buffering=0) as file:
             while count := file.readinto(buffer):
                 hasher.update(buffer[:count])
-                progress.add(count)
         if FileState.of(path) == before:
             return before, hasher.hexdigest(), began
     raise OSError(f"{path} was changed each of {_ATTEMPTS} times while it was read")
@@ -409,12 +376,7 @@ def model_identity(kind: EngineKind, facts: ModelFacts, *, model: str = "", weig
         }
     if model and weights:
         return named_identity(
-            model,
-            weights,
-            config=facts.config,
-            dtype=facts.dtype,
-            quantization=facts.quantization,
-            settings=settings,
+            model, weights, config=facts.config, dtype=facts.dtype, quantization=facts.quantization, settings=settings
         )
     relevant = {key: value for key, value in facts.config.items() if key not in _NOT_IDENTITY}
     text = json.dumps([relevant, {"dtype": facts.dtype, **settings}], sort_keys=True, default=str)

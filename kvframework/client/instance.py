@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.keys import CacheKey, compute_namespace
 from kvframework.api.layout import EngineView, LayerTensors, Layout, LayoutProvider, MemoryLayoutDesc
-from kvframework.api.transport import AnyTransportProvider, Registration, Transfer, TransferContext
-from kvframework.client.canary import check_by_reading, check_by_writing
+from kvframework.api.transport import AnyTransportProvider, Registration, Transfer
 from kvframework.client.shards import ModelPart, ShardedLayout, Shards, shards_of
 from kvframework.client.transfers import KVClient, bare_transfer
 from kvframework.devices.endpoints import engine_side
@@ -39,80 +38,9 @@ from kvframework.wire import messages as m
 from kvframework.wire.protocol import non_gpu_layout
 
 log = logging.getLogger(__name__)
-
-AUTO = "auto"
-
-
-def choose_transport(
-    client: KVClient,
-    wanted: str,
-    options: Mapping[str, object],
-    *,
-    register: Callable[[str, TransferContext], None],
-    where: str,
-) -> None:
-    """Register with the first transport that both sides have, in the server's order, and that accepts the engine's
-    memory; or with the one `wanted` by name.
-
-    `register` raises `DeviceError`, `BadLayout` or `TransportMismatch` where a transport cannot move the engine's
-    memory, or the server cannot open it. For a transport chosen by name the error is raised; "auto" logs it and tries
-    the next. Rejected transports are closed. Raises `TransportMismatch` if none is left, or the `BadLayout` of the only
-    one.
-    """
-    refused: list[str] = []
-    last: BadLayout | None = None
-    for name, transfer in _shared(client, wanted, options, where, refused):
-        try:
-            register(name, transfer)
-        except (DeviceError, BadLayout, TransportMismatch) as error:
-            transfer.close()
-            if wanted != AUTO:
-                raise
-            log.warning("transport %s cannot be used for this engine's memory and is left out: %s", name, error)
-            refused.append(_reason(name, error))
-            last = error if isinstance(error, BadLayout) else None
-        except BaseException:
-            transfer.close()
-            raise
-        else:
-            return
-    if last is not None and len(refused) == 1:
-        raise last
-    raise TransportMismatch("no transport works on both sides", where=where, available="; ".join(refused))
-
-
-def _shared(
-    client: KVClient, wanted: str, options: Mapping[str, object], where: str, refused: list[str]
-) -> Iterator[tuple[str, TransferContext]]:
-    """Yield the transports one by one on demand; `refused` collects why others are left out."""
-    offered = client.hello.transports
-    for name in offered if wanted == AUTO else (wanted,):
-        if name not in offered:
-            refused.append(f"{name}: the server has {', '.join(offered)}")
-            continue
-        try:
-            provider = client.plugins.resolve("transport", name, where=where)
-        except PluginError as error:
-            refused.append(_reason(name, error))
-            continue
-        if not isinstance(provider, AnyTransportProvider):
-            refused.append(f"{name}: no transport here")
-            continue
-        chosen = client.plugins.options(provider, options, where=where)
-        try:
-            transfer = engine_side(provider, chosen, client)
-        except DeviceError as error:
-            refused.append(_reason(name, error))
-            continue
-        yield name, transfer
-
-
-def _reason(name: str, error: KVFrameworkError) -> str:
-    return f"{name}: {error.fact}" + (f" ({error.hint})" if error.hint else "")
-
-
 log.addFilter(LogLimit())
 
+AUTO = "auto"
 _RECOVER_FIRST_S, _RECOVER_LONGEST_S = 0.1, 5.0
 # What no wait can mend: the two sides, or the tensors and their declaration, do not fit.
 _REFUSALS = (BadLayout, TransportMismatch, VersionMismatch)
@@ -147,17 +75,11 @@ class Registered(NamedTuple):
     moved: Registration
     shards: Shards | None
 
-    @property
-    def copies(self) -> int:
-        return 1 if self.shards is None else len(self.shards.ranks)
-
 
 class Instance:
-    """One registered instance, until `close`. The tensors are borrowed until then.
-
-    The constructor waits for the server and raises a typed error with the setting to change, or `ServerGone`. With the
-    engine's own `view` the declaration is proven by a canary, and a wrong one is refused with `BadLayout`.
-    """
+    """One registered instance, until `close`. The tensors are borrowed until then. The constructor waits for the server
+    and raises a typed error with the setting to change, or `ServerGone`. With the engine's own `view` the declaration
+    is proven by a canary, and a wrong one is refused with `BadLayout`."""
 
     def __init__(
         self,
@@ -172,7 +94,7 @@ class Instance:
         self._client = client
         self._identity = identity
         self._view = view
-        self._layout = create_layout(client, identity)
+        self._layout = _create_layout(client, identity)
         self._declared = self._layout.describe(kv_caches, block_size=block_size)
         self._closed = threading.Event()
         self._again: threading.Thread | None = None
@@ -180,13 +102,7 @@ class Instance:
         self._registering = threading.Lock()
         self._exports = False
         self._refused = False
-        choose_transport(
-            client,
-            identity.transport,
-            identity.transport_options,
-            register=self._register_with,
-            where=f"transport of instance {identity.instance_id}",
-        )
+        self._choose_transport(f"transport of instance {identity.instance_id}")
         client.when_up(self._register_again)
         try:
             if client.boot_id != self._asked:
@@ -194,6 +110,8 @@ class Instance:
                 with contextlib.suppress(AlreadyRegistered, ServerGone), self._registering:
                     self.registered = self._register(urgent=True)
             if view is not None:
+                from kvframework.client.canary import check_by_writing
+
                 view.declared(self._declared)
                 check_by_writing(self._gathered, self._declared, view)
         except BaseException:
@@ -215,15 +133,51 @@ class Instance:
                 # Only now: until the server has closed its mappings it may refer to the transport's resources.
                 self.transfer.close()
 
-    def _register_with(self, transport: str, transfer: TransferContext) -> None:
-        self._transport, self.transfer = transport, transfer
-        # The server that is asked: known only now, if the client was not connected before.
-        self._asked = self._client.boot_id
-        self.registered = self._register(urgent=False)
+    def _choose_transport(self, where: str) -> None:
+        """Register with the first transport that both sides have, in the server's order, and that accepts the engine's
+        memory; or with the one that is wanted by name.
+
+        Where a transport cannot move the engine's memory, or the server cannot open it, "auto" logs that and tries the
+        next. Raises `TransportMismatch` if none is left, else the error of the only one, or of the one by name.
+        """
+        client, wanted = self._client, self._identity.transport
+        offered = client.hello.transports
+        refused: list[str] = []
+        last: BadLayout | None = None
+        for name in offered if wanted == AUTO else (wanted,):
+            if name not in offered:
+                refused.append(f"{name}: the server has {', '.join(offered)}")
+                continue
+            try:
+                provider = client.plugins.resolve("transport", name, where=where)
+                if not isinstance(provider, AnyTransportProvider):
+                    raise PluginWrongKind("no transport here")
+                options = client.plugins.options(provider, self._identity.transport_options, where=where)
+                transfer = engine_side(provider, options, client)
+            except (PluginError, DeviceError) as error:
+                refused.append(_reason(name, error))
+                continue
+            try:
+                self._transport, self.transfer = name, transfer
+                # The server that is asked: known only now, if the client was not connected before.
+                self._asked = client.boot_id
+                self.registered = self._register(urgent=False)
+            except BaseException as error:
+                transfer.close()
+                if wanted != AUTO or not isinstance(error, (DeviceError, BadLayout, TransportMismatch)):
+                    raise
+                log.warning("transport %s cannot be used for this engine's memory and is left out: %s", name, error)
+                refused.append(_reason(name, error))
+                last = error if isinstance(error, BadLayout) else None
+            else:
+                return
+        if last is not None and len(refused) == 1:
+            raise last
+        raise TransportMismatch("no transport works on both sides", where=where, available="; ".join(refused))
 
     def recover(self) -> None:
-        """Register again, in the background, since the server lost this instance's memory. Does nothing after a refusal
-        that no wait can mend, until there is another server. Never blocks."""
+        """Register again, in the background, since the server lost this instance's memory; not after a refusal that no
+        wait can mend, until there is another server. Never blocks."""
         with self._lock:
             if self._closed.is_set() or self._refused or (self._again is not None and self._again.is_alive()):
                 return
@@ -240,9 +194,8 @@ class Instance:
         backoff = Backoff(_RECOVER_FIRST_S, _RECOVER_LONGEST_S)
         while not self._closed.is_set():
             try:
-                self._register_anew(urgent=False)
-                return
-            except AlreadyRegistered:
+                with contextlib.suppress(AlreadyRegistered):
+                    self._register_anew(urgent=False)
                 return
             except _REFUSALS as error:
                 self._refused = True
@@ -267,6 +220,8 @@ class Instance:
                 return
             self.registered = self._register(urgent=urgent)
             if self._view is not None:
+                from kvframework.client.canary import check_by_reading
+
                 with self._taken_back():
                     check_by_reading(self._gathered, self._declared, self._view)
             self._refused = False
@@ -274,25 +229,25 @@ class Instance:
 
     def _gathered(self, blocks: Sequence[int]) -> list[bytes]:
         """One block of each layer group, through the path that stores take."""
-        _, _, shards = self.registered
-        gathered = self.transfer.gather_block(self.kv_caches, [*blocks] * self.registered.copies)
-        return gathered if shards is None else shards.whole_blocks(self._declared, gathered)
+        shards = self.registered.shards
+        if shards is None:
+            return self.transfer.gather_block(self.kv_caches, blocks)
+        gathered = self.transfer.gather_block(self.kv_caches, [*blocks] * len(shards.ranks))
+        return shards.whole_blocks(self._declared, gathered)
 
     def _register(self, *, urgent: bool) -> Registered:
-        identity = self._identity
-        if self._transport not in self._client.hello.transports:
+        identity, client, hello = self._identity, self._client, self._client.hello
+        if self._transport not in hello.transports:
             raise TransportMismatch(
-                f"the server no longer has transport {self._transport!r}",
-                available=", ".join(self._client.hello.transports),
+                f"the server no longer has transport {self._transport!r}", available=", ".join(hello.transports)
             )
-        hello = self._client.hello
         whole = self._layout.object_desc(self._declared, hello.chunk_size)
         shards = self._shards(whole, hello)
-        layout, declared, desc = self._layout, self._declared, whole
-        one_rank = whole
-        rank, world_size = identity.rank, identity.world_size
+        layout, declared, desc, one_rank = self._layout, self._declared, whole, whole
+        ranks: tuple[int, ...] = (identity.rank,)
+        world_size = identity.world_size
         if shards is not None:
-            rank, world_size = shards.ranks[0], shards.world_size
+            ranks, world_size = shards.ranks, shards.world_size
             layout, declared = ShardedLayout(layout, declared, shards), shards.layout(declared)
             desc = layout.object_desc(declared, hello.chunk_size)
             one_rank = replace(desc, groups=desc.groups[: len(whole.groups)])
@@ -303,23 +258,22 @@ class Instance:
             instance_id=identity.instance_id,
             model_name=identity.model_name,
             world_size=world_size,
-            rank=rank,
-            namespace=namespace_of(hello, identity, one_rank, shards),
+            rank=ranks[0],
+            namespace=_namespace_of(hello, identity, one_rank, shards),
             transport=self._transport,
             layout=declared,
             handles=handles,
-            ranks=() if shards is None else shards.ranks,
+            ranks=() if shards is None else ranks,
             model_dtype=identity.model_dtype,
         )
-        deadlines = self._client.deadlines
-        reply = self._client.request(
+        reply = client.request(
             "REGISTER_KV_CACHE",
             payload,
             m.Registered,
             urgent=urgent,
             # A device's copier may have to be started first.
-            timeout=deadlines.export_s if handles else deadlines.setup_s,
-            on_late=lambda _: self._client.send("UNREGISTER_KV_CACHE", m.Unregister(identity.instance_id)),
+            timeout=client.deadlines.export_s if handles else client.deadlines.setup_s,
+            on_late=lambda _: client.send("UNREGISTER_KV_CACHE", m.Unregister(identity.instance_id)),
         )
         with self._taken_back():
             if (reply.namespace, reply.desc) != (payload.namespace, desc):
@@ -330,12 +284,12 @@ class Instance:
                 )
             moved = Registration(
                 identity.instance_id,
-                rank,
+                ranks[0],
                 reply.namespace,
                 declared,
                 desc,
                 world_size,
-                shards=0 if shards is None else len(shards.ranks),
+                shards=0 if shards is None else len(ranks),
                 since=time.monotonic(),
             )
             self.transfer.on_registered(moved, layout)
@@ -345,21 +299,15 @@ class Instance:
         """Return the shards that the server asks for; None if it asks for none, or the objects are no whole shards."""
         if hello.tp_lcm == hello.pp_lcm == 1:
             return None
-        part = self._identity.part
-        try:
-            if part is None:
-                raise BadLayout("the engine's integration does not tell which part of the model a rank holds")
-            return shards_of(self._declared, desc, part, tp_lcm=hello.tp_lcm, pp_lcm=hello.pp_lcm)
-        except BadLayout as error:
-            log.warning(
-                "instance %d shares objects only with engines of its own sizes, although the server has tp_lcm %d, "
-                "pp_lcm %d: %s",
-                self._identity.instance_id,
-                hello.tp_lcm,
-                hello.pp_lcm,
-                error.fact,
-            )
-            return None
+        part, why = self._identity.part, "the engine's integration does not tell which part of it a rank holds"
+        if part is not None:
+            try:
+                return shards_of(self._declared, desc, part, tp_lcm=hello.tp_lcm, pp_lcm=hello.pp_lcm)
+            except BadLayout as error:
+                why = error.fact
+        text = "instance %d shares objects only with engines of its own sizes, although tp_lcm is %d, pp_lcm %d: %s"
+        log.warning(text, self._identity.instance_id, hello.tp_lcm, hello.pp_lcm, why)
+        return None
 
     @contextlib.contextmanager
     def _taken_back(self) -> Iterator[None]:
@@ -371,17 +319,13 @@ class Instance:
             raise
 
     def _unregister(self, *, urgent: bool) -> None:
+        if not urgent and not self._client.usable:
+            return
+        deadlines, payload = self._client.deadlines, m.Unregister(self._identity.instance_id)
+        # The answer follows the server's own copies; a silent server may be in the midst of one.
+        timeout = deadlines.transfer_s if self._exports else deadlines.setup_s
         try:
-            if urgent or self._client.usable:
-                deadlines = self._client.deadlines
-                self._client.request(
-                    "UNREGISTER_KV_CACHE",
-                    m.Unregister(self._identity.instance_id),
-                    m.Empty,
-                    urgent=urgent,
-                    # The answer follows the server's own copies; a silent server may be in the midst of one.
-                    timeout=deadlines.transfer_s if self._exports else deadlines.setup_s,
-                )
+            self._client.request("UNREGISTER_KV_CACHE", payload, m.Empty, urgent=urgent, timeout=timeout)
         except ServerGone:
             pass  # and its mappings ended with it
         except KVFrameworkError as error:
@@ -389,7 +333,11 @@ class Instance:
             log.warning("instance %d could not unregister%s: %s", self._identity.instance_id, doubt, error)
 
 
-def create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:
+def _reason(name: str, error: KVFrameworkError) -> str:
+    return f"{name}: {error.fact}" + (f" ({error.hint})" if error.hint else "")
+
+
+def _create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:
     """Return the engine half of the layout plugin. Raises `PluginError`, `ConfigFieldError`."""
     where = f"layout of instance {identity.instance_id}"
     provider = client.plugins.resolve("layout", identity.layout, where=where)
@@ -399,7 +347,7 @@ def create_layout(client: KVClient, identity: InstanceIdentity) -> Layout:
     return layout
 
 
-def namespace_of(
+def _namespace_of(
     hello: m.HelloReply, identity: InstanceIdentity, desc: MemoryLayoutDesc, shards: Shards | None
 ) -> bytes:
     """Return the 16 bytes that scheduler and workers of one deployment share; `desc` is that of one rank's objects."""
@@ -416,14 +364,10 @@ def namespace_of(
     )
 
 
-# The registration of an engine that holds canonical objects itself, by eight numbers and names: no tensors, no torch.
-#
-# Its stores and loads use `KVClient.prepare_store` and its siblings, into and out of the mapped arena.
-
-
 @dataclass(frozen=True)
 class CanonicalInstance:
-    """A registered instance as the server knows it: the namespace of its objects, and their shape, dtype and chunk."""
+    """A registered instance of an engine that holds canonical objects itself: no tensors, no torch. Its stores and
+    loads use `KVClient.prepare_store` and its siblings, into and out of the mapped arena."""
 
     registration: Registration
 
@@ -467,14 +411,6 @@ def register_canonical(
         dtype_str=dtype,
         use_mla=use_mla,
     )
-    registered = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload, m.Registered)
-    return CanonicalInstance(
-        Registration(
-            instance_id,
-            0,
-            registered.namespace,
-            non_gpu_layout(payload),
-            registered.desc,
-            since=time.monotonic(),
-        )
-    )
+    reply = client.request("REGISTER_KV_CACHE_NON_GPU_CONTEXT", payload, m.Registered)
+    layout, since = non_gpu_layout(payload), time.monotonic()
+    return CanonicalInstance(Registration(instance_id, 0, reply.namespace, layout, reply.desc, since=since))

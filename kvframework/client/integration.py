@@ -34,31 +34,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3600)]
 
 
+def _described(description: str) -> msgspec.Meta:
+    return msgspec.Meta(description=description)
+
+
 class EngineOptions(Options, frozen=True):
     """Base of an integration's options, with those that every engine has. Each field is the key
     `kvframework.<field>`."""
 
     endpoint: Annotated[
-        str,
-        msgspec.Meta(description='the server; "": $KVFRAMEWORK_ENDPOINT, then the private endpoint of this user'),
+        str, _described('the server; "": $KVFRAMEWORK_ENDPOINT, then the private endpoint of this user')
     ] = ""
     deadline_scale: Annotated[
         Annotated[float, msgspec.Meta(ge=0.1, le=100)] | None,
-        msgspec.Meta(
-            description="makes the deadlines of calls to the server longer or shorter, 0.1 to 100; "
+        _described(
+            "makes the deadlines of calls to the server longer or shorter, 0.1 to 100; "
             "null: $KVFRAMEWORK_DEADLINE_SCALE, else 1"
         ),
     ] = None
-    transport: Annotated[
-        str, msgspec.Meta(description='a transport\'s name; "auto": the first that engine and server share')
-    ] = "auto"
-    transport_options: Annotated[dict[str, object], msgspec.Meta(description="options of the transport")] = {}  # noqa: RUF012 - msgspec copies it
-    model: Annotated[
-        str, msgspec.Meta(description="the model's name in the cache; default: its name in the engine")
-    ] = ""
+    transport: Annotated[str, _described('a transport\'s name; "auto": the first that engine and server share')] = (
+        "auto"
+    )
+    transport_options: Annotated[dict[str, object], _described("options of the transport")] = {}  # noqa: RUF012 - msgspec copies it
+    model: Annotated[str, _described("the model's name in the cache; default: its name in the engine")] = ""
     weights: Annotated[
-        str,
-        msgspec.Meta(description="the weights' name; default: all bytes of the weight files, where they are local"),
+        str, _described("the weights' name; default: all bytes of the weight files, where they are local")
     ] = ""
 
 
@@ -67,20 +67,18 @@ O = TypeVar("O", bound=EngineOptions)  # noqa: E741
 
 def engine_options(extra: Mapping[str, object], kind: type[O], *, where: str, page: str) -> O:
     """The options of type `kind` among an engine's extra configuration, which the user knows as `where` and finds
-    described on `page`. Keys without the prefix are passed over.
-
-    Raises `ConfigFieldError` for an unknown key or a value of the wrong type.
-    """
+    described on `page`. Keys without the prefix are passed over. Raises `ConfigFieldError` for an unknown key or a
+    value of the wrong type."""
     mine = {key.removeprefix(PREFIX): value for key, value in extra.items() if key.startswith(PREFIX)}
     known = kind.__struct_fields__
     for name in mine:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, known, n=1)
             raise ConfigFieldError(
                 f"there is no option {PREFIX}{name}",
                 where=where,
                 available=", ".join(PREFIX + each for each in known),
-                hint=f"did you mean {PREFIX}{close[0]}?" if close else "leave it out",
+                hint=f"did you mean {PREFIX}{near[0]}?" if near else "leave it out",
             )
     try:
         return msgspec.convert(mine, kind)
@@ -117,16 +115,16 @@ def watch_calls(owner: type, names: Iterable[str], watcher: CallWatcher) -> None
     """Runs every call of these methods of a class within `watcher.around`, from now on and for each object of it. The
     watcher is borrowed: it watches no more once its owner has dropped it. Idempotent. Raises `AttributeError` for a
     method that the class lacks, before it changes any."""
-    methods = {name: getattr(owner, name) for name in names}
-    for name, method in methods.items():
-        watchers = getattr(method, "watchers", None)
-        if watchers is None:
-            watchers = weakref.WeakSet()
-            setattr(owner, name, _watched(name, method, watchers))
-        watchers.add(watcher)
+    for name, method in [(name, getattr(owner, name)) for name in names]:
+        if not hasattr(method, "watchers"):
+            method = _watched(name, method)
+            setattr(owner, name, method)
+        method.watchers.add(watcher)
 
 
-def _watched(name: str, method: Callable[..., Any], watchers: weakref.WeakSet[Any]) -> Callable[..., Any]:
+def _watched(name: str, method: Callable[..., Any]) -> Any:
+    watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+
     @functools.wraps(method)
     def watched(*args: Any, **kwargs: Any) -> Any:
         call = WatchedCall(name, args, kwargs)
@@ -170,12 +168,8 @@ class ErrorNotes(Counter[str]):
         self._counted()
         if self[kind] == 1:
             known = isinstance(error, KVFrameworkError)
-            log.error(
-                "%s failed, the engine continues without the cache there: %s",
-                where.lstrip("_"),
-                error if known else repr(error),
-                exc_info=None if known else error,
-            )
+            text = "%s failed, the engine continues without the cache there: %s"
+            log.error(text, where.lstrip("_"), error if known else repr(error), exc_info=None if known else error)
 
 
 class Noting(Protocol):
@@ -193,15 +187,16 @@ def harmless(
     def decorate(method: F) -> F:
         @functools.wraps(method)
         def guarded(self: Noting, *args: object, **kwargs: object) -> object:
+            answer = None
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is the cache's
                 self.errors.note(method.__name__, error)
-            try:
-                answer = then(self, *args, **kwargs) if then is not None else None
-            except Exception as error:  # noqa: BLE001
-                self.errors.note(method.__name__, error)
-                answer = None
+            if then is not None:
+                try:
+                    answer = then(self, *args, **kwargs)
+                except Exception as error:  # noqa: BLE001
+                    self.errors.note(method.__name__, error)
             return default() if answer is None else answer
 
         return cast("F", guarded)
@@ -220,9 +215,7 @@ class Attachment(Generic[T]):
 
     def __init__(self, client: KVClient, register: Callable[[], T], *, missing: str) -> None:
         self.value: T | None = None
-        self._client = client
-        self._register = register
-        self._missing = missing
+        self._client, self._register, self._missing = client, register, missing
         self._logged: set[str] = set()
         self._registering = threading.Lock()
         self._stop = threading.Event()

@@ -23,6 +23,7 @@ from kvframework.logs.limit import LogLimit
 from kvframework.pricing import EngineSpeed
 from kvframework.wire import messages as m
 from kvframework.wire.messages import MAX_GRANTS
+from kvframework.wire.protocol import LOOKUP_GRANT, LOOKUP_PRICE, LOOKUP_WAIT, ONE_WAY
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -101,12 +102,11 @@ class SchedulerAdapter:
         to a chunk. Raises `BadRange` unless `start` is a multiple of it.
 
         With `wait_s` the answer is held back for so many seconds at most, until L2 has said whether it has more than
-        L1: a result that is not pending then needs no second question. Loads are not waited for.
-
-        With the engine's `speed` a server with `[server] price` finds fewer tokens where the engine computes the rest
-        sooner than a tier loads it. `ValueError` for a speed that cannot be true. The answer has as long as the engine
-        computes what it may find, within the bounds of `ClientDeadlines.of_lookup`; for a while after such a wait was
-        in vain, only `lookup_s`.
+        L1: a result that is not pending then needs no second question. Loads are not waited for. With the engine's
+        `speed` a server with `[server] price` finds fewer tokens where the engine computes the rest sooner than a tier
+        loads it. `ValueError` for a speed that cannot be true. The answer has as long as the engine computes what it
+        may find, within the bounds of `ClientDeadlines.of_lookup`; for a while after such a wait was in vain, only
+        `lookup_s`.
         """
         start = checked_start(request.request_id, start, self.chunk_tokens)
         last = request.hashed_tokens if end is None else min(end, request.hashed_tokens)
@@ -126,44 +126,40 @@ class SchedulerAdapter:
             trace=request.trace,
             retain=request.retain,
         )
-        held_s, prefill_s = self._held_s(wait_s), (last - start) / self._client.deadlines.lookup_tokens_per_s
+        client, held_s = self._client, self._held_s(wait_s)
+        prefill_s = (last - start) / client.deadlines.lookup_tokens_per_s
         if speed is not None:
             speed.check()
             prefill_s = speed.prefill_s(start, last)
-            speed = speed if self._client.prices_loads else None
-        freed = self._client.take_freed() if self._client.one_way else ()
-        grant = self._instances if self._instances and self._client.grants_loads else ()
+            speed = speed if client.has(LOOKUP_PRICE) else None
+        freed = client.take_freed() if client.has(ONE_WAY) else ()
+        grant = self._instances if client.maps_arena and client.has(LOOKUP_GRANT) else ()
         asked = LookupResult(0, asked_tokens=last - start, start=start, key=key)
-        began, brief_s = time.monotonic(), self._client.deadlines.lookup_s + held_s
-        wait = brief_s if began < self._brief_until else self._client.deadlines.of_lookup(prefill_s) + held_s
+        began, brief_s = time.monotonic(), client.deadlines.lookup_s + held_s
+        wait = brief_s if began < self._brief_until else client.deadlines.of_lookup(prefill_s) + held_s
         found = self._ask("LOOKUP", m.Lookup(key, held_s, speed, freed, grant), asked, wait)
         if found is None:
             if wait > brief_s:
                 now = time.monotonic()
                 self._brief_until = max(self._brief_until, now + (now - began) * _BRIEF_AFTER_VAIN)
-            if freed:
-                self._client.free_soon(*freed)
+            client.free_soon(*freed)
             return UNANSWERED
         request.grants = found.grants
         return found
 
     def poll(self, result: LookupResult) -> LookupResult:
         """Return the state of a pending lookup. Replaces `result`, whose ticket may have ended."""
-        if not result.pending:
-            return result
-        return self._query(result, m.PrefetchQuery(result.ticket)) or _unanswered(result)
+        return self._query(result) if result.pending else result
 
     def wait(self, result: LookupResult, timeout: float) -> LookupResult:
-        """Wait until nothing is pending or `timeout` seconds have passed, and return the last answer, with the hits in
-        L1. Replaces `result`, as `poll` does."""
+        """Wait until nothing is pending or `timeout` seconds have passed, and return the last answer, which replaces
+        `result`."""
         return self._wait(result, time.monotonic() + timeout)
 
     def arrivals(self, result: LookupResult, timeout: float) -> Iterator[LookupResult]:
-        """Yield `result` and, while L2 loads, each later state whose hit is longer, for `timeout` seconds at most; the
-        last one is the final answer, also if it is no longer. Each replaces the one before it.
-
-        So an engine takes what has arrived, from the first token on, while the rest arrives.
-        """
+        """Yield `result` and, while L2 loads, each later state whose hit is longer, for `timeout` seconds at most: an
+        engine takes what has arrived while the rest arrives. The last one is the final answer, also if it is no longer.
+        Each replaces the one before it."""
         deadline = time.monotonic() + timeout
         while True:
             yield result
@@ -175,7 +171,7 @@ class SchedulerAdapter:
         """Free the pins of a lookup: after the workers have loaded, or when the request is abandoned. `result` is the
         last answer, of `poll` or `wait` if it was pending. The next lookup or store tells the server, or a PING some
         tenths of a second later. Loads whose grants were taken go on."""
-        if result.ticket and self._client.one_way:
+        if result.ticket and self._client.has(ONE_WAY):
             self._client.free_soon(result.ticket, *(each.lease for each in result.take_grants()))
         elif result.ticket:
             self._send("FREE_LOOKUP_LOCKS", m.TicketRef(result.ticket), m.Freed)
@@ -183,7 +179,7 @@ class SchedulerAdapter:
     def release_ticket(self, ticket: str) -> None:
         """Free a ticket that no caller waits for any more, also of a plugin's request. Never blocks, never raises:
         callbacks of the connection may call it."""
-        if ticket and self._client.one_way:
+        if ticket and self._client.has(ONE_WAY):
             self._client.free_soon(ticket)
         elif ticket:
             self._client.send("FREE_LOOKUP_LOCKS", m.TicketRef(ticket))
@@ -203,30 +199,31 @@ class SchedulerAdapter:
             if since < POLL_S:
                 time.sleep(min(POLL_S - since, left))
             asked_at = time.monotonic()
-            grown = more_than if held_s and more_than < _ALL else -1
-            answer = self._query(result, m.PrefetchQuery(result.ticket, held_s, grown), held_s)
-            result = answer or _unanswered(result)
+            result = self._query(result, held_s, more_than if held_s and more_than < _ALL else -1)
         return result
 
     def _held_s(self, wait_s: float) -> float:
         """Return for how long the server may hold an answer back: 0 if it cannot."""
-        return min(wait_s, HELD_S) if wait_s > 0 and self._client.holds_answers else 0.0
+        return min(wait_s, HELD_S) if wait_s > 0 and self._client.has(LOOKUP_WAIT) else 0.0
 
-    def _query(self, result: LookupResult, payload: m.PrefetchQuery, held_s: float = 0.0) -> LookupResult | None:
-        # Without an answer it is asked again: no tokens are lost.
-        return self._ask("QUERY_PREFETCH_STATUS", payload, result, self._client.deadlines.lookup_s + held_s)
+    def _query(self, result: LookupResult, held_s: float = 0.0, more_than: int = -1) -> LookupResult:
+        payload = m.PrefetchQuery(result.ticket, held_s, more_than)
+        found = self._ask("QUERY_PREFETCH_STATUS", payload, result, self._client.deadlines.lookup_s + held_s)
+        # A failed question has not ended the ticket: it must still be freed, and may be asked about again.
+        return found or replace(result, hit_tokens=0, pending=True)
 
     def _ask(
         self, name: str, payload: m.Lookup | m.PrefetchQuery, before: LookupResult, timeout: float
     ) -> LookupResult | None:
         """Return the state after `before`, None if there was no answer within `timeout` seconds."""
-        if not self._client.usable:
+        client = self._client
+        if not client.usable:
             self._failed(ServerGone("the server does not answer"))
             return None
         try:
             late = self._release_late if name == "LOOKUP" else self._release_grants
-            boot_id, began = self._client.boot_id if self._instances else None, time.monotonic()
-            reply = self._client.request(name, payload, m.LookupReply, timeout=timeout, on_late=late)
+            boot_id, began = client.boot_id if self._instances else None, time.monotonic()
+            reply = client.request(name, payload, m.LookupReply, timeout=timeout, on_late=late)
             if not 0 <= reply.hit_tokens <= before.asked_tokens:
                 raise ProtocolError(f"a hit of {reply.hit_tokens} tokens, {before.asked_tokens} were asked for")
         except LeaseUnknown:
@@ -236,13 +233,12 @@ class SchedulerAdapter:
             log.warning("%s failed, taken as a miss: %s", name, error)
             return None
         # An answer of another server than before may be from either.
-        if reply.grants and before.key is not None and boot_id is not None and self._client.boot_id == boot_id:
+        if reply.grants and before.key is not None and boot_id is not None and client.boot_id == boot_id:
             before.grants.add(grants_of(reply, before.key, self.chunk_tokens, boot_id, began))
         else:
             self._release_grants(reply)
-        return LookupResult(
-            reply.hit_tokens, reply.ticket, reply.pending, before.asked_tokens, before.start, before.grants, before.key
-        )
+        asked, start, grants, key = before.asked_tokens, before.start, before.grants, before.key
+        return LookupResult(reply.hit_tokens, reply.ticket, reply.pending, asked, start, grants, key)
 
     def _release_late(self, reply: m.LookupReply) -> None:
         """Release what a LOOKUP has granted that was answered after its deadline: no caller knows the ticket."""
@@ -251,8 +247,7 @@ class SchedulerAdapter:
 
     def _release_grants(self, reply: m.LookupReply) -> None:
         """Release the grants of an answer that no caller gets. The ticket of a question is still the caller's."""
-        if reply.grants:
-            self._client.free_soon(*(each.lease for each in reply.grants))
+        self._client.free_soon(*(each.lease for each in reply.grants))
 
     def _failed(self, error: KVFrameworkError) -> None:
         self.failures += 1
@@ -275,8 +270,3 @@ class SchedulerAdapter:
 
         sent = self._client.begin(name, payload, response, urgent=True)
         sent.add_done_callback(answered)
-
-
-def _unanswered(result: LookupResult) -> LookupResult:
-    """A failed question has not ended the ticket: it must still be freed, and may be asked about again."""
-    return replace(result, hit_tokens=0, pending=True)

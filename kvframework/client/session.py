@@ -1,9 +1,6 @@
-"""One engine process's session with the server: handshake, arena mapping, reconnects, and requests. Those of transports
-are in `transfers.py`.
-
-The connection's own threads do the I/O, and requests come from engine threads. `wire/protocol.py` has the table of how
-long an engine's thread waits, and how long a request goes on without that thread.
-"""
+"""One engine process's session with the server: handshake, arena mapping, reconnects, and requests; those of transports
+are in `transfers.py`. The connection's own threads do the I/O, and requests come from engine threads: the table in
+`wire/protocol.py` says how long those wait, and how long a request goes on without them."""
 
 from __future__ import annotations
 
@@ -27,17 +24,7 @@ from kvframework.messaging.client.link import Answer
 from kvframework.messaging.curve import CurveKeys, keys_for
 from kvframework.registry.registry import PluginRegistry
 from kvframework.wire import messages as m
-from kvframework.wire.protocol import (
-    LOOKUP_GRANT,
-    LOOKUP_PRICE,
-    LOOKUP_WAIT,
-    ONE_WAY,
-    REQUESTS,
-    SALTED_TOKEN_IDS,
-    TOKEN_IDS,
-    deadlines_for,
-    offer,
-)
+from kvframework.wire.protocol import REQUESTS, SALTED_TOKEN_IDS, TOKEN_IDS, deadlines_for, offer
 
 ENDPOINT_VARIABLE = "KVFRAMEWORK_ENDPOINT"
 _START_HINT = (
@@ -72,11 +59,9 @@ def mapped(
     failed: Callable[[BaseException], R] | None = None,
     release: Callable[[R], object] | None = None,
 ) -> Future[R]:
-    """Return a future of `result_of` the answer. It fails with any error, unless `failed` makes a result of that.
-
-    With `release` the answer is a grant of the server: a cancelled future fails at once, the request itself goes on,
-    and what it grants is released when it arrives. Runs in the thread that resolves `sent`.
-    """
+    """Return a future of `result_of` the answer. It fails with any error, unless `failed` makes a result of that. With
+    `release` the answer is a grant of the server: a cancelled future fails at once, the request itself goes on, and
+    what it grants is released when it arrives. Runs in the thread that resolves `sent`."""
     future: Promise[R]
 
     def answered(reply: Future[Answer]) -> None:
@@ -121,8 +106,7 @@ class ServerSession:
     ) -> None:
         self.endpoint = endpoint or os.environ.get(ENDPOINT_VARIABLE) or default_endpoint()
         self.deadlines = deadlines_for(self.endpoint, deadline_scale)
-        self._plugins = plugins
-        self._connect_timeout_s = connect_timeout_s
+        self._plugins, self._connect_timeout_s = plugins, connect_timeout_s
         self._reply: m.HelloReply | None = None
         self._hasher: KeyHasher | None = None
         self._arena: MappedArena | None = None
@@ -150,35 +134,16 @@ class ServerSession:
 
     @property
     def usable(self) -> bool:
-        """Whether calls are worth making now: connected, set up, and not in doubt. Never blocks."""
+        """Whether calls are worth making now: connected, set up, and not in doubt."""
         return self._connection.state == "up"
 
     def wants_tokens(self, cache_salt: str = "") -> bool:
         """Return whether the server tells routers of prompts with this salt, and so wants the tokens of what is stored
-        and loaded, see `RequestHashes`. Never blocks."""
-        return self._has(SALTED_TOKEN_IDS if cache_salt else TOKEN_IDS)
+        and loaded, see `RequestHashes`."""
+        return self.has(SALTED_TOKEN_IDS if cache_salt else TOKEN_IDS)
 
-    @property
-    def holds_answers(self) -> bool:
-        """Whether the server holds back the answers of lookups that ask for it. Never blocks."""
-        return self._has(LOOKUP_WAIT)
-
-    @property
-    def prices_loads(self) -> bool:
-        """Whether the server reads what an engine says of its speed. Never blocks."""
-        return self._has(LOOKUP_PRICE)
-
-    @property
-    def one_way(self) -> bool:
-        """Whether the server takes requests that it does not answer, and tickets to free with others. Never blocks."""
-        return self._has(ONE_WAY)
-
-    @property
-    def grants_loads(self) -> bool:
-        """Whether the server's lookups prepare loads through the arena, which is mapped here. Never blocks."""
-        return self.maps_arena and self._has(LOOKUP_GRANT)
-
-    def _has(self, feature: str) -> bool:
+    def has(self, feature: str) -> bool:
+        """Return whether the server has a feature of HELLO, see `wire/protocol.py`."""
         return self._reply is not None and feature in self._reply.features
 
     @property
@@ -237,18 +202,16 @@ class ServerSession:
 
     def when_up(self, callback: Callable[[], None]) -> None:
         """Register a callback for every further handshake: it runs in the connection's supervisor thread, before other
-        threads may make calls, in order to register again."""
+        threads may make calls."""
         with self._lock:
             self._on_up.append(callback)
 
     def forget(self, callback: Callable[[], None]) -> None:
-        """Remove a callback of `when_up`."""
         with self._lock, contextlib.suppress(ValueError):
             self._on_up.remove(callback)
 
     def cancel_when_down(self, work: Future[Any]) -> None:
-        """Cancel `work`, which waits for a thread of the engine's, at the end of this connection, unless it has ended
-        by then. Never blocks."""
+        """Cancel `work`, which waits for a thread of the engine's, at the end of this connection."""
         self._until_down.add(work)
         work.add_done_callback(self._until_down.discard)
         if self._connection.state == "down":
@@ -270,37 +233,27 @@ class ServerSession:
         urgent: bool = False,
         on_late: Callable[[M], None] | None = None,
     ) -> M:
-        """Send a request and wait for its answer; `timeout` in seconds, None: that of the table. Raises typed errors,
-        `DeadlineExceeded` and `ServerGone`.
-
-        `on_late` is called, in the connection's thread, with an answer that arrives after the wait has ended.
-        """
+        """Send a request and wait for its answer; `timeout` in seconds, None: that of the table. `on_late` is called,
+        in the connection's thread, with an answer that arrives later. Raises typed errors, `DeadlineExceeded` and
+        `ServerGone`."""
         wait = self.deadlines.of(name) if timeout is None else timeout
         late = only(response, on_late)
         return as_response(self._connection.ask(name, payload, timeout=wait, urgent=urgent, on_late=late), response)
 
-    def begin(
-        self,
-        name: str,
-        payload: Message,
-        response: type[M],
-        *,
-        urgent: bool = False,
-        on_late: Callable[[M], None] | None = None,
-    ) -> Future[M]:
+    def begin(self, name: str, payload: Message, response: type[M], *, urgent: bool = False) -> Future[M]:
         """Send a request from an engine's thread, which waits `deadlines.engine_s` at most: the future is resolved by
         then, or later, by the request's own deadline. Never raises."""
-        sent = self._begin(name, payload, urgent=urgent, on_late=only(response, on_late))
+        sent = self._begin(name, payload, urgent=urgent)
         return mapped(sent, lambda answer: as_response(answer.payload, response))
 
     def reachable(self, request: str) -> bool:
-        """Return whether `begin` would send this request: connected, and the server silent for less than its deadline.
-        Never blocks."""
+        """Return whether `begin` would send this request: connected, and the server silent for less than its
+        deadline."""
         return self._connection.reachable(self.deadlines.of(request))
 
     def lost(self, kind: LostKind, code: str, nbytes: int = 0) -> None:
-        """Count a lookup, load or store that failed without an answer, or with an error of this code: the server's
-        status shows it. `nbytes` is its size. Never blocks."""
+        """Count a lookup, load or store that failed without an answer, or with an error of this code, for the server's
+        status. `nbytes` is its size."""
         if code == ServerGone.code and self._connection.state == "suspect":
             code = DeadlineExceeded.code  # the server is there, and does not answer
         self._connection.reports.lost(kind, code, nbytes)
@@ -311,7 +264,7 @@ class ServerSession:
 
     def free_soon(self, *tickets: str) -> None:
         """Free tickets, and grants by their leases, with the next LOOKUP or PING, ahead of the next store, at a server
-        that takes them so. Never blocks."""
+        that takes them so."""
         self._connection.reports.free(tickets)
 
     def take_freed(self) -> tuple[str, ...]:
@@ -319,12 +272,7 @@ class ServerSession:
         return self._connection.reports.take_freed()
 
     def _begin(
-        self,
-        name: str,
-        payload: Message,
-        *,
-        urgent: bool = False,
-        on_late: Callable[[Message], None] | None = None,
+        self, name: str, payload: Message, *, urgent: bool = False, on_late: Callable[[Message], None] | None = None
     ) -> Future[Answer]:
         wait, turn = self.deadlines.of(name), self.deadlines.engine_s
         return self._connection.begin(
@@ -350,9 +298,9 @@ class ServerSession:
     # the connection's supervisor thread
 
     def _up(self, reply: m.HelloReply, arena_fd: int | None) -> None:
-        self._arena = self._mapped(arena_fd) if arena_fd is not None else None
-        if self._arena is not None and self._maps_ahead:
-            self._arena.map_ahead()
+        self._arena = None if arena_fd is None else self._mapped(arena_fd)
+        if self._maps_ahead:
+            self.map_ahead()
         try:
             self._check(reply)
             if self._hasher is None:
@@ -384,14 +332,13 @@ class ServerSession:
     def _check(self, reply: m.HelloReply) -> None:
         """Raise unless another server at the same place cuts, hashes and names as the first did: the engine's own state
         depends on it, and its scheduler, perhaps another process, asks for the names that its workers had at first."""
-        if self._reply is None or _naming(self._reply) == _naming(reply):
-            return
-        now, before = _naming(reply), _naming(self._reply)
-        raise VersionMismatch(
-            f"the new server has {', '.join(each for each in now if each not in before)}",
-            available=f"{', '.join(each for each in before if each not in now)} as before",
-            hint="restart the engine, or the server with its former configuration",
-        )
+        before, now = _naming(self._reply or reply), _naming(reply)
+        if now != before:
+            raise VersionMismatch(
+                f"the new server has {', '.join(each for each in now if each not in before)}",
+                available=f"{', '.join(each for each in before if each not in now)} as before",
+                hint="restart the engine, or the server with its former configuration",
+            )
 
     def _load_hasher(self, reply: m.HelloReply) -> KeyHasher:
         provider = self.plugins.resolve("hasher", reply.hasher, where="the server's hasher")

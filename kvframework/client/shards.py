@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvframework.api.layout import (
-    CANONICAL,
-    MAX_GROUPS,
-    KVLayout,
-    LayerGroup,
-    LayerTensors,
-    Layout,
-    MemoryLayoutDesc,
-)
+from kvframework.api.layout import CANONICAL, MAX_GROUPS, KVLayout, LayerTensors, Layout, MemoryLayoutDesc
 from kvframework.errors import BadLayout
 from kvframework.wire.messages import MAX_HANDLES
 from kvframework.wire.protocol import natural
@@ -68,16 +60,16 @@ class Shards:
     layers: int
     columns: int
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the instance's objects are one shard, as they are."""
-        return len(self.ranks) == 1
-
     def layout(self, declared: KVLayout) -> KVLayout:
         """Return the layer groups of each shard, shard by shard."""
-        if self.is_whole:
+        if len(self.ranks) == 1:
             return declared
-        groups = [self._group(group, row) for row, _ in self._places() for group in declared.groups]
+        groups = []
+        for row, _ in self._places():
+            for group in declared.groups:
+                span = self._span(row, group.num_layers)
+                layers, names = span.stop - span.start, group.layer_names[span]
+                groups.append(replace(group, heads=self.heads, num_layers=layers, layer_names=names))
         return replace(declared, groups=tuple(groups))
 
     def views(self, whole: Sequence[Sequence[Sequence[torch.Tensor]]]) -> list[list[list[torch.Tensor]]]:
@@ -112,20 +104,13 @@ class Shards:
     def _span(self, row: int, layers: int) -> slice:
         return slice(row * self.layers, (row + 1) * self.layers) if self.layers else slice(0, layers)
 
-    def _group(self, group: LayerGroup, row: int) -> LayerGroup:
-        span = self._span(row, group.num_layers)
-        names = group.layer_names[span]
-        return replace(group, heads=self.heads, num_layers=span.stop - span.start, layer_names=names)
-
 
 class ShardedLayout(Layout):
     """A layout plugin, seen by transports as that of an instance's shards."""
 
     def __init__(self, layout: Layout, declared: KVLayout, shards: Shards) -> None:
         self.name = layout.name
-        self._layout = layout
-        self._declared = declared
-        self._shards = shards
+        self._layout, self._declared, self._shards = layout, declared, shards
 
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
         return self._shards.layout(self._layout.describe(kv_caches, block_size=block_size))
@@ -155,9 +140,8 @@ def shards_of(declared: KVLayout, desc: MemoryLayoutDesc, part: ModelPart, *, tp
             kind = "recurrent states" if group.state else "opaque blocks"
             raise _refused(f"layer group {index} holds {kind}, which cannot be split")
         if group.heads != own:
-            raise _refused(
-                f"layer group {index} has {group.heads} heads; of {heads} KV heads, a rank of {size} has {own}"
-            )
+            text = f"layer group {index} has {group.heads} heads; of {heads} KV heads, a rank of {size} has {own}"
+            raise _refused(text)
         if stored.shape[-1] != group.hidden or stored.shape[:2] != (group.planes, group.num_layers):
             raise _refused(f"the objects of layer group {index} have the shape {stored.shape}")
     columns = gcd(tp_lcm, heads)
@@ -165,16 +149,13 @@ def shards_of(declared: KVLayout, desc: MemoryLayoutDesc, part: ModelPart, *, tp
     rows, height, layers = _layer_ranges(declared, part, pp_lcm)
     first = rank * columns // size
     parts = layers // height
-    shards = Shards(
-        ranks=tuple(row * columns + column for row in rows for column in range(first, first + width)),
-        world_size=columns * parts,
-        split=(heads, columns, layers, parts),
-        heads=heads // columns,
-        layers=height if parts > 1 else 0,
-        columns=width,
-    )
-    _check_bounds(declared, shards)
-    return shards
+    ranks = tuple(row * columns + column for row in rows for column in range(first, first + width))
+    if len(ranks) * len(declared.groups) > MAX_GROUPS:
+        raise _refused(f"more than {MAX_GROUPS} layer groups")
+    if sum(group.planes * group.num_layers for group in declared.groups) * width > MAX_HANDLES - _ALLOCATIONS:
+        raise _refused(f"more than {MAX_HANDLES - _ALLOCATIONS} views")
+    split, heads = (heads, columns, layers, parts), heads // columns
+    return Shards(ranks, columns * parts, split, heads, height if parts > 1 else 0, width)
 
 
 def _layer_ranges(declared: KVLayout, part: ModelPart, pp_lcm: int) -> tuple[range, int, int]:
@@ -193,15 +174,6 @@ def _layer_ranges(declared: KVLayout, part: ModelPart, pp_lcm: int) -> tuple[ran
     if parts > 1 and names != sorted(names, key=natural):
         raise _refused("the layers do not lie in the order of their names")
     return range(first // height, (first + here) // height), height, layers
-
-
-def _check_bounds(declared: KVLayout, shards: Shards) -> None:
-    groups = len(shards.ranks) * len(declared.groups)
-    if groups > MAX_GROUPS:
-        raise _refused(f"they are {groups} layer groups, and at most {MAX_GROUPS} are allowed")
-    views = sum(group.planes * group.num_layers for group in declared.groups) * shards.columns
-    if views > MAX_HANDLES - _ALLOCATIONS:
-        raise _refused(f"they are {views} views, and at most {MAX_HANDLES - _ALLOCATIONS} are allowed")
 
 
 def _refused(fact: str, hint: str = "") -> BadLayout:

@@ -36,6 +36,7 @@ from kvframework.errors import BadBlockIds, BadRange, DeadlineExceeded, KVFramew
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging.client.link import Answer
 from kvframework.wire import messages as m
+from kvframework.wire.protocol import ONE_WAY
 from kvframework.wire.transfer_blocks import checked_blocks, pack_block_ids, pack_indices, unpack_indices
 
 if TYPE_CHECKING:
@@ -70,12 +71,9 @@ def checked_start(request_id: str, start: int, chunk_tokens: int) -> int:
     """Return the start of a lookup as an int. Raises `BadRange` unless it is a chunk's first token."""
     first = _as_int(start, "start")
     if first < 0 or first % chunk_tokens:
-        raise BadRange(
-            f"start is {first}",
-            where=f"request {request_id!r}",
-            available=f"multiples of {chunk_tokens} tokens",
-            hint="round down to a chunk, and skip what the engine has with skip_first_n_tokens",
-        )
+        where, available = f"request {request_id!r}", f"multiples of {chunk_tokens} tokens"
+        hint = "round down to a chunk, and skip what the engine has with skip_first_n_tokens"
+        raise BadRange(f"start is {first}", where=where, available=available, hint=hint)
     return first
 
 
@@ -112,10 +110,10 @@ def checked_transfer(
         of = f"request {key.request_id!r}, tokens {key.start} to {key.end}"
         error.where = f"{of}, {error.where}" if error.where else of
         raise
-    if moved is None or moved is registration or len(moved.layout.groups) == len(blocks):
-        return Transfer(key, moved or registration, kv_caches, block_ids, blocks, event, content, grant, in_pieces)
-    copies = len(moved.layout.groups) // len(blocks)
-    return Transfer(key, moved, kv_caches, [*block_ids] * copies, blocks * copies, event, content, grant, in_pieces)
+    moved = moved or registration
+    if (copies := len(moved.layout.groups) // len(blocks)) > 1:
+        block_ids, blocks = [*block_ids] * copies, blocks * copies
+    return Transfer(key, moved, kv_caches, block_ids, blocks, event, content, grant, in_pieces)
 
 
 def bare_transfer(registration: Registration, key: CacheKey) -> Transfer:
@@ -130,11 +128,10 @@ def check_ranges(transfer: Transfer, ranges: Sequence[ArenaRange], arena_bytes: 
     one already, outside of the arena or over another range (`arena_bytes` None: the bytes come over the wire)."""
     chunks, sizes = transfer.chunks, [group.nbytes for group in transfer.registration.desc.groups]
     for place in ranges:
-        group = place.group
-        if not (0 <= group < len(sizes) and 0 <= place.chunk < chunks):
+        if not (0 <= place.group < len(sizes) and 0 <= place.chunk < chunks):
             raise ProtocolError(f"the server names {place}", available=f"{chunks} chunks of {len(sizes)} groups")
-        if place.length != sizes[group]:
-            raise ProtocolError(f"the server names {place}", available=f"{sizes[group]} bytes an object")
+        if place.length != sizes[place.group]:
+            raise ProtocolError(f"the server names {place}", available=f"{sizes[place.group]} bytes an object")
         if arena_bytes is not None and not 0 <= place.offset <= arena_bytes - place.length:
             raise ProtocolError(f"the server names {place}", available=f"an arena of {arena_bytes} bytes")
     if len({(place.chunk, place.group) for place in ranges}) < len(ranges):
@@ -188,9 +185,8 @@ class KVClient(ServerSession, EngineLink):
     `EndpointError`, `ConfigFieldError` and `CurveKeyError`.
     """
 
-    # Engine-driven transports: objects are prepared, copied by the engine, and committed, see `EngineDrivenLink`.
-    #
-    # A grant of the server that comes too late for its caller is released.
+    # Engine-driven transports: objects are prepared, copied by the engine, and committed, see `EngineDrivenLink`. A
+    # grant of the server that comes too late for its caller is released.
 
     def prepare_store(self, transfer: Transfer) -> Future[StorePlan]:
         arena = self._arena
@@ -210,13 +206,12 @@ class KVClient(ServerSession, EngineLink):
             except KVFrameworkError:
                 self._abort(reply.lease)
                 raise
+            commit = m.Commit(reply.lease, transfer.content)
             return StorePlan(
                 arena.view,
                 reply.ranges,
                 reply.outcome,
-                commit=partial(
-                    self._commit_store, m.Commit(reply.lease, transfer.content), len(reply.ranges), reply.outcome
-                ),
+                commit=partial(self._commit_store, commit, len(reply.ranges), reply.outcome),
                 abort=partial(self._abort, reply.lease),
             )
 
@@ -230,20 +225,16 @@ class KVClient(ServerSession, EngineLink):
             self.free_soon(grant.lease)
         payload = m.Prepare(transfer.key, transfer.registration.instance_id)
         began = time.monotonic()
-        sent = self._begin(
-            "PREPARE_RETRIEVE", payload, on_late=only(m.RetrievePlan, lambda late: self._unpin(late.lease))
-        )
+        late = only(m.RetrievePlan, lambda reply: self._unpin(reply.lease))
+        sent = self._begin("PREPARE_RETRIEVE", payload, on_late=late)
 
         def plan_of(answer: Answer) -> LoadPlan:
             reply = as_response(answer.payload, m.RetrievePlan)
             try:
                 self._check_same(arena)
-                return self._load_plan(
-                    transfer,
-                    reply,
-                    arena,
-                    lambda: self._loaded(m.Commit(reply.lease, transfer.content), arena, began, began + reply.lease_s),
-                )
+                commit = m.Commit(reply.lease, transfer.content)
+                until = began + reply.lease_s
+                return self._load_plan(transfer, reply, arena, partial(self._loaded, commit, arena, began, until))
             except KVFrameworkError:
                 self._unpin(reply.lease)
                 raise
@@ -291,17 +282,15 @@ class KVClient(ServerSession, EngineLink):
             took_s = time.monotonic() - started
             return self._loaded(m.Commit(grant.lease, transfer.content, took_s), arena, grant.began, grant.until)
 
-        reply = m.RetrievePlan(True, grant.lease)
         try:
-            reply = m.RetrievePlan(True, grant.lease, tuple(granted_ranges(transfer, grant)))
+            reply = m.RetrievePlan(True, grant.lease, granted_ranges(transfer, grant))
             return Future.resolved(self._load_plan(transfer, reply, arena, commit))
         except KVFrameworkError as error:
-            self._unpin(reply.lease)
+            self._unpin(grant.lease)
             return Future.failed(error.with_traceback(None))
 
     def missing_chunks(self, transfer: Transfer) -> Future[list[int]]:
-        payload = m.StoreCpuChunks(transfer.key, transfer.registration.instance_id)
-        sent = self._begin("STORE_CPU_CHUNKS", payload)
+        sent = self._begin("STORE_CPU_CHUNKS", m.StoreCpuChunks(transfer.key, transfer.registration.instance_id))
 
         def missing(answer: Answer) -> list[int]:
             found = unpack_indices(as_response(answer.payload, m.ChunksStored).missing, where="missing")
@@ -349,7 +338,7 @@ class KVClient(ServerSession, EngineLink):
         ends them sooner."""
         # That would be the end of this session, an END_SESSION, or this COMMIT. Where it is known that they held, the
         # answer is of no use.
-        if self.one_way and arena is not None and self._arena is arena:
+        if self.has(ONE_WAY) and arena is not None and self._arena is arena:
             held = time.monotonic() < until and arena.is_served and self._connection.released_nothing_since(began)
             if held and self._connection.post("COMMIT_RETRIEVE", commit):
                 return Future.resolved(_HELD)
@@ -385,21 +374,13 @@ class KVClient(ServerSession, EngineLink):
         self, transfer: Transfer, *, event: bytes = b"", stream_hook: StreamHook | None = None
     ) -> Future[StoreOutcome]:
         return self._server_driven(
-            "STORE", transfer, 0, event, stream_hook, outcome_of=partial(_stored, transfer), failed=transfer.failed
+            "STORE", transfer, 0, event, stream_hook, partial(_stored, transfer), transfer.failed
         )
 
     def load(
         self, transfer: Transfer, skip_tokens: int, *, event: bytes = b"", stream_hook: StreamHook | None = None
     ) -> Future[LoadOutcome]:
-        return self._server_driven(
-            "RETRIEVE",
-            transfer,
-            skip_tokens,
-            event,
-            stream_hook,
-            outcome_of=lambda reply: LoadOutcome(reply.ok, reply.reason),
-            failed=LoadOutcome.failed,
-        )
+        return self._server_driven("RETRIEVE", transfer, skip_tokens, event, stream_hook, _loaded, LoadOutcome.failed)
 
     def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
         payload = m.GatherBlock(registration.instance_id, pack_block_ids([[block] for block in blocks]), event)
@@ -413,16 +394,13 @@ class KVClient(ServerSession, EngineLink):
         skip_tokens: int,
         event: bytes,
         stream_hook: StreamHook | None,
-        *,
         outcome_of: Callable[[m.TransferReply], R],
         failed: Callable[[BaseException], R],
     ) -> Future[R]:
-        packed = pack_block_ids(transfer.block_ids)
-        instance_id = transfer.registration.instance_id
+        packed, instance_id = pack_block_ids(transfer.block_ids), transfer.registration.instance_id
         payload = m.TransferRequest(transfer.key, instance_id, packed, event, skip_tokens, transfer.content)
-        deadlines = self.deadlines
-        silence_s = deadlines.store_s if name == "STORE" else deadlines.load_s
-        sent = self._connection.begin(name, payload, timeout=deadlines.of(name), silence_s=silence_s)
+        silence_s = self.deadlines.store_s if name == "STORE" else self.deadlines.load_s
+        sent = self._connection.begin(name, payload, timeout=self.deadlines.of(name), silence_s=silence_s)
         future: Promise[R] = Promise(sent.cancel, stream_hook=stream_hook)
 
         def answered(reply: Future[Answer]) -> None:
@@ -460,6 +438,8 @@ class KVClient(ServerSession, EngineLink):
 
 
 def _stored(transfer: Transfer, reply: m.TransferReply) -> StoreOutcome:
-    if reply.ok or not reply.outcome.ok:
-        return reply.outcome
-    return StoreOutcome(dropped=transfer.objects)
+    return reply.outcome if reply.ok or not reply.outcome.ok else StoreOutcome(dropped=transfer.objects)
+
+
+def _loaded(reply: m.TransferReply) -> LoadOutcome:
+    return LoadOutcome(reply.ok, reply.reason)

@@ -1,8 +1,8 @@
 """The worker side of an engine integration: one instance's registration, its stores and its retrieves in flight.
 
-Called from the engine's thread, which waits for the server `engine_s` at most (see `wire/protocol.py`), except
-in `register_kv_caches` and `close`; a transfer whose answers take longer continues without it. A transport may copy in
-the calling thread, as `cpu_gather` does in shared memory; that takes as long as the bytes do.
+Called from the engine's thread, which waits for the server `engine_s` at most (see `wire/protocol.py`), except in
+`register_kv_caches` and `close`; a transfer whose answers take longer continues without it. A transport may copy in the
+calling thread, as `cpu_gather` does in shared memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
-StoreEntry = Future[StoreOutcome]
 # A load and the blocks it fills per layer group, so that a failed one can be named to the engine. Copies: engines use
 # their lists again. What a load does not touch may belong to other requests long since.
 RetrieveEntry = tuple[Future[LoadOutcome], Sequence[Sequence[int]]]
@@ -93,7 +92,7 @@ class WorkerAdapter:
             model_dtype=model_dtype,
         )
         # The transfers under way, a list per request id: chunked prefill submits several.
-        self._stores: dict[str, list[StoreEntry]] = {}
+        self._stores: dict[str, list[Future[StoreOutcome]]] = {}
         self._loads: dict[str, list[RetrieveEntry]] = {}
         self._client = client
         self._instance: Instance | None = None
@@ -165,18 +164,12 @@ class WorkerAdapter:
         for tensors that differ from the registered ones."""
         instance = self._instance
         if instance is None:
-            dropped = StoreOutcome(dropped=_objects(request, start, end, block_ids), error=NotRegistered.code)
-            future = Future.resolved(dropped)
-        else:
-            transfer = self._transfer(instance, request, start, end, block_ids, kv_caches, event, storing=True)
-            if self._client.reachable("PREPARE_STORE"):
-                future = self._started(
-                    "stores", instance, transfer, lambda: instance.transfer.store(transfer), transfer.failed
-                )
-            else:
-                future = Future.resolved(transfer.failed(self._away("stores", transfer)))
-        self._stores.setdefault(request.request_id, []).append(future)
-        return future
+            objects = (end - start) // request.chunk_tokens * len(block_ids)
+            dropped = StoreOutcome(dropped=objects, error=NotRegistered.code)
+            return self._keep_store(request, Future.resolved(dropped))
+        transfer = self._transfer(instance, request, start, end, block_ids, kv_caches, event, storing=True)
+        store = partial(instance.transfer.store, transfer)
+        return self._keep_store(request, self._started("stores", instance, transfer, store, transfer.failed))
 
     def submit_retrieve(
         self,
@@ -196,48 +189,28 @@ class WorkerAdapter:
         of the future's `advance`; `close` and the end of the connection cancel it. Raises as `submit_store` does."""
         instance = self._instance
         if instance is None:
-            future = Future.resolved(LoadOutcome.failed(self._not_registered()))
-            filled: Sequence[Sequence[int]] = [tuple(ids) for ids in block_ids]
-        else:
-            grant = request.grants.take(self.identity.instance_id, start, end)
-            loads = False
-            try:
-                transfer = self._transfer(
-                    instance,
-                    request,
-                    start,
-                    end,
-                    block_ids,
-                    kv_caches,
-                    event,
-                    grant,
-                    storing=False,
-                    in_pieces=in_pieces,
-                )
-                skipped = checked_skip(transfer.registration, transfer.tokens, skip_first_n_tokens)
-                # Of shards all have the same blocks.
-                filled = [each.ids[each.first :] for each in transfer.blocks[: len(block_ids)]]
-                if skipped == transfer.tokens:
-                    future = Future.resolved(LoadOutcome(True))  # there is nothing to load
-                elif not self._client.reachable("PREPARE_RETRIEVE"):
-                    future = Future.resolved(LoadOutcome.failed(self._away("loads", transfer)))
-                else:
-                    future = self._started(
-                        "loads",
-                        instance,
-                        transfer,
-                        lambda: instance.transfer.load(transfer, skipped),
-                        LoadOutcome.failed,
-                    )
-                    loads = True
-            finally:
-                if grant is not None and not loads:
-                    self._client.free_soon(grant.lease)
-            if in_pieces:
-                # Else it would keep the session, which has nothing for it any more, until this thread goes on with it.
-                self._client.cancel_when_down(future)
-        self._loads.setdefault(request.request_id, []).append((future, filled))
-        return future
+            failed = LoadOutcome.failed(self._not_registered())
+            return self._keep_load(request, Future.resolved(failed), [tuple(ids) for ids in block_ids])
+        grant = request.grants.take(self.identity.instance_id, start, end)
+        future: Future[LoadOutcome] | None = None
+        try:
+            transfer = self._transfer(
+                instance, request, start, end, block_ids, kv_caches, event, grant, storing=False, in_pieces=in_pieces
+            )
+            skipped = checked_skip(transfer.registration, transfer.tokens, skip_first_n_tokens)
+            if skipped < transfer.tokens:
+                load = partial(instance.transfer.load, transfer, skipped)
+                future = self._started("loads", instance, transfer, load, LoadOutcome.failed)
+        finally:
+            if grant is not None and future is None:
+                self._client.free_soon(grant.lease)
+        if future is None:
+            future = Future.resolved(LoadOutcome(True))  # there is nothing to load
+        if in_pieces:
+            # Else it would keep the session, which has nothing for it any more, until this thread goes on with it.
+            self._client.cancel_when_down(future)
+        # Of shards all have the same blocks.
+        return self._keep_load(request, future, [each.ids[each.first :] for each in transfer.blocks[: len(block_ids)]])
 
     def batched_submit_store(
         self,
@@ -247,19 +220,19 @@ class WorkerAdapter:
         event: torch.Event | None = None,
     ) -> list[Future[StoreOutcome]]:
         """Submit a store for each request, in order, as `submit_store` does. Raises `RequestError` for lists of unequal
-        length, and what `submit_store` raises for a bad item, before the first store is sent."""
-        self._check_batch(requests, ranges, block_ids, [0] * len(requests), event, storing=True)
+        length, and what `submit_store` raises for the first item; a later one that is bad has a future that says so."""
+        _check_lengths(requests, ranges, block_ids)
         futures: list[Future[StoreOutcome]] = []
         for request, (start, end), blocks in zip(requests, ranges, block_ids, strict=True):
             try:
-                future = self.submit_store(request, start, end, blocks, None, event)
+                futures.append(self.submit_store(request, start, end, blocks, None, event))
             except Exception as error:
+                # Behind the first an exception would lose the futures of what is under way.
                 if not futures:
                     raise
-                dropped = StoreOutcome(dropped=_objects(request, start, end, blocks), error=error_code(error))
-                future = self._refused_late("stores", request, error, dropped)
-                self._stores.setdefault(request.request_id, []).append(future)
-            futures.append(future)
+                self._refused("stores", request, error)
+                dropped = StoreOutcome(dropped=1, error=error_code(error))  # how many objects it has is not known
+                futures.append(self._keep_store(request, Future.resolved(dropped)))
         return futures
 
     def batched_submit_retrieve(
@@ -272,20 +245,22 @@ class WorkerAdapter:
         *,
         in_pieces: bool = False,
     ) -> list[Future[LoadOutcome]]:
-        """Submit a load for each request, in order, as `submit_retrieve` does. Raises as `batched_submit_store` does,
-        before the first load is sent."""
+        """Submit a load for each request, in order, as `submit_retrieve` does. Raises as `batched_submit_store`
+        does."""
         skips = [0] * len(requests) if skip_first_n_tokens is None else skip_first_n_tokens
-        self._check_batch(requests, ranges, block_ids, skips, event, storing=False)
+        _check_lengths(requests, ranges, block_ids, skips)
         futures: list[Future[LoadOutcome]] = []
         for request, (start, end), blocks, skip in zip(requests, ranges, block_ids, skips, strict=True):
             try:
-                future = self.submit_retrieve(request, start, end, blocks, None, event, skip, in_pieces=in_pieces)
+                futures.append(
+                    self.submit_retrieve(request, start, end, blocks, None, event, skip, in_pieces=in_pieces)
+                )
             except Exception as error:
                 if not futures:
                     raise
-                future = self._refused_late("loads", request, error, LoadOutcome.failed(error))
-                self._loads.setdefault(request.request_id, []).append((future, [tuple(ids) for ids in blocks]))
-            futures.append(future)
+                self._refused("loads", request, error)
+                failed = Future.resolved(LoadOutcome.failed(error))
+                futures.append(self._keep_load(request, failed, [tuple(ids) for ids in blocks]))
         return futures
 
     def get_finished(self) -> tuple[set[str], set[str]]:
@@ -301,7 +276,9 @@ class WorkerAdapter:
         for request_id in retrieved:
             for future, filled in self._loads.pop(request_id):
                 if not _succeeded(future):
-                    self._note_failed(filled)
+                    self._failed_blocks += [set() for _ in filled[len(self._failed_blocks) :]]
+                    for failed, ids in zip(self._failed_blocks, filled, strict=False):
+                        failed.update(ids)
         return stored, retrieved
 
     def take_failed_blocks(self) -> list[set[int]]:
@@ -325,10 +302,19 @@ class WorkerAdapter:
     def _not_registered(self) -> NotRegistered:
         return NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
 
-    def _away(self, kind: LostKind, transfer: Transfer) -> ServerGone:
-        """Count a transfer for which no request is sent now, and return the reason."""
-        self._client.lost(kind, ServerGone.code, transfer.nbytes)
-        return ServerGone("the server does not answer")
+    def _keep_store(self, request: RequestHashes, future: Future[StoreOutcome]) -> Future[StoreOutcome]:
+        self._stores.setdefault(request.request_id, []).append(future)
+        return future
+
+    def _keep_load(
+        self, request: RequestHashes, future: Future[LoadOutcome], filled: Sequence[Sequence[int]]
+    ) -> Future[LoadOutcome]:
+        self._loads.setdefault(request.request_id, []).append((future, filled))
+        return future
+
+    def _refused(self, kind: LostKind, request: RequestHashes, error: Exception) -> None:
+        log.warning("%s of request %r failed: %s", kind, request.request_id, error)
+        self._client.lost(kind, error_code(error))
 
     def _transfer(
         self,
@@ -373,6 +359,11 @@ class WorkerAdapter:
     ) -> Future[O]:
         """Start a transfer and return its future. After any failure of a transport the engine goes on without the
         cache."""
+        if not self._client.reachable("PREPARE_STORE" if kind == "stores" else "PREPARE_RETRIEVE"):
+            self._client.lost(kind, ServerGone.code, transfer.nbytes)
+            if transfer.grant is not None:
+                self._client.free_soon(transfer.grant.lease)
+            return Future.resolved(failed(ServerGone("the server does not answer")))
         try:
             future = start()
             if not isinstance(future, Future):
@@ -398,46 +389,11 @@ class WorkerAdapter:
         if code == NotRegistered.code:
             instance.recover()
 
-    def _check_batch(
-        self,
-        requests: Sequence[RequestHashes],
-        ranges: Sequence[tuple[int, int]],
-        block_ids: Sequence[BlockIds],
-        skips: Sequence[int],
-        event: torch.Event | None,
-        *,
-        storing: bool,
-    ) -> None:
-        """Raise for lists of unequal length, and for the first bad item. An item alone is checked by its submit."""
-        if not len(requests) == len(ranges) == len(block_ids) == len(skips):
-            raise RequestError(
-                f"a batch of {len(requests)} requests, {len(ranges)} ranges, {len(block_ids)} times block ids and "
-                f"{len(skips)} skips",
-                available="lists of equal length",
-            )
-        if self._instance is None or len(requests) < 2:
-            return
-        for request, (start, end), blocks, skip in zip(requests, ranges, block_ids, skips, strict=True):
-            own = self._instance.registered.own
-            start, end = checked_tokens(own, request.request_id, start, end)
-            checked_transfer(own, self._key(own, request, start, end), {}, blocks, event, storing=storing)
-            checked_skip(own, end - start, skip)
 
-    def _refused_late(self, kind: LostKind, request: RequestHashes, error: Exception, outcome: O) -> Future[O]:
-        """Return the outcome of an item that is refused after others of its batch were sent, as by a transport whose
-        tensors have changed: an exception would lose their futures."""
-        log.warning("%s of request %r failed: %s", kind, request.request_id, error)
-        self._client.lost(kind, error_code(error), 0)
-        return Future.resolved(outcome)
-
-    def _note_failed(self, filled: Sequence[Sequence[int]]) -> None:
-        self._failed_blocks += [set() for _ in filled[len(self._failed_blocks) :]]
-        for failed, ids in zip(self._failed_blocks, filled, strict=False):
-            failed.update(ids)
-
-
-def _objects(request: RequestHashes, start: int, end: int, block_ids: BlockIds) -> int:
-    return (end - start) // request.chunk_tokens * len(block_ids)
+def _check_lengths(*lists: Sequence[object]) -> None:
+    lengths = [len(each) for each in lists]
+    if len({*lengths}) > 1:
+        raise RequestError(f"a batch of lists of {lengths} items", available="lists of equal length")
 
 
 def _code_of(future: Future[StoreOutcome] | Future[LoadOutcome]) -> str:
@@ -450,7 +406,5 @@ def _code_of(future: Future[StoreOutcome] | Future[LoadOutcome]) -> str:
 
 
 def _succeeded(future: Future[LoadOutcome]) -> bool:
-    if future.exception() is not None:
-        return False
-    outcome: object = future.result(0)
+    outcome: object = future.result(0) if future.exception() is None else None
     return isinstance(outcome, LoadOutcome) and outcome.ok

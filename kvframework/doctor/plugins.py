@@ -11,7 +11,7 @@ from kvframework.api.plugin import Finding, ServerTerms
 from kvframework.config import Config, PluginTable
 from kvframework.errors import KVFrameworkError
 from kvframework.registry import named_tables, server_terms
-from kvframework.supervise.isolated import run_isolated
+from kvframework.supervise.child import run_isolated
 
 # The part of a check's time that is kept for the end of the process, after a plugin's own diagnosis.
 _TO_END_S = 1.0

@@ -1,7 +1,9 @@
-"""Child processes: their start, their end, and one that a thread keeps running."""
+"""Child processes: their start, their end, one that a thread keeps running, and a plugin's code in a fresh interpreter,
+with a deadline."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import math
@@ -11,10 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from kvframework.supervise.state import State, Step, Supervision, how_ended
+from kvframework.supervise.state import Supervision, how_ended
 
 # The paths of this process and no others: with -m the working directory would be the first.
 _PROGRAM = (
@@ -24,6 +29,7 @@ _PROGRAM = (
 # For a process that ends by itself, or has to.
 STOP_S = 1.0
 _PR_SET_PDEATHSIG = 1
+_TAIL_BYTES = 2000
 
 
 def start_process(module: str, *arguments: str, fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
@@ -56,6 +62,59 @@ def end_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
+
+
+class Ran(NamedTuple):
+    """The result of an isolated run: the lines of its report, the reason of its end ("" if regular), and the end of its
+    output."""
+
+    lines: list[bytes]
+    ended: str
+    printed: str
+
+
+def run_isolated(
+    module: str, request: bytes, *, deadline_s: float, arguments: Sequence[str] = (), function: str = "main"
+) -> Ran:
+    """Call `function` of `module` with the arguments FD and `arguments` and `request` as standard input, and kill it,
+    with all its child processes, after `deadline_s` seconds. Blocks.
+
+    FD is the descriptor of a file for the report: lines before a crash or a hang are not lost. The run has this
+    process's module search path, and ends without the interpreter's own end: a native library's thread that asks for
+    the interpreter then aborts the process, and a plugin's thread that does not end would keep it alive.
+    """
+    program = (
+        f"import os, sys; sys.path[:] = {sys.path!r}; from {module} import {function}; {function}(); "
+        "sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
+    )
+    with tempfile.TemporaryFile() as report, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as wanted:
+        wanted.write(request)
+        wanted.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(report.fileno()), *arguments],
+            stdin=wanted,
+            stdout=printed,
+            stderr=printed,
+            pass_fds=[report.fileno()],
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(deadline_s)
+            ended = f"ended the interpreter with status {status}" if status else ""
+            if status < 0:
+                ended = f"was ended {how_ended(status)}"
+        except subprocess.TimeoutExpired:
+            ended = f"did not end within {deadline_s:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said = _all(printed.fileno())[-_TAIL_BYTES:].decode(errors="replace")
+        return Ran(_all(report.fileno()).splitlines(), ended, said)
+
+
+def _all(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 class SupervisedChild:
@@ -137,22 +196,24 @@ class SupervisedChild:
 
     def ready(self) -> None:
         """Note that the process is ready. From `serve`."""
-        self._machine.ready(time.monotonic())
+        if self._machine.life is not None:
+            self._machine.life.ready(time.monotonic())
 
     @property
     def is_ready(self) -> bool:
         """Whether the process is ready, and does not have to stop."""
-        return self._machine.state is State.READY
+        life = self._machine.life
+        return life is not None and life.ready_at is not None and not life.stopping
 
     # the thread
 
     def _run(self) -> None:
-        while (state := self._machine.state) is not State.CLOSED:
-            step = self._machine.step(time.monotonic())
-            if step is Step.START:
+        while not self._machine.is_over:
+            serving, now = self._machine.is_serving, time.monotonic()
+            if self._machine.must_start(now):
                 self._start()
-            elif step is Step.KILL:
-                late = f"it was not ready within {self._ready_s:g} s" if state is State.STARTING else "it did not end"
+            elif self._machine.must_kill(now):
+                late = f"it was not ready within {self._ready_s:g} s" if serving else "it did not end"
                 self._why = self._why or f"{self.title} was killed: {late}"
                 self._let_go(kill=True)
             else:
@@ -178,8 +239,7 @@ class SupervisedChild:
         """Wait until something happens, and handle it."""
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
-        serving = self._machine.state in (State.STARTING, State.READY)
-        soon = math.inf
+        serving, soon = self._machine.is_serving, math.inf
         if self._popen is not None:
             poller.register(self._pidfd, select.POLLIN)
             soon = self.watch(poller) if serving else soon
@@ -208,7 +268,8 @@ class SupervisedChild:
             why = f"the connection to {self.title} failed: {failure}"
         if why is not None:
             self._why = why
-            self._machine.stop(time.monotonic(), STOP_S)
+            if self._machine.life is not None:
+                self._machine.life.stop(time.monotonic(), STOP_S)
             self._let_go(kill=bool(why))
 
     def _let_go(self, *, kill: bool = False) -> None:

@@ -1,16 +1,10 @@
 """When something is tried again, and when a process is started, killed and started again. Pure, with a clock; of the
-standard library alone, since the process of `kvframework hold` imports little else.
-
-    IDLE ──want──▶ WAITING ──back-off──▶ STARTING ──ready──▶ READY
-      ▲                                     │                  │
-      └──────── ended ◀──── STOPPING ◀──────┴──── or killed ───┘
-"""
+standard library alone, since the process of `kvframework hold` imports little else."""
 
 from __future__ import annotations
 
 import math
 import signal
-from enum import Enum
 
 # After a life of this length, a process's end starts a new back-off.
 HEALTHY_S = 30.0
@@ -52,8 +46,7 @@ def how_ended(status: int) -> str:
 
 
 class Life:
-    """One process, from its start until its end is seen. `kill_at` is when it has to be killed if it has neither ended
-    nor got ready by then."""
+    """One process, from its start until its end is seen. At `kill_at` it has to be killed."""
 
     def __init__(self, now: float, ready_s: float = math.inf) -> None:
         self.started = now
@@ -80,27 +73,10 @@ class Life:
         return True
 
 
-class State(Enum):
-    """What a supervised process does."""
-
-    IDLE = "idle"
-    WAITING = "waiting"
-    STARTING = "starting"
-    READY = "ready"
-    STOPPING = "stopping"
-    CLOSED = "closed"
-
-
-class Step(Enum):
-    """What its supervisor has to do now."""
-
-    START = "start"
-    KILL = "kill"
-
-
 class Supervision:
     """One process at a time: it is started when it is wanted, killed if it is not ready `ready_s` seconds later or
-    does not stop in time, and started again after a back-off, which a life of `HEALTHY_S` ends."""
+    does not stop in time, and started again after a back-off, which a life of `HEALTHY_S` ends. `life` is that of the
+    process, None while there is none."""
 
     def __init__(self, ready_s: float = math.inf, backoff: Backoff | None = None) -> None:
         self._ready_s = ready_s
@@ -109,49 +85,44 @@ class Supervision:
         self.life: Life | None = None
 
     @property
-    def state(self) -> State:
-        if self.life is None:
-            return State.CLOSED if self._closed else State.WAITING if self._wanted else State.IDLE
-        if self.life.stopping:
-            return State.STOPPING
-        return State.STARTING if self.life.ready_at is None else State.READY
+    def is_serving(self) -> bool:
+        """Whether there is a process, ready or about to be, that does not have to stop."""
+        return self.life is not None and not self.life.stopping
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no process, and never will be."""
+        return self.life is None and self._closed
 
     @property
     def due(self) -> float:
-        """When `step` may have something to do, if nothing else happens before."""
+        """When something has to be done, if nothing else happens before."""
         if self.life is not None:
             return self.life.kill_at
-        return self._backoff.next_at if self.state is State.WAITING else math.inf
+        return self._backoff.next_at if self._wanted else math.inf
 
-    def step(self, now: float) -> Step | None:
-        """Return what has to be done now, once."""
-        if self.life is not None:
-            return Step.KILL if self.life.must_be_killed(now) else None
-        return Step.START if self.state is State.WAITING and not self._backoff.left(now) else None
+    def must_start(self, now: float) -> bool:
+        """Whether a process has to be started now: `started` follows."""
+        return self.life is None and now >= self.due
+
+    def must_kill(self, now: float) -> bool:
+        """Whether the process has to be killed now. True once."""
+        return self.life is not None and self.life.must_be_killed(now)
 
     def want(self) -> None:
         """Have a process started, if there is none."""
         self._wanted = not self._closed
 
     def started(self, now: float) -> None:
-        """Note the start that `step` asked for, or an attempt: `ended` follows at once."""
+        """Note a start, or the attempt: `ended` follows at once."""
         self._wanted = False
         self.life = Life(now, self._ready_s)
 
-    def ready(self, now: float) -> None:
-        if self.life is not None:
-            self.life.ready(now)
-
-    def stop(self, now: float, within_s: float) -> None:
-        """Note that the process ends by itself, or has to."""
-        if self.life is not None:
-            self.life.stop(now, within_s)
-
     def close(self, now: float, within_s: float) -> None:
         """Stop the process, and start none any more. Idempotent."""
-        if not self._closed:
-            self._wanted, self._closed = False, True
-            self.stop(now, within_s)
+        if self.life is not None and not self._closed:
+            self.life.stop(now, within_s)
+        self._wanted, self._closed = False, True
 
     def ended(self, now: float) -> None:
         """Note that the process has ended, and touches nothing any more."""

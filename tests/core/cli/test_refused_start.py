@@ -21,7 +21,7 @@ from unittest import mock
 import pytest
 
 from kvframework.cli.keys import CLIENTS, SERVER
-from kvframework.supervise.isolated import Ran
+from kvframework.supervise.child import Ran
 from tests.core.cli.command import environment, run, run_process
 from tests.filesystem.folder import open_tier
 from tests.support.server_process import ServerProcess

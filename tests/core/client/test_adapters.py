@@ -109,23 +109,6 @@ def test_a_miss_in_l2_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         engine.worker.close()
 
 
-def test_a_failed_load_names_its_blocks(client: KVClient) -> None:
-    engine = PagedEngine(client)
-    blocks = [list(range(16))]
-    assert not engine.worker.submit_retrieve(engine.request([1] * 256), 0, 256, blocks).result(30).ok
-    assert engine.worker.get_finished() == (set(), {"r"})
-    assert engine.worker.take_failed_blocks() == [set(range(16))]
-    assert engine.worker.take_failed_blocks() == []
-
-
-def test_block_ids_out_of_range_raise_and_leave_nothing_locked(server: ServerProcess, client: KVClient) -> None:
-    engine = PagedEngine(client)
-    with pytest.raises(errors.BadBlockIds):
-        engine.worker.submit_store(engine.request([1] * 256), 0, 256, [list(range(BLOCKS - 15, BLOCKS + 1))])
-    with server.client() as watcher:
-        assert watcher.status()["l1"]["write_leases"] == 0
-
-
 def test_a_restarted_server_is_noticed_and_registered_with_again(server: ServerProcess, client: KVClient) -> None:
     engine = PagedEngine(client)
     boot = client.boot_id
@@ -202,32 +185,6 @@ def test_close_unregisters(server: ServerProcess, client: KVClient) -> None:
     engine.worker.close()
     with server.client() as watcher:
         assert watcher.status()["instances"] == []
-
-
-def test_a_bad_range_or_bad_blocks_submit_nothing(server: ServerProcess, client: KVClient) -> None:
-    engine = PagedEngine(client)
-    request = engine.request(list(range(1000, 1512)), "r")
-    good = list(range(16))
-    bad: list[tuple[tuple[int, int], list[list[int]], type[errors.KVFrameworkError]]] = [
-        ((0, 256), [list(range(BLOCKS, BLOCKS + 16))], errors.BadBlockIds),
-        ((0, 256), [good[:15]], errors.BadBlockIds),
-        ((0, 256), [good, good], errors.BadBlockIds),
-        ((0, 256), [[-1, *good[1:]]], errors.BadBlockIds),
-        ((0, 256), [[0.5, *good[1:]]], errors.BadBlockIds),  # type: ignore[list-item]
-        ((0, 500), [good], errors.BadRange),
-        ((100, 256), [good], errors.BadRange),
-        ((0, 768), [good], errors.BadRange),
-    ]
-    for (start, end), blocks, expected in bad:
-        for submit in (engine.worker.submit_store, engine.worker.submit_retrieve):
-            with pytest.raises(expected):
-                submit(request, start, end, blocks)
-    for skip in (-1, 257):
-        with pytest.raises(errors.BadRange):
-            engine.worker.submit_retrieve(request, 0, 256, [good], skip_first_n_tokens=skip)
-    assert engine.worker.get_finished() == (set(), set())
-    assert server.status()["l1"]["objects"] == 0
-    assert engine.worker.submit_store(request, 0, 256, [good]).result(20).ok
 
 
 def test_a_store_has_its_outcome_whatever_becomes_of_it(server: ServerProcess, client: KVClient) -> None:

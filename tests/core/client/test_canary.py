@@ -9,7 +9,6 @@ import pytest
 from kvframework.api.layout import EngineView, LayerGroup
 from kvframework.api.plugin import DTYPE_BYTES
 from kvframework.client import KVClient, WorkerAdapter
-from kvframework.client.canary import pattern
 from kvframework.errors import BadLayout, KVFrameworkError
 from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
@@ -126,6 +125,8 @@ def test_after_a_reconnect_the_canary_only_reads() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_patterns_are_finite_and_nowhere_alike(dtype: str) -> None:
+    from kvframework.client.canary import pattern
+
     group = LayerGroup(2, 16, 4, 32, dtype)
     values = torch.stack([torch.stack(plane) for plane in pattern(0, group)])
     assert values.shape == (2, 2, 16, 4, 32)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframework.client import identity
-from kvframework.client.identity import FILE_NAME, FileDigest, FileState, Progress, digest_files, load_digests
+from kvframework.client.identity import FILE_NAME, FileDigest, FileState, digest_files, load_digests
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     names: list[str] = []
     real = identity._read
 
-    def counted(path: Path, told: Progress) -> tuple[FileState, str, float]:
+    def counted(path: Path) -> tuple[FileState, str, float]:
         names.append(path.name)
-        return real(path, told)
+        return real(path)
 
     monkeypatch.setattr(identity, "_read", counted)
     return names
@@ -187,27 +187,16 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(
 ) -> None:
     path = write(tmp_path / "a", b"one")
     replacements = [b"two"]
+    opened = Path.open
 
-    def replace(_self: Progress, _nbytes: int) -> None:
-        if replacements:
+    def replaced(self: Path, *arguments: Any, **options: Any) -> Any:
+        file = opened(self, *arguments, **options)
+        if self == path and replacements:
             write(tmp_path / "new", replacements.pop()).replace(path)
+        return file
 
-    monkeypatch.setattr(Progress, "add", replace)
+    monkeypatch.setattr(Path, "open", replaced)
     assert digest(path, memory) == expected(b"two")
     replacements += [b"x", b"xx", b"xxx"]
     with pytest.raises(OSError, match="was changed"):
         digest(path, memory)
-
-
-def test_long_reads_tell_how_far_they_are(
-    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    path = write(tmp_path / "a", b"x" * 1000)
-    digest(path, memory)
-    assert not caplog.records
-    monkeypatch.setattr(identity, "_WORTH_TELLING", 0)
-    monkeypatch.setattr(identity, "_LOG_EVERY_S", 0.0)
-    digest(path, memory)
-    assert [record.getMessage().split()[0] for record in caplog.records] == ["reading"] * 3
-    assert "GB/s" in caplog.text

@@ -13,7 +13,7 @@ from kvframework.api.transport import LoadPlan, Transfer
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.wire import messages as m
 from kvframework.wire.frames import NO_ANSWER, join
-from kvframework.wire.protocol import ONE_WAY_REQUESTS, REQUESTS
+from kvframework.wire.protocol import ONE_WAY, ONE_WAY_REQUESTS, REQUESTS
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for, register_tiny
@@ -116,7 +116,7 @@ def test_a_load_from_a_stopped_server_is_a_hit(engine: Engine) -> None:
 
 
 def test_an_older_server_is_asked_as_ever(engine: Engine) -> None:
-    assert engine.client.one_way
+    assert engine.client.has(ONE_WAY)
     engine.client._reply = msgspec.structs.replace(engine.client.hello, features=())
     plan = engine.load()
     assert plan.commit().result().ok

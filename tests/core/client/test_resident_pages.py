@@ -101,10 +101,11 @@ def test_its_thread_waits_for_a_core_no_longer_than_those_that_wait_for_it(
     memory, nor run Python, until it had it back."""
     priorities: list[int] = []
 
-    def populate(*_: int) -> None:
+    def populate(*_: int) -> int:
         priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return 0
 
-    monkeypatch.setattr(arena_mapping, "_populate", populate)
+    monkeypatch.setattr(arena_mapping, "_madvise", populate)
     os.pwrite(file, bytes(SIZE), 0)
     arena = MappedArena(os.dup(file), None)
     arena.map_ahead()
@@ -136,11 +137,12 @@ def test_a_step_under_way_does_not_delay_the_end_of_the_session(file: int, monke
     instance registered by its former session."""
     steps, go = threading.Event(), threading.Event()
 
-    def no_turn(*_: int) -> None:
+    def no_turn(*_: int) -> int:
         steps.set()
         go.wait()
+        return 0
 
-    monkeypatch.setattr(arena_mapping, "_populate", no_turn)
+    monkeypatch.setattr(arena_mapping, "_madvise", no_turn)
     os.pwrite(file, bytes(SIZE), 0)
     server, client = socket.socketpair()
     with server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import sys
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -89,5 +90,5 @@ def test_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interpreter_that_is_not_known_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "_known_interpreter", lambda: False)
+    monkeypatch.setattr(sys, "byteorder", "big")
     assert hashing._kernel.__wrapped__() is None

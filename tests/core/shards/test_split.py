@@ -124,7 +124,7 @@ def test_groups_of_unequal_heads_and_too_many_groups_are_refused() -> None:
     with pytest.raises(BadLayout, match="layer group 1 has 4 heads"):
         split(ModelPart(8), KVLayout("paged", (one, other)))
     many = tuple(msgspec.structs.replace(one, layer_names=(f"l.{index}", f"m.{index}")) for index in range(9))
-    with pytest.raises(BadLayout, match="72 layer groups, and at most 64"):
+    with pytest.raises(BadLayout, match="more than 64 layer groups"):
         split(ModelPart(8), KVLayout("paged", many))
     assert len(split(ModelPart(8), KVLayout("paged", many[:8])).ranks) == 8
 

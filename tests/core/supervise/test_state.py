@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvframework.supervise.state import HEALTHY_S, Backoff, Life, State, Step, Supervision, how_ended
+from kvframework.supervise.state import HEALTHY_S, Backoff, Life, Supervision, how_ended
 
 FIRST_S, LONGEST_S, READY_S, STOP_S = 0.1, 10.0, 5.0, 1.0
 PASSING = st.floats(0.01, 40.0, allow_nan=False)
@@ -72,9 +72,9 @@ class Supervised(RuleBasedStateMachine):
         """Up to the next step that is due, as a supervisor that sleeps until then sees it."""
         due = self.machine.due
         self.now = min(self.now + seconds, max(due, self.now))
-        step = self.machine.step(self.now)
-        assert (step is None) == (self.now < due), "due is exact"
-        if step is Step.START:
+        start, kill = self.machine.must_start(self.now), self.machine.must_kill(self.now)
+        assert (start or kill) == (self.now >= due), "due is exact"
+        if start:
             assert self.wanted
             assert not self.alive
             assert not self.closed
@@ -82,7 +82,7 @@ class Supervised(RuleBasedStateMachine):
             self.machine.started(self.now)
             self.wanted, self.alive, self.began = False, True, self.now
             self.kill_by = self.now + READY_S
-        elif step is Step.KILL:
+        elif kill:
             assert self.alive
             assert self.now >= self.kill_by
             self.killed, self.kill_by = True, math.inf
@@ -95,15 +95,15 @@ class Supervised(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule()
     def it_gets_ready(self) -> None:
-        stopping = self.machine.state is State.STOPPING
-        self.machine.ready(self.now)
-        if not stopping:
+        serving = self.machine.is_serving
+        self.life.ready(self.now)
+        if serving:
             self.kill_by = math.inf
 
     @precondition(lambda self: self.alive)
     @rule()
     def it_has_to_stop(self) -> None:
-        self.machine.stop(self.now, STOP_S)
+        self.life.stop(self.now, STOP_S)
         self.kill_by = min(self.kill_by, self.now + STOP_S)
 
     @precondition(lambda self: self.alive)
@@ -123,21 +123,21 @@ class Supervised(RuleBasedStateMachine):
         if self.alive:
             self.kill_by = min(self.kill_by, self.now + STOP_S)
 
+    @property
+    def life(self) -> Life:
+        assert self.machine.life is not None
+        return self.machine.life
+
     @invariant()
     def nothing_waits_for_ever(self) -> None:
+        assert (self.machine.life is not None) == self.alive
+        assert self.machine.is_over == (self.closed and not self.alive)
         if self.alive:
-            assert self.machine.state in (State.STARTING, State.READY, State.STOPPING)
             assert self.machine.due == pytest.approx(self.kill_by)
-            assert self.killed or self.machine.state is State.READY or self.machine.due < math.inf
-        elif self.closed:
-            assert self.machine.state is State.CLOSED
-            assert self.machine.due == math.inf
-        elif self.wanted:
-            assert self.machine.state is State.WAITING
-            assert self.machine.due == pytest.approx(self.not_before)
+            ready = self.machine.is_serving and self.life.ready_at is not None
+            assert self.killed or ready or self.machine.due < math.inf
         else:
-            assert self.machine.state is State.IDLE
-            assert self.machine.due == math.inf
+            assert self.machine.due == (pytest.approx(self.not_before) if self.wanted else math.inf)
 
 
 TestSupervised = Supervised.TestCase

@@ -23,7 +23,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvf_transformers.module_state import Offloaded, Section, Weight
 from kvf_transformers.optimizer_steps import STEPS
-from kvframework.client import Progress
 from kvframework.errors import RequestError
 
 log = logging.getLogger(__name__)
@@ -98,14 +97,13 @@ class WeightDigests:
         return known is not None and known.stamp == part.stamp and part.counts and not known.expired
 
     def _read(self, parts: Sequence[_Part]) -> None:
-        progress = Progress(log, "reading the model's weights to name them", sum(part.nbytes for part in parts))
-        threads = min(_THREADS, os.cpu_count() or 1, len(parts))
-        if sum(part.nbytes for part in parts) < _CHUNK_BYTES:
-            digests = [_digest(part.load(), progress) for part in parts]
+        nbytes, threads = sum(part.nbytes for part in parts), min(_THREADS, os.cpu_count() or 1, len(parts))
+        if nbytes < _CHUNK_BYTES:
+            digests = [_digest(part.load()) for part in parts]
         else:
+            log.info("reading the model's weights to name them, %.1f GB", nbytes / 1e9)
             with ThreadPoolExecutor(threads, thread_name_prefix="kvf-weights") as pool:
-                digests = list(pool.map(lambda part: _digest(part.load(), progress), parts))
-        progress.end()
+                digests = list(pool.map(lambda part: _digest(part.load()), parts))
         for part, digest in zip(parts, digests, strict=True):
             self._known[part.place] = _Known(part.kept, part.stamp, digest)
 
@@ -115,9 +113,8 @@ class Stamps:
 
     def __init__(self, section: Section) -> None:
         parts = list(_parts(section))
-        quiet = Progress(log, "reading the model's weights", 0)
         self._stamps = [
-            (part.path, part.place, part.stamp if part.counts else (_digest(part.load(), quiet),)) for part in parts
+            (part.path, part.place, part.stamp if part.counts else (_digest(part.load()),)) for part in parts
         ]
         self._kept = [part.kept for part in parts]
 
@@ -235,14 +232,13 @@ def _packed(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
             yield f"{name}={value!r}" if plain else f"{name}: {type(value).__qualname__}", torch.empty(0)
 
 
-def _digest(named: Iterable[tuple[str, torch.Tensor]], progress: Progress) -> str:
+def _digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     hasher = xxhash.xxh3_128()
     with torch.no_grad():
         for name, tensor in named:
             hasher.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
             for chunk in _chunks(tensor.detach()):
                 hasher.update(chunk)
-                progress.add(chunk.nbytes)
     return hasher.hexdigest()
 
 

@@ -14,7 +14,7 @@ from importlib import metadata
 import msgspec
 
 from kvf_dev.inspection.problems import Problem, problem
-from kvframework.supervise.isolated import run_isolated
+from kvframework.supervise.child import run_isolated
 
 # In processor time, so that a busy machine is no reason to refuse a plugin.
 MOST_S = 0.05

@@ -10,7 +10,7 @@ import msgspec
 from kvf_dev.inspection.cost import cost_problems
 from kvf_dev.inspection.problems import Line, Problem, problem
 from kvf_dev.inspection.targets import Target, find_targets, import_problems, metadata_problems, read_sources
-from kvframework.supervise.isolated import Ran, run_isolated
+from kvframework.supervise.child import Ran, run_isolated
 
 DEADLINE_S = 20.0
 
