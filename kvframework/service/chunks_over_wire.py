@@ -15,10 +15,9 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 import msgspec
@@ -26,12 +25,12 @@ import msgspec
 from kvframework.api.copying import copy_past_caches
 from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo, Handler, Message, Reply
+from kvframework.api.keys import ChunkContent
 from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
 from kvframework.service.contexts import InstanceKeys
-from kvframework.service.engine_driven import outcome_of
 from kvframework.service.keys import KeyGrid, prompt_part
-from kvframework.service.records import Contents, TransferRecords, added_tokens, store_outcome
+from kvframework.service.records import Plan, Transfers
 from kvframework.storage.l1.leases import INTERNAL_OWNER, PinLease
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -133,19 +132,10 @@ _Copies = Sequence[tuple[int, memoryview]]
 class ChunkTransfers:
     """Moves objects between frames and the arena. `close` after the last request has been answered."""
 
-    def __init__(
-        self,
-        storage: StorageManager,
-        keys: InstanceKeys,
-        accounts: TransferRecords,
-        contents: Contents,
-        *,
-        workers: int,
-    ) -> None:
-        self._storage = storage
+    def __init__(self, storage: StorageManager, keys: InstanceKeys, transfers: Transfers, *, workers: int) -> None:
+        self._table = storage.table
         self._keys = keys
-        self._accounts = accounts
-        self._contents = contents
+        self._transfers = transfers
         self._send_pins = SendPins(storage.table.arena)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-copy")
 
@@ -159,7 +149,7 @@ class ChunkTransfers:
         """Unpin objects that ZMQ has sent."""
         pins = self._send_pins.take_sent()
         if pins:
-            self._storage.table.release(pins)
+            self._table.release(pins)
 
     def settle(self) -> bool:
         """Unpin objects that ZMQ sends within a moment; return whether that was all. Blocks for that moment."""
@@ -176,13 +166,13 @@ class ChunkTransfers:
     def _store(
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
     ) -> m.ChunksStored | Future[Message]:
-        subject = self._accounts.begun(client, payload.key, "wire")
+        subject = self._transfers.subject(client, payload.key, "wire")
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         if not payload.objects and not buffers:
             return self._missing(grid)
-        self._contents.check_key(payload.key, grid.desc.chunk_tokens, payload.content)
+        self._transfers.check_key(payload.key, grid.desc.chunk_tokens, payload.content)
         sent = _checked_objects(grid, payload.objects, buffers)
-        result = self._storage.table.reserve_some(
+        result = self._table.reserve_some(
             grid.sized(),
             sent,
             owner=INTERNAL_OWNER,
@@ -191,57 +181,41 @@ class ChunkTransfers:
             client=client.session_id,
             prompt=prompt_part(payload.key, grid, range(len(grid.flat))),
         )
-        outcome = outcome_of(result)
-        ended = partial(self._accounts.finished, "STORE", subject)
-        named = partial(self._contents.named, payload.key, payload.content)
-        if result.lease is None:
-            ended(store_outcome(result), added_tokens=0)
-            return m.ChunksStored(outcome)
+        copies = [(offset, sent[index]) for index, offset in result.placed]
+        plan = self._transfers.reserved(subject, payload.key, grid, result)
+        if not plan.lease:
+            return m.ChunksStored(plan.outcome)
         # The copy cannot be stopped; a cancel waits for its end.
         future: Promise[Message] = Promise(lambda: None)
         try:
-            copies = [(offset, sent[index]) for index, offset in result.placed]
-            ended = partial(ended, objects=len(copies), nbytes=sum(source.nbytes for _, source in copies))
-            groups = len(grid.row_groups)
-            added = added_tokens((index // groups for index, _ in result.placed), grid)
-            self._pool.submit(self._fill, future, result.lease.id, outcome, copies, added, ended, named)
+            self._pool.submit(self._fill, future, plan, copies, payload.content)
         except BaseException:
-            self._storage.table.abort(result.lease.id, owner=INTERNAL_OWNER)
+            self._table.abort(plan.lease, owner=INTERNAL_OWNER)
             raise
         return future
 
     def _missing(self, grid: KeyGrid) -> m.ChunksStored:
         # A use: the room for the missing ones is not made of the present ones, which would end the prefix.
-        here = self._storage.table.use_present(grid.flat)
+        here = self._table.use_present(grid.flat)
         missing = [index for index, present in enumerate(here) if not present]
         return m.ChunksStored(StoreOutcome(present=len(here) - len(missing)), pack_indices(missing))
 
-    def _fill(
-        self,
-        future: Promise[Message],
-        lease: str,
-        outcome: StoreOutcome,
-        copies: _Copies,
-        added: int,
-        ended: Callable[..., None],
-        named: Callable[[], None],
-    ) -> None:
+    def _fill(self, future: Promise[Message], plan: Plan, copies: _Copies, content: ChunkContent | None) -> None:
         """Copy the bytes, commit, and answer (in a copy thread)."""
         try:
             for offset, source in copies:
-                copy_past_caches(self._storage.table.arena[offset : offset + source.nbytes], source)
-            stored = self._storage.table.commit(lease, owner=INTERNAL_OWNER)
+                copy_past_caches(self._table.arena[offset : offset + source.nbytes], source)
+            stored = self._table.commit(plan.lease, owner=INTERNAL_OWNER)
         except BaseException as error:
             future.set_exception(error)
-            self._storage.table.abort(lease, owner=INTERNAL_OWNER)
-            ended("failed")
+            self._table.abort(plan.lease, owner=INTERNAL_OWNER)
+            self._transfers.end(plan.transfer, ok=False)
             raise
-        ended("partial" if outcome.dropped else "stored", added_tokens=added)
-        named()
-        future.set_result(m.ChunksStored(msgspec.structs.replace(outcome, stored=stored)))
+        self._transfers.end(plan.transfer, content, ok=True)
+        future.set_result(m.ChunksStored(msgspec.structs.replace(plan.outcome, stored=stored)))
 
     def _retrieve(self, client: ClientInfo, payload: m.RetrieveCpuChunks, _buffers: object) -> m.ChunksSent | Reply:
-        pinned = self._storage.table.pinned(payload.lease, owner=client.session_id)
+        pinned = self._table.pinned(payload.lease, owner=client.session_id)
         if pinned is None:
             return m.ChunksSent(False)
         _check_count(payload.objects)
@@ -271,7 +245,7 @@ class ChunkTransfers:
                 hint="receive what comes before asking for more",
             )
         # The client's own pins lapse, however slowly it reads.
-        pin = self._storage.table.pin_again(payload.lease, wanted, owner=client.session_id)
+        pin = self._table.pin_again(payload.lease, wanted, owner=client.session_id)
         if pin is None:
             return m.ChunksSent(False)
         views = self._send_pins.views(client.session_id, [(place.offset, place.length) for place in places], [pin])

@@ -16,7 +16,7 @@ from typing import Any
 from kvframework.api.keys import NAMESPACE_BYTES
 from kvframework.api.listener import RequestRecord
 from kvframework.api.requests import ClientInfo
-from kvframework.service.records import MAX_TEXT, RequestLog, TenantNames
+from kvframework.service.records import MAX_TEXT, RequestLog
 from kvframework.storage.l1.entries import Account
 from kvframework.storage.manager import StorageManager
 from kvframework.text import visible
@@ -110,17 +110,26 @@ class HotPrefixes:
 # Rows with a name of their own, of each kind.
 MAX_ROWS = 64
 OTHER = "other"
-_FIELDS = ("bytes", "objects", "lookups", "asked_tokens", "hit_tokens", "stored_objects", "evicted_objects")
+# The fields of a row, and those of an account.
+_FIELDS = {
+    "bytes": "nbytes",
+    "objects": "objects",
+    "lookups": "lookups",
+    "asked_tokens": "asked_tokens",
+    "hit_tokens": "hit_tokens",
+    "stored_objects": "stored",
+    "evicted_objects": "evicted",
+}
 
 
 class Use:
     """Hears the LOOKUPs among the records of `requests`. `begin_session` and `end_session` run on the serving thread,
     `status` on any."""
 
-    def __init__(self, storage: StorageManager, tenants: TenantNames, requests: RequestLog) -> None:
+    def __init__(self, storage: StorageManager, requests: RequestLog) -> None:
         self._storage = storage
-        self._tenants = tenants
-        self._tenant_numbers = {name: number for number, name in enumerate(tenants.names)}
+        self._tenants = requests.tenants.names
+        self._tenant_numbers = {name: number for number, name in enumerate(self._tenants)}
         self._requests = requests
         requests.listeners.append(self.heard)
         self._hot = HotPrefixes(self._model_of)
@@ -149,12 +158,11 @@ class Use:
     def status(self) -> dict[str, object]:
         self._requests.count()
         accounts = self._storage.table.accounts()
-        names = self._tenants.names
-        # Configured tenants have a row from the start.
-        tenants = _rows(((names[key[2]] or OTHER, account) for key, account in accounts), [*names[1:], OTHER])
+        names = self._tenants
         return {
             "models": _rows((self._model_of(key[1]) or OTHER, account) for key, account in accounts),
-            "tenants": tenants,
+            # Configured tenants have a row from the start.
+            "tenants": _rows(((names[key[2]] or OTHER, account) for key, account in accounts), [*names[1:], OTHER]),
             "namespaces": _rows((key[1].hex() or OTHER, account) for key, account in accounts),
             "engines": _rows((self._engines.get(key[0], OTHER), account) for key, account in accounts),
             "hot_prefixes": self._hot.status(),
@@ -166,24 +174,14 @@ class Use:
 
 def _rows(accounts: Iterable[tuple[str, Account]], first: Sequence[str] = ()) -> dict[str, dict[str, int]]:
     """Return the sums by name: `MAX_ROWS` names, and all that is left as `OTHER`."""
-    rows = {name: [0] * len(_FIELDS) for name in first}
+    rows = {name: dict.fromkeys(_FIELDS, 0) for name in first}
     for name, account in accounts:
-        row = rows.get(name)
-        if row is None:
-            if len(rows) - (OTHER in rows) >= MAX_ROWS:
-                name = OTHER
-            row = rows.setdefault(name, [0] * len(_FIELDS))
-        amounts = (
-            account.nbytes,
-            account.objects,
-            account.lookups,
-            account.asked_tokens,
-            account.hit_tokens,
-            account.stored,
-            account.evicted,
-        )
-        row[:] = map(sum, zip(row, amounts, strict=True))
-    return {name: dict(zip(_FIELDS, row, strict=True)) for name, row in rows.items()}
+        if name not in rows and len(rows) - (OTHER in rows) >= MAX_ROWS:
+            name = OTHER
+        row = rows.setdefault(name, dict.fromkeys(_FIELDS, 0))
+        for shown, counted in _FIELDS.items():
+            row[shown] += getattr(account, counted)
+    return rows
 
 
 # The counters of lookups: by model, with hits by the tier that they came from, and misses by reason.
@@ -193,20 +191,13 @@ MAX_MODELS = 64
 OTHER_MODELS = "other"
 
 
-class _OfModel:
-    __slots__ = ("asked_tokens", "l1_tokens", "l2_tokens", "lookups")
-
-    def __init__(self) -> None:
-        self.lookups = self.asked_tokens = self.l1_tokens = self.l2_tokens = 0
-
-
 class LookupCounts:
     """Counts of the LOOKUPs among the records of `requests`; `reasons` are all that a miss can have. `model_of` names
     the model of a namespace."""
 
     def __init__(self, reasons: tuple[str, ...], requests: RequestLog, model_of: Callable[[bytes], str]) -> None:
         self.hit_tokens = self.unknown_namespace = 0
-        self._models: dict[str, _OfModel] = {}
+        self._models: dict[str, dict[str, int]] = {}
         self._misses = Counter(dict.fromkeys(reasons, 0))
         self._model_of = model_of
         self._requests = requests
@@ -216,15 +207,17 @@ class LookupCounts:
         """Count a lookup that has ended. A name of a model that is not registered gets no counters of its own."""
         if record.request != "LOOKUP":
             return
-        subject = record.subject
-        model = self._model_of(record.prefix[:NAMESPACE_BYTES]) if record.prefix else subject.model
+        model = self._model_of(record.prefix[:NAMESPACE_BYTES]) if record.prefix else record.subject.model
         counts = self._models.get(model)
         if counts is None:
-            counts = self._new(model if record.prefix else OTHER_MODELS)
-        counts.lookups += 1
-        counts.asked_tokens += subject.asked_tokens
-        counts.l1_tokens += record.l1_tokens
-        counts.l2_tokens += record.l2_tokens
+            if not record.prefix or len(self._models) >= MAX_MODELS:
+                model = OTHER_MODELS
+            new = {"lookups": 0, "asked_tokens": 0, "l1_tokens": 0, "l2_tokens": 0}
+            counts = self._models.setdefault(model, new)
+        counts["lookups"] += 1
+        counts["asked_tokens"] += record.subject.asked_tokens
+        counts["l1_tokens"] += record.l1_tokens
+        counts["l2_tokens"] += record.l2_tokens
         self.hit_tokens += record.l1_tokens + record.l2_tokens
         if record.why.reason:
             self._misses[record.why.reason] += 1
@@ -235,23 +228,10 @@ class LookupCounts:
         return {
             "hit_tokens": self.hit_tokens,
             "unknown_namespace": self.unknown_namespace,
-            "by_model": {
-                model: {
-                    "lookups": counts.lookups,
-                    "asked_tokens": counts.asked_tokens,
-                    "l1_tokens": counts.l1_tokens,
-                    "l2_tokens": counts.l2_tokens,
-                }
-                # `list` in one step: another thread may add a model meanwhile.
-                for model, counts in list(self._models.items())
-            },
+            # `list` in one step: another thread may add a model meanwhile.
+            "by_model": {model: dict(counts) for model, counts in list(self._models.items())},
             "misses": dict(self._misses),
         }
-
-    def _new(self, model: str) -> _OfModel:
-        if len(self._models) >= MAX_MODELS and model not in self._models:
-            model = OTHER_MODELS
-        return self._models.setdefault(model, _OfModel())
 
 
 # Losses reported by clients: sums since the start, and each client's recent ones, including clients that have ended.

@@ -6,21 +6,21 @@ Runs on the serving thread, which never copies the bytes: the client writes and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES
-from kvframework.api.listener import RequestSubject
 from kvframework.api.requests import CacheKey, ClientInfo, Handler
-from kvframework.api.transport import ArenaRange, StoreOutcome
+from kvframework.api.transport import StoreOutcome
+from kvframework.config import ServerConfig
 from kvframework.errors import LeaseUnknown, RequestError, TransportMismatch
 from kvframework.service.contexts import Contexts, InstanceKeys, RegisteredContext
-from kvframework.service.keys import KeyGrid, found_part, prompt_part
-from kvframework.service.records import Contents, TransferRecords, added_tokens, store_outcome, subject_of
+from kvframework.service.keys import KeyGrid
+from kvframework.service.records import RequestLog, Transfer, Transfers
 from kvframework.storage.l1.entries import StoredObject
-from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart, Reservation
+from kvframework.storage.l1.leases import NO_PROMPT, PromptPart
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
@@ -40,27 +40,22 @@ MAX_OPEN, MAX_OF_ASKER = 4096, 512
 
 class Granted(NamedTuple):
     """A grant: the sessions of the instance, `owner`, and of the client that looked up, `asked_by`; its end, of the
-    clock. `subject` is that of the LOOKUP; `prompt` tells where in it the objects are."""
+    clock. The subject of its transfer is that of the LOOKUP; `prompt` tells where in it the objects are."""
 
     owner: int
     asked_by: int
     until: float
-    subject: RequestSubject
     prompt: PromptPart
-    objects: int
-    nbytes: int
+    transfer: Transfer
 
 
 class Grants:
-    """The grants that have not ended. `tenant_of` gives the tenant of a salt."""
+    """The grants that have not ended."""
 
-    def __init__(
-        self, contexts: Contexts, storage: StorageManager, contents: Contents, tenant_of: Callable[[str], str]
-    ) -> None:
+    def __init__(self, contexts: Contexts, storage: StorageManager, requests: RequestLog) -> None:
         self._contexts = contexts
         self._storage = storage
-        self._contents = contents
-        self._tenant_of = tenant_of
+        self._requests = requests
         self._clock = storage.clock
         # The oldest first.
         self._open: dict[str, Granted] = {}
@@ -101,26 +96,33 @@ class Grants:
                 ).id
             except RequestError:
                 break  # it holds too many; its load may say so
-            subject = subject_of(client, key, self._clock(), "engine", self._tenant_of(key.cache_salt))
-            subject = subject._replace(asked_tokens=hit * grid.desc.chunk_tokens)
-            prompt = _prompt(key, grid, hit, context.ranks, positions) if key.retain else NO_PROMPT
+            subject = self._requests.subject(client, key, "engine")._replace(asked_tokens=hit * grid.desc.chunk_tokens)
             nbytes = sum([stored.length for stored in own])
-            self._open[lease] = Granted(owner, asker, until, subject, prompt, len(own), nbytes)
+            kept = _truncated(key, grid, hit) if self._requests.ring.wants_contents else None
+            transfer = Transfer("RETRIEVE", subject, "hit", len(own), nbytes, -1, kept, grid.desc.chunk_tokens)
+            prompt = _prompt(key, grid, hit, context.ranks, positions) if key.retain else NO_PROMPT
+            self._open[lease] = Granted(owner, asker, until, prompt, transfer)
             self._of_asker[asker] += 1
-            if self._contents.wanted:
-                self._contents.prepared(owner, lease, _truncated(key, grid, hit), grid.desc.chunk_tokens)
             grants.append(m.Grant(instance_id, lease, offsets, pack_indices(positions)))
         return tuple(grants)
 
-    def take(self, client: ClientInfo, lease: str) -> Granted | None:
-        """Return the grant whose load ends, of an instance of this client; None for another lease."""
+    def find(self, client: ClientInfo, lease: str) -> Granted | None:
+        """Return the grant that a load of an instance of this client uses; None for another lease."""
         granted = self._open.get(lease)
-        if granted is None or granted.owner != client.session_id:
-            return None
+        return granted if granted is not None and granted.owner == client.session_id else None
+
+    def take(self, client: ClientInfo, lease: str, granted: Granted, took_s: float) -> None:
+        """A load by this grant ends, of which the server hears only now: it took its client so long."""
         self._forget(lease, granted)
         if granted.asked_by != granted.owner:
             self._storage.table.work_for(granted.owner, granted.asked_by)
-        return granted
+        subject = granted.transfer.subject
+        granted.transfer.subject = subject._replace(
+            began=max(self._clock() - took_s, subject.began),
+            client=client.name,
+            pid=client.pid,
+            session_id=client.session_id,
+        )
 
     def give_back(self, client: ClientInfo, lease: str) -> bool:
         """End a grant that no load uses, of a LOOKUP of this client or for an instance of it; return whether it is
@@ -129,7 +131,6 @@ class Grants:
         if granted is None or client.session_id not in (granted.asked_by, granted.owner):
             return False
         self._forget(lease, granted)
-        self._contents.ended(lease)
         try:
             self._storage.table.unpin(lease, owner=granted.owner)
         except LeaseUnknown:
@@ -215,27 +216,22 @@ class EngineDrivenTransfers:
         contexts: Contexts,
         storage: StorageManager,
         keys: InstanceKeys,
-        *,
-        store_lease_s: float,
-        retrieve_lease_s: float,
-        store_share: float,
-        accounts: TransferRecords,
-        contents: Contents,
+        transfers: Transfers,
         grants: Grants,
+        config: ServerConfig,
     ) -> None:
         self._contexts = contexts
-        self._storage = storage
+        self._table = storage.table
         self._keys = keys
-        self._accounts = accounts
-        self._contents = contents
+        self._transfers = transfers
         self._grants = grants
-        self.configure(store_lease_s=store_lease_s, retrieve_lease_s=retrieve_lease_s, store_share=store_share)
+        self.configure(config)
 
-    def configure(self, *, store_lease_s: float, retrieve_lease_s: float, store_share: float) -> None:
+    def configure(self, config: ServerConfig) -> None:
         """Change the leases' lifetimes and the share of a client, from the next lease on. From any thread."""
-        self._store_lease_s = store_lease_s
-        self._retrieve_lease_s = retrieve_lease_s
-        self._store_share = store_share
+        self._store_lease_s = config.store_lease_s
+        self._retrieve_lease_s = config.retrieve_lease_s
+        self._store_share = config.store_share
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -250,28 +246,14 @@ class EngineDrivenTransfers:
         if not client.local:
             # Such a client could only commit bytes that it has not written.
             raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
-        subject = self._accounts.begun(client, payload.key, "engine")
+        subject = self._transfers.subject(client, payload.key, "engine")
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         wanted = grid.stored(payload.first_chunks)
-        sized = grid.sized()
-        result = self._storage.table.reserve(
-            [sized[index] for index in wanted],
-            owner=client.session_id,
-            request_id=payload.key.request_id,
-            lease_s=self._store_lease_s,
-            share=self._share_of(client),
-            client=client.session_id,
-            prompt=prompt_part(payload.key, grid, wanted),
-        )
-        outcome = outcome_of(result)
-        if result.lease is None:
-            self._accounts.finished("STORE", subject, store_outcome(result), added_tokens=0)
-            return m.StorePlan("", (), outcome)
-        ranges = placed_ranges(grid, wanted, result)
-        added = added_tokens((place.chunk for place in ranges), grid)
-        self._begin("STORE", result.lease.id, subject, store_outcome(result), ranges, added)
-        self._contents.prepared(client.session_id, result.lease.id, payload.key, grid.desc.chunk_tokens)
-        return m.StorePlan(result.lease.id, ranges, outcome, self._store_lease_s)
+        # May change meanwhile, and the client relies on its reply.
+        owner, lease_s, share = client.session_id, self._store_lease_s, self._share_of(client)
+        plan = self._transfers.reserve(subject, payload.key, grid, wanted, owner=owner, lease_s=lease_s, share=share)
+        self._transfers.keep(plan)
+        return m.StorePlan(plan.lease, plan.ranges, plan.outcome, lease_s if plan.lease else 0.0)
 
     def _share_of(self, client: ClientInfo) -> float:
         """Return the share of L1 that the client may reserve: all of it for a sole client; otherwise `store_share`, so
@@ -280,97 +262,38 @@ class EngineDrivenTransfers:
         return 1.0 if alone else self._store_share
 
     def _commit_store(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.Committed:
-        promised = self._storage.table.lease_size(payload.lease, owner=client.session_id)
-        self._contents.check(payload.lease, payload.content)
-        published = self._storage.table.commit(payload.lease, owner=client.session_id)
-        self._accounts.ended(payload.lease, ok=published > 0)
-        self._contents.ended(payload.lease, payload.content, ok=published > 0)
+        promised = self._table.lease_size(payload.lease, owner=client.session_id)
+        self._transfers.check(self._transfers.under(payload.lease), payload.content)
+        published = self._table.commit(payload.lease, owner=client.session_id)
+        self._transfers.end_lease(payload.lease, payload.content, ok=published > 0)
         lapsed = promised - published
         return m.Committed(StoreOutcome(stored=published, dropped=lapsed, error=LeaseUnknown.code if lapsed else ""))
 
     def _abort(self, client: ClientInfo, payload: m.LeaseRef, _buffers: object) -> m.Aborted:
-        freed = self._storage.table.abort(payload.lease, owner=client.session_id)
-        self._accounts.ended(payload.lease, ok=False)
-        self._contents.ended(payload.lease)
+        freed = self._table.abort(payload.lease, owner=client.session_id)
+        self._transfers.end_lease(payload.lease, ok=False)
         return m.Aborted(freed)
 
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
-        subject = self._accounts.begun(client, payload.key, "engine" if client.local else "wire")
+        subject = self._transfers.subject(client, payload.key, "engine" if client.local else "wire")
         grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
         lease_s = self._retrieve_lease_s  # may change meanwhile, and the client relies on its reply
-        lease = pin_whole(self._storage, payload.key, grid, client.session_id, lease_s=lease_s)
-        self._storage.table.count(retrieves=1, retrieve_misses=lease is None)
-        if lease is None:
-            return m.RetrievePlan(False, reason=self._accounts.missed(subject, payload.key, grid))
-        ranges = pinned_ranges(grid, lease.objects)
-        self._begin("RETRIEVE", lease.id, subject, "hit", ranges)
-        self._contents.prepared(client.session_id, lease.id, payload.key, grid.desc.chunk_tokens)
-        return m.RetrievePlan(True, lease.id, ranges, lease_s)
+        plan = self._transfers.pin(subject, payload.key, grid, owner=client.session_id, lease_s=lease_s)
+        if not plan.lease:
+            return m.RetrievePlan(False, reason=plan.reason)
+        self._transfers.keep(plan)
+        return m.RetrievePlan(True, plan.lease, plan.ranges, lease_s)
 
     def _commit_retrieve(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.RetrieveCommitted:
         lease, owner = payload.lease, client.session_id
-        self._contents.check(lease, payload.content)
-        granted = self._grants.take(client, lease)
+        granted = self._grants.find(client, lease)
+        self._transfers.check(granted.transfer if granted else self._transfers.under(lease), payload.content)
         if granted is None:
-            held = self._storage.table.unpin(lease, owner=owner).held
-            self._accounts.ended(lease, ok=held)
+            held = self._table.unpin(lease, owner=owner).held
+            self._transfers.end_lease(lease, payload.content, ok=held)
         else:
-            held = self._storage.table.unpin(lease, owner=owner, use="retrieve", prompt=granted.prompt).held
-            self._storage.table.count(retrieves=1)
-            self._accounts.granted(
-                client, granted.subject, payload.took_s, objects=granted.objects, nbytes=granted.nbytes, ok=held
-            )
-        self._contents.ended(lease, payload.content, ok=held)
+            self._grants.take(client, lease, granted, payload.took_s)
+            held = self._table.unpin(lease, owner=owner, use="retrieve", prompt=granted.prompt).held
+            self._table.count(retrieves=1)
+            self._transfers.end(granted.transfer, payload.content, ok=held)
         return m.RetrieveCommitted(held)
-
-    def _begin(
-        self,
-        request: str,
-        lease: str,
-        subject: RequestSubject,
-        outcome: str,
-        ranges: Sequence[ArenaRange],
-        added: int = -1,
-    ) -> None:
-        nbytes = sum(place.length for place in ranges)
-        self._accounts.under_way(request, lease, subject, outcome, len(ranges), nbytes, added)
-
-
-def placed_ranges(grid: KeyGrid, wanted: Sequence[int], result: Reservation) -> tuple[ArenaRange, ...]:
-    """Return the range of each object to write; `wanted` are the requested indices. A row counts as a layer group."""
-    groups = grid.row_groups
-    count = len(groups)
-    return tuple(
-        ArenaRange(wanted[at] // count, wanted[at] % count, offset, groups[wanted[at] % count].nbytes)
-        for at, offset in result.placed
-    )
-
-
-def pin_whole(
-    storage: StorageManager,
-    key: CacheKey,
-    grid: KeyGrid,
-    owner: int,
-    *,
-    lease_s: float | None,
-    asked_by: int | None = None,
-) -> PinLease | None:
-    """Pin the objects that a hit of the whole key uses; None if any of them is missing, or the share of L1 of the
-    session that asks is pinned."""
-    found = found_part(key, grid, grid.chunks)
-    return storage.table.pin_found(
-        grid.whole, owner=owner, request_id=key.request_id, lease_s=lease_s, prompt=found, asked_by=asked_by
-    )
-
-
-def pinned_ranges(grid: KeyGrid, objects: Sequence[StoredObject]) -> tuple[ArenaRange, ...]:
-    """Return the range of each of the `objects` that `pin_whole` pinned. A row counts as a layer group."""
-    count = len(grid.row_groups)
-    return tuple(
-        ArenaRange(index // count, index % count, stored.offset, stored.length)
-        for index, stored in zip(grid.needed(grid.chunks), objects, strict=True)
-    )
-
-
-def outcome_of(result: Reservation, stored: int = 0) -> StoreOutcome:
-    return StoreOutcome(stored, result.present, result.in_flight, result.dropped)

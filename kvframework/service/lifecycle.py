@@ -40,7 +40,7 @@ from kvframework.service.keys import KeyResolver, check_key
 from kvframework.service.listeners import Listeners
 from kvframework.service.lookups import Lookups
 from kvframework.service.operator_requests import StatusReport
-from kvframework.service.records import Contents, RequestLog, TenantNames, TransferRecords
+from kvframework.service.records import RequestLog, TenantNames, Transfers
 from kvframework.service.registration import AttachedTransport, Registrations
 from kvframework.service.server_driven import ServerDrivenTransfers
 from kvframework.storage.manager import StorageManager
@@ -75,7 +75,6 @@ class CacheService(CacheServices):
         listeners: Listeners | None = None,
     ) -> None:
         self._stopping = False
-        self._features = FEATURES
         self._listeners = listeners or Listeners(NO_RECORDS)
         self.boot_id = secrets.token_bytes(16)
         self.chunk_size = config.chunk_size
@@ -96,11 +95,10 @@ class CacheService(CacheServices):
             chunk_size=config.chunk_size,
             hasher_fingerprint=hasher.fingerprint,
         )
-        requests = self._request_log = RequestLog(storage.clock, self._tenants.name, self._listeners.ring)
-        finished = self.finished = FinishedRequests(self.boot_id, requests)
-        contents = self._contents = Contents(self._listeners.ring)
-        grants = self._grants = Grants(self.contexts, storage, contents, self._tenants.name)
-        self._lookups = Lookups(
+        requests = self._request_log = RequestLog(storage.clock, self._tenants, self._listeners.ring)
+        self.finished = FinishedRequests(self.boot_id, requests)
+        grants = self._grants = Grants(self.contexts, storage, requests)
+        lookups = self._lookups = Lookups(
             storage,
             self._resolver,
             requests,
@@ -108,52 +106,44 @@ class CacheService(CacheServices):
             ticket_s=config.ticket_s,
             price=config.price,
             trace_memory=config.trace_memory,
-            tenants=self._tenants,
         )
-        self._use = self._lookups.use
-        self._miss_facts = self._lookups.miss_facts
-        accounts = self._transfer_accounts = TransferRecords(storage, requests, self._miss_facts.of_retrieve)
+        self._use = lookups.use
+        self._miss_facts = lookups.miss_facts
+        transfers = self._transfers = Transfers(storage, requests, lookups.miss_facts.of_retrieve)
         keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
-        self._chunks = ChunkTransfers(storage, keys, accounts, contents, workers=config.workers)
+        self._chunks = ChunkTransfers(storage, keys, transfers, workers=config.workers)
+        self._engine_driven = EngineDrivenTransfers(self.contexts, storage, keys, transfers, grants, config)
         self._losses = ClientLosses()
         self._status = StatusReport(
             self.contexts,
             storage,
+            self._listeners,
             chunk_size=config.chunk_size,
             server={"boot_id": self.boot_id.hex(), **server_facts},
-            transports={name: transport.server for name, transport in transports.items()},
-            messaging=messaging_status,
-            observe=observe_status,
-            requests=request_durations,
-            tickets=lambda: len(self._lookups.tickets),
-            lookups=self._lookups.status,
-            price=self._lookups.pricing.status,
-            losses=self._losses.status,
-            use=self._use.status,
-            listeners=self._listeners,
+            shown={
+                "tickets": lambda: len(lookups.tickets),
+                "lookups": lookups.status,
+                "price": lookups.pricing.status,
+                "use": lookups.use.status,
+                "requests": request_durations,
+                "transports": lambda: {
+                    name: each.server.status() if each.server else {} for name, each in transports.items()
+                },
+            },
+            counted={"losses": self._losses.status, "messaging": messaging_status, "observe": observe_status},
         )
         self._report = CounterReport(time.monotonic())
         # The leases that `pin_share` has cut, as far as the log has them, by session.
         self._cuts: dict[int, int] = {}
-        self._engine_driven = EngineDrivenTransfers(
-            self.contexts,
-            storage,
-            keys,
-            store_lease_s=config.store_lease_s,
-            retrieve_lease_s=config.retrieve_lease_s,
-            store_share=config.store_share,
-            accounts=accounts,
-            contents=contents,
-            grants=grants,
-        )
         self._parts = (
             self._registrations,
             self._engine_driven,
-            ServerDrivenTransfers(storage, keys, accounts, contents, chunk_size=config.chunk_size),
+            ServerDrivenTransfers(storage, keys, transfers, chunk_size=config.chunk_size),
             self._chunks,
-            self._lookups,
+            lookups,
+            lookups.recording,
             self._status,
-            finished,
+            self.finished,
         )
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -172,11 +162,7 @@ class CacheService(CacheServices):
 
     def configure(self, config: ServerConfig) -> None:
         """Change what of `[server]` may change while it runs, see `kvframework.running_config`. From any thread."""
-        self._engine_driven.configure(
-            store_lease_s=config.store_lease_s,
-            retrieve_lease_s=config.retrieve_lease_s,
-            store_share=config.store_share,
-        )
+        self._engine_driven.configure(config)
         self._pin_share = config.pin_share
         self.storage.table.configure_share(config.pin_share)
         self._lookups.tickets.configure(ticket_s=config.ticket_s)
@@ -197,7 +183,7 @@ class CacheService(CacheServices):
             hasher=self.hasher.name,
             hasher_fingerprint=self.hasher.fingerprint,
             transports=tuple(self._transports),
-            features=(*self._features, *self._listeners.features),
+            features=(*FEATURES, *self._listeners.features),
             tp_lcm=self._tp_lcm,
             pp_lcm=self._pp_lcm,
         )
@@ -222,23 +208,16 @@ class CacheService(CacheServices):
         self._losses.end_session(client.session_id)
         self._use.end_session(client)
         self._lookups.end_session(client.session_id)
-        self._transfer_accounts.end_session(client.session_id)
-        self._contents.end_session(client.session_id)
+        self._transfers.end_session(client.session_id)
         self._grants.end_session(client.session_id)
         self._cuts.pop(client.session_id, None)
         if not (instances or tickets or leases):
             return
-        who = (client.name, client.pid)
         amounts = (counted(instances, "instances"), counted(tickets, "tickets"), counted(leases, "leases"))
+        text = "client %s (process %d) has ended, and with it %s, %s and %s"
         if self._stopping:
-            log.info(
-                "session of %s (process %d) closed, as the server stops: %s, %s and %s",
-                client.name,
-                client.pid,
-                *amounts,
-            )
-        else:
-            log.info("client %s (process %d) has ended, and with it %s, %s and %s", *who, *amounts)
+            text = "session of %s (process %d) closed, as the server stops: %s, %s and %s"
+        log.info(text, client.name, client.pid, *amounts)
 
     def wakes(self, wake: Callable[[], None]) -> None:
         """Take the function that makes the serving loop ask for `next_at` again, from any thread."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,17 +17,17 @@ from typing import Any, NamedTuple
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import DIGEST_BYTES
-from kvframework.api.listener import NOT_MISSED
+from kvframework.api.listener import NOT_MISSED, RequestRecord
 from kvframework.api.requests import ClientInfo, Handler, Message, PrefetchTask
 from kvframework.errors import LeaseUnknown, NamespaceMismatch
 from kvframework.messaging.polling import Deadlines
 from kvframework.service.counts import LookupCounts, Use
 from kvframework.service.engine_driven import Grants
+from kvframework.service.finished import Recording
 from kvframework.service.keys import KeyResolver, check_key, found_part, prompt_part
 from kvframework.service.miss_reasons import MissFacts
 from kvframework.service.pricing import Pricing
-from kvframework.service.recording import Recording
-from kvframework.service.records import PendingLookup, RequestLog, TenantNames, subject_of
+from kvframework.service.records import PendingLookup, RequestLog
 from kvframework.status import REASONS
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
@@ -144,7 +145,6 @@ class Lookups:
         ticket_s: float,
         price: bool = False,
         trace_memory: int = 0,
-        tenants: TenantNames | None = None,
     ) -> None:
         self._storage = storage
         self._resolver = resolver
@@ -163,8 +163,7 @@ class Lookups:
         self._requests = requests
         self._grants = grants
         self.pricing = Pricing(storage, on=price)
-        self._tenants = tenants or TenantNames()
-        self.use = Use(storage, self._tenants, requests)
+        self.use = Use(storage, requests)
         self.recording = Recording(self._clock, trace_memory)
         self.miss_facts = MissFacts(storage)
         # Lookups whose answers were all pending so far, by ticket.
@@ -187,7 +186,6 @@ class Lookups:
             Handler(REQUESTS["FREE_LOOKUP_LOCKS"], self._free),
             Handler(REQUESTS["END_SESSION"], self._end_session),
             Handler(REQUESTS["CANCEL"], self._cancel),
-            *self.recording.handlers(),
         ]
 
     def answer_waits(self) -> None:
@@ -238,7 +236,8 @@ class Lookups:
         asked.l1_tokens = answer.hit_tokens
         self.recording.count += 1
         if self.recording.on:
-            asked.recorded = self.recording.add(key, asked.grid, asked.began, self._tenants.number(key.cache_salt))
+            tenant = self._requests.tenants.number(key.cache_salt)
+            asked.traced = self.recording.add(key, asked.grid, asked.began, tenant)
         if answer.pending:
             self._waiting[answer.ticket] = asked
         else:
@@ -372,22 +371,29 @@ class Lookups:
         asked.over = True
         if priced is not None:
             self.pricing.ended(asked, priced)
-        if asked.recorded is not None:
-            asked.recorded.hit_tokens = hit_tokens
+        if asked.traced:
+            self.recording.decided(asked.traced, hit_tokens)
         why, missing = NOT_MISSED, -1
         if hit_tokens < key.end - key.start:
             why = self.miss_facts.of_lookup(asked, unanswered=unanswered)
             missing = key.start + (asked.missing[0] * chunk_tokens if asked.missing else 0)
+        subject = self._requests.subject(asked.client, key, began=asked.began)
         self._requests.add(
-            "LOOKUP",
-            subject_of(asked.client, key, asked.began, tenant=self._requests.tenant_of(key.cache_salt)),
-            "hit" if missing < 0 else "partial" if hit_tokens else "miss",
-            l1_tokens=l1_tokens,
-            l2_tokens=hit_tokens - l1_tokens,
-            missing=missing,
-            chunk_tokens=chunk_tokens,
-            why=why,
-            tier_calls=() if asked.task is None else asked.task.calls,
-            prices=(0.0, 0.0) if priced is None else (priced.load_s, priced.compute_s),
-            prefix=b"" if grid is None else key.namespace + (key.digests[:DIGEST_BYTES] or grid.digests[0]),
+            RequestRecord(
+                "LOOKUP",
+                subject,
+                "hit" if missing < 0 else "partial" if hit_tokens else "miss",
+                time.time(),
+                self._clock(),
+                l1_tokens=l1_tokens,
+                l2_tokens=hit_tokens - l1_tokens,
+                missing=missing,
+                chunk_tokens=chunk_tokens,
+                why=why,
+                # A copy: the load of a lookup that was given up goes on.
+                tier_calls=tuple(asked.task.calls) if subject.trace and asked.task is not None else (),
+                load_s=0.0 if priced is None else priced.load_s,
+                compute_s=0.0 if priced is None else priced.compute_s,
+                prefix=b"" if grid is None else key.namespace + (key.digests[:DIGEST_BYTES] or grid.digests[0]),
+            )
         )

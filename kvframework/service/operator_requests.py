@@ -24,7 +24,6 @@ import msgspec
 import kvframework
 from kvframework.api.installing import missing_kernels
 from kvframework.api.requests import ClientInfo, Handler
-from kvframework.api.transport import ServerTransport
 from kvframework.errors import RequestError
 from kvframework.logs.form import log_status, recent_lines
 from kvframework.masking import Redaction
@@ -40,43 +39,32 @@ from kvframework.wire.protocol import REQUESTS
 log = logging.getLogger(__name__)
 
 
+Makers = Mapping[str, Callable[[], object]]
+
+
 class StatusReport:
-    """Builds the document. `server` holds the constant facts; `messaging` gives the message server's counters and
-    sessions, `requests` the durations of its answers; `transports` are the server's endpoints by name, None for an
-    engine-driven one."""
+    """Builds the document. `server` holds the constant facts; `counted` makes the parts, by name, whose counters of
+    failures the log reports as they grow, beside those of the storage, the log and the listeners; `shown` the others.
+    """
 
     def __init__(
         self,
         contexts: Contexts,
         storage: StorageManager,
+        listeners: Listeners,
         *,
         chunk_size: int,
         server: Mapping[str, object],
-        transports: Mapping[str, ServerTransport | None],
-        messaging: Callable[[], Mapping[str, object]],
-        observe: Callable[[], Mapping[str, object]],
-        requests: Callable[[], Mapping[str, object]],
-        tickets: Callable[[], int],
-        lookups: Callable[[], Mapping[str, object]],
-        price: Callable[[], Mapping[str, object]],
-        losses: Callable[[], Mapping[str, object]],
-        use: Callable[[], Mapping[str, object]],
-        listeners: Listeners,
+        shown: Makers,
+        counted: Makers,
     ) -> None:
         self._contexts = contexts
         self._storage = storage
+        self._listeners = listeners
         self._chunk_size = chunk_size
         self._server = server
-        self._transports = transports
-        self._messaging = messaging
-        self._observe = observe
-        self._requests = requests
-        self._tickets = tickets
-        self._lookups = lookups
-        self._price = price
-        self._losses = losses
-        self._use = use
-        self._listeners = listeners
+        self._shown = shown
+        self._counted = counted
         self._started = time.monotonic()
         self._started_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
@@ -102,25 +90,17 @@ class StatusReport:
             "gpu_instance_ids": [context.instance_id for context in contexts if context.is_gpu],
             "non_gpu_instance_ids": [context.instance_id for context in contexts if not context.is_gpu],
             "namespaces": sorted({context.namespace.hex() for context in contexts}),
-            "tickets": self._tickets(),
-            "lookups": self._lookups(),
-            "price": self._price(),
-            "use": self._use(),
-            "requests": self._requests(),
-            "transports": {name: half.status() if half else {} for name, half in self._transports.items()},
+            **{name: make() for name, make in self._shown.items()},
             **self.parts(),
         }
         return {**document, "problems": problems(document)}
 
     def parts(self) -> dict[str, object]:
-        """Return the clients' losses, and the storage's, the message server's, the log's and the listeners' part of the
-        document."""
+        """Return the parts with counters of failures."""
         return {
-            "losses": self._losses(),
             **self._storage.status(),
-            "messaging": self._messaging(),
+            **{name: make() for name, make in self._counted.items()},
             "log": log_status(),
-            "observe": self._observe(),
             "events": self._listeners.status(EVENTS),
             "listeners": self._listeners.others(),
         }
@@ -132,7 +112,7 @@ class Diagnosis:
 
     def __init__(
         self,
-        parts: Mapping[str, Callable[[], object]],
+        parts: Makers,
         finished: FinishedRequests,
         *,
         secrets: Callable[[], Collection[str]],

@@ -9,17 +9,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvframework.api.keys import CacheKey, ChunkContent, sampled_parent
-from kvframework.api.listener import NOT_MISSED, MissReason, RequestRecord, RequestSubject, TierCall
+from kvframework.api.listener import MissReason, RequestRecord, RequestSubject
 from kvframework.api.requests import ClientInfo
+from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.config import TenantConfig, tenant_digest
 from kvframework.errors import BadRange
 from kvframework.pricing import EngineSpeed, Priced
 from kvframework.record_ring import NO_RECORDS, RecordRing
-from kvframework.service.keys import KeyGrid
-from kvframework.service.recording import Recorded
+from kvframework.service.keys import KeyGrid, found_part, prompt_part
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.eviction_statistics import FindRow
 from kvframework.storage.l1.leases import Reservation
@@ -30,34 +32,13 @@ log = logging.getLogger(__name__)
 
 # Of a text that a client chose.
 MAX_TEXT = 128
-
-
-def subject_of(client: ClientInfo, key: CacheKey, began: float, path: str = "", tenant: str = "") -> RequestSubject:
-    return RequestSubject(
-        began,
-        client.name,
-        client.pid,
-        client.session_id,
-        key.request_id[:MAX_TEXT],
-        key.model_name[:MAX_TEXT],
-        key.namespace[:4],
-        key.start,
-        key.end - key.start,
-        path,
-        tenant,
-        # A client may send any text; W3C wants an invalid one ignored.
-        sampled_parent(key.trace) if key.trace else "",
-    )
-
-
-# The tenant of a request, by its salt. Serving thread, and threads of plugins.
-
 # Salts whose tenant is remembered, of 1 KB at most; for others a digest is computed, 1 us.
 _MOST_SALTS = 4096
 
 
 class TenantNames:
-    """`names` are those of the tenants by number: 0 are the requests of no tenant, ""."""
+    """The tenant of a request, by its salt. `names` are those of the tenants by number: 0 are the requests of no
+    tenant, "". Serving thread, and threads of plugins."""
 
     def __init__(self, tenants: Sequence[TenantConfig] = ()) -> None:
         self.names = ("", *(tenant.name for tenant in tenants))
@@ -97,59 +78,41 @@ class RequestLog:
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
-        tenant_of: Callable[[str], str] = lambda _salt: "",
+        tenants: TenantNames | None = None,
         ring: RecordRing = NO_RECORDS,
     ) -> None:
         self.clock = clock
-        self.tenant_of = tenant_of
+        self.tenants = tenants or TenantNames()
+        self.ring = ring
         self.listeners: list[Callable[[RequestRecord], None]] = []
-        self._ring = ring
         self._waiting: deque[RequestRecord] = deque()
         self._counting = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvf-records", daemon=True)
 
-    def add(
-        self,
-        request: str,
-        subject: RequestSubject,
-        outcome: str,
-        *,
-        l1_tokens: int = 0,
-        l2_tokens: int = 0,
-        missing: int = -1,
-        chunk_tokens: int = 0,
-        why: MissReason = NOT_MISSED,
-        objects: int = 0,
-        nbytes: int = 0,
-        tier_calls: Sequence[TierCall] = (),
-        prices: tuple[float, float] = (0.0, 0.0),
-        added_tokens: int = -1,
-        prefix: bytes = b"",
-    ) -> None:
-        """Make the record of a request that ends now. See `RequestRecord` for the fields. 1 us."""
-        record = RequestRecord(
-            request,
-            subject,
-            outcome,
-            time.time(),
-            self.clock(),
-            l1_tokens,
-            l2_tokens,
-            missing,
-            chunk_tokens,
-            why,
-            objects,
-            nbytes,
-            # A copy: the load of a lookup that was given up goes on.
-            tuple(tier_calls) if subject.trace else (),
-            *prices,
-            added_tokens,
-            prefix,
+    def subject(self, client: ClientInfo, key: CacheKey, path: str = "", began: float | None = None) -> RequestSubject:
+        """Return which request it is that began then, now without `began`."""
+        return RequestSubject(
+            self.clock() if began is None else began,
+            client.name,
+            client.pid,
+            client.session_id,
+            key.request_id[:MAX_TEXT],
+            key.model_name[:MAX_TEXT],
+            key.namespace[:4],
+            key.start,
+            key.end - key.start,
+            path,
+            self.tenants.name(key.cache_salt),
+            # A client may send any text; W3C wants an invalid one ignored.
+            sampled_parent(key.trace) if key.trace else "",
         )
+
+    def add(self, record: RequestRecord) -> None:
+        """Add the record of a request that has ended now. 1 us."""
         self._waiting.append(record)
-        if self._ring.wanted:
-            self._ring.finished(record)
+        if self.ring.wanted:
+            self.ring.finished(record)
         # Whoever counts now may wait for a lock that this thread holds, and goes on later.
         if len(self._waiting) > MOST_WAITING and self._counting.acquire(blocking=False):
             try:
@@ -190,53 +153,29 @@ class RequestLog:
                 log.exception("a finished request was not counted")
 
 
+@dataclass(slots=True, eq=False)
 class PendingLookup:
     """A LOOKUP until its record: its first answer that is not pending ends it, or the end of its ticket before that.
 
-    What it asks for, and what is known of its first missing object. `grid` is None while its namespace is not
-    known. `find` may run in a storage thread, under the storage lock."""
+    `speed` is what its engine says of itself, `grant` are the instances whose loads its answer prepares. `grid` is None
+    while its namespace is not known. `find` may run in a storage thread, under the storage lock."""
 
-    __slots__ = (
-        "began",
-        "client",
-        "grant",
-        "grid",
-        "key",
-        "l1_tokens",
-        "missing",
-        "over",
-        "priced",
-        "recorded",
-        "speed",
-        "task",
-    )
-
-    def __init__(
-        self,
-        client: ClientInfo,
-        key: CacheKey,
-        began: float,
-        speed: EngineSpeed | None = None,
-        grant: Sequence[int] = (),
-    ) -> None:
-        self.client = client
-        self.key = key
-        self.began = began
-        # The instances whose loads its answer prepares.
-        self.grant = grant
-        # What its engine says of itself, and what its load was decided by, once it was.
-        self.speed = speed
-        self.priced: Priced | None = None
-        # Whether it has ended.
-        self.over = False
-        self.grid: KeyGrid | None = None
-        # Present at the begin.
-        self.l1_tokens = 0
-        # Chunk of the prompt, and key, of the first object that lacked when it was last looked for.
-        self.missing: tuple[int, bytes] | None = None
-        self.task: LoadTask | None = None
-        # In the trace that somebody records.
-        self.recorded: Recorded | None = None
+    client: ClientInfo
+    key: CacheKey
+    began: float
+    speed: EngineSpeed | None = None
+    grant: Sequence[int] = ()
+    grid: KeyGrid | None = None
+    # Present at the begin.
+    l1_tokens: int = 0
+    # Chunk of the prompt, and key, of the first object that lacked when it was last looked for.
+    missing: tuple[int, bytes] | None = None
+    task: LoadTask | None = None
+    # What its load was decided by, once it was.
+    priced: Priced | None = None
+    # Its number in the trace that somebody records.
+    traced: int = 0
+    over: bool = False
 
     def find(self, row_of: FindRow) -> tuple[int, list[StoredObject]]:
         assert self.grid is not None
@@ -245,137 +184,169 @@ class PendingLookup:
         return hit, objects
 
 
-# Transfers that have begun and not ended; the oldest is forgotten first.
-MAX_UNDER_WAY = 4096
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A STORE or RETRIEVE that has its objects. `outcome` and `added`, the tokens that a store adds, are those of one
+    that succeeds. `key` is kept for listeners that want contents."""
 
+    request: str
+    subject: RequestSubject
+    outcome: str
+    objects: int
+    nbytes: int
+    added: int = -1
+    key: CacheKey | None = None
+    chunk_tokens: int = 0
+
+
+class Plan(NamedTuple):
+    """What a STORE or RETRIEVE has got: a lease ("" for none), the range of each object, whose row counts as a layer
+    group, and the outcome of a store, or the reason of a load that misses."""
+
+    lease: str
+    ranges: tuple[ArenaRange, ...] = ()
+    outcome: StoreOutcome = StoreOutcome()
+    reason: str = ""
+    transfer: Transfer | None = None
+
+
+# Transfers under leases of clients; the oldest is forgotten first. Beyond the second number no content is taken.
+MAX_UNDER_WAY, MAX_KEYS = 4096, 1024
 
 # Key, missing object if there is one, session, begin.
 WhyMissed = Callable[[CacheKey, bytes | None, int, float], MissReason]
 
 
-class TransferRecords:
-    """`why_missed` gives the reason of a RETRIEVE that missed. `begun` and `missed` run on the serving thread, and so
-    do `under_way` and `ended`; `finished` on any."""
+class Transfers:
+    """What all ways of a transfer share: its objects, its record, and the content that it brings for listeners.
+    `why_missed` gives the reason of a RETRIEVE that missed. `end` runs on any thread, the rest on the serving one."""
 
-    def __init__(
-        self,
-        storage: StorageManager,
-        requests: RequestLog,
-        why_missed: WhyMissed,
-    ) -> None:
-        self.finished = requests.add
-        self._tenant_of = requests.tenant_of
-        self._storage = storage
-        self._clock = storage.clock
+    def __init__(self, storage: StorageManager, requests: RequestLog, why_missed: WhyMissed) -> None:
+        self.subject = requests.subject
+        self._table = storage.table
+        self._requests = requests
+        self._ring = requests.ring
         self._why_missed = why_missed
-        self._under_way: dict[str, tuple[str, RequestSubject, str, int, int, int]] = {}
+        self._under_way: dict[str, Transfer] = {}
 
-    def begun(self, client: ClientInfo, key: CacheKey, path: str) -> RequestSubject:
-        """Return the subject of a transfer that begins now."""
-        return subject_of(client, key, self._clock(), path, self._tenant_of(key.cache_salt))
+    def reserve(
+        self,
+        subject: RequestSubject,
+        key: CacheKey,
+        grid: KeyGrid,
+        wanted: Sequence[int],
+        *,
+        owner: int,
+        lease_s: float | None,
+        share: float = 1.0,
+    ) -> Plan:
+        """Reserve places for a STORE of the objects `wanted` of `grid.flat`, as far as they are absent."""
+        sized = grid.sized()
+        result = self._table.reserve(
+            [sized[index] for index in wanted],
+            owner=owner,
+            request_id=key.request_id,
+            lease_s=lease_s,
+            share=share,
+            client=subject.session_id,
+            prompt=prompt_part(key, grid, wanted),
+        )
+        result.placed = [(wanted[at], offset) for at, offset in result.placed]
+        return self.reserved(subject, key, grid, result)
 
-    def missed(self, subject: RequestSubject, key: CacheKey, grid: KeyGrid) -> str:
-        """Add a RETRIEVE that found something missing in L1, or its client's share of it pinned; say which."""
-        missing = self._storage.table.in_rows(lambda row_of: grid.first_missing(row_of, grid.find(row_of)[0]))
+    def reserved(self, subject: RequestSubject, key: CacheKey, grid: KeyGrid, result: Reservation) -> Plan:
+        """Return the plan of a STORE with these places, of objects of `grid.flat`; one without any ends here."""
+        groups = grid.row_groups
+        count = len(groups)
+        outcome = "partial" if result.dropped else "stored"
+        if result.lease is None:
+            outcome = "dropped" if result.dropped else "present"
+        ranges = tuple(
+            ArenaRange(index // count, index % count, offset, groups[index % count].nbytes)
+            for index, offset in result.placed
+        )
+        added = len({place.chunk for place in ranges}) * grid.desc.chunk_tokens
+        transfer = self._transfer("STORE", subject, outcome, ranges, added, key, grid)
+        plan = StoreOutcome(0, result.present, result.in_flight, result.dropped)
+        if result.lease is None:
+            self._add(transfer, outcome)
+            return Plan("", outcome=plan)
+        return Plan(result.lease.id, ranges, plan, transfer=transfer)
+
+    def pin(self, subject: RequestSubject, key: CacheKey, grid: KeyGrid, *, owner: int, lease_s: float | None) -> Plan:
+        """Pin the objects that a hit of the whole key uses; a miss, which ends here, if one of them is missing, or the
+        share of L1 of the session that asks is pinned."""
+        lease = self._table.pin_found(
+            grid.whole,
+            owner=owner,
+            request_id=key.request_id,
+            lease_s=lease_s,
+            prompt=found_part(key, grid, grid.chunks),
+            asked_by=subject.session_id,
+        )
+        self._table.count(retrieves=1, retrieve_misses=lease is None)
+        if lease is None:
+            return Plan("", reason=self._missed(subject, key, grid))
+        count = len(grid.row_groups)
+        ranges = tuple(
+            ArenaRange(index // count, index % count, stored.offset, stored.length)
+            for index, stored in zip(grid.needed(grid.chunks), lease.objects, strict=True)
+        )
+        return Plan(lease.id, ranges, transfer=self._transfer("RETRIEVE", subject, "hit", ranges, -1, key, grid))
+
+    def _missed(self, subject: RequestSubject, key: CacheKey, grid: KeyGrid) -> str:
+        """Add a RETRIEVE that has no pins; say why."""
+        missing = self._table.in_rows(lambda row_of: grid.first_missing(row_of, grid.find(row_of)[0]))
         chunk_tokens = grid.desc.chunk_tokens
-        why = self._why_missed(key, missing and missing[1], subject.session_id, subject.began)
-        first = key.start + missing[0] * chunk_tokens if missing else -1
-        self.finished("RETRIEVE", subject, "miss", missing=first, chunk_tokens=chunk_tokens, why=why)
+        self._requests.add(
+            RequestRecord(
+                "RETRIEVE",
+                subject,
+                "miss",
+                time.time(),
+                self._requests.clock(),
+                missing=key.start + missing[0] * chunk_tokens if missing else -1,
+                chunk_tokens=chunk_tokens,
+                why=self._why_missed(key, missing and missing[1], subject.session_id, subject.began),
+            )
+        )
         return "not all objects are in L1" if missing else "this client keeps its share of L1 from eviction"
 
-    def under_way(
-        self,
-        request: str,
-        lease: str,
-        subject: RequestSubject,
-        outcome: str,
-        objects: int,
-        nbytes: int,
-        added: int = -1,
-    ) -> None:
-        """Keep what a client begins under a lease until `ended`; `outcome` and `added`, the tokens that a store adds,
-        are those of a transfer that succeeds."""
-        self._under_way[lease] = request, subject, outcome, objects, nbytes, added
-        if len(self._under_way) > MAX_UNDER_WAY:
-            del self._under_way[next(iter(self._under_way))]
+    def keep(self, plan: Plan) -> None:
+        """Keep a transfer that goes on under a lease of its client until `end_lease`."""
+        if plan.transfer is not None:
+            if len(self._under_way) >= MAX_KEYS:
+                plan.transfer.key = None
+            self._under_way[plan.lease] = plan.transfer
+            if len(self._under_way) > MAX_UNDER_WAY:
+                del self._under_way[next(iter(self._under_way))]
 
-    def ended(self, lease: str, *, ok: bool) -> None:
-        """Add the transfer that the client began under a lease, unless that is forgotten."""
-        begun = self._under_way.pop(lease, None)
-        if begun is not None:
-            request, subject, outcome, objects, nbytes, added = begun
-            self.finished(
-                request,
-                subject,
-                outcome if ok else "failed",
-                objects=objects,
-                nbytes=nbytes,
-                added_tokens=added if ok else min(added, 0),
-            )
+    def under(self, lease: str) -> Transfer | None:
+        return self._under_way.get(lease)
 
-    def granted(
-        self, client: ClientInfo, subject: RequestSubject, took_s: float, *, objects: int, nbytes: int, ok: bool
-    ) -> None:
-        """Add a RETRIEVE of which the server hears at its end: it took its client so long. `subject` is that of the
-        LOOKUP that granted it, begun with the grant."""
-        subject = subject._replace(
-            began=max(self._clock() - took_s, subject.began),
-            client=client.name,
-            pid=client.pid,
-            session_id=client.session_id,
-        )
-        self.finished("RETRIEVE", subject, "hit" if ok else "failed", objects=objects, nbytes=nbytes)
+    def end_lease(self, lease: str, content: ChunkContent | None = None, *, ok: bool) -> None:
+        """End the transfer that the client began under a lease, unless that is forgotten."""
+        self.end(self._under_way.pop(lease, None), content, ok=ok)
+
+    def end(self, transfer: Transfer | None, content: ChunkContent | None = None, *, ok: bool) -> None:
+        """Add a transfer; if it is `ok` its objects are there, and `content`, which was checked, is theirs."""
+        if transfer is None:
+            return
+        self._add(transfer, transfer.outcome if ok else "failed")
+        key = transfer.key
+        if ok and key is not None and (content is not None or key.tokens):
+            self._ring.registered(key, content)
 
     def end_session(self, session_id: int) -> None:
         """Add, as failed, the transfers under way of a client that has ended."""
-        under_way = self._under_way.items()
-        for lease in [lease for lease, (_, subject, *_) in under_way if subject.session_id == session_id]:
-            self.ended(lease, ok=False)
+        ending = [lease for lease, each in self._under_way.items() if each.subject.session_id == session_id]
+        for lease in ending:
+            self.end_lease(lease, ok=False)
 
-
-def added_tokens(chunks: Iterable[int], grid: KeyGrid) -> int:
-    """Return the tokens that a store adds: `chunks` has the chunk of each object that it writes."""
-    return len(set(chunks)) * grid.desc.chunk_tokens
-
-
-def store_outcome(result: Reservation) -> str:
-    """Return how a store ends that writes all for which there is a place."""
-    if result.dropped:
-        return "partial" if result.placed else "dropped"
-    return "stored" if result.placed else "present"
-
-
-# The content that transfers bring for listeners: checked, and put into the ring once the transfer has succeeded.
-# Serving thread, and those in which copies end; without a listener that wants contents nothing is kept and done.
-
-# Leases whose keys are kept; of older ones the content is passed over.
-MAX_PREPARED = 1024
-
-
-class Contents:
-    """A client prepares with the key and commits with the content, so the keys are kept in between."""
-
-    def __init__(self, ring: RecordRing) -> None:
-        self._ring = ring
-        self._prepared: dict[str, tuple[int, CacheKey, int]] = {}
-
-    @property
-    def wanted(self) -> bool:
-        """Whether anything is kept."""
-        return self._ring.wants_contents
-
-    def prepared(self, session_id: int, lease: str, key: CacheKey, chunk_tokens: int) -> None:
-        """A lease was given to a session for the objects of a key."""
-        if self._ring.wants_contents:
-            self._prepared[lease] = session_id, key, chunk_tokens
-            if len(self._prepared) > MAX_PREPARED:
-                del self._prepared[next(iter(self._prepared))]
-
-    def check(self, lease: str, content: ChunkContent | None) -> None:
-        """Raise `BadRange` for a content that is none of the key's tokens."""
-        kept = self._prepared.get(lease)
-        if kept is not None:
-            self.check_key(kept[1], kept[2], content)
+    def check(self, transfer: Transfer | None, content: ChunkContent | None) -> None:
+        """Raise `BadRange` for a content that is none of the transfer's tokens."""
+        if transfer is not None and transfer.key is not None:
+            self.check_key(transfer.key, transfer.chunk_tokens, content)
 
     def check_key(self, key: CacheKey, chunk_tokens: int, content: ChunkContent | None) -> None:
         """Like `check`, for a request that brings key and content."""
@@ -389,17 +360,30 @@ class Contents:
                 available=f"that of the tokens {key.start} to {key.end}, in chunks of {chunk_tokens}",
             )
 
-    def ended(self, lease: str, content: ChunkContent | None = None, *, ok: bool = False) -> None:
-        """A lease has ended; `ok`: its objects are there, and `content`, which was checked, is theirs."""
-        kept = self._prepared.pop(lease, None)
-        if kept is not None and ok:
-            self.named(kept[1], content)
+    def _transfer(
+        self,
+        request: str,
+        subject: RequestSubject,
+        outcome: str,
+        ranges: Sequence[ArenaRange],
+        added: int,
+        key: CacheKey,
+        grid: KeyGrid,
+    ) -> Transfer:
+        kept = key if self._ring.wants_contents else None
+        nbytes = sum([place.length for place in ranges])
+        return Transfer(request, subject, outcome, len(ranges), nbytes, added, kept, grid.desc.chunk_tokens)
 
-    def named(self, key: CacheKey, content: ChunkContent | None) -> None:
-        """The objects of a key are there, and `content`, which was checked, is theirs."""
-        if self._ring.wants_contents and (content is not None or key.tokens):
-            self._ring.registered(key, content)
-
-    def end_session(self, session_id: int) -> None:
-        for lease in [lease for lease, (of, _, _) in self._prepared.items() if of == session_id]:
-            del self._prepared[lease]
+    def _add(self, transfer: Transfer, outcome: str) -> None:
+        self._requests.add(
+            RequestRecord(
+                transfer.request,
+                transfer.subject,
+                outcome,
+                time.time(),
+                self._requests.clock(),
+                objects=transfer.objects,
+                nbytes=transfer.nbytes,
+                added_tokens=min(transfer.added, 0) if outcome == "failed" else transfer.added,
+            )
+        )

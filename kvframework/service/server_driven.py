@@ -11,19 +11,18 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+
+from msgspec.structs import replace
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import ObjectKey
 from kvframework.api.layout import GroupDesc, KVLayout, check_skip
-from kvframework.api.listener import RequestSubject
 from kvframework.api.requests import ClientInfo, Handler, Message
-from kvframework.api.transport import ArenaRange, CopyJob, GroupBlocks, StoreOutcome
+from kvframework.api.transport import ArenaRange, CopyJob, GroupBlocks
 from kvframework.errors import BadBlockIds, BadRange, NotRegistered, StorageError, TransportMismatch
 from kvframework.service.contexts import InstanceKeys, RegisteredContext
-from kvframework.service.engine_driven import outcome_of, pin_whole, pinned_ranges, placed_ranges
-from kvframework.service.keys import KeyGrid, prompt_part
-from kvframework.service.records import Contents, TransferRecords, added_tokens, store_outcome
+from kvframework.service.keys import KeyGrid
+from kvframework.service.records import Plan, Transfers
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.manager import StorageManager
 from kvframework.wire import messages as m
@@ -75,19 +74,10 @@ _CANARY_SALT = b"kvf/canary/1\0\0\0\0"
 class ServerDrivenTransfers:
     """Transfers whose leases belong to the server itself: they end with the copy, not with the client."""
 
-    def __init__(
-        self,
-        storage: StorageManager,
-        keys: InstanceKeys,
-        accounts: TransferRecords,
-        contents: Contents,
-        *,
-        chunk_size: int,
-    ) -> None:
-        self._storage = storage
+    def __init__(self, storage: StorageManager, keys: InstanceKeys, transfers: Transfers, *, chunk_size: int) -> None:
+        self._table = storage.table
         self._keys = keys
-        self._accounts = accounts
-        self._contents = contents
+        self._transfers = transfers
         self._chunk_size = chunk_size
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
@@ -100,70 +90,47 @@ class ServerDrivenTransfers:
     def _store(
         self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
     ) -> m.TransferReply | Future[Message]:
-        subject = self._accounts.begun(client, payload.key, "server")
+        subject = self._transfers.subject(client, payload.key, "server")
         context, grid, blocks = self._checked(client, payload, storing=True)
         wanted = grid.stored([each.first // each.per_object for each in blocks])
-        sized = grid.sized()
-        result = self._storage.table.reserve(
-            [sized[index] for index in wanted],
-            owner=INTERNAL_OWNER,
-            request_id=payload.key.request_id,
-            lease_s=None,
-            client=client.session_id,
-            prompt=prompt_part(payload.key, grid, wanted),
-        )
-        if result.lease is None:
-            outcome = outcome_of(result)
-            self._accounts.finished("STORE", subject, store_outcome(result), added_tokens=0)
-            return m.TransferReply(outcome.ok, outcome)
-        lease_id = result.lease.id
-        ranges = placed_ranges(grid, wanted, result)
-        ended = self._ended("STORE", subject, ranges)
-        missing = StoreOutcome(0, result.present, result.in_flight, result.dropped + len(result.placed))
+        plan = self._transfers.reserve(subject, payload.key, grid, wanted, owner=INTERNAL_OWNER, lease_s=None)
+        if not plan.lease:
+            return m.TransferReply(plan.outcome.ok, plan.outcome)
 
         def finish(ok: bool) -> m.TransferReply:
-            if not ok:
-                self._storage.table.abort(lease_id, owner=INTERNAL_OWNER)
-                ended("failed")
-                return m.TransferReply(False, missing, "cancelled or failed")
-            outcome = outcome_of(result, self._storage.table.commit(lease_id, owner=INTERNAL_OWNER))
-            ended(store_outcome(result), added_tokens=added_tokens((place.chunk for place in ranges), grid))
-            self._contents.named(payload.key, payload.content)
-            return m.TransferReply(outcome.ok, outcome)
+            if ok:
+                stored = self._table.commit(plan.lease, owner=INTERNAL_OWNER)
+            else:
+                self._table.abort(plan.lease, owner=INTERNAL_OWNER)
+            self._transfers.end(plan.transfer, payload.content, ok=ok)
+            if ok:
+                outcome = replace(plan.outcome, stored=stored)
+                return m.TransferReply(outcome.ok, outcome)
+            outcome = replace(plan.outcome, dropped=plan.outcome.dropped + len(plan.ranges))
+            return m.TransferReply(False, outcome, "cancelled or failed")
 
-        job = self._job(context, payload, ranges, blocks, is_store=True)
-        return _run(context, job, finish)
+        return _run(context, self._job(payload, plan, blocks, is_store=True), finish)
 
     def _retrieve(
         self, client: ClientInfo, payload: m.TransferRequest, _buffers: object
     ) -> m.TransferReply | Future[Message]:
-        subject = self._accounts.begun(client, payload.key, "server")
+        subject = self._transfers.subject(client, payload.key, "server")
         context, grid, blocks = self._checked(client, payload, storing=False)
         if not 0 <= payload.skip_first_n_tokens < payload.key.end - payload.key.start:
             raise BadRange(
                 f"skip_first_n_tokens is {payload.skip_first_n_tokens}", available="0 up to the key's number of tokens"
             )
         check_skip(context.layout, payload.skip_first_n_tokens)
-        lease = pin_whole(self._storage, payload.key, grid, INTERNAL_OWNER, lease_s=None, asked_by=client.session_id)
-        self._storage.table.count(retrieves=1, retrieve_misses=lease is None)
-        if lease is None:
-            return m.TransferReply(False, reason=self._accounts.missed(subject, payload.key, grid))
-        ranges = pinned_ranges(grid, lease.objects)
-        ended = self._ended("RETRIEVE", subject, ranges)
+        plan = self._transfers.pin(subject, payload.key, grid, owner=INTERNAL_OWNER, lease_s=None)
+        if not plan.lease:
+            return m.TransferReply(False, reason=plan.reason)
 
         def finish(ok: bool) -> m.TransferReply:
-            self._storage.table.unpin(lease.id, owner=INTERNAL_OWNER)
-            ended("hit" if ok else "failed")
-            if ok:
-                self._contents.named(payload.key, payload.content)
+            self._table.unpin(plan.lease, owner=INTERNAL_OWNER)
+            self._transfers.end(plan.transfer, payload.content, ok=ok)
             return m.TransferReply(ok, reason="" if ok else "cancelled or failed")
 
-        job = self._job(context, payload, ranges, blocks, is_store=False)
-        return _run(context, job, finish)
-
-    def _ended(self, request: str, subject: RequestSubject, ranges: Sequence[ArenaRange]) -> Callable[..., None]:
-        nbytes = sum(place.length for place in ranges)
-        return partial(self._accounts.finished, request, subject, objects=len(ranges), nbytes=nbytes)
+        return _run(context, self._job(payload, plan, blocks, is_store=False), finish)
 
     def _gather_block(self, client: ClientInfo, payload: m.GatherBlock, _buffers: object) -> Future[Message]:
         """Copy the block as a STORE would, as often as a chunk has blocks, to a place that is never committed."""
@@ -175,16 +142,16 @@ class ServerDrivenTransfers:
             (ObjectKey(context.namespace, _CANARY_SALT, 0, group, secrets.token_bytes(32)).pack(), each.nbytes)
             for group, each in enumerate(desc.groups)
         ]
-        result = self._storage.table.reserve(scratch, owner=INTERNAL_OWNER, request_id="", lease_s=None)
+        result = self._table.reserve(scratch, owner=INTERNAL_OWNER, request_id="", lease_s=None)
         if result.lease is None or result.dropped:
             if result.lease is not None:
-                self._storage.table.abort(result.lease.id, owner=INTERNAL_OWNER)
+                self._table.abort(result.lease.id, owner=INTERNAL_OWNER)
             raise StorageError("L1 has no room for one chunk", hint="raise [l1] capacity")
         lease_id = result.lease.id
         ranges = tuple(ArenaRange(0, group, offset, desc.groups[group].nbytes) for group, offset in result.placed)
         job = CopyJob(
             is_store=True,
-            arena=self._storage.table.arena,
+            arena=self._table.arena,
             ranges=ranges,
             blocks=[GroupBlocks([block] * count, count, 0, block) for block, count in zip(blocks, counts, strict=True)],
             event=payload.event,
@@ -201,7 +168,7 @@ class ServerDrivenTransfers:
                     )
                 )
             finally:
-                self._storage.table.abort(lease_id, owner=INTERNAL_OWNER)
+                self._table.abort(lease_id, owner=INTERNAL_OWNER)
 
         return _run(context, job, finish)
 
@@ -225,25 +192,17 @@ class ServerDrivenTransfers:
     ) -> tuple[RegisteredContext, KeyGrid, Sequence[GroupBlocks]]:
         context = self._server_driven(client, payload.instance_id)
         grid = self._keys.grid(context, payload.key)
-        self._contents.check_key(payload.key, grid.desc.chunk_tokens, payload.content)
+        self._transfers.check_key(payload.key, grid.desc.chunk_tokens, payload.content)
         blocks = blocks_of_transfer(
             context.layout, grid.desc.chunk_tokens, payload.block_ids, grid.chunks, storing=storing
         )
         return context, grid, blocks
 
-    def _job(
-        self,
-        context: RegisteredContext,
-        payload: m.TransferRequest,
-        ranges: tuple[ArenaRange, ...],
-        blocks: Sequence[GroupBlocks],
-        *,
-        is_store: bool,
-    ) -> CopyJob:
+    def _job(self, payload: m.TransferRequest, plan: Plan, blocks: Sequence[GroupBlocks], *, is_store: bool) -> CopyJob:
         return CopyJob(
             is_store=is_store,
-            arena=self._storage.table.arena,
-            ranges=ranges,
+            arena=self._table.arena,
+            ranges=plan.ranges,
             blocks=blocks,
             event=payload.event,
             skip_tokens=payload.skip_first_n_tokens,

@@ -12,7 +12,7 @@ from kvf_plan.trace.form import MAX_ID, UNKNOWN, Header, Request
 from kvf_plan.trace.reading import BAILIAN_CHUNK_TOKENS, MOONCAKE_CHUNK_TOKENS, open_trace
 from kvf_plan.trace.writing import TraceFile
 from kvf_vllm.options import VllmOptions
-from kvframework.service import recording
+from kvframework.service import finished
 from kvframework.service.counts import RECENT_S
 from kvframework.service.health import LOST_MANY
 from kvframework.wire.protocol import (
@@ -101,5 +101,5 @@ def test_its_numbers_are_those_of_the_code() -> None:
     assert f"the tokens of a chunk: {BAILIAN_CHUNK_TOKENS}," in PAGE_OF_TRACES
     assert f"{conversations.CONVERSATIONS_PER_HOUR:.0f} an hour begin by chance" in PAGE_OF_TRACES
     assert conversations.MAX_OPEN_BYTES == 1 << 30
-    assert f"has not asked for {recording.READER_S:.0f} s" in PLAIN
-    assert f"or after {recording.UNDECIDED_S:.0f} s without it" in PLAIN
+    assert f"has not asked for {finished.READER_S:.0f} s" in PLAIN
+    assert f"or after {finished.UNDECIDED_S:.0f} s without it" in PLAIN

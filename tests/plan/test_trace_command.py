@@ -26,7 +26,7 @@ from kvf_plan.trace.reading import open_trace
 from kvf_plan.trace.writing import TraceFile
 from kvframework.api.requests import Handler
 from kvframework.errors import TraceError, UnknownRequest
-from kvframework.service import recording as ring
+from kvframework.service import finished as ring
 from kvframework.text import parsed_duration
 from kvframework.wire import messages as m
 from tests.core.cli.command import COMMAND, environment, run

@@ -14,11 +14,10 @@ from kvf_eviction import Lru
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import CacheKey, ClientInfo, PackedKey
-from kvframework.record_ring import NO_RECORDS
-from kvframework.service.engine_driven import Grants, objects_of, pin_whole
+from kvframework.service.engine_driven import Grants, objects_of
 from kvframework.service.keys import MAX_OBJECTS, KeyGrid, KeyResolver
 from kvframework.service.lookups import Lookups
-from kvframework.service.records import Contents, RequestLog
+from kvframework.service.records import RequestLog
 from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
@@ -128,7 +127,8 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
     """LOOKUP, FREE_LOOKUP_LOCKS and what PREPARE_RETRIEVE pins: of 32,768 objects the same as of eight."""
     storage = StorageManager(PlainMemory(MAX_OBJECTS * ALIGNMENT), Lru(), threads=False)
     resolver, client = KeyResolver(Sha256()), Client()
-    lookups = Lookups(storage, resolver, RequestLog(), Grants({}, storage, Contents(NO_RECORDS), str), ticket_s=100.0)
+    requests = RequestLog()
+    lookups = Lookups(storage, resolver, requests, Grants({}, storage, requests), ticket_s=100.0)
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))
     most = MAX_OBJECTS // RANKS
     for rank in range(RANKS):
@@ -149,7 +149,7 @@ def test_a_lookup_of_as_many_objects_as_may_be_calls_nothing_for_each_of_them() 
             assert lookups._free(client, m.TicketRef(tickets.pop()), ()).pins % RANKS == 0
 
         def retrieve(whole: KeyGrid = whole) -> None:
-            assert pin_whole(storage, key_of(most), whole, 1, lease_s=None) is not None
+            assert storage.table.pin_found(whole.whole, owner=1, request_id="r", lease_s=None) is not None
 
         counted[chunks] = calls(look), calls(free), calls(retrieve)
     for few, many in zip(counted[1], counted[most], strict=True):
@@ -165,7 +165,7 @@ def test_a_tick_ends_tickets_until_it_has_unpinned_enough(monkeypatch: pytest.Mo
         storage,
         KeyResolver(Sha256()),
         RequestLog(),
-        Grants({}, storage, Contents(NO_RECORDS), str),
+        Grants({}, storage, RequestLog()),
         ticket_s=10.0,
     )
     storage.records.add(NAMESPACE, NamespaceRecord("m", RANKS, desc_of([0])))

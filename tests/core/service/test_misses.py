@@ -147,6 +147,10 @@ def subject(request_id: str = "r") -> RequestSubject:
     return RequestSubject(1.0, "engine", 7, 3, request_id, "m", bytes.fromhex("abcd0123"), 0, 512)
 
 
+def ended(request: str, subject: RequestSubject, outcome: str, **fields: Any) -> RequestRecord:
+    return RequestRecord(request, subject, outcome, 100.0, 3.0, **fields)
+
+
 def ring() -> tuple[RequestLog, FinishedRequests]:
     requests = RequestLog(lambda: 3.0)
     return requests, FinishedRequests(b"boot", requests)
@@ -155,7 +159,7 @@ def ring() -> tuple[RequestLog, FinishedRequests]:
 def test_the_ring_forgets_the_oldest_and_never_counts_back() -> None:
     requests, finished = ring()
     for _ in range(MOST + 10):
-        requests.add("LOOKUP", subject(), "hit")
+        requests.add(ended("LOOKUP", subject(), "hit"))
     reply = finished.after(0)
     assert [record.number for record in reply.records] == list(range(11, MOST + 11))
     assert (reply.last, reply.forgotten) == (MOST + 10, 10)
@@ -167,7 +171,7 @@ def test_the_ring_forgets_the_oldest_and_never_counts_back() -> None:
 def test_a_reader_gets_all_that_it_has_not_seen(number: int, after: int, most: int) -> None:
     requests, finished = ring()
     for count in range(number):
-        requests.add("STORE", subject(f"r{count % 3}"), "stored")
+        requests.add(ended("STORE", subject(f"r{count % 3}"), "stored"))
     expected = [index for index in range(1, number + 1) if index > after]
     assert [record.number for record in finished.after(after, most).records] == expected[:most]
     of_one = [record.number for record in finished.after(after, request_id="r1").records]
@@ -176,7 +180,7 @@ def test_a_reader_gets_all_that_it_has_not_seen(number: int, after: int, most: i
 
 def test_a_record_has_its_duration_and_the_wall_clock_of_its_cause() -> None:
     requests, finished = ring()
-    requests.add("LOOKUP", subject(), "miss", why=MissReason("evicted", "", 2.5, 1.5, "other"))
+    requests.add(ended("LOOKUP", subject(), "miss", why=MissReason("evicted", "", 2.5, 1.5, "other")))
     (record,) = finished.after(0).records
     assert (record.seconds, record.monotonic, record.at - record.cause_at) == (2.0, 3.0, pytest.approx(0.5))
     assert (record.reason, record.idle_s, record.by) == ("evicted", 1.5, "other")
@@ -186,15 +190,14 @@ def test_sampled_requests_have_a_ring_of_their_own_and_their_calls_to_tiers() ->
     (requests, finished), calls = ring(), [TierCall("redis", "get", 1.5, 0.5, 4, 4, True)]
     sampled = subject("sampled")._replace(trace=f"00-{'ab' * 16}-{'cd' * 8}-01")
     for each in (sampled, *[subject()] * (MOST + 1)):
-        requests.add("LOOKUP", each, "hit", tier_calls=calls)
-    calls.clear()  # the load of a lookup that was given up goes on
+        requests.add(ended("LOOKUP", each, "hit", tier_calls=calls))
     reply = finished.after(0, traced=True)
     assert [(each.number, each.request_id, each.trace) for each in reply.records] == [(1, "sampled", sampled.trace)]
     assert [(call.tier, call.found) for call in reply.records[0].tier_calls] == [("redis", 4)]
     assert (reply.last, reply.forgotten) == (1, 0)
     assert not any(each.trace or each.tier_calls for each in finished.after(0).records)
     for _ in range(MOST + 1):
-        requests.add("LOOKUP", sampled, "hit")
+        requests.add(ended("LOOKUP", sampled, "hit"))
     flooded = finished.after(reply.last, traced=True)
     assert (len(flooded.records), flooded.last, flooded.forgotten) == (MOST, MOST + 2, 1)
 
@@ -206,7 +209,7 @@ def test_models_beyond_the_bound_count_as_others() -> None:
     requests = RequestLog()
     counts = LookupCounts(REASONS, requests, lambda namespace: f"model {int.from_bytes(namespace, 'big')}")
     for number in range(MAX_MODELS + 5):
-        requests.add("LOOKUP", subject(), "hit", l1_tokens=2, l2_tokens=3, prefix=number.to_bytes(16, "big"))
+        requests.add(ended("LOOKUP", subject(), "hit", l1_tokens=2, l2_tokens=3, prefix=number.to_bytes(16, "big")))
     models = counts.status()["by_model"]
     assert len(models) == MAX_MODELS + 1
     assert models[OTHER_MODELS] == {"lookups": 5, "asked_tokens": 5 * 512, "l1_tokens": 10, "l2_tokens": 15}
@@ -219,7 +222,7 @@ def test_more_records_than_may_wait_are_counted_by_who_makes_them() -> None:
     requests, heard = RequestLog(), list[str]()
     requests.listeners.append(lambda record: heard.append(record.subject.request_id))
     for number in range(MOST_WAITING + 10):
-        requests.add("STORE", subject(str(number)), "stored")
+        requests.add(ended("STORE", subject(str(number)), "stored"))
     assert len(heard) > MOST_WAITING
     requests.count()
     assert heard == [str(number) for number in range(MOST_WAITING + 10)]
@@ -239,7 +242,7 @@ def test_who_holds_the_storage_may_end_a_request_while_others_count() -> None:
 
     def end(number: int) -> None:
         for _ in range(number):
-            requests.add("LOOKUP", subject(), "hit")
+            requests.add(ended("LOOKUP", subject(), "hit"))
 
     with storage:
         end(1)
@@ -260,7 +263,7 @@ def test_records_are_counted_without_being_asked_for() -> None:
     requests.listeners.append(lambda record: heard.append(record.subject.request_id))
     requests.start()
     try:
-        requests.add("STORE", subject("r"), "stored")
+        requests.add(ended("STORE", subject("r"), "stored"))
         wait_until(lambda: heard == ["r"], what="the record")
     finally:
         requests.stop()
@@ -271,7 +274,7 @@ def test_a_listener_of_a_plugin_gets_the_same_record() -> None:
     reader = ring.open()
     requests, heard = RequestLog(ring=ring), list[RequestRecord]()
     requests.listeners.append(heard.append)
-    requests.add("RETRIEVE", subject(), "hit", objects=2, nbytes=9)
+    requests.add(ended("RETRIEVE", subject(), "hit", objects=2, nbytes=9))
     requests.count()
     (record,) = reader.take().records
     assert record is heard[0]

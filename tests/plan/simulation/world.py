@@ -10,11 +10,10 @@ from unittest import mock
 
 from kvframework.api.futures import Future
 from kvframework.api.requests import ClientInfo, Message
-from kvframework.record_ring import NO_RECORDS
 from kvframework.service.engine_driven import Grants
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
-from kvframework.service.records import Contents, RequestLog
+from kvframework.service.records import RequestLog
 from kvframework.storage import manager
 from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
@@ -124,13 +123,9 @@ class World:
                 clock=self.clock,
                 threads=False,
             )
-        self.lookups = Lookups(
-            self.manager,
-            KeyResolver(None),
-            RequestLog(self.clock),
-            Grants({}, self.manager, Contents(NO_RECORDS), str),
-            ticket_s=TICKET_S,
-        )  # type: ignore[arg-type]
+        requests = RequestLog(self.clock)
+        grants = Grants({}, self.manager, requests)
+        self.lookups = Lookups(self.manager, KeyResolver(None), requests, grants, ticket_s=TICKET_S)  # type: ignore[arg-type]
         self.writers = self.manager.tiers.writers
         self.ledgers = [Ledger(writer, tier) for writer, tier in zip(self.writers, self.tiers, strict=True)]
         # Answers that are held back, and until when.

@@ -11,9 +11,9 @@ import pytest
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import ClientInfo
-from kvframework.service import contexts, recording
+from kvframework.service import contexts, finished
+from kvframework.service.finished import READER_S, UNDECIDED_S, Recording
 from kvframework.service.keys import KeyGrid
-from kvframework.service.recording import READER_S, UNDECIDED_S, Recording
 from kvframework.wire import messages as m
 
 _DESC = MemoryLayoutDesc(16, (GroupDesc((1,), "uint8"),))
@@ -39,14 +39,14 @@ class _World:
         assert isinstance(reply, m.TraceReply)
         return reply
 
-    def look_up(self, chunks: int = 1, *, hit: int | None = 0, **fields: Any) -> recording.Recorded | None:
+    def look_up(self, chunks: int = 1, *, hit: int | None = 0, **fields: Any) -> int:
         key = CacheKey("m", 1, None, bytes(16), 0, chunks * 16, "r", digests=bytes(32) * chunks)
         grid = KeyGrid(_DESC, [0], [bytes(72)], [bytes(32)] * chunks)
         self.ring.count += 1
-        entry = self.ring.add(key, fields.get("grid", grid), self.now, 0)
-        if entry is not None and hit is not None:
-            entry.hit_tokens = hit
-        return entry
+        number = self.ring.add(key, fields.get("grid", grid), self.now, 0)
+        if number and hit is not None:
+            self.ring.decided(number, hit)
+        return number
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def _own_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_keeps_nothing_until_somebody_records() -> None:
     world = _World()
-    assert world.look_up() is None
+    assert not world.look_up()
     assert not world.ring.on
     assert world.ask() == m.TraceReply((), 1), "it has a number, and was not kept"
     assert world.ring.on
@@ -97,7 +97,7 @@ def test_prompts_that_cannot_be_kept_take_a_number() -> None:
     world.ask()
     world.look_up(grid=None)
     world.look_up()
-    assert world.look_up(recording.MAX_DIGEST_BYTES // 32 + 1) is None
+    assert world.look_up(finished.MAX_DIGEST_BYTES // 32 + 1) == 0
     reply = world.ask(0)
     assert [each.number for each in reply.records] == [2]
     assert reply.last == 3
@@ -107,13 +107,12 @@ def test_a_lookup_waits_for_its_hit_but_not_for_ever() -> None:
     world = _World()
     world.ask()
     world.look_up()
-    entry = world.look_up(hit=None)
+    number = world.look_up(hit=None)
     world.look_up()
     reply = world.ask(0)
     assert [each.number for each in reply.records] == [1]
     assert (reply.last, reply.more) == (1, False)
-    assert entry is not None
-    entry.hit_tokens = 16
+    world.ring.decided(number, 16)
     assert [each.hit_tokens for each in world.ask(1).records] == [16, 0]
     world.look_up(hit=None)
     world.now += UNDECIDED_S
@@ -136,7 +135,7 @@ def test_an_answer_is_bounded_and_says_that_there_is_more() -> None:
     assert not world.ring.on
     world.ask()
     for _ in range(4):
-        world.look_up(recording.MAX_DIGEST_BYTES // 32)
+        world.look_up(finished.MAX_DIGEST_BYTES // 32)
     reply = world.ask(reply.last)
     assert (len(reply.records), reply.more) == (2, True)
 
@@ -155,7 +154,7 @@ def test_a_reader_that_is_silent_or_gone_ends_the_recording() -> None:
     assert not world.ring.on
     assert not world.ring._ring
     assert world.ring._bytes == 0
-    assert world.look_up() is None
+    assert not world.look_up()
     world.ask(session=3)
     world.now += READER_S + 1
     world.ring.expire()
