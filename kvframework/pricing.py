@@ -245,8 +245,7 @@ class Traffic:
             self._at = now
 
 
-# No more than this share of a tier's time is expected to go to loads that come later: those see this one, and many of
-# them leave theirs.
+# The share of a tier's time, at most, that goes to loads that come later: they see this one, and many leave theirs.
 MOST_BUSY = 0.3
 
 
@@ -262,7 +261,7 @@ class Turns:
         self._busy = min(busy, MOST_BUSY)
 
     def load_s(self, work_s: float) -> float:
-        """Return how long a load of `work_s` takes, with the turns of the others, and of those that come meanwhile."""
+        """Return how long a load of `work_s` takes."""
         return (self._waited_s(work_s) + work_s) / (1.0 - self._busy)
 
     def cost_to_others(self, work_s: float) -> float:
@@ -272,13 +271,12 @@ class Turns:
         return wait_s + work_s * self._rate * (wait_s + work_s)
 
     def _waited_s(self, work_s: float) -> float:
-        """Return for how long it waits for those under way, in all its turns."""
+        """Return for how long it waits for those under way."""
         shorter = bisect(self._left, work_s)
         return self._sums[shorter] + (len(self._left) - shorter) * work_s
 
 
-# A tier from which nothing was loaded for so long gets a load that its price is against, so that one that is quick
-# again is used again.
+# A tier from which nothing was loaded for so long gets a load that its price is against: it may be quick again.
 PROBE_S = 15.0
 
 
@@ -313,11 +311,8 @@ class Offer(NamedTuple):
 
 class TierSpeed:
     """The speed of one tier: bytes a second, learned from finished loads, and the bytes that wait to be loaded. Not
-    thread-safe.
-
-    Loads that run at once share a tier. Each is charged the time in which it had the tier to itself, so to say: of a
-    second in which two run, half a second. The sum of the charges is the time in which the tier was busy at all, so
-    bytes by charges are what the tier as a whole brings a second, whatever runs at once."""
+    thread-safe. Loads that run at once share a tier: of a second in which two run, each is charged half. So bytes by
+    charges are what the tier as a whole brings a second, whatever runs at once."""
 
     def __init__(self, now: float) -> None:
         self._loads: set[Load] = set()
@@ -357,7 +352,6 @@ class TierSpeed:
 
     @property
     def queued_bytes(self) -> int:
-        """The bytes of all loads."""
         return sum(load.nbytes for load in self._loads)
 
     def prices(self) -> tuple[float, float] | None:

@@ -17,8 +17,8 @@ from kvframework.api.listener import Accessed, Added, Batch, Record, Records, Re
 
 # Of all records that wait for a reader, about.
 MOST_BYTES = 64 << 20
-# Of a record, of a request's, of a key in it, and of an extra or an image of a content.
-_RECORD_BYTES, _REQUEST_BYTES, _KEY_BYTES, _PART_BYTES = 256, 1024, 128, 256
+# Of a record, what a request's has more, of a key in it, and of an extra or an image of a content.
+_RECORD_BYTES, _REQUEST_BYTES, _KEY_BYTES, _PART_BYTES = 256, 768, 128, 256
 # How long a reader that waits for records sleeps.
 _PAUSE_S = 0.05
 
@@ -43,17 +43,20 @@ class RecordRing:
         return self._before + len(self._held)
 
     def added(self, keys: Sequence[PackedKey]) -> None:
-        self._put(Added(keys), _RECORD_BYTES + _KEY_BYTES * len(keys))
+        self._put(Added(keys), _KEY_BYTES * len(keys))
 
     def removed(self, key: PackedKey) -> None:
-        self._put(Removed((key,)), _RECORD_BYTES + _KEY_BYTES)
+        self._put(Removed((key,)), _KEY_BYTES)
 
     def accessed(self, tier: int, keys: Sequence[PackedKey], found: Sequence[bool] | bool) -> None:
-        self._put(Accessed(tier, keys, found), _RECORD_BYTES + _KEY_BYTES * len(keys))
+        self._put(Accessed(tier, keys, found), _KEY_BYTES * len(keys))
 
     def registered(self, key: CacheKey, content: ChunkContent | None) -> None:
-        nbytes = _RECORD_BYTES + len(key.tokens) + len(key.digests)
-        self._put(Registered(key, content), nbytes if content is None else nbytes + _content_bytes(content))
+        nbytes = len(key.tokens) + len(key.digests)
+        if content is not None:
+            nbytes += _PART_BYTES * (len(content.extras) + len(content.images)) + len(content.tokens)
+            nbytes += len(content.hashes) + sum(len(each.content) for each in content.extras)
+        self._put(Registered(key, content), nbytes)
 
     def finished(self, record: RequestRecord) -> None:
         self._put(record, _REQUEST_BYTES + _PART_BYTES * len(record.tier_calls))
@@ -63,8 +66,8 @@ class RecordRing:
         if not self._readers:
             return
         with self._lock:
-            self._held.append((record, nbytes))
-            self._bytes += nbytes
+            self._held.append((record, _RECORD_BYTES + nbytes))
+            self._bytes += _RECORD_BYTES + nbytes
             while self._bytes > MOST_BYTES:
                 self._forget_oldest()
 
@@ -151,8 +154,3 @@ class RingReader(Records):
             batch = self.take()
             if batch.records or batch.lost:
                 yield batch
-
-
-def _content_bytes(content: ChunkContent) -> int:
-    parts = _PART_BYTES * (len(content.extras) + len(content.images))
-    return parts + len(content.tokens) + len(content.hashes) + sum(len(each.content) for each in content.extras)

@@ -120,8 +120,8 @@ class Server:
                 arena_for=self.service.storage.table.arena_for,
                 on_session_end=self.service.end_session,
                 on_tick=self.service.tick,
-                next_at=self.service.next_at,
-                on_time=self.service.on_time,
+                next_at=self.service.lookups.waits.next_at,
+                on_time=self.service.lookups.answer_waits,
             ),
             session_timeout_s=config.server.session_timeout_s,
             workers=config.server.workers,
@@ -130,7 +130,7 @@ class Server:
             admit_uids=config.server.admit_uids,
             admit_readers=self._listeners.doors.admit if config.listeners else None,
         )
-        self.service.wakes(self._messages.wake)
+        self.service.lookups.waits.wake = self._messages.wake
 
     def bind(self) -> None:
         """Start the listeners and bind the sockets. Raises `EndpointError`, and what a listener raises. Afterwards

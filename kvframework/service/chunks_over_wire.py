@@ -9,7 +9,6 @@ client that stalls or dies changes nothing.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -24,8 +23,8 @@ import msgspec
 
 from kvframework.api.copying import copy_past_caches
 from kvframework.api.futures import Future, Promise
-from kvframework.api.requests import ClientInfo, Handler, Message, Reply
 from kvframework.api.keys import ChunkContent
+from kvframework.api.requests import ClientInfo, Handler, Message, Reply
 from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
 from kvframework.service.contexts import InstanceKeys
@@ -40,51 +39,52 @@ from kvframework.wire.transfer_blocks import INDEX_BYTES, pack_indices, unpack_i
 
 log = logging.getLogger(__name__)
 
-# The pins on objects of the arena that ZMQ sends without a copy, and the unsent bytes of each client.
-#
-# ZMQ releases a buffer, in any thread, once it has sent it or given up. Until then the arena must stay mapped, and the
-# piece must keep its object: a client that reads slowly must not receive bytes that others store there later.
-
 _POLL_S = 0.005
 
 
 @dataclass(eq=False)
 class _Send:
-    """One answer that ZMQ sends: the server's own pins on its objects, and the number of views not yet sent."""
+    """One answer that ZMQ sends: the server's own pin on its objects, and the number of views not yet sent."""
 
     client: int
     nbytes: int
-    pins: Sequence[PinLease]
-    unsent: int = 0
+    pin: PinLease
+    unsent: int
 
 
 class SendPins:
-    """Makes views of the arena and notices when the last reference to each has ended. Thread-safe."""
+    """Makes views of the arena and notices when the last reference to each has ended. Thread-safe.
+
+    ZMQ releases a buffer, in any thread, once it has sent it or given up. Until then the arena must stay mapped, and
+    the piece must keep its object: a client that reads slowly must not receive bytes that others store there later."""
 
     def __init__(self, arena: memoryview) -> None:
         self._arena = arena
-        self._ids = itertools.count()
         self._lock = threading.Lock()  # guards the counts, and is never taken where a view is finalized
         self._nbytes: Counter[int] = Counter()
-        # Their single operations are atomic: a view may be finalized in any thread, at any time.
-        self._unsent: set[int] = set()
+        # Views that are not taken back, and the answers of those among them that ZMQ has released, in any thread.
+        self._views = 0
         self._back: deque[_Send] = deque()
 
     def __len__(self) -> int:
         """The number of views that are not sent yet."""
-        return len(self._unsent)
+        return self._views - len(self._back)
 
     def unsent_bytes(self, client: int) -> int:
         """The number of bytes that are being sent to a client."""
         return self._nbytes[client]
 
-    def views(self, client: int, places: Sequence[tuple[int, int]], pins: Sequence[PinLease]) -> list[memoryview]:
+    def views(self, client: int, places: Sequence[tuple[int, int]], pin: PinLease) -> list[memoryview]:
         """Return views of (offset, length), at least one, for the caller to pass to ZMQ. `take_sent` later returns
-        `pins`."""
-        send = _Send(client, sum(length for _, length in places), pins)
+        `pin`."""
+        send = _Send(client, sum(length for _, length in places), pin, len(places))
+        views = [self._arena[offset : offset + length] for offset, length in places]
         with self._lock:
             self._nbytes[client] += send.nbytes
-            return [self._view(send, offset, length) for offset, length in places]
+            self._views += len(views)
+        for view in views:
+            weakref.finalize(view, self._back.append, send).atexit = False
+        return views
 
     def take_sent(self) -> list[PinLease]:
         """Return the pins of answers whose views have all been sent, each once. The caller unpins them."""
@@ -92,35 +92,21 @@ class SendPins:
         with self._lock:
             for _ in range(len(self._back)):
                 send = self._back.popleft()
+                self._views -= 1
                 send.unsent -= 1
                 if not send.unsent:
-                    pins += send.pins
-                    self._end(send)
+                    pins.append(send.pin)
+                    self._nbytes[send.client] -= send.nbytes
+                    if not self._nbytes[send.client]:
+                        del self._nbytes[send.client]
         return pins
 
     def wait_sent(self, timeout: float) -> bool:
         """Wait until every view is sent, at most `timeout` seconds; return whether that is so."""
         deadline = time.monotonic() + timeout
-        while self._unsent and time.monotonic() < deadline:
+        while len(self) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        return not self._unsent
-
-    def _end(self, send: _Send) -> None:
-        self._nbytes[send.client] -= send.nbytes
-        if not self._nbytes[send.client]:
-            del self._nbytes[send.client]
-
-    def _view(self, send: _Send, offset: int, length: int) -> memoryview:
-        view = self._arena[offset : offset + length]
-        number = next(self._ids)
-        send.unsent += 1
-        self._unsent.add(number)
-        weakref.finalize(view, self._take_back, number, send).atexit = False
-        return view
-
-    def _take_back(self, number: int, send: _Send) -> None:
-        self._back.append(send)
-        self._unsent.discard(number)
+        return not len(self)
 
 
 _RETURN_S = 0.3
@@ -248,7 +234,7 @@ class ChunkTransfers:
         pin = self._table.pin_again(payload.lease, wanted, owner=client.session_id)
         if pin is None:
             return m.ChunksSent(False)
-        views = self._send_pins.views(client.session_id, [(place.offset, place.length) for place in places], [pin])
+        views = self._send_pins.views(client.session_id, [(place.offset, place.length) for place in places], pin)
         return Reply(m.ChunksSent(True), views)
 
 

@@ -160,21 +160,14 @@ def own_context(contexts: Contexts, instance_id: int, client: ClientInfo) -> Reg
     return context
 
 
-# The objects that a request names, after a check of its key against the instance. Stateless.
-
-
 class InstanceKeys:
     """Resolves the key of a STORE or RETRIEVE, on any path, to the objects of its instance: of one rank, or
-    of the shards that it holds."""
+    of the shards that it holds. Stateless."""
 
     def __init__(self, contexts: Contexts, resolver: KeyResolver, *, chunk_size: int) -> None:
-        self._contexts = contexts
+        self.contexts = contexts
         self._resolver = resolver
         self._chunk_size = chunk_size
-
-    def own(self, client: ClientInfo, instance_id: int) -> RegisteredContext:
-        """Return the context of an instance that this client registered. Raises `NotRegistered`."""
-        return own_context(self._contexts, instance_id, client)
 
     def grid(self, context: RegisteredContext, key: CacheKey) -> KeyGrid:
         """Return the objects that the key names. Raises `NamespaceMismatch` unless it names what was registered, and
@@ -186,7 +179,7 @@ class InstanceKeys:
     def engine_driven(self, client: ClientInfo, instance_id: int, key: CacheKey) -> KeyGrid:
         """Resolve like `grid`, for an instance whose engine moves the bytes. Raises `TransportMismatch` if the server
         does."""
-        context = self.own(client, instance_id)
+        context = own_context(self.contexts, instance_id, client)
         if context.memory is not None:
             raise TransportMismatch(
                 f"instance {context.instance_id} uses {context.transport}, which the server drives",
@@ -198,17 +191,12 @@ class InstanceKeys:
 def check_own_user(client: ClientInfo, what: str) -> None:
     """Raise `RequestError` unless the client is a process of the server's own user, by the kernel's word for its
     liveness socket. `what` ends the sentence "only ... may"."""
-    if _uid(client) != os.geteuid():
-        raise RequestError(
-            f"only a process of the server's own user may {what}",
-            available=f"user {os.geteuid()} on the server's node, over ipc://",
-        )
-
-
-def _uid(client: ClientInfo) -> int | None:
     descriptor = client.liveness_fd() if client.local else None
-    if descriptor is None:
-        return None
-    with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as peer:
-        return peer_uid(peer)
-    return None
+    if descriptor is not None:
+        with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as peer:
+            if peer_uid(peer) == os.geteuid():
+                return
+    raise RequestError(
+        f"only a process of the server's own user may {what}",
+        available=f"user {os.geteuid()} on the server's node, over ipc://",
+    )

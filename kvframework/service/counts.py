@@ -22,90 +22,69 @@ from kvframework.storage.manager import StorageManager
 from kvframework.text import visible
 from kvframework.wire.messages import LOST_AMOUNTS, LOST_CALLS, MAX_LOST, MOST_LOST, Lost
 
-# The prefixes that are asked for most, by their first chunk: a space-saving sketch of `ENTRIES` entries. Pure.
-#
-# Between two cuts the sketch counts every prefix that it meets, exactly; a cut keeps those with a larger count than the
-# `ENTRIES` largest have at least: this is the floor, as no prefix that is forgotten can have been asked for more often.
-# A prefix that comes (again) starts there, and the floor is its error. So a count is never too small, and too large by
-# the error at most.
-#
-# A prefix is shown as a keyed hash of its digest, of a secret of this start: it can be compared within a start, and
-# says nothing of the tokens.
-
-ENTRIES = 256
-# Prefixes that are counted between two cuts: they make a cut's cost small for each.
-MOST = 2048
+# Prefixes that a cut keeps, and that are counted between two cuts: those make a cut's cost small for each.
+ENTRIES, MOST = 256, 2048
 SHOWN = 16
 _SHOWN_BYTES = 4
 _LOOKUP = 1 << 48
 
 
-class _Counts:
-    """What is counted between two cuts. A sum is one number, since that takes half the time of two: lookups x `_LOOKUP`
-    + the tokens that they found. `errors` are those of the prefixes that the last cut kept; that of all others is
-    `floor`."""
-
-    __slots__ = ("errors", "floor", "sums")
-
-    def __init__(self, floor: int, sums: dict[bytes, int], errors: dict[bytes, int]) -> None:
-        self.floor = floor
-        self.sums = sums
-        self.errors = errors
-
-    def error(self, prefix: bytes) -> int:
-        return self.errors.get(prefix, self.floor)
-
-    def cut(self) -> _Counts:
-        """Return the largest of them."""
-        floor = sorted(self.sums.values())[-ENTRIES - 1] // _LOOKUP
-        least = (floor + 1) * _LOOKUP
-        sums = {prefix: total for prefix, total in self.sums.items() if total >= least}
-        return _Counts(floor, sums, {prefix: self.error(prefix) for prefix in sums})
-
-
 class HotPrefixes:
-    """`looked_up` runs where records are counted, `status` on any thread. `model_of` names the model of a namespace."""
+    """The prefixes that are asked for most, by their first chunk: a space-saving sketch. `model_of` names the model of
+    a namespace. Thread-safe.
+
+    Between two cuts it counts every prefix that it meets, exactly; a cut keeps those with a larger count than the
+    `ENTRIES` largest have at least: this is the floor, as no prefix that is forgotten can have been asked for more
+    often. A prefix that comes (again) starts there, and the floor is its error. So a count is never too small, and too
+    large by the error at most.
+
+    A prefix is shown as a keyed hash of its digest, of a secret of this start: it can be compared within a start, and
+    says nothing of the tokens."""
 
     def __init__(self, model_of: Callable[[bytes], str]) -> None:
         self._model_of = model_of
         self._secret = secrets.token_bytes(32)
-        # By namespace and digest of the first chunk. Replaced as a whole, so that any thread finds one state.
-        self._now = _Counts(0, {}, {})
+        self._lock = threading.Lock()
+        self._floor = 0
+        # By namespace and digest of the first chunk: lookups x `_LOOKUP` + the tokens that they found, one number since
+        # that takes half the time of two.
+        self._sums: dict[bytes, int] = {}
+        # Of the prefixes that the last cut kept; that of all others is the floor.
+        self._errors: dict[bytes, int] = {}
 
     def looked_up(self, prefix: bytes, hit_tokens: int) -> None:
         """Count a lookup; `prefix` is the namespace and the digest of the first chunk."""
-        sums = self._now.sums
-        total = sums.get(prefix)
-        if total is None:
-            if len(sums) >= MOST:
-                self._now = self._now.cut()
-                sums = self._now.sums
-            total = self._now.floor * _LOOKUP
-        sums[prefix] = total + _LOOKUP + hit_tokens
+        with self._lock:
+            total = self._sums.get(prefix)
+            if total is None:
+                if len(self._sums) >= MOST:
+                    self._cut()
+                total = self._floor * _LOOKUP
+            self._sums[prefix] = total + _LOOKUP + hit_tokens
+
+    def _cut(self) -> None:
+        floor = sorted(self._sums.values())[-ENTRIES - 1] // _LOOKUP
+        least = (floor + 1) * _LOOKUP
+        self._sums = {prefix: total for prefix, total in self._sums.items() if total >= least}
+        self._errors = {prefix: self._errors.get(prefix, self._floor) for prefix in self._sums}
+        self._floor = floor
 
     def status(self) -> list[dict[str, object]]:
         """Return the largest, `SHOWN` at most."""
-        now = self._now
-        # The copy is one step: another thread may change the original meanwhile.
-        largest = heapq.nlargest(SHOWN, now.sums.copy().items(), key=itemgetter(1))
+        with self._lock:
+            largest = heapq.nlargest(SHOWN, self._sums.items(), key=itemgetter(1))
+            errors = [self._errors.get(prefix, self._floor) for prefix, _ in largest]
         return [
             {
                 "model": self._model_of(prefix[:NAMESPACE_BYTES]),
-                "prefix": self._hash(prefix),
+                "prefix": hashlib.blake2b(prefix, digest_size=_SHOWN_BYTES, key=self._secret).hexdigest(),
                 "hit_tokens": total % _LOOKUP,
                 "count": total // _LOOKUP,
-                "error": now.error(prefix),
+                "error": error,
             }
-            for prefix, total in largest
+            for (prefix, total), error in zip(largest, errors, strict=True)
         ]
 
-    def _hash(self, prefix: bytes) -> str:
-        return hashlib.blake2b(prefix, digest_size=_SHOWN_BYTES, key=self._secret).hexdigest()
-
-
-# Who uses the cache: rows by model, tenant, namespace and engine, for the status document.
-#
-# The numbers are counted in the accounts of L1, and added up for each document.
 
 # Rows with a name of their own, of each kind.
 MAX_ROWS = 64
@@ -123,8 +102,9 @@ _FIELDS = {
 
 
 class Use:
-    """Hears the LOOKUPs among the records of `requests`. `begin_session` and `end_session` run on the serving thread,
-    `status` on any."""
+    """Who uses the cache: rows by model, tenant, namespace and engine, counted in the accounts of L1 and added up for
+    each document. Hears the LOOKUPs among the records of `requests`. `begin_session` and `end_session` run on the
+    serving thread, `status` on any."""
 
     def __init__(self, storage: StorageManager, requests: RequestLog) -> None:
         self._storage = storage
@@ -138,8 +118,8 @@ class Use:
     def begin_session(self, client: ClientInfo) -> None:
         self._engines[client.session_id] = f"{client.name[:MAX_TEXT]} ({client.pid})"
 
-    def end_session(self, client: ClientInfo) -> None:
-        self._engines.pop(client.session_id, None)
+    def end_session(self, session_id: int) -> None:
+        self._engines.pop(session_id, None)
 
     def engine(self, session_id: int) -> str:
         """Return the name of a session's client and its process."""
@@ -184,16 +164,14 @@ def _rows(accounts: Iterable[tuple[str, Account]], first: Sequence[str] = ()) ->
     return rows
 
 
-# The counters of lookups: by model, with hits by the tier that they came from, and misses by reason.
-
 # Models with counters of their own: their names come from clients.
 MAX_MODELS = 64
 OTHER_MODELS = "other"
 
 
 class LookupCounts:
-    """Counts of the LOOKUPs among the records of `requests`; `reasons` are all that a miss can have. `model_of` names
-    the model of a namespace."""
+    """Counts of the LOOKUPs among the records of `requests`, by model and by reason of a miss; `reasons` are all that a
+    miss can have. `model_of` names the model of a namespace."""
 
     def __init__(self, reasons: tuple[str, ...], requests: RequestLog, model_of: Callable[[bytes], str]) -> None:
         self.hit_tokens = self.unknown_namespace = 0
@@ -234,10 +212,6 @@ class LookupCounts:
         }
 
 
-# Losses reported by clients: sums since the start, and each client's recent ones, including clients that have ended.
-#
-# A report affects only its own session, within the bounds of `wire.messages.Lost`.
-
 # A loss is recent for this long; losses with shorter pauses between them are shown as one.
 RECENT_S = 60.0
 MAX_RECENT = 64
@@ -255,7 +229,9 @@ class _Recent:
 
 
 class ClientLosses:
-    """`heard` and `end_session` run on the serving thread, `status` on any."""
+    """Losses reported by clients: sums since the start, and each client's recent ones, including clients that have
+    ended. A report affects only its own session, within the bounds of `wire.messages.Lost`. `heard` and `end_session`
+    run on the serving thread, `status` on any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -213,14 +213,12 @@ class EngineDrivenTransfers:
 
     def __init__(
         self,
-        contexts: Contexts,
         storage: StorageManager,
         keys: InstanceKeys,
         transfers: Transfers,
         grants: Grants,
         config: ServerConfig,
     ) -> None:
-        self._contexts = contexts
         self._table = storage.table
         self._keys = keys
         self._transfers = transfers
@@ -258,7 +256,7 @@ class EngineDrivenTransfers:
     def _share_of(self, client: ClientInfo) -> float:
         """Return the share of L1 that the client may reserve: all of it for a sole client; otherwise `store_share`, so
         that a stalled writer cannot starve others."""
-        alone = all(context.session_id == client.session_id for context in self._contexts.values())
+        alone = all(context.session_id == client.session_id for context in self._keys.contexts.values())
         return 1.0 if alone else self._store_share
 
     def _commit_store(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.Committed:

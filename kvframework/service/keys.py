@@ -24,12 +24,8 @@ def window_chunks(window: int, chunk_tokens: int) -> int:
 def hit_chunks(rows: Sequence[Sequence[object]], windows: Sequence[int]) -> int:
     """Return the longest usable prefix in chunks. `rows[r][c]` is true if object c of row r exists; `windows[r]` in
     chunks, 0: full."""
-    if not rows:
-        return 0
-    bound = len(rows[0])
-    for row, window in zip(rows, windows, strict=True):
-        if not window:
-            bound = min(bound, prefix_chunks(row))
+    whole = [prefix_chunks(row) for row, window in zip(rows, windows, strict=True) if not window]
+    bound = min(whole, default=len(rows[0]) if rows else 0)
     if not any(windows):
         return bound
     usable = [_usable_ends(row, window) for row, window in zip(rows, windows, strict=True) if window]
@@ -145,37 +141,27 @@ class KeyGrid:
     def whole(self, row_of: RowOf[T]) -> list[T] | None:
         """Return the objects that a hit of all chunks uses, chunk by chunk; None if any of them is missing."""
         rows: list[list[T | None]] = []
-        if not self.has_windows:
-            for prefix in self.prefixes:
-                row = row_of(prefix, self.digests)
-                if not all(row):
-                    return None
-                rows.append(row)
-            return cast("list[T]", _by_chunk(rows))
         windows = self._windows
         for prefix, window in zip(self.prefixes, windows, strict=True):
-            span = needed_chunks(self.chunks, window)
-            found = row_of(prefix, self.digests[span.start :])
+            first = needed_chunks(self.chunks, window).start
+            found = row_of(prefix, self.digests[first:] if first else self.digests)
             if not all(found):
                 return None
-            rows.append([*repeat(None, span.start), *found])
-        return _used(rows, windows, self.chunks)
+            rows.append([*repeat(None, first), *found] if first else found)
+        return _used(rows, windows, self.chunks) if self.has_windows else cast("list[T]", _by_chunk(rows))
 
     def first_missing(self, row_of: RowOf[T], hit: int) -> tuple[int, PackedKey] | None:
         """Return (chunk, key) of the first object that a hit of all chunks would use and `row_of` does not find, given
         that the hit is `hit` chunks; None if there is none."""
-        windows = self._windows
-        if not self.has_windows:
-            # It is in the chunk behind the hit.
-            digests = self.digests[hit : hit + 1]
-            lacking = next((prefix for prefix in self.prefixes if not all(row_of(prefix, digests))), None)
-            return None if lacking is None else (hit, lacking + digests[0])
-        first, end = None, self.chunks
-        for prefix, window in zip(self.prefixes, windows, strict=True):
+        # Without windows it is in the chunk behind the hit.
+        first, end = None, self.chunks if self.has_windows else min(hit + 1, self.chunks)
+        for prefix, window in zip(self.prefixes, self._windows, strict=True):
             start = needed_chunks(self.chunks, window).start if window else hit
             chunk = start + prefix_chunks(row_of(prefix, self.digests[start:end]))
             if chunk < end:
                 first, end = (chunk, prefix + self.digests[chunk]), chunk
+            if chunk == hit:
+                break  # nothing before the hit is missing
         return first
 
     def hit(self, available: Sequence[bool], most: int | None = None) -> int:
@@ -197,22 +183,13 @@ class KeyGrid:
 
         Raises `BadRange` if a group of full attention, which needs every chunk, would lack any.
         """
-        groups = self.row_groups
-        if len(first_chunks) not in (0, len(groups)):
-            raise BadRange(f"{len(first_chunks)} counts", where="first_chunks", available=f"{len(groups)}, one a group")
-        first = list(first_chunks) or [0] * len(groups)
-        if any(
-            not 0 <= count <= (self.chunks if group.window else 0) for count, group in zip(first, groups, strict=True)
-        ):
-            raise BadRange(
-                f"first_chunks is {first}",
-                where="first_chunks",
-                available=f"0 for full attention, else 0 to {self.chunks}",
-            )
-        count = len(groups)
-        if not any(first):
+        if not first_chunks:
             return list(range(len(self.flat)))
-        return [index for index in range(len(self.flat)) if index // count >= first[index % count]]
+        most = [self.chunks if group.window else 0 for group in self.row_groups]
+        count = len(most)
+        if len(first_chunks) != count or any(not 0 <= a <= b for a, b in zip(first_chunks, most, strict=True)):
+            raise BadRange(f"first_chunks is {[*first_chunks]}", where="first_chunks", available=f"at most {most}")
+        return [index for index in range(len(self.flat)) if index // count >= first_chunks[index % count]]
 
     def _find_in_windows(self, row_of: RowOf[T], windows: Sequence[int]) -> tuple[int, list[T]]:
         rows: list[Sequence[T | None]] = [()] * len(windows)

@@ -78,11 +78,10 @@ class CacheService(CacheServices):
         self._listeners = listeners or Listeners(NO_RECORDS)
         self.boot_id = secrets.token_bytes(16)
         self.chunk_size = config.chunk_size
-        self._tp_lcm, self._pp_lcm = config.tp_lcm, config.pp_lcm
         self.contexts: Contexts = {}
         self.storage = storage
         self.hasher = hasher
-        self._pin_share = config.pin_share
+        self._config = config
         storage.table.configure_share(config.pin_share)
         self._transports = transports
         self._tenants = TenantNames(tenants)
@@ -97,8 +96,8 @@ class CacheService(CacheServices):
         )
         requests = self._request_log = RequestLog(storage.clock, self._tenants, self._listeners.ring)
         self.finished = FinishedRequests(self.boot_id, requests)
-        grants = self._grants = Grants(self.contexts, storage, requests)
-        lookups = self._lookups = Lookups(
+        grants = Grants(self.contexts, storage, requests)
+        lookups = self.lookups = Lookups(
             storage,
             self._resolver,
             requests,
@@ -107,12 +106,10 @@ class CacheService(CacheServices):
             price=config.price,
             trace_memory=config.trace_memory,
         )
-        self._use = lookups.use
-        self._miss_facts = lookups.miss_facts
-        transfers = self._transfers = Transfers(storage, requests, lookups.miss_facts.of_retrieve)
+        transfers = Transfers(storage, requests, lookups.miss_facts.of_retrieve)
         keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
         self._chunks = ChunkTransfers(storage, keys, transfers, workers=config.workers)
-        self._engine_driven = EngineDrivenTransfers(self.contexts, storage, keys, transfers, grants, config)
+        self._engine_driven = EngineDrivenTransfers(storage, keys, transfers, grants, config)
         self._losses = ClientLosses()
         self._status = StatusReport(
             self.contexts,
@@ -145,6 +142,7 @@ class CacheService(CacheServices):
             self._status,
             self.finished,
         )
+        self._of_sessions = (self._losses, lookups, transfers, grants)
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         """Return the handlers of every core request that the message server does not answer itself."""
@@ -163,18 +161,19 @@ class CacheService(CacheServices):
     def configure(self, config: ServerConfig) -> None:
         """Change what of `[server]` may change while it runs, see `kvframework.running_config`. From any thread."""
         self._engine_driven.configure(config)
-        self._pin_share = config.pin_share
+        self._config = config
         self.storage.table.configure_share(config.pin_share)
-        self._lookups.tickets.configure(ticket_s=config.ticket_s)
-        self._lookups.pricing.on = config.price
-        self._lookups.recording.configure(most_bytes=config.trace_memory)
+        self.lookups.tickets.configure(ticket_s=config.ticket_s)
+        self.lookups.pricing.on = config.price
+        self.lookups.recording.configure(most_bytes=config.trace_memory)
 
     def welcome(self, _hello: m.Hello, client: ClientInfo, version: int, returns: bool) -> m.HelloReply:
         """The service's part of the answer to HELLO; the message server fills in the session. `returns` means that the
         client has used an earlier server."""
-        self._lookups.tickets.begin_owner(client.session_id)
-        self._use.begin_session(client)
-        self._miss_facts.begin_session(client.session_id, from_before=returns and self.storage.table.began_empty)
+        self.lookups.tickets.begin_owner(client.session_id)
+        self.lookups.use.begin_session(client)
+        from_before = returns and self.storage.table.began_empty
+        self.lookups.miss_facts.begin_session(client.session_id, from_before=from_before)
         return m.HelloReply(
             version=version,
             boot_id=self.boot_id,
@@ -184,8 +183,8 @@ class CacheService(CacheServices):
             hasher_fingerprint=self.hasher.fingerprint,
             transports=tuple(self._transports),
             features=(*FEATURES, *self._listeners.features),
-            tp_lcm=self._tp_lcm,
-            pp_lcm=self._pp_lcm,
+            tp_lcm=self._config.tp_lcm,
+            pp_lcm=self._config.pp_lcm,
         )
 
     def start(self) -> None:
@@ -195,21 +194,18 @@ class CacheService(CacheServices):
     def stop(self) -> None:
         """From now on sessions end with the server, not with their clients, and no answer is held back. From any
         thread."""
-        self._stopping = self._lookups.waits.closing = True
+        self._stopping = self.lookups.waits.closing = True
 
     def end_session(self, client: ClientInfo) -> None:
         """End the instances, tickets, pins and reservations of a session: its client or this server has ended."""
         instances = self._registrations.end_session(client)
-        tickets = self._lookups.tickets.end_owner(client.session_id)
+        tickets = self.lookups.tickets.end_owner(client.session_id)
         self._request_log.count()  # on the session's own accounts, as long as it has any
         # A client outlives this server: it may write into what it has reserved, which the next one has to know, and
         # reads what it has pinned, which no load that is under way may replace.
         leases = 0 if self._stopping else self.storage.table.end_owner(client.session_id)
-        self._losses.end_session(client.session_id)
-        self._use.end_session(client)
-        self._lookups.end_session(client.session_id)
-        self._transfers.end_session(client.session_id)
-        self._grants.end_session(client.session_id)
+        for part in self._of_sessions:
+            part.end_session(client.session_id)
         self._cuts.pop(client.session_id, None)
         if not (instances or tickets or leases):
             return
@@ -219,24 +215,12 @@ class CacheService(CacheServices):
             text = "session of %s (process %d) closed, as the server stops: %s, %s and %s"
         log.info(text, client.name, client.pid, *amounts)
 
-    def wakes(self, wake: Callable[[], None]) -> None:
-        """Take the function that makes the serving loop ask for `next_at` again, from any thread."""
-        self._lookups.waits.wake = wake
-
-    def next_at(self) -> float:
-        """Return the time, of the monotonic clock, at which `on_time` is to be called."""
-        return self._lookups.waits.next_at()
-
-    def on_time(self) -> None:
-        """Answer the lookups whose clients wait, and whose time or load has come."""
-        self._lookups.answer_waits()
-
     def tick(self) -> None:
         """Maintain leases, tickets and watermarks; called about every 100 ms, on the serving thread."""
-        self._lookups.tickets.expire()
+        self.lookups.tickets.expire()
         self._chunks.tick()
         self.storage.table.tick()
-        self._lookups.recording.expire()
+        self.lookups.recording.expire()
         now = time.monotonic()
         if self._report.is_due(now):
             self._say_cuts()
@@ -251,9 +235,9 @@ class CacheService(CacheServices):
                 self._cuts[session_id] = pinned.cut
                 log.warning(
                     "%s keeps %s of L1 from eviction while others need room: by pin_share = %s, %s ended or refused",
-                    self._use.engine(session_id),
+                    self.lookups.use.engine(session_id),
                     ByteSize(pinned.nbytes),
-                    self._pin_share,
+                    self._config.pin_share,
                     counted(cut, "leases"),
                 )
 
@@ -318,7 +302,7 @@ class CacheService(CacheServices):
         return self.storage.table.which_present(keys)
 
     def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
-        return self._lookups.tickets.pin(client.session_id, keys, request_id)
+        return self.lookups.tickets.pin(client.session_id, keys, request_id)
 
     def submit_prefetch_task(
         self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
@@ -328,7 +312,7 @@ class CacheService(CacheServices):
     def _ping(self, client: ClientInfo, payload: m.Ping, _buffers: Sequence[memoryview]) -> m.Pong:
         self._losses.heard(client, payload.lost)
         if payload.free:
-            self._lookups.free(client, payload.free)
+            self.lookups.free(client, payload.free)
         return m.Pong(self.boot_id)
 
     def _owned(self, cache_salt: str, salts: Iterable[bytes]) -> None:
@@ -345,12 +329,8 @@ class CacheService(CacheServices):
         return desc
 
     def _get_chunk_size(self, _client: ClientInfo, payload: m.GetChunkSize, _buffers: object) -> m.ChunkSize:
-        if not payload.namespace:
-            return m.ChunkSize(self.chunk_size)
-        desc = self.layout_desc(payload.namespace)
-        if desc is None:
-            raise RequestError(f"namespace {payload.namespace.hex()} is not registered")
-        return m.ChunkSize(desc.chunk_tokens)
+        namespace = payload.namespace
+        return m.ChunkSize(self._known_desc(namespace).chunk_tokens if namespace else self.chunk_size)
 
     def _clear(self, client: ClientInfo, payload: m.Clear, _buffers: object) -> m.Cleared:
         if not client.local:
@@ -361,7 +341,7 @@ class CacheService(CacheServices):
         self._chunks.settle()
         cleared = self.storage.clear(l2=payload.l2, model=payload.model)
         if payload.l2:
-            self._miss_facts.tiers_cleared(payload.model)
+            self.lookups.miss_facts.tiers_cleared(payload.model)
         return m.Cleared(**cleared._asdict())
 
 

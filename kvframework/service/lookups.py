@@ -35,31 +35,34 @@ from kvframework.storage.tickets import Answer, LookupTickets, Wanted
 from kvframework.wire import messages as m
 from kvframework.wire.protocol import REQUESTS
 
-# The answers of lookups that their clients wait for, instead of asking again and again.
-#
-# Held on the serving thread; storage threads only say which ticket has changed. A wait ends once the answer is what its
-# client waits for, at its time, or when the server stops.
-
 # Waits for one ticket: each is looked at whenever the ticket changes.
 MOST_OF_TICKET = 16
 
 
 class Wait(NamedTuple):
-    """One client that waits for an answer about `ticket`, which is `enough`, until `until` of the clock. It does not
-    know the ticket before the answer that `opens` it. `for_end`: only the end of the load is enough."""
+    """One client that waits until `until`, of the clock, for an answer about `ticket`: for the one that `opens` it,
+    once the tiers have said what they have, since it does not know the ticket before; or for the end of the load, or
+    earlier for a hit of `more_than` tokens, unless that is negative."""
 
     promise: Promise[Message]
     owner: int
     ticket: str
     until: float
-    enough: Callable[[Answer], bool]
-    opens: bool
-    for_end: bool = False
+    opens: bool = False
+    more_than: int = -1
+
+    @property
+    def for_end(self) -> bool:
+        return not self.opens and self.more_than < 0
+
+    def enough(self, answer: Answer) -> bool:
+        return answer.decided if self.opens else not answer.pending or 0 <= self.more_than < answer.hit_tokens
 
 
 class LookupWaits:
-    """The waits by ticket. `wake`, which is called from any thread, makes the serving thread call `due` soon. With
-    `closing`, set from any thread, the server stops, and every wait ends."""
+    """Clients that wait for an answer, instead of asking again and again, by ticket. They are held on the serving
+    thread; storage threads say which ticket has changed. `wake`, called from any thread, makes the serving thread call
+    `due` soon. With `closing`, set from any thread, the server stops, and every wait ends."""
 
     def __init__(self) -> None:
         self.closing = False
@@ -67,8 +70,6 @@ class LookupWaits:
         self._numbers = itertools.count()
         self._waits: dict[int, Wait] = {}
         self._of_ticket: dict[str, set[int]] = {}
-        # The number of the waits of a ticket that look at each change.
-        self._for_more: Counter[str] = Counter()
         self._times: Deadlines[int] = Deadlines()
         self._changed: deque[str] = deque()
 
@@ -84,15 +85,15 @@ class LookupWaits:
         number = next(self._numbers)
         self._waits[number] = wait
         self._of_ticket.setdefault(wait.ticket, set()).add(number)
-        if not wait.for_end:
-            self._for_more[wait.ticket] += 1
         self._times.set(number, wait.until)
         # Also if it is cancelled.
         wait.promise.add_done_callback(lambda _answered: self.changed(wait.ticket))
 
     def grown(self, ticket: str) -> None:
         """More of what a ticket waits for is there: no news to those who wait for the end. From any thread."""
-        if ticket in self._for_more:
+        # A copy in one step: the serving thread may end one meanwhile.
+        waits = [self._waits.get(number) for number in list(self._of_ticket.get(ticket, ()))]
+        if any(wait is not None and not wait.for_end for wait in waits):
             self.changed(ticket)
 
     def changed(self, ticket: str) -> None:
@@ -120,10 +121,6 @@ class LookupWaits:
         """Remove a wait that was answered."""
         wait = self._waits.pop(number)
         self._times.discard(number)
-        if not wait.for_end:
-            self._for_more[wait.ticket] -= 1
-            if not self._for_more[wait.ticket]:
-                del self._for_more[wait.ticket]
         of_ticket = self._of_ticket[wait.ticket]
         of_ticket.discard(number)
         if not of_ticket:
@@ -175,6 +172,7 @@ class Lookups:
 
     def end_session(self, session_id: int) -> None:
         """Forget a session that has ended, once its tickets have."""
+        self.use.end_session(session_id)
         self.miss_facts.end_session(session_id)
         self.pricing.end_session(session_id)
         self.recording.end_session(session_id)
@@ -232,7 +230,7 @@ class Lookups:
                 )
             else:
                 answer = self.tickets.look_up(owner, request_id, self._wanted(asked, record))
-            held = self._hold(lambda now: now.decided, answer, owner, payload.wait_s, opens=True)
+            held = self._hold(answer, owner, payload.wait_s, opens=True)
         asked.l1_tokens = answer.hit_tokens
         self.recording.count += 1
         if self.recording.on:
@@ -245,16 +243,10 @@ class Lookups:
         return held or self._reply(answer, asked)
 
     def _query(self, client: ClientInfo, payload: m.PrefetchQuery, _buffers: object) -> m.LookupReply | Future[Message]:
-        owner, more_than = client.session_id, payload.more_than
+        owner = client.session_id
         with self._storage.table.lock:
             answer, asked = self._asked_again(payload.ticket, owner)
-            held = self._hold(
-                lambda now: not now.pending or 0 <= more_than < now.hit_tokens,
-                answer,
-                owner,
-                payload.wait_s,
-                for_end=more_than < 0,
-            )
+            held = self._hold(answer, owner, payload.wait_s, more_than=payload.more_than)
         return held or self._reply(answer, asked)
 
     def _asked_again(self, ticket: str, owner: int) -> tuple[Answer, PendingLookup | None]:
@@ -280,22 +272,17 @@ class Lookups:
         return m.LookupReply(answer.hit_tokens, answer.ticket, False, grants, lease_s)
 
     def _hold(
-        self,
-        enough: Callable[[Answer], bool],
-        answer: Answer,
-        owner: int,
-        wait_s: float,
-        *,
-        opens: bool = False,
-        for_end: bool = False,
+        self, answer: Answer, owner: int, wait_s: float, *, opens: bool = False, more_than: int = -1
     ) -> Future[Message] | None:
         """Return a future of an answer that is enough, or of the one in `wait_s`; None if this one is to be given. The
         caller holds the storage lock."""
-        if not wait_s or not answer.pending or enough(answer) or not self.waits.has_room(answer.ticket):
+        if not wait_s or not answer.pending:
             return None
-        promise: Promise[Message] = Promise()
-        self.waits.add(Wait(promise, owner, answer.ticket, self._clock() + wait_s, enough, opens, for_end))
-        return promise
+        wait = Wait(Promise(), owner, answer.ticket, self._clock() + wait_s, opens, more_than)
+        if wait.enough(answer) or not self.waits.has_room(answer.ticket):
+            return None
+        self.waits.add(wait)
+        return wait.promise
 
     def free(self, client: ClientInfo, tickets: Sequence[str]) -> None:
         """End those of `tickets`, and of unused grants among them, that have not ended."""
@@ -347,14 +334,8 @@ class Lookups:
             )
             return asked.task
 
-        return Wanted(
-            grid.main_prefix,
-            grid.digests,
-            grid.desc.chunk_tokens,
-            asked.find,
-            load,
-            lambda hit: found_part(key, grid, hit),
-        )
+        tokens, prompt = grid.desc.chunk_tokens, partial(found_part, key, grid)
+        return Wanted(grid.main_prefix, grid.digests, tokens, asked.find, load, prompt)
 
     def _ticket_ended(self, ticket: str) -> None:
         """Account for a lookup whose ticket ended before its client had another answer than a pending one."""

@@ -16,8 +16,6 @@ from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.text import timed
 
-# MissReason the first missing chunk of a lookup missed. Pure: the facts are gathered elsewhere, and decided upon here.
-#
 # A later event explains more than an earlier one, and what the server knows of an object more than what it knows of
 # others: so a tier that failed during the lookup comes first, then what became of the object, then where else its chunk
 # is readable, then the server's start.
@@ -31,22 +29,16 @@ _RANK = slice(_SALT.stop, _SALT.stop + 4)
 
 
 class Facts(NamedTuple):
-    """What is known of a missing object when the lookup ends.
-
-    `unanswered`: the load had not ended when its client gave up. `priced`: the prices that cut the hit before it, ""
-    if none did. `down`: the tier that failed since the lookup's begin,
-    "" for none. `refused`: no load began, although there is a tier. `tiers_cleared_at`: when the tiers were last
-    cleared of such objects. `elsewhere`: why the same chunk is readable under another name. `named`: whether the
-    namespace is known. `from_before`: the client used an earlier server, whose content this one
-    began without; `up_s`: seconds since its start.
+    """What is known of a missing object when the lookup ends. `down`: the tier that failed since the lookup's begin, ""
+    for none. `refused`: no load began, although there is a tier. `tiers_cleared_at`: when the tiers were last cleared
+    of such objects. `elsewhere`: why the same chunk is readable under another name. `named`: whether the namespace is
+    known. `from_before`: the client used an earlier server, whose content this one began without, `up_s` seconds ago.
     """
 
-    unanswered: bool = False
-    priced: str = ""
     down: str = ""
     refused: bool = False
     ghost: Ghost | None = None
-    tiers_cleared_at: float | None = None
+    tiers_cleared_at: float = -inf
     elsewhere: MissReason | None = None
     named: bool = True
     from_before: bool = False
@@ -56,18 +48,13 @@ class Facts(NamedTuple):
 def decide(facts: Facts) -> MissReason:
     """Return the one reason that explains a miss."""
     ghost = facts.ghost
-    if facts.unanswered:
-        return MissReason("timed_out", "its client did not wait for the end of the load")
-    if facts.priced:
-        return MissReason("priced", facts.priced)
     if facts.down:
         return MissReason("tier_down", facts.down)
     if facts.refused:
         return MissReason("timed_out", "the load did not begin, as too many were under way")
     if ghost is not None:
-        cleared = facts.tiers_cleared_at
-        if cleared is not None and cleared >= ghost.at:
-            return MissReason("cleared", "from L2, too", cleared)
+        if facts.tiers_cleared_at >= ghost.at:
+            return MissReason("cleared", "from L2, too", facts.tiers_cleared_at)
         if ghost.cause in _EVICTIONS:
             return MissReason("evicted", _EVICTED.get(ghost.cause, ""), ghost.at, ghost.idle_s, ghost.by)
         return MissReason(ghost.cause, "", ghost.at)
@@ -77,12 +64,11 @@ def decide(facts: Facts) -> MissReason:
         return MissReason("server_started", "its client has used an earlier server")
     if not facts.named:
         return MissReason("unknown_namespace", "no instance has registered it here, and no tier knows it")
-    return _NEVER_STORED
+    return MissReason("never_stored")
 
 
-_NEVER_STORED = MissReason("never_stored")
 # Of a load that found all its objects.
-LOAD_REFUSED = MissReason("dropped_share", "its load was refused, as its client keeps its share of L1 from eviction")
+_LOAD_REFUSED = MissReason("dropped_share", "its load was refused, as its client keeps its share of L1 from eviction")
 _EVICTED = {
     "watermark": "to stay below the high watermark",
     "tenant": "by the share of its tenant",
@@ -150,14 +136,12 @@ def _shown(value: object) -> str:
     return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)[:80]
 
 
-# The facts about the first missing object of a request, gathered when the request ends, on a miss only.
-
 # Rows of L1, the latest first, in which a missing chunk is looked for: some 5 us.
 MAX_ROWS = 64
 
 
 class MissFacts:
-    """Serving thread only. 10 us a miss."""
+    """Gathers the facts about the first missing object of a request when it ends. Serving thread only. 10 us a miss."""
 
     def __init__(self, storage: StorageManager) -> None:
         self._storage = storage
@@ -182,47 +166,41 @@ class MissFacts:
 
     def of_lookup(self, asked: PendingLookup, *, unanswered: bool) -> MissReason:
         """Say why a lookup missed its first missing chunk."""
-        refused = asked.grid is not None and asked.task is None and bool(self._storage.tiers.stores)
-        missing = asked.missing[1] if asked.missing else _first_key(asked)
-        priced = ""
+        if unanswered:
+            return MissReason("timed_out", "its client did not wait for the end of the load")
         cut = asked.priced
         if cut is not None and cut.is_cut and asked.missing is not None and asked.missing[0] == cut.chunks:
-            priced = f"its load would take {timed(cut.load_s)}, its computation {timed(cut.compute_s)}"
-        return self._why(asked.key, missing, asked.client.session_id, asked.began, unanswered, refused, priced)
+            times = f"its load would take {timed(cut.load_s)}, its computation {timed(cut.compute_s)}"
+            return MissReason("priced", times)
+        refused = asked.grid is not None and asked.task is None and bool(self._storage.tiers.stores)
+        missing = asked.missing[1] if asked.missing else _first_key(asked)
+        return self._why(asked.key, missing, asked.client.session_id, asked.began, refused=refused)
 
     def of_retrieve(self, key: CacheKey, missing: bytes | None, session_id: int, began: float) -> MissReason:
         """Say why an object that a RETRIEVE needs was missing in L1, None: none was; tiers are not asked then."""
         if missing is None:
-            return LOAD_REFUSED
-        return self._why(key, missing, session_id, began, False, False)
+            return MissReason(
+                "dropped_share", "its load was refused, as its client keeps its share of L1 from eviction"
+            )
+        return self._why(key, missing, session_id, began)
 
     def _why(
-        self,
-        key: CacheKey,
-        missing: bytes | None,
-        session_id: int,
-        began: float,
-        unanswered: bool,
-        refused: bool,
-        priced: str = "",
+        self, key: CacheKey, missing: bytes | None, session_id: int, began: float, *, refused: bool = False
     ) -> MissReason:
         storage = self._storage
         mine = storage.records.get(key.namespace)
         ghost = found = None
         if missing is not None:
             ghost, prefixes = storage.table.absent(missing, MAX_ROWS)
-            if prefixes:
-                rows = [Row(prefix, storage.records.get(prefix[:NAMESPACE_BYTES])) for prefix in prefixes]
-                found = elsewhere(missing, mine, key.model_name, rows)
+            rows = [Row(prefix, storage.records.get(prefix[:NAMESPACE_BYTES])) for prefix in prefixes]
+            found = elsewhere(missing, mine, key.model_name, rows)
         cleared = self._tiers_cleared
         return decide(
             Facts(
-                unanswered,
-                priced,
                 storage.tiers.trouble(began),
                 refused,
                 ghost,
-                max(cleared.get("", -inf), cleared.get(key.model_name, -inf)) if cleared else None,
+                max(cleared.get("", -inf), cleared.get(key.model_name, -inf)),
                 found,
                 mine is not None,
                 session_id in self._from_before,

@@ -51,7 +51,8 @@ def layer_order(layout: KVLayout) -> bytes:
 
     BLAKE2b over the JSON of each group's layers as positions in the natural order of all names.
     """
-    position = _positions(layout)
+    names = {name for group in layout.groups for name in group.layer_names}
+    position = {name: number for number, name in enumerate(sorted(names, key=natural))}
     order = [[position[name] for name in group.layer_names] for group in layout.groups]
     flat = [each for group in order for each in group]
     if flat == sorted(flat):
@@ -67,22 +68,10 @@ def first_difference(mine: KVLayout, theirs: KVLayout) -> str:
     here, there = _places(mine), _places(theirs)
     for name, places in here.items():
         if there.get(name, places) != places:
-            return f"layer {_shown(name)} is {_places_text(places)} here, and {_places_text(there[name])} there"
-    if layer_order(mine) == layer_order(theirs):
-        return ""
-    # The names differ in kind: describe the first place at which their natural orders differ.
-    mine_at, theirs_at = _by_place(mine), _by_place(theirs)
-    for place in sorted({*mine_at, *theirs_at}):
-        name, position = mine_at.get(place, ("", -1))
-        other, other_position = theirs_at.get(place, ("", -1))
-        if position != other_position:
-            return f"{_places_text((place,))} is {_shown(name)} here, and {_shown(other)} there: another order of names"
-    return ""
-
-
-def _positions(layout: KVLayout) -> Mapping[str, int]:
-    names = {name for group in layout.groups for name in group.layer_names}
-    return {name: position for position, name in enumerate(sorted(names, key=natural))}
+            return f"layer {name[:80]!r} is {_text(places)} here, and {_text(there[name])} there"
+    # Names of another kind.
+    same = layer_order(mine) == layer_order(theirs)
+    return "" if same else "their places follow another order of the names here than there"
 
 
 def _places(layout: KVLayout) -> Mapping[str, tuple[Place, ...]]:
@@ -94,20 +83,7 @@ def _places(layout: KVLayout) -> Mapping[str, tuple[Place, ...]]:
     return places
 
 
-def _by_place(layout: KVLayout) -> Mapping[Place, tuple[str, int]]:
-    position = _positions(layout)
-    return {
-        (group, index): (name, position[name])
-        for group, declared in enumerate(layout.groups)
-        for index, name in enumerate(declared.layer_names)
-    }
-
-
-def _shown(name: str) -> str:
-    return repr(name[:80]) if name else "without a name"
-
-
-def _places_text(places: tuple[Place, ...]) -> str:
+def _text(places: tuple[Place, ...]) -> str:
     return " and ".join(f"place {index} of layer group {group}" for group, index in places)
 
 
@@ -243,20 +219,17 @@ class Registrations:
         namespace: bytes,
         plugin: Layout | None,
     ) -> RegisteredContext:
-        if sum(1 for context in self._contexts.values() if context.session_id == client.session_id) >= MAX_INSTANCES:
-            raise AlreadyRegistered(f"this client has {MAX_INSTANCES} instances", available="one per rank, usually")
-        if len(self._contexts) >= MAX_INSTANCES_IN_ALL:
-            raise AlreadyRegistered(
-                f"{MAX_INSTANCES_IN_ALL} instances are registered here", available="one per rank, usually"
-            )
+        mine = sum(1 for context in self._contexts.values() if context.session_id == client.session_id)
+        if mine >= MAX_INSTANCES or len(self._contexts) >= MAX_INSTANCES_IN_ALL:
+            fact = f"{len(self._contexts)} instances are registered, {mine} of them by this client"
+            raise AlreadyRegistered(fact, available="one per rank, usually")
         known = self._contexts.get(payload.instance_id)
         if known is not None and known.memory is not None and known.memory.failure() is not None:
             self._end(known)
         elif known is not None:
-            mine = known.session_id == client.session_id
             raise AlreadyRegistered(
-                f"instance {payload.instance_id} is registered by {'this client' if mine else f'process {known.pid}'}",
-                hint="unregister it first" if mine else "every worker process needs an instance id of its own",
+                f"instance {payload.instance_id} is registered by process {known.pid}",
+                hint="unregister it first; every worker process needs an instance id of its own",
             )
         if len(namespace) != 16:
             raise NamespaceMismatch(f"the namespace has {len(namespace)} bytes", available="16 bytes")
@@ -314,23 +287,15 @@ class Registrations:
         for other in self._contexts.values():
             if other.namespace != context.namespace:
                 continue
-            difference = next(
-                filter(
-                    None,
-                    (
-                        first_difference(context.layout_of(rank), other.layout_of(rank))
-                        for rank in _shared_ranks(context, other)
-                    ),
-                ),
-                "",
-            )
-            if difference:
-                raise NamespaceMismatch(
-                    difference,
-                    where=f"layers of instance {context.instance_id}",
-                    available=f"the order of instance {other.instance_id} (process {other.pid}), which is registered",
-                    hint="list both engines' layers alike, or give one another revision",
-                )
+            for rank in _shared_ranks(context, other):
+                difference = first_difference(context.layout_of(rank), other.layout_of(rank))
+                if difference:
+                    raise NamespaceMismatch(
+                        difference,
+                        where=f"layers of instance {context.instance_id}",
+                        available=f"the order of instance {other.instance_id} (process {other.pid})",
+                        hint="list both engines' layers alike, or give one another revision",
+                    )
 
     def _check_shards(self, context: RegisteredContext) -> None:
         """Check that the layout has canonical groups of one form for each rank that the instance holds. Raises
@@ -363,9 +328,7 @@ class Registrations:
             return
         mine, theirs = (each.describe(self._chunk_size) for each in (context, other))
         differing = [
-            f"{name} {str(mine[name])[:80]}, not {str(theirs[name])[:80]}"
-            for name in TELLING
-            if mine[name] != theirs[name]
+            f"{name} {mine[name]!s:.80}, not {theirs[name]!s:.80}" for name in TELLING if mine[name] != theirs[name]
         ]
         log.info(
             "instance %d shares nothing with instance %d of the same model %s: %s",

@@ -20,7 +20,7 @@ from kvframework.api.layout import GroupDesc, KVLayout, check_skip
 from kvframework.api.requests import ClientInfo, Handler, Message
 from kvframework.api.transport import ArenaRange, CopyJob, GroupBlocks
 from kvframework.errors import BadBlockIds, BadRange, NotRegistered, StorageError, TransportMismatch
-from kvframework.service.contexts import InstanceKeys, RegisteredContext
+from kvframework.service.contexts import InstanceKeys, RegisteredContext, own_context
 from kvframework.service.keys import KeyGrid
 from kvframework.service.records import Plan, Transfers
 from kvframework.storage.l1.leases import INTERNAL_OWNER
@@ -173,7 +173,7 @@ class ServerDrivenTransfers:
         return _run(context, job, finish)
 
     def _server_driven(self, client: ClientInfo, instance_id: int) -> RegisteredContext:
-        context = self._keys.own(client, instance_id)
+        context = own_context(self._keys.contexts, instance_id, client)
         if context.memory is None:
             raise TransportMismatch(
                 f"instance {context.instance_id} uses {context.transport}, which the engine drives",

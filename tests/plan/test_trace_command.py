@@ -219,7 +219,7 @@ def test_it_ends_by_itself_and_an_empty_trace_is_one(tmp_path: Path) -> None:
         done = run("trace", "record", "--for", "0.1", "-o", str(tmp_path / "t.jsonl"), "--endpoint", server.endpoint)
         assert (done.returncode, done.stderr) == (0, "")
         assert f"t.jsonl: no request: no engine looked up a prompt at {server.endpoint} meanwhile\n" in done.stdout
-        assert not server.service._lookups.recording.on
+        assert not server.service.lookups.recording.on
     assert list(open_trace(tmp_path / "t.jsonl")) == []
     assert open_trace(tmp_path / "t.jsonl").header.chunk_tokens == CHUNK
 
@@ -249,7 +249,7 @@ def test_a_full_ring_is_said_in_the_trace_and_by_the_command(tmp_path: Path) -> 
 def test_a_reader_that_has_stopped_ends_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring, "READER_S", 0.05)
     with serving() as server, WireClient(server.endpoint) as client:
-        recording = server.service._lookups.recording
+        recording = server.service.lookups.recording
         client.call("TRACE", m.Trace())
         wait_until(lambda: not recording.on, what="the end of the recording")
         monkeypatch.setattr(ring, "READER_S", 1000.0)
@@ -286,7 +286,7 @@ def test_a_file_that_exists_is_not_touched(tmp_path: Path) -> None:
     file.write_text("mine")
     with serving() as server:
         done = run("trace", "record", "--for", "0.1", "-o", str(file), "--endpoint", server.endpoint)
-        wait_until(lambda: not server.service._lookups.recording.on, what="the end of the recording")
+        wait_until(lambda: not server.service.lookups.recording.on, what="the end of the recording")
     assert done.returncode == 2
     assert "the file exists" in done.stderr
     assert file.read_text() == "mine"

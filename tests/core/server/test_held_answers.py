@@ -52,12 +52,12 @@ class Node:
 
     @property
     def waits(self) -> int:
-        return len(self.server.service._lookups.waits)
+        return len(self.server.service.lookups.waits)
 
     def waits_for_ever(self) -> None:
         """Await a wait, whose time never comes from now on."""
         wait_until(lambda: self.waits == 1, what="the wait")
-        waits = self.server.service._lookups.waits
+        waits = self.server.service.lookups.waits
         for number in list(waits._waits):
             waits._times.discard(number)
 
@@ -216,8 +216,8 @@ def test_a_client_takes_what_arrives(node: Node) -> None:
         wait_until(lambda: node.client.status()["l1"]["pins"] == 0, what="no pin")
 
 
-def test_a_client_asks_an_older_server_again_and_again(node: Node) -> None:
-    node.server.service._features = ()
+def test_a_client_asks_an_older_server_again_and_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvframework.service.lifecycle.FEATURES", ())
     with KVClient(node.server.endpoint) as client:
         assert client.wait_up(20.0)
         assert LOOKUP_WAIT not in client.hello.features
@@ -273,17 +273,17 @@ def test_who_waits_for_the_end_is_not_woken_by_what_arrives() -> None:
     waits, woken = LookupWaits(), list[str]()
     waits.wake = lambda: woken.append("")
 
-    def add(*, for_end: bool) -> int:
-        wait = Wait(Promise[Message](), 1, "t", math.inf, lambda _answer: False, False, for_end)
+    def add(*, more_than: int) -> int:
+        wait = Wait(Promise[Message](), 1, "t", math.inf, more_than=more_than)
         waits.add(wait)
         return max(waits._waits)
 
-    add(for_end=True)
+    add(more_than=-1)
     waits.grown("t")
     assert not woken
     waits.changed("t")
     assert len(woken) == 1
-    more = add(for_end=False)
+    more = add(more_than=0)
     waits.grown("t")
     waits.grown("another")
     assert len(woken) == 2

@@ -234,7 +234,7 @@ def test_a_models_dtype_that_cannot_be_shown_is_refused(client: WireClient, said
 
 def test_registering_twice_and_unregistering_strangers(server: ServerProcess, client: WireClient) -> None:
     client.register()
-    with pytest.raises(errors.AlreadyRegistered, match="this client"):
+    with pytest.raises(errors.AlreadyRegistered, match="registered by process"):
         client.register()
     with pytest.raises(errors.NotRegistered):
         client.call("UNREGISTER_KV_CACHE", m.Unregister(99))

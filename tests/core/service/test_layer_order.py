@@ -85,14 +85,14 @@ def test_the_first_name_that_differs_is_told(mine: list[list[int]], theirs: list
     assert first_difference(numbers(*mine), numbers(*theirs)).startswith(says)
 
 
-def test_the_first_place_is_told_where_the_names_are_of_another_kind() -> None:
+def test_names_of_another_kind_in_another_order_are_told() -> None:
     told = first_difference(numbers([0, 1], [2, 3]), numbers([0, 2], [1, 3], form="{}"))
-    assert told == "place 1 of layer group 0 is 'model.layers.1.attn' here, and '2' there: another order of names"
+    assert told == "their places follow another order of the names here than there"
 
 
 def test_layers_without_names_are_taken_for_ordered_ones() -> None:
     assert first_difference(layout([]), numbers([0, 1, 2])) == ""
-    assert "without a name" in first_difference(layout([]), numbers([0, 2, 1]))
+    assert "another order" in first_difference(layout([]), numbers([0, 2, 1]))
 
 
 def test_keys_and_values_in_groups_of_their_own() -> None:

@@ -23,8 +23,7 @@ def counted(numbers: list[int]) -> HotPrefixes:
 
 def count_of(sketch: HotPrefixes, number: int) -> int:
     """As many as it can have been; of one that is forgotten, too."""
-    now = sketch._now
-    return now.sums.get(prefix_of(number), now.floor * counts._LOOKUP) // counts._LOOKUP
+    return sketch._sums.get(prefix_of(number), sketch._floor * counts._LOOKUP) // counts._LOOKUP
 
 
 def test_few_prefixes_are_counted_exactly() -> None:
@@ -37,18 +36,16 @@ def test_of_many_prefixes_the_hot_ones_are_found_within_their_error() -> None:
     numbers = [chance.choice((chance.randrange(10), chance.randrange(1_000_000))) for _ in range(30_000)]
     true = Counter(numbers)
     sketch = counted(numbers)
-    now = sketch._now
-    assert 0 < now.floor <= len(numbers) / counts.ENTRIES
-    assert len(now.sums) <= counts.MOST
-    assert len(now.errors) < counts.ENTRIES
+    assert 0 < sketch._floor <= len(numbers) / counts.ENTRIES
+    assert len(sketch._sums) <= counts.MOST
+    assert len(sketch._errors) < counts.ENTRIES
     for number in true:
-        prefix = prefix_of(number)
         count = count_of(sketch, number)
-        assert count - now.error(prefix) <= true[number] <= count
+        assert count - sketch._errors.get(prefix_of(number), sketch._floor) <= true[number] <= count
     shown = sketch.status()
     assert len(shown) == counts.SHOWN
     assert {row["count"] for row in shown[:10]} == {
-        now.sums[prefix_of(number)] // counts._LOOKUP for number in range(10)
+        sketch._sums[prefix_of(number)] // counts._LOOKUP for number in range(10)
     }
 
 

@@ -168,9 +168,9 @@ class Node:
         self._threads.look()
         if self._quiet > QUIET_TICKS and not self.storage.at_rest:
             self._awake()
-        service = self.service
-        while service.next_at() <= self.time.now:
-            service.on_time()
+        lookups = self.service.lookups
+        while lookups.waits.next_at() <= self.time.now:
+            lookups.answer_waits()
             self._threads.look()
 
     def stored(self, digests: Sequence[bytes]) -> None:
