@@ -16,8 +16,7 @@ from kvframework.errors import PluginBroken
 
 
 class NamedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A function, and the options that are its first argument. `function` and `options_type` are "module:name",
-    `options` is msgpack of that type."""
+    """A function, and the options that are its first argument: "module:name" of both, and msgpack of the options."""
 
     function: str
     options_type: str
@@ -28,8 +27,7 @@ class NamedCall(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, function: Callable[..., object], options: msgspec.Struct, *, where: str) -> NamedCall:
-        """Return the call by its names. Raises `PluginBroken`, with `where`, for a function or options that another
-        process could not make."""
+        """Raises `PluginBroken`, with `where`, for a function or options that another process could not make."""
         if not isinstance(options, msgspec.Struct):
             raise PluginBroken(
                 f"options of type {type(options).__qualname__}",
@@ -50,8 +48,7 @@ class NamedCall(msgspec.Struct, frozen=True, array_like=True):
         return call
 
     def resolve(self) -> tuple[Callable[..., Any], Any]:
-        """Import the function, and make the options. Blocking: runs the import of foreign modules, and raises what they
-        raise."""
+        """Import the function, and make the options. Blocking, and raises what foreign modules raise."""
         function, options_type = _found(self.function), _found(self.options_type)
         return function, self._unpacked(options_type)
 

@@ -1,9 +1,7 @@
-"""The plan of a copy: from layout, block ids and arena ranges to batches of equal fragments. Pure and public.
+"""The plan of a copy: from layout, block ids and arena ranges to batches of equal fragments. Pure.
 
-It serves transports that move canonical or opaque objects by address: the copier process of a device, and kernels in
-engine processes. Nothing here grows with the number of fragments, only with layers plus blocks: a batch is their
-product, see
-`CopyBatch`.
+It serves transports that move objects by address: the copier process of a device, and kernels in engine processes.
+Nothing grows with the number of fragments, only with layers plus blocks: a batch is their product, see `CopyBatch`.
 """
 
 from __future__ import annotations
@@ -81,12 +79,7 @@ class CopyPlanner:
         self._beside = [] if merged else _beside(groups, self._lanes)
 
     def plan(
-        self,
-        ranges: Sequence[ArenaRange],
-        blocks: Sequence[GroupBlocks],
-        skip_tokens: int = 0,
-        *,
-        joined: bool = False,
+        self, ranges: Sequence[ArenaRange], blocks: Sequence[GroupBlocks], skip_tokens: int = 0, *, joined: bool = False
     ) -> list[CopyBatch]:
         """Return the copies of a `CopyJob`. `NO_BLOCK` and the first `skip_tokens` tokens are left out. Ranges and
         blocks fit the registration: the core has checked them. `joined`: shards that lie side by side in both memories
@@ -143,13 +136,7 @@ class CopyPlanner:
             at = end
 
     def _batches(
-        self,
-        index: int,
-        number: int,
-        first_slot: int,
-        columns: int,
-        distance: int,
-        places: _Places,
+        self, index: int, number: int, first_slot: int, columns: int, distance: int, places: _Places
     ) -> list[CopyBatch]:
         """Return runs of `number` blocks, each without its first `first_slot` slots, of all planes and layers; of
         `columns` shards, `distance` bytes apart in the arena."""
@@ -185,22 +172,16 @@ def _lanes(planes: Sequence[Sequence[PlacedView]], object_bytes: int) -> list[_L
 def _beside(groups: Sequence[LayerGroup], lanes: Sequence[Sequence[_Lanes]]) -> list[int]:
     """Return for each group how far behind its views those of the next one lie, 0 for another form or distance."""
     found = []
+    forms = [
+        (replace(group, layer_names=()), [(each.strides, each.offsets) for each in lanes[index]])
+        for index, group in enumerate(groups)
+    ]
+    places = [[address for each in planes for address in each.addresses] for planes in lanes]
     for index in range(len(groups) - 1):
-        here, there = lanes[index], lanes[index + 1]
-        alike = replace(groups[index], layer_names=()) == replace(groups[index + 1], layer_names=())
-        alike = alike and [(each.strides, each.offsets) for each in here] == [
-            (each.strides, each.offsets) for each in there
-        ]
-        distances = (
-            {
-                second - first
-                for one, other in zip(here, there, strict=True)
-                for first, second in zip(one.addresses, other.addresses, strict=True)
-            }
-            if alike
-            else set()
-        )
-        distance = distances.pop() if len(distances) == 1 else 0
+        distance = 0
+        if forms[index] == forms[index + 1]:
+            distances = {there - here for here, there in zip(places[index], places[index + 1], strict=True)}
+            distance = distances.pop() if len(distances) == 1 else 0
         found.append(max(distance, 0))
     return [*found, 0]
 

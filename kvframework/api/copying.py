@@ -102,8 +102,8 @@ def fresh_memory(nbytes: int) -> memoryview:
 
 
 def joined(parts: Sequence[Buffer]) -> memoryview:
-    """Return a copy of all parts, one behind the other, in memory of its own. Raises `BufferError` for a part that is
-    not contiguous, `OSError` if there is no memory."""
+    """Return a copy of all parts, one behind the other. Raises `BufferError` for a part that is not contiguous,
+    `OSError` if there is no memory."""
     nbytes = sum(memoryview(part).nbytes for part in parts)
     if nbytes < _SMALL:
         return memoryview(b"".join(parts))

@@ -1,13 +1,14 @@
 """The driver interface: the vendor's part of moving KV between a device and the arena.
 
-Two sides. `EngineDriver` lives in an engine process and exports memory and events to others. `CopierDriver` lives in a
-process of its own, one per device, started and watched by the server; it imports the engines' exports and copies.
-Registration, planning, bounds, cancel, completion and supervision are the core's, once for all devices.
+`EngineDriver` lives in an engine process and exports memory and events to others. `CopierDriver` lives in a process of
+its own, one per device, started and watched by the server; it imports the engines' exports and copies. All else is the
+core's, once for all devices.
 """
 
 from __future__ import annotations
 
 import array
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -44,11 +45,8 @@ MAX_HANDLE_BYTES = 2048
 
 
 class Allocation(Message, frozen=True, array_like=True):
-    """One allocation of device memory, as another process can open it.
-
-    `device` is an identity that is the same in every process (a UUID, never an ordinal); `handle` is the driver's own,
-    at most `MAX_HANDLE_BYTES`.
-    """
+    """One allocation of device memory, as another process can open it. `device` is the same in every process (a UUID,
+    never an ordinal); `handle` is the driver's own, at most `MAX_HANDLE_BYTES`."""
 
     device: str
     handle: bytes
@@ -97,12 +95,12 @@ class DeviceOptions(Options, frozen=True):
     def __post_init__(self) -> None:
         """Raises `ValueError` for a size out of range; a subclass with a `__post_init__` of its own calls this one
         too."""
-        for name in ("in_flight", "launch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {int(getattr(self, name))}: at least 1 byte")
-        for name in ("in_flight", "launch", "pace"):
-            if getattr(self, name) >= 1 << 63:
-                raise ValueError(f"{name} is {int(getattr(self, name))}: less than 2**63 bytes")
+        for name, least in (("in_flight", 1), ("launch", 1), ("pace", 0)):
+            value = int(getattr(self, name))
+            if value < least:
+                raise ValueError(f"{name} is {value}: at least {least} byte")
+            if value >= 1 << 63:
+                raise ValueError(f"{name} is {value}: less than 2**63 bytes")
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class CopyBatch:
 
     A lane is one layer of one plane, a place one block (or several neighbours) of one object. The device address of a
     fragment is `lane_addresses[i] + place_addresses[j] +` its steps' `device` parts, its arena offset the same sum of
-    offsets and `arena` parts. A kernel takes the product as it is; `fragments` writes it out for a plain batched copy.
+    offsets and `arena` parts. `fragments` writes the product out for a plain batched copy.
     """
 
     lane_addresses: array.array[int]
@@ -124,10 +122,8 @@ class CopyBatch:
     @property
     def count(self) -> int:
         """Number of fragments."""
-        count = len(self.lane_addresses) * len(self.place_addresses)
-        for step in self.steps:
-            count *= step.number
-        return count
+        each = math.prod(step.number for step in self.steps)
+        return len(self.lane_addresses) * len(self.place_addresses) * each
 
     @property
     def nbytes(self) -> int:
@@ -164,22 +160,17 @@ class CopyBatch:
 
 class EngineDriver(ABC, Generic[E]):
     """The driver in an engine process. Called from the engine's thread and from the connection's; no call waits for the
-    device. Raises `DeviceError`.
-
-    `E` is the driver's type of an interprocess event.
-    """
+    device. Raises `DeviceError`. `E` is the driver's type of an interprocess event."""
 
     @abstractmethod
     def export(self, address: int) -> Exported:
-        """Exports the allocation that holds the device address to other processes of this user.
-
-        The same allocation gives the same handle for its lifetime. Raises `DeviceError` for memory that cannot be
-        exported, with the setting to change as hint.
-        """
+        """Exports the allocation that holds the device address to other processes of this user. The same allocation
+        gives the same handle for its lifetime. Raises `DeviceError` for memory that cannot be exported, with the
+        setting to change as hint."""
 
     @abstractmethod
     def create_event(self, device: str) -> E:
-        """Returns a new interprocess event of a device, not recorded yet; the caller destroys it."""
+        """Returns a new interprocess event of a device; the caller destroys it."""
 
     @abstractmethod
     def export_event(self, event: E) -> bytes:

@@ -54,16 +54,14 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvictionPolicy(ABC):
-    """An order of the objects in L1. The core decides when to evict, and skips pinned and unfinished objects.
+    """An order of the objects in L1. The core decides when to evict, and skips pinned and unfinished objects. Where the
+    best victim alone does not free the contiguous bytes that an object needs, the core empties the window of the arena
+    that holds most of the next victims, and what lies between them: less than twice the needed bytes, or a single
+    larger object.
 
-    The order is a preference: where the best victim alone does not free the contiguous bytes that an object needs, the
-    core empties the window of the arena that holds most of the next victims, and with it evicts others that lie
-    between them: less than twice the needed bytes, or a single larger object.
-
-    Called from several threads, one at a time. The time of a call must not grow with the number of objects.
-
-    The core calls `admits`, `on_inserts`, `on_uses`, `on_removes` and `victims`. Those that a policy does not define
-    call the others, one key at a time and without facts.
+    Called from several threads, one at a time. The time of a call must not grow with the number of objects. The core
+    calls `admits`, `on_inserts`, `on_uses`, `on_removes` and `victims`. Those that a policy does not define call the
+    others, one key at a time and without facts.
     """
 
     name: str
@@ -88,20 +86,15 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victims(self) -> Iterator[PackedKey]:
-        """Returns all keys in L1, best victim first, lazily.
-
-        The core may stop iterating at any point. It calls no other method while it iterates.
-        """
+        """Returns all keys in L1, best victim first, lazily. The core may stop at any point, and calls no other method
+        while it iterates."""
 
     def admits(
         self, keys: Sequence[PackedKey], sizes: Sequence[int], chunks: Sequence[int], facts: RequestFacts
     ) -> int:
-        """Returns how many of `keys`, from the first on, are worth a place; the others are not stored. All of them by
-        default.
-
+        """Returns how many of `keys`, from the first on, are worth a place; the others are not stored. By default all.
         They are absent objects of one STORE or load in the order of the prompt, with their bytes, and for each the
-        index of its chunk in the prompt, -1 if not known. Those that are admitted may still not come.
-        """
+        index of its chunk in the prompt, -1 if not known. Those that are admitted may still not come."""
         return len(keys)
 
     def on_inserts(

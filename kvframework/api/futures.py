@@ -5,22 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Generic, TypeVar
 
 from kvframework.errors import Cancelled, DeadlineExceeded, DeviceError
+from kvframework.logs.limit import LogLimit
 
-__all__ = [
-    "AdvanceHook",
-    "DeviceFuture",
-    "Future",
-    "Promise",
-    "StreamHook",
-]
+__all__ = ["AdvanceHook", "DeviceFuture", "Future", "Promise", "StreamHook"]
 
 log = logging.getLogger(__name__)
-# A cache alone lets concurrent first calls all through.
-_telling = threading.RLock()
+_once = LogLimit.once()
 
 T = TypeVar("T")
 # `EngineDriver.block_stream`.
@@ -30,11 +24,8 @@ AdvanceHook = Callable[[int | None], int]
 
 
 class Future(Generic[T]):
-    """The result of work that may still be under way.
-
-    Callbacks run once, in the thread that resolves the future, or at once in the caller's thread when
-    it is resolved already; they must not block.
-    """
+    """The result of work that may still be under way. Callbacks run once, in the thread that resolves the future, or at
+    once in the caller's thread when it is resolved already; they must not block."""
 
     __slots__ = (
         "_advance_hook",
@@ -88,8 +79,7 @@ class Future(Generic[T]):
         return self._done
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Blocks until the future is resolved, at most `timeout` seconds (None: no limit), and returns whether it
-        is."""
+        """Waits at most `timeout` seconds (None: no limit), and returns whether the future is resolved."""
         with self._lock:
             if self._done:
                 return True
@@ -97,11 +87,8 @@ class Future(Generic[T]):
         return waited_for.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
-        """Returns the value, waiting at most `timeout` seconds (None: no limit).
-
-        Raises `DeadlineExceeded` when the time is over (the future stays pending), or the error with which the work
-        failed.
-        """
+        """Returns the value, waiting at most `timeout` seconds (None: no limit). Raises `DeadlineExceeded` when the
+        time is over (the future stays pending), or the error with which the work failed."""
         if not self.wait(timeout):
             raise DeadlineExceeded(f"no result within {timeout} s")
         if self._error is not None:
@@ -127,9 +114,7 @@ class Future(Generic[T]):
 
     def cancel(self) -> None:
         """Asks for the end of the work; the future is resolved as always once the work touches no memory any more.
-
-        Without a cancel hook the future fails with `Cancelled` at once, since nothing can be in flight.
-        """
+        Without a cancel hook nothing can be in flight, and the future fails with `Cancelled` at once."""
         hook = self._cancel_hook  # once: another thread may resolve the future meanwhile
         if hook is not None:
             hook()
@@ -139,15 +124,12 @@ class Future(Generic[T]):
     def advance(self, nbytes: int | None = None) -> int:
         """Does the next piece of work that waits for its owner's thread, such as a load in pieces: `nbytes` of it at
         most, though never less than its smallest piece; None: all that is left. Returns the bytes that were moved.
-
-        Blocks for the piece. Returns 0 at once if there is nothing to do here now: the work waits for something else,
-        goes on by itself, as most work does, or has ended.
-        """
+        Blocks for the piece. Returns 0 at once if there is nothing to do here now, as for most work."""
         hook = self._advance_hook
         return hook(nbytes) if hook is not None else 0
 
     def to_cuda_future(self) -> DeviceFuture[T]:
-        """Returns the same result as a future for which the engine's streams can wait, on any device."""
+        """Returns the same result as a future for which the engine's streams can wait."""
         return DeviceFuture(self)
 
     def _resolve(self, value: T | None, error: BaseException | None) -> bool:
@@ -166,8 +148,8 @@ class Future(Generic[T]):
         return True
 
     def _add_release(self, release: Callable[[], None]) -> None:
-        """Registers a release: `release()` is called once, when the future is resolved or its holds expire, immediately
-        if that is past; before callbacks, and with the same rules."""
+        """Has `release()` called once, when the future is resolved or its holds expire, at once if that is past; before
+        callbacks, and with the same rules."""
         with self._lock:
             if self._held is not None:
                 self._held.append(release)
@@ -176,12 +158,9 @@ class Future(Generic[T]):
 
 
 class Promise(Future[T]):
-    """A future as seen by the worker behind it, which resolves it once.
-
-    `cancel_hook` is called by `cancel`, in any thread, and must not block. `stream_hook` makes a stream of the device
-    wait, see `EngineDriver.block_stream`; a future of a transport without a device has none. `advance_hook` does what
-    `advance` says; work that goes on by itself has none.
-    """
+    """A future as seen by the worker behind it, which resolves it once. `cancel_hook` is called by `cancel`, in any
+    thread, and must not block. `stream_hook` makes a stream of the device wait, see `EngineDriver.block_stream`.
+    `advance_hook` does what `advance` says; work that goes on by itself has none."""
 
     __slots__ = ()
 
@@ -195,18 +174,15 @@ class Promise(Future[T]):
 
     def expire_holds(self) -> None:
         """Ends the wait of all streams that are blocked for this future, which stays pending: its deadline has passed,
-        and its outcome is not known yet. Does nothing once the future is resolved, or a second time. Raises an error of
-        a release, after all releases were called."""
+        and its outcome is not known yet. Idempotent. Raises an error of a release, after all releases were called."""
         with self._lock:
             releases, self._held = self._held or [], None
         _call_all(releases)
 
 
 class DeviceFuture(Generic[T]):
-    """A transfer's future as an engine with a device uses it: its streams wait, and its threads go on.
-
-    `Future.to_cuda_future` makes it. All methods but `wait` are those of `Future`.
-    """
+    """A transfer's future as an engine with a device uses it: its streams wait, and its threads go on. All methods but
+    `wait` are those of `Future`."""
 
     __slots__ = ("_future",)
 
@@ -227,13 +203,11 @@ class DeviceFuture(Generic[T]):
 
     def wait(self, stream: object | None = None) -> None:
         """Blocks all further work of `stream` (None: the calling thread's current one), on the device, until the
-        transfer is over, or until the request's deadline at the longest: then the stream goes on, the future is
-        pending, and the blocks are not to be trusted.
+        transfer is over, also by a failure, or until the request's deadline at the longest, when the future is still
+        pending: ask `result` before you trust the blocks.
 
-        It is over when it failed, too, which the stream cannot know: ask `result` before you trust the blocks. Returns
-        at once, and may be called for any number of streams, from any thread. Where the device cannot block a stream,
-        or the transport is not one of a device, the calling thread itself waits instead, as long as the stream would;
-        that is logged once.
+        Returns at once, and may be called for any number of streams, from any thread. Where the device cannot block a
+        stream, or the transport has no device, the calling thread itself waits instead; that is logged once.
         """
         future = self._future
         if future._held is None:
@@ -243,8 +217,8 @@ class DeviceFuture(Generic[T]):
                 raise DeviceError("the transport knows no streams")
             release = future._stream_hook(stream)
         except DeviceError as error:
-            with _telling:
-                _tell_once(error.fact)
+            if _once.passes(error.fact):
+                log.warning("no stream can wait for a transfer, so the engine's thread does: %s", error.fact)
             released = threading.Event()
             future._add_release(released.set)
             released.wait()
@@ -262,8 +236,3 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
             failed = failed or error
     if failed is not None:
         raise failed
-
-
-@lru_cache(maxsize=16)
-def _tell_once(reason: str) -> None:
-    log.warning("no stream can wait for a transfer, so the engine's thread does: %s", reason)

@@ -14,9 +14,7 @@ __all__ = ["DIGEST_BYTES", "TOKEN_BYTES", "Buffer", "HasherProvider", "KeyHasher
 
 class KeyHasher(ABC):
     """A hash of tokens into chained 32-byte digests: a chunk's digest names the whole prefix up to its end.
-
-    `fingerprint` names algorithm, seed and version; engines and server compare it in HELLO.
-    """
+    `fingerprint` names algorithm, seed and version; engines and server compare it in HELLO."""
 
     name: str
     fingerprint: str
@@ -31,13 +29,10 @@ class KeyHasher(ABC):
         extras: Mapping[int, bytes] | None = None,
     ) -> bytes:
         """Returns packed 32-byte digests of all whole chunks of `tokens` (packed little-endian u32); the rest is
-        ignored.
-
-        `parent` is the digest of the chunk before the first (b"" at the start of a request), so that hashing can
-        continue where it stopped. `extras` maps a chunk's index within this call to bytes folded in there (LoRA,
-        multimodal and embedding digests); those after the last whole chunk are ignored. Blocking, CPU only; called from
-        several threads at once; keeps no reference to `tokens`.
-        """
+        ignored. `parent` is the digest of the chunk before the first (b"" at the start of a request). `extras` maps a
+        chunk's index within this call to bytes folded in there (LoRA, multimodal and embedding digests); those after
+        the last whole chunk are ignored. Blocking, CPU only; called from several threads at once; keeps no reference to
+        `tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """A tier whose client library runs in a helper process: one that freezes, or keeps the interpreter, is killed.
 
-`HelperTier` is the half in the server. The helper, see `tier_process.py`, makes an ordinary `Tier` and serves it: one
-thread for each connection, a Unix socket, over which one call at a time is answered. Values pass in memory that both
-have mapped: one copy between it and the caller's buffers, without the interpreter lock.
+`HelperTier` is the half in the server. The helper process makes an ordinary `Tier` and serves it: one thread for each
+connection, a Unix socket, over which one call at a time is answered. Values pass in memory that both have mapped: one
+copy between it and the caller's buffers, without the interpreter lock.
 
 A call ends by its deadline, whatever the helper does. One that the helper has not ended `FROZEN_S` later counts as
 frozen: the process is killed, and started again with a backoff. Whatever it still does by then, it does in memory that
@@ -12,33 +12,31 @@ no other call gets: nothing comes late into the caller's buffers.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import math
+import mmap
+import os
 import select
 import socket
+import struct
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
+
+import msgspec
 
 from kvframework.api.copying import copy_bytes
 from kvframework.api.plugin import O
 from kvframework.api.tier import Outcome, PackedKey, RegistersMemory, Tier, TierEntry, TierUsage
-from kvframework.api.tier_process import (
-    Answer,
-    Call,
-    Connection,
-    Start,
-    ValueMemory,
-    read_answer,
-    write_call,
-    write_start,
-)
 from kvframework.by_name import NamedCall
-from kvframework.errors import TierError
+from kvframework.errors import KVFrameworkError, TierError
 from kvframework.logs.limit import LogLimit
-from kvframework.supervise.child import SupervisedChild, start_connected
+from kvframework.supervise.child import SupervisedChild, end_with_parent, start_connected
 
 __all__ = ["FROZEN_S", "START_S", "HelperTier", "RegistersMemory"]
 
@@ -51,16 +49,171 @@ START_S = 30.0
 # The helper's own deadline is so much earlier, so that a store that keeps to it is heard in time.
 _ANSWER_S = 0.05
 _DRAINED = 1 << 18
+# Values begin at multiples of this, a cache line, and the memory grows by multiples of the other.
+_VALUE_STEP = 64
+_MEMORY_STEP = 1 << 20
+# Not yet in `fcntl` of Python 3.10.
+_F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK = 1033, 1, 2
+_LENGTH = struct.Struct("<I")
+
+# What passes between a tier and its helper: a length, and a message. Values are in the memory that both share, in the
+# order of the call's keys. Deadlines are absolute, on `time.monotonic()`; None is none.
+
+
+class Start(msgspec.Struct, array_like=True):
+    """The first message to a process: what makes its tier, and the table in the TOML."""
+
+    make: NamedCall
+    where: str
+
+
+class Call(msgspec.Struct, array_like=True):
+    """One call of a tier's method. `sizes`: the bytes of each value of a `put`, the room for each of a `get_into`."""
+
+    name: str
+    keys: list[bytes] = []
+    sizes: list[int] = []
+    deadline: float = 0.0
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """The result of a call: `outcomes` by value of `Outcome`; `refusal` is fact, available and hint of a `TierError`,
+    `bug` the text of any other exception."""
+
+    outcomes: list[int | str] = []
+    usage: tuple[int, int] = (0, 0)
+    entries: list[tuple[bytes, int, float | None]] = []
+    refusal: tuple[str, str, str] | None = None
+    bug: str = ""
+
+
+M = TypeVar("M", Start, Call, Answer)
+
+
+def read(sock: socket.socket, message: type[M], deadline: float | None = None) -> M:
+    """Return the next message, and read no byte behind it. Raises `TimeoutError`, another `OSError`, or `EOFError`."""
+    head = _receive(sock, _LENGTH.size, deadline)
+    return msgspec.msgpack.decode(_receive(sock, _LENGTH.unpack(head)[0], deadline), type=message)
+
+
+def write(sock: socket.socket, message: Start | Call | Answer, deadline: float | None = None) -> None:
+    """Send a message. Raises `TimeoutError` or another `OSError`."""
+    body = msgspec.msgpack.encode(message)
+    left = memoryview(_LENGTH.pack(len(body)) + body)
+    while left:
+        _arm(sock, deadline)
+        left = left[sock.send(left) :]
+
+
+def _receive(sock: socket.socket, nbytes: int, deadline: float | None) -> bytearray:
+    body, at = bytearray(nbytes), 0
+    with memoryview(body) as view:
+        while at < nbytes:
+            _arm(sock, deadline)
+            received = sock.recv_into(view[at:])
+            if not received:
+                raise EOFError
+            at += received
+    return body
+
+
+def _arm(sock: socket.socket, deadline: float | None) -> None:
+    left = None if deadline is None else deadline - time.monotonic()
+    if left is not None and left <= 0:
+        raise TimeoutError
+    sock.settimeout(left)
+
+
+class Connection:
+    """A connection for one call at a time, and the memory of its values: a memfd that the server makes and extends
+    before a call, and the helper maps as it has become. Takes over both descriptors. One thread at a time.
+
+    Each connection has its own memory, so a call that goes on behind its deadline, in a helper that is not yet dead,
+    has nothing to write to but memory that no other call ever gets.
+    """
+
+    def __init__(self, sock: socket.socket, memory_fd: int) -> None:
+        self.sock = sock
+        self.nbytes = 0
+        self._memory_fd = memory_fd
+        self._map: mmap.mmap | None = None
+
+    @classmethod
+    def through(cls, control: socket.socket) -> Connection:
+        """Make one, and send its other end. Its memory cannot shrink: a mapped page behind its end would be a SIGBUS.
+        Raises `OSError`."""
+        sock, theirs = socket.socketpair()
+        connection = cls(sock, os.memfd_create("kvf-helper-values", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        try:
+            with theirs:
+                fcntl.fcntl(connection._memory_fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_SEAL)
+                socket.send_fds(control, [b"c"], [theirs.fileno(), connection._memory_fd])
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def extend(self, sizes: Sequence[int]) -> None:
+        """Have room for values of these sizes. Raises `OSError` where there is no memory; blocks for the kernel's
+        clearing of it."""
+        if not self.has_room(sizes):
+            needed = _begins(sizes)[-1]
+            os.posix_fallocate(self._memory_fd, 0, needed + -needed % _MEMORY_STEP)
+            self.map()
+
+    def has_room(self, sizes: Sequence[int]) -> bool:
+        """Whether values of these sizes fit into what is mapped."""
+        return _begins(sizes)[-1] <= self.nbytes
+
+    def map(self) -> None:
+        """Map all of the memory. Views of before stay valid, and show the same bytes. Raises `OSError`."""
+        self.unmap()
+        nbytes = os.fstat(self._memory_fd).st_size
+        self._map = mmap.mmap(self._memory_fd, nbytes)
+        self.nbytes = nbytes
+
+    def unmap(self) -> None:
+        """End the mapping, with its last view."""
+        if self._map is not None:
+            with contextlib.suppress(BufferError):
+                self._map.close()
+            self._map = None
+            self.nbytes = 0
+
+    def memory(self) -> memoryview:
+        """All that is mapped."""
+        return memoryview(bytearray() if self._map is None else self._map)
+
+    def values(self, sizes: Sequence[int]) -> list[memoryview]:
+        """The places of values of these sizes. Raises `ValueError` where they do not fit."""
+        if not self.has_room(sizes):
+            raise ValueError(f"values of {sum(sizes)} bytes in a memory of {self.nbytes}")
+        memory = self.memory()
+        return [memory[start : start + size] for start, size in zip(_begins(sizes), sizes, strict=False)]
+
+    def close(self) -> None:
+        self.sock.close()
+        self.unmap()
+        os.close(self._memory_fd)
+
+
+def _begins(sizes: Sequence[int]) -> list[int]:
+    """Where each value begins, and where the last one ends."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += size + -size % _VALUE_STEP
+    return [*starts, end]
 
 
 class _TierProcess(SupervisedChild):
-    """A tier's helper process on the server's side. `start` is its first message. Callers only take connections and
+    """A tier's helper process on the server's side. `start_message` is its first one. Callers only take connections and
     give them back; the thread kills a process whose call has not ended long after its deadline."""
 
-    def __init__(self, name: str, start: Start, start_s: float) -> None:
+    def __init__(self, name: str, start_message: Start, start_s: float) -> None:
         super().__init__("the helper process", thread=f"kvf-helper-{name}", ready_s=start_s)
         self._name = name
-        self._start_message = start
+        self._start_message = start_message
         self._start_s = start_s
         self._state = threading.Condition()
         self._began = self._wanted = False
@@ -73,11 +226,6 @@ class _TierProcess(SupervisedChild):
         self._busy: set[Connection] = set()
         # Connections of calls that ended without an answer, and when they count as frozen. Nothing uses one again.
         self._given_up: dict[Connection, float] = {}
-
-    def check_open(self, where: str) -> None:
-        """Raises `TierError` after `close`."""
-        if self.stopping:
-            raise TierError("the tier is closed", where=where)
 
     def connect(self, deadline: float) -> Connection:
         """Returns a connection for one call; starts the process if there is none. Blocks until it has made its tier.
@@ -98,26 +246,21 @@ class _TierProcess(SupervisedChild):
             self._busy.add(connection)
             return connection
 
-    def give_back(self, connection: Connection) -> None:
-        """Takes back the connection of a call that was answered."""
-        with self._state:
-            if connection in self._busy and not self.stopping:
-                self._busy.discard(connection)
-                self._idle.append(connection)
-            else:
-                connection.close()
-
-    def give_up(self, connection: Connection, deadline: float) -> None:
-        """Takes back the connection of a call that was not answered."""
+    def give_back(self, connection: Connection, *, unanswered: float | None = None) -> None:
+        """Takes back the connection of a call. `unanswered`: the deadline of one that was not answered, whose
+        connection is kept until the helper has ended the call."""
         with self._state:
             if connection not in self._busy or self.stopping:
                 connection.close()
                 return
             self._busy.discard(connection)
+            if unanswered is None:
+                self._idle.append(connection)
+                return
             with contextlib.suppress(OSError):
                 connection.sock.shutdown(socket.SHUT_WR)
             connection.sock.setblocking(False)
-            self._given_up[connection] = deadline + FROZEN_S
+            self._given_up[connection] = unanswered + FROZEN_S
             self.wake()
 
     def close(self) -> None:
@@ -137,11 +280,11 @@ class _TierProcess(SupervisedChild):
 
     def spawn(self) -> subprocess.Popen[bytes]:
         self._wanted = False
-        popen, control = start_connected("kvframework.api.tier_process")
+        popen, control = start_connected(__name__)
         with self._state:
             self._control = control
         with contextlib.suppress(OSError):  # it has ended already, or never reads: both are seen
-            write_start(control, self._start_message, time.monotonic() + self._start_s)
+            write(control, self._start_message, time.monotonic() + self._start_s)
         control.setblocking(False)
         return popen
 
@@ -172,7 +315,7 @@ class _TierProcess(SupervisedChild):
     def _first_answer(self) -> str | None:
         assert self._control is not None
         try:
-            refusal = read_answer(self._control, time.monotonic() + FROZEN_S).refusal
+            refusal = read(self._control, Answer, time.monotonic() + FROZEN_S).refusal
         except (EOFError, OSError):
             return ""
         self._control.setblocking(False)
@@ -252,50 +395,34 @@ class HelperTier(Tier):
         return self._capabilities
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        return [Outcome(each) for each in self._call(Call("contains", list(keys)), deadline).outcomes]
+        return [Outcome(each) for each in self._call("contains", deadline, keys).outcomes]
 
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
-        sizes = [sum(part.nbytes for part in each) for each in parts]
-        try:
-            answer = self._call(Call("get_into", list(keys), sizes), deadline, into=parts)
-        except _NoMemory:
-            if len(keys) == 1:
-                return [Outcome.FAILED]
-            # One by one, and not by what a subclass does before.
-            each_alone = zip(keys, parts, strict=True)
-            return [HelperTier.get_into(self, [key], [each], deadline=deadline)[0] for key, each in each_alone]
-        return [each if isinstance(each, int) else Outcome(each) for each in answer.outcomes]
+        outcomes = self._move("get_into", keys, parts, deadline)
+        return [each if isinstance(each, int) else Outcome(each) for each in outcomes]
 
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        sizes = [sum(part.nbytes for part in each) for each in parts]
-        try:
-            answer = self._call(Call("put", list(keys), sizes), deadline, values=parts)
-        except _NoMemory:
-            if len(keys) == 1:
-                return [Outcome.FAILED]
-            each_alone = zip(keys, parts, strict=True)
-            return [HelperTier.put(self, [key], [each], deadline=deadline)[0] for key, each in each_alone]
-        return [Outcome(each) for each in answer.outcomes]
+        return [Outcome(each) for each in self._move("put", keys, parts, deadline)]
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
-        return [Outcome(each) for each in self._call(Call("delete", list(keys)), deadline).outcomes]
+        return [Outcome(each) for each in self._call("delete", deadline, keys).outcomes]
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
-        self._call(Call("touch", list(keys)), deadline)
+        self._call("touch", deadline, keys)
 
     def usage(self, *, deadline: float) -> TierUsage:
-        return TierUsage(*self._call(Call("usage"), deadline).usage)
+        return TierUsage(*self._call("usage", deadline).usage)
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
-        for key, nbytes, used_at in self._call(Call("scan"), deadline).entries:
+        for key, nbytes, used_at in self._call("scan", deadline).entries:
             yield TierEntry(key, nbytes, used_at)
 
     def ping(self, *, deadline: float) -> None:
-        self._call(Call("ping"), deadline)
+        self._call("ping", deadline)
 
     def close(self) -> None:
         """Ends the calls in flight and the helper. Idempotent; blocks for a second at most."""
@@ -306,30 +433,42 @@ class HelperTier(Tier):
         """The helper's process id, None while there is none."""
         return self._process.pid
 
+    def _move(
+        self, name: str, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], deadline: float
+    ) -> list[int | str]:
+        try:
+            return self._call(name, deadline, keys, parts).outcomes
+        except _NoMemory:
+            if len(keys) == 1:
+                return [Outcome.FAILED.value]
+            each_alone = zip(keys, parts, strict=True)
+            return [self._move(name, [key], [each], deadline)[0] for key, each in each_alone]
+
     def _call(
         self,
-        call: Call,
+        name: str,
         deadline: float,
-        *,
-        values: Sequence[Sequence[memoryview]] = (),
-        into: Sequence[Sequence[memoryview]] = (),
+        keys: Sequence[PackedKey] = (),
+        parts: Sequence[Sequence[memoryview]] = (),
     ) -> Answer:
         """Makes one call. Raises `TierError`, and `RuntimeError` for what is a bug of the tier."""
-        self._process.check_open(self._where)
-        call.deadline = deadline - _ANSWER_S
+        self._check_open()
+        call = Call(name, list(keys), [sum(part.nbytes for part in each) for each in parts], deadline - _ANSWER_S)
         if call.deadline - time.monotonic() < _ANSWER_S:
             raise TierError("the deadline has passed", where=self._where)
         with self._connection(deadline) as connection:
-            places = self._places(connection.memory, call.sizes)
-            for place, value in zip(places, values, strict=False):
-                _gather(place, value, deadline)
-            write_call(connection.sock, call, deadline)
-            answer = read_answer(connection.sock, deadline)
-            for place, parts, outcome in zip(places, into, answer.outcomes, strict=False):
-                if isinstance(outcome, int):
-                    if not 0 <= outcome <= place.nbytes:
-                        raise ConnectionError(f"a value of {outcome} bytes in a place of {place.nbytes}")
-                    _scatter(place[:outcome], parts, deadline)
+            places = self._places(connection, call.sizes)
+            if name == "put":
+                for place, value in zip(places, parts, strict=True):
+                    _copy(place, value, deadline, into_parts=False)
+            write(connection.sock, call, deadline)
+            answer = read(connection.sock, Answer, deadline)
+            if name == "get_into":
+                for place, value, outcome in zip(places, parts, answer.outcomes, strict=False):
+                    if isinstance(outcome, int):
+                        if not 0 <= outcome <= place.nbytes:
+                            raise ConnectionError(f"a value of {outcome} bytes in a place of {place.nbytes}")
+                        _copy(place[:outcome], value, deadline, into_parts=True)
             # In here: a call that failed leaves memory behind that a client library may still be at.
             if answer.bug:
                 raise RuntimeError(answer.bug)
@@ -338,12 +477,16 @@ class HelperTier(Tier):
                 raise TierError(fact, where=self._where, available=available, hint=hint)
         return answer
 
-    def _places(self, memory: ValueMemory, sizes: list[int]) -> list[memoryview]:
+    def _check_open(self) -> None:
+        if self._process.stopping:
+            raise TierError("the tier is closed", where=self._where)
+
+    def _places(self, connection: Connection, sizes: list[int]) -> list[memoryview]:
         try:
-            memory.extend(sizes)
+            connection.extend(sizes)
         except OSError as error:
             raise _NoMemory(f"no memory for {sum(sizes)} bytes: {error.strerror}", where=self._where) from error
-        return memory.values(sizes)
+        return connection.values(sizes)
 
     @contextmanager
     def _connection(self, deadline: float) -> Iterator[Connection]:
@@ -354,35 +497,122 @@ class HelperTier(Tier):
             yield connection
         except BaseException as error:
             if connection is not None:
-                self._process.give_up(connection, deadline)
+                self._process.give_back(connection, unanswered=deadline)
             if isinstance(error, TierError) or not isinstance(error, OSError | EOFError):
                 raise
-            self._process.check_open(self._where)
+            self._check_open()
             ended = "there is no helper process yet" if connection is None else "the helper process has ended"
             fact = "the deadline has passed" if isinstance(error, TimeoutError) else self._process.last_error or ended
             raise TierError(fact, where=self._where) from error
         self._process.give_back(connection)
 
 
-def _gather(place: memoryview, parts: Sequence[memoryview], deadline: float) -> None:
-    """Copy the parts of a value to its place."""
-    _must_be_before(deadline)
-    at = 0
-    for part in parts:
-        copy_bytes(place[at : at + part.nbytes], part)
-        at += part.nbytes
-
-
-def _scatter(value: memoryview, parts: Sequence[memoryview], deadline: float) -> None:
-    """Copy a value into the beginning of its parts, which have room for it."""
-    _must_be_before(deadline)
+def _copy(value: memoryview, parts: Sequence[memoryview], deadline: float, *, into_parts: bool) -> None:
+    """Copy between a value and the parts that it fills, or the beginning of them. Raises `TimeoutError`."""
+    if time.monotonic() >= deadline:
+        raise TimeoutError
     at = 0
     for part in parts:
         piece = value[at : at + part.nbytes]
-        copy_bytes(part[: piece.nbytes], piece)
+        if into_parts:
+            copy_bytes(part[: piece.nbytes], piece)
+        else:
+            copy_bytes(piece, part)
         at += piece.nbytes
 
 
-def _must_be_before(deadline: float) -> None:
-    if time.monotonic() >= deadline:
-        raise TimeoutError
+# The helper process.
+
+
+def main(arguments: list[str]) -> None:
+    """Makes the tier, says whether that went well, and serves one call at a time on each connection that the server
+    sends. The only argument is the number of the control socket's descriptor, whose end closes the tier. The end of the
+    thread that started this process ends it, too."""
+    end_with_parent()
+    with socket.socket(fileno=int(arguments[0])) as control:
+        start = read(control, Start)
+        make, options = start.make.resolve()
+        refusal = None
+        try:
+            tier: Tier = make(options, start.where)
+        except KVFrameworkError as error:
+            refusal = (error.fact, error.available, error.hint)
+        with contextlib.suppress(BrokenPipeError):  # the server may have closed it by now
+            write(control, Answer(refusal=refusal))
+        if refusal is not None:
+            return
+        while True:
+            word, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            if not word:
+                break
+            connection = Connection(socket.socket(fileno=descriptors[0]), descriptors[1])
+            threading.Thread(target=_serve, args=(connection, tier), daemon=True).start()
+    try:
+        tier.close()
+    finally:
+        # Not by the interpreter's exit: a library's exit handlers may hang.
+        os._exit(0)
+
+
+def _serve(connection: Connection, tier: Tier) -> None:
+    try:
+        while True:
+            call = read(connection.sock, Call)
+            write(connection.sock, _answer(tier, call, connection))
+    except (OSError, EOFError):
+        return  # the server gave the call up, or has ended
+    finally:
+        try:
+            _unregister(tier, connection)
+        finally:
+            connection.close()
+
+
+def _registered(tier: Tier, connection: Connection, sizes: list[int]) -> list[memoryview]:
+    """Return the places of values of these sizes, in memory that the tier knows if it wants to."""
+    if not connection.has_room(sizes):
+        _unregister(tier, connection)
+        connection.map()
+        if isinstance(tier, RegistersMemory):
+            try:
+                tier.register_memory(connection.memory())
+            except BaseException:
+                connection.unmap()
+                raise
+    return connection.values(sizes)
+
+
+def _unregister(tier: Tier, connection: Connection) -> None:
+    if isinstance(tier, RegistersMemory) and connection.nbytes:
+        tier.unregister_memory(connection.memory())
+    connection.unmap()
+
+
+def _answer(tier: Tier, call: Call, connection: Connection) -> Answer:
+    at = call.deadline
+    try:
+        parts = [[value] for value in _registered(tier, connection, call.sizes)]
+        if call.name == "get_into":
+            found = tier.get_into(call.keys, parts, deadline=at)
+            return Answer([each.value if isinstance(each, Outcome) else each for each in found])
+        if call.name == "put":
+            return Answer([each.value for each in tier.put(call.keys, parts, deadline=at)])
+        if call.name == "contains":
+            return Answer([each.value for each in tier.contains(call.keys, deadline=at)])
+        if call.name == "delete":
+            return Answer([each.value for each in tier.delete(call.keys, deadline=at)])
+        if call.name == "scan":
+            return Answer(entries=[(each.key, each.nbytes, each.used_at) for each in tier.scan(deadline=at)])
+        if call.name == "usage":
+            usage = tier.usage(deadline=at)
+            return Answer(usage=(int(usage.used_bytes), int(usage.capacity_bytes)))
+        if call.name == "touch":
+            tier.touch(call.keys, deadline=at)
+        else:
+            tier.ping(deadline=at)
+    except TierError as error:
+        return Answer(refusal=(error.fact, error.available, error.hint))
+    except Exception as error:  # noqa: BLE001  a bug of the tier, which the server logs
+        traceback.print_exc()
+        return Answer(bug=f"{type(error).__name__} in the helper: {error}")
+    return Answer()

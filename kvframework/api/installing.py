@@ -1,8 +1,8 @@
-"""The requirement of pip that installs kvframework: the one place from which errors, templates and docs take it.
+"""The requirement of pip that installs kvframework: the one place from which errors, templates and docs take it. And
+whether the compiled kernels of this installation are there: without them all works, and is slower.
 
 kvframework is on no package index yet, so it is installed from the folder of a clone. On the day of its release the
 values of `SOURCES` become the names, and `python -m tests.docs.generate` brings the pages into step.
-And whether the compiled kernels of this installation are there: without them all works, and is slower.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ _TOGETHER = {"kvframework-bench": "bench", "kvframework-demo": "demo", "kvframew
 
 
 def requirement(*extras: str, distribution: str = "kvframework") -> str:
-    """Return what pip is given for a distribution of this project with extras, quoted for a shell where it must be.
-    Raises `KeyError` for another distribution."""
+    """Return what pip is given for a distribution of this project with extras, quoted for a shell where it must be."""
     source = SOURCES[distribution]
     return f'"{source}[{",".join(extras)}]"' if extras else source
 
 
 def install_command(*extras: str, distribution: str = "kvframework") -> str:
     """Return the command that installs a distribution of this project with extras, for the hint of an error or the
-    reason of a `probe`. Raises `KeyError` for another distribution."""
+    reason of a `probe`."""
     if distribution in _TOGETHER and not extras and SOURCES[distribution] != distribution:
         return f"cd {SOURCES['kvframework']} && pip install -r requirements/{_TOGETHER[distribution]}.txt"
     return f"pip install {requirement(*extras, distribution=distribution)}"

@@ -1,8 +1,6 @@
 """Names of content: cache keys as engines send them, with what they say of its future, object keys as storage uses
-them, and namespaces.
-
-Pure functions and structs; every byte format here is little-endian and part of the stable protocol.
-"""
+them, and namespaces; and the content itself. Pure; every byte format here is little-endian and part of the stable
+protocol."""
 
 from __future__ import annotations
 
@@ -161,7 +159,8 @@ MAX_DURATION_S, SOON_S = 3600.0, 300.0
 PRIORITY = 50
 _MAX_TOKEN = 1 << 40
 _WORDS = ("done", "soon")
-_FIELDS = ("retain", "priority", "duration", "start", "end")
+_RANGE = ("start", "end")
+_FIELDS = ("retain", "priority", "duration", *_RANGE)
 _FORMS = '"done", "soon", seconds, or objects of ' + ", ".join(_FIELDS)
 
 Token = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKEN)]
@@ -205,62 +204,45 @@ def retain_of(value: object) -> tuple[Retain, ...]:
 
 
 def _one(item: object) -> Retain:
-    if not isinstance(item, Mapping):
-        return _said(item, {})
-    unknown = [key for key in item if key not in _FIELDS]
+    fields = item if isinstance(item, Mapping) else {"retain": item}
+    unknown = [key for key in fields if key not in _FIELDS]
     if unknown:
         raise _wrong(f"the field {str(unknown[0])[:40]!r}", ", ".join(_FIELDS))
-    limits: dict[str, int | None] = {}
-    for name in ("start", "end"):
-        limits[name] = token = item.get(name)
-        if token is not None and not (_is_int(token) and 0 <= token <= _MAX_TOKEN):
-            raise _wrong(f"{name} is {_shown(token)}", "a number of tokens from the prompt's first one")
-    priority, duration = item.get("priority"), item.get("duration")
-    if priority is not None and not (_is_int(priority) and 0 <= priority <= 100):
-        raise _wrong(f"priority is {_shown(priority)}", "0 to 100")
-    if "retain" in item:
+    start, end = (_whole(fields, name, _MAX_TOKEN, "a number of tokens from the prompt's first one") for name in _RANGE)
+    priority, duration = _whole(fields, "priority", 100, "0 to 100"), fields.get("duration")
+    what: Literal["done", "keep"] = "done" if priority == 0 else "keep"
+    if "retain" in fields:
         if priority is not None or duration is not None:
             raise _wrong("retain beside priority or duration", "either of them")
-        return _said(item["retain"], limits)
-    if priority is None and duration is None:
+        duration = fields["retain"]
+        if isinstance(duration, str):
+            if duration not in _WORDS:
+                raise _wrong(f"the word {duration[:40]!r}", _FORMS)
+            what, duration = ("done" if duration == "done" else "keep"), SOON_S
+        duration = _seconds(duration)
+    elif priority is None and duration is None:
         raise _wrong("an object without a hint", "retain, priority or duration")
-    if priority == 0:
-        return _made("done", limits)
+    if end is not None:
+        start = start or 0
+        if end <= start:
+            raise _wrong(f"end is {end}", f"more than start, which is {start}")
+    if what == "done":
+        return Retain(what, start=start, end=end)
     seconds = SOON_S if duration is None else _seconds(duration)
-    return _made("keep", limits, seconds, PRIORITY if priority is None else int(priority))
-
-
-def _said(value: object, limits: Mapping[str, int | None]) -> Retain:
-    if isinstance(value, str):
-        if value not in _WORDS:
-            raise _wrong(f"the word {value[:40]!r}", _FORMS)
-        return _made("done" if value == "done" else "keep", limits)
-    return _made("keep", limits, _seconds(value))
-
-
-def _made(
-    what: Literal["done", "keep"], limits: Mapping[str, int | None], duration: float = SOON_S, priority: int = PRIORITY
-) -> Retain:
-    start, end = limits.get("start"), limits.get("end")
-    if end is not None and start is None:
-        start = 0
-    if end is not None and start is not None and end <= start:
-        raise _wrong(f"end is {end}", f"more than start, which is {start}")
-    return Retain(what, duration, priority, start, end)
+    return Retain(what, seconds, PRIORITY if priority is None else priority, start, end)
 
 
 def _seconds(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= MAX_DURATION_S:
-        raise _wrong(_shown(value), f'"done", "soon", or 0 to {MAX_DURATION_S:.0f} seconds')
+        raise _wrong(repr(value)[:40], f'"done", "soon", or 0 to {MAX_DURATION_S:.0f} seconds')
     return float(value)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:40]
+def _whole(fields: Mapping[str, object], name: str, most: int, expected: str) -> int | None:
+    value = fields.get(name)
+    if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most):
+        raise _wrong(f"{name} is {repr(value)[:40]}", expected)
+    return value
 
 
 def _wrong(fact: str, expected: str) -> RequestError:

@@ -177,68 +177,50 @@ def chunk_tokens_for(block_sizes: Sequence[int], chunk_size: int) -> int:
 
 def validate_layout(layout: KVLayout) -> None:
     """Raises `BadLayout` or `BadDtype` for a declaration that contradicts itself or describes absurd sizes."""
-    if not layout.groups or len(layout.groups) > MAX_GROUPS:
-        raise BadLayout(f"{len(layout.groups)} layer groups", available=f"1 to {MAX_GROUPS}", where="layout.groups")
-    if layout.num_blocks < 0:
-        raise BadLayout(f"num_blocks is {layout.num_blocks}", where="layout.num_blocks", available="0 (unknown) up")
-    if not 0 <= layout.chunk_tokens <= MAX_CHUNK_TOKENS:
-        raise BadLayout(
-            f"chunk_tokens is {layout.chunk_tokens}",
-            where="layout.chunk_tokens",
-            available=f"0 (the server's chunk_size) to {MAX_CHUNK_TOKENS}",
-        )
+    number, tokens = len(layout.groups), layout.chunk_tokens
+    _require(1 <= number <= MAX_GROUPS, f"{number} layer groups", "layout.groups", f"1 to {MAX_GROUPS}")
+    _require(layout.num_blocks >= 0, f"num_blocks is {layout.num_blocks}", "layout.num_blocks", "0 (unknown) up")
+    fact, limits = f"chunk_tokens is {tokens}", f"0 (the server's chunk_size) to {MAX_CHUNK_TOKENS}"
+    _require(0 <= tokens <= MAX_CHUNK_TOKENS, fact, "layout.chunk_tokens", limits)
     for index, group in enumerate(layout.groups):
         where = f"layout.groups[{index}]"
         dtype_bytes(group.dtype)
-        counts = {
-            "num_layers": group.num_layers,
-            "block_size": group.block_size,
-            "heads": group.heads,
-            "head_dim": group.head_dim,
-            "compress_ratio": group.compress_ratio,
-        }
-        for name, value in counts.items():
-            if not 1 <= value <= 1 << 24:
-                raise BadLayout(f"{name} is {value}", where=where, available="1 to 16777216")
-        if group.planes not in (1, 2):
-            raise BadLayout(f"planes is {group.planes}", where=where, available="2 (K and V) or 1 (one latent plane)")
-        if layout.chunk_tokens % group.block_size:
-            raise BadLayout(
-                f"chunk_tokens {layout.chunk_tokens} is no multiple of block_size {group.block_size}", where=where
-            )
-        if group.window < 0:
-            raise BadLayout(f"window is {group.window}", where=where, available="0 (full attention) or more tokens")
-        if group.block_size % group.compress_ratio:
-            raise BadLayout(
-                f"block_size {group.block_size} is no multiple of compress_ratio {group.compress_ratio}", where=where
-            )
-        if group.state and group.window:
-            raise BadLayout(f"a state with a window of {group.window}", where=where, available="one of the two")
-        if group.packing and (group.heads, group.dtype, group.compress_ratio) != (1, "uint8", 1):
-            raise BadLayout(
-                f"opaque blocks with heads={group.heads}, dtype={group.dtype}, compress_ratio={group.compress_ratio}",
-                where=where,
-                available="heads=1, dtype=uint8, compress_ratio=1, and head_dim the bytes of a block",
-            )
-        if len(group.packing) > MAX_PACKING:
-            raise BadLayout(f"packing has {len(group.packing)} characters", where=where, available=f"{MAX_PACKING}")
-        if not 0 <= group.num_blocks <= 1 << 32 or any(not 0 <= stride < 1 << 48 for stride in group.strides):
-            raise BadLayout(f"num_blocks {group.num_blocks}, strides {group.strides}", where=where, available="0 up")
-        unknown = [axis for axis in group.axes if axis not in AXES]
-        if unknown or len(set(group.axes)) != len(group.axes):
-            raise BadLayout(f"axes are {group.axes}", where=where, available=f"each at most once: {', '.join(AXES)}")
-        if group.strides and len(group.strides) != len(group.axes):
-            raise BadLayout(f"{len(group.strides)} strides for {len(group.axes)} axes", where=where)
-        if group.layer_names and len(group.layer_names) != group.num_layers:
-            raise BadLayout(f"{len(group.layer_names)} layer names for {group.num_layers} layers", where=where)
+        for name in ("num_layers", "block_size", "heads", "head_dim", "compress_ratio"):
+            value = getattr(group, name)
+            _require(1 <= value <= 1 << 24, f"{name} is {value}", where, "1 to 16777216")
+        size, ratio = group.block_size, group.compress_ratio
+        _require(group.planes in (1, 2), f"planes is {group.planes}", where, "2 (K and V) or 1 (one latent plane)")
+        _require(tokens % size == 0, f"chunk_tokens {tokens} is no multiple of block_size {size}", where)
+        _require(group.window >= 0, f"window is {group.window}", where, "0 (full attention) or more tokens")
+        _require(size % ratio == 0, f"block_size {size} is no multiple of compress_ratio {ratio}", where)
+        both = group.state and group.window
+        _require(not both, f"a state with a window of {group.window}", where, "one of the two")
+        _require(
+            not group.packing or (group.heads, group.dtype, ratio) == (1, "uint8", 1),
+            f"opaque blocks with heads={group.heads}, dtype={group.dtype}, compress_ratio={ratio}",
+            where,
+            "heads=1, dtype=uint8, compress_ratio=1, and head_dim the bytes of a block",
+        )
+        characters = len(group.packing)
+        _require(characters <= MAX_PACKING, f"packing has {characters} characters", where, str(MAX_PACKING))
+        bounded = 0 <= group.num_blocks <= 1 << 32 and all(0 <= stride < 1 << 48 for stride in group.strides)
+        _require(bounded, f"num_blocks {group.num_blocks}, strides {group.strides}", where, "0 up")
+        known = set(group.axes) <= set(AXES) and len(set(group.axes)) == len(group.axes)
+        _require(known, f"axes are {group.axes}", where, f"each at most once: {', '.join(AXES)}")
+        strides, axes, names = len(group.strides), len(group.axes), len(group.layer_names)
+        _require(strides in (0, axes), f"{strides} strides for {axes} axes", where)
+        _require(names in (0, group.num_layers), f"{names} layer names for {group.num_layers} layers", where)
+
+
+def _require(holds: bool, fact: str, where: str, available: str = "") -> None:
+    if not holds:
+        raise BadLayout(fact, where=where, available=available)
 
 
 def canonical_desc(layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
     """Returns the desc of objects in canonical form, `[planes, layers, chunk_tokens / compress_ratio, hidden]` per
-    group; of groups with a packing in opaque form; of a state one slot.
-
-    Raises `BadLayout` / `BadDtype` as `validate_layout` does, and for objects above 1 GiB.
-    """
+    group; of groups with a packing in opaque form; of a state one slot. Raises as `validate_layout` does, and
+    `BadLayout` for objects above 1 GiB."""
     validate_layout(layout)
     tokens = chunk_tokens_for([group.block_size for group in layout.groups], layout.chunk_tokens or chunk_size)
     groups = tuple(
@@ -275,30 +257,22 @@ def check_skip(layout: KVLayout, skip_first_n_tokens: int) -> None:
 
 class Layout(ABC):
     """A layout plugin: derives the declaration from an engine's tensors and gives views of them block by block.
-
-    `describe` and `block_views` run in engine processes and may import torch; `object_desc` runs on both sides
-    and must not.
-    """
+    `describe` and `block_views` run in engine processes and may import torch; `object_desc` runs on both sides and must
+    not."""
 
     name: str
 
     @abstractmethod
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
-        """Returns the declaration for these tensors. `kv_caches` maps layer name to tensors in layer order.
-
-        Never guesses an axis: raises `BadLayout`, which names the missing declaration, for ambiguous shapes. Does not
-        block.
-        """
+        """Returns the declaration for these tensors. `kv_caches` maps layer name to tensors in layer order. Never
+        guesses an axis: raises `BadLayout`, which names the missing declaration, for ambiguous shapes. Does not
+        block."""
 
     @abstractmethod
     def block_views(self, layout: KVLayout, kv_caches: Mapping[str, LayerTensors]) -> list[list[list[torch.Tensor]]]:
-        """Returns views, never copies, as `[group][plane][layer]`, each of shape `[blocks, slots per block, heads,
-        head_dim]` with any strides, where slots per block = `LayerGroup.slots`: block_size / compress_ratio, 1 for
-        opaque blocks and states.
-
-        The views borrow the engine's memory and stay valid as long as the passed tensors. Raises `BadLayout` if the
-        tensors do not fit the declaration.
-        """
+        """Returns views, never copies, as `[group][plane][layer]`, each of shape `[blocks, LayerGroup.slots, heads,
+        head_dim]` with any strides. They borrow the engine's memory and stay valid as long as the passed tensors.
+        Raises `BadLayout` if the tensors do not fit the declaration."""
 
     def object_desc(self, layout: KVLayout, chunk_size: int) -> MemoryLayoutDesc:
         """Returns the form of one stored object: canonical, or opaque for groups that declare a packing."""
@@ -314,13 +288,12 @@ class LayoutProvider(Provider[O]):
 
 
 class EngineView(ABC):
-    """An engine's own access to its KV memory, against which a declared layout is checked at registration: one spare
-    block per layer group, which may be written at registration, and the engine's own access to it.
+    """An engine's own access to its KV memory, against which a declared layout is checked at registration: it reads and
+    writes as the engine's attention does, without the declaration.
 
     `spare_blocks` holds a block id per layer group. At the first registration nothing else may use these blocks; after
     a reconnect they are only read. Layer groups and layers count in the order of the declaration; `plane` 0 is K (or
-    the one latent plane), 1 is V. The view must not use the declaration: it reads and writes as the engine's attention
-    does.
+    the one latent plane), 1 is V.
     """
 
     spare_blocks: Sequence[int]

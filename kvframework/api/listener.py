@@ -1,9 +1,6 @@
-"""The `Listener` contract: what a server's requests did, as records, read off the serving thread.
-
-The server makes each record once and puts it into one bounded ring. A listener reads the ring in a thread of its own,
-so a slow one delays no request and no other listener. Where the ring is full the oldest records are dropped, and a
-listener that has not read them learns how many.
-"""
+"""The `Listener` contract: what a server's requests did, as records. The server makes each record once and puts it into
+one bounded ring, which each listener reads in a thread of its own. Where the ring is full the oldest records are
+dropped, and a listener that has not read them learns how many."""
 
 from __future__ import annotations
 
@@ -76,8 +73,7 @@ class Registered(msgspec.Struct, frozen=True, gc=False):
 
 
 class TierCall(NamedTuple):
-    """A call to a tier: the times are of the clock of the storage; `values` were asked for, and `found` of them were
-    there."""
+    """A call to a tier for `values`, of which `found` were there; the times are of the clock of the storage."""
 
     tier: str
     operation: str
@@ -122,9 +118,8 @@ NOT_MISSED = MissReason("")
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     """A LOOKUP, STORE or RETRIEVE has ended: at `at` of the wall clock, `ended` of the monotonic one. The fields are
-    those of the wire's `Finished`.
-
-    Of a LOOKUP `prefix` is the namespace with the digest of the first chunk, b"" if the namespace is not known."""
+    those of the wire's `Finished`. Of a LOOKUP `prefix` is the namespace with the digest of the first chunk, b"" if the
+    namespace is not known."""
 
     request: str
     subject: RequestSubject

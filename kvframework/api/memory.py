@@ -1,5 +1,5 @@
-"""The `Memory` contract: the shared arena in which all objects of L1 lie. Created once, in the server process.
-And what memory a process may take, and how a shared file is mapped."""
+"""The `Memory` contract: the shared arena in which all objects of L1 lie. And what memory a process may take, and how
+a shared file is mapped."""
 
 from __future__ import annotations
 
@@ -45,11 +45,8 @@ class Memory(ABC):
 
     @abstractmethod
     def start(self, on_ready: Callable[[int], None]) -> None:
-        """Starts making the memory usable, in the background.
-
-        Calls `on_ready(n)` with a growing n whenever bytes `[0, n)` are resident; the core allocates only those. Does
-        not block. `on_ready` is called from the plugin's own thread and returns quickly.
-        """
+        """Starts making the memory usable, in the background. Does not block. Calls `on_ready(n)`, from a thread of its
+        own, with a growing n whenever bytes `[0, n)` are resident; the core allocates only those."""
 
     @abstractmethod
     def view(self) -> memoryview:
@@ -60,8 +57,8 @@ class Memory(ABC):
         """Ends the background work and frees the memory. Views must have been released. Idempotent."""
 
     def leave(self) -> None:
-        """Replaces `close` where the process ends right afterwards; views may still exist. Has to release only
-        resources that would outlive the process: the kernel frees its memory. By default `close`."""
+        """Replaces `close` where the process ends right afterwards, and views may still exist: has to release only what
+        would outlive the process. By default `close`."""
         self.close()
 
 
@@ -98,12 +95,9 @@ _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, 
 
 
 class SharedMapping(NamedTuple):
-    """The mapping of a shared file at an address where huge pages can be mapped, for the arena in server and engines.
-
-    A huge page is mapped as one only where address and offset in the file are both multiples of its size; the kernel
-    itself aligns a file in memory only where huge pages are on for all of them. It is
-    all of a file, from byte `begin` of `memory` on. The mapping ends with `memory`, whose `close` raises `BufferError`
-    while there are views."""
+    """The mapping of a whole shared file, from byte `begin` of `memory` on, at an address where huge pages can be
+    mapped: a multiple of their size, to which the kernel itself aligns a file in memory only where huge pages are on
+    for all of them. The mapping ends with `memory`, whose `close` raises `BufferError` while there are views."""
 
     memory: mmap.mmap
     begin: int
@@ -146,10 +140,8 @@ def map_shared(fd: int, nbytes: int) -> SharedMapping:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be made resident now: the machine's MemAvailable or the tightest cgroup's headroom.
-
-    A limit that cannot be read does not count, so an unreadable file never stops a start.
-    """
+    """Bytes that can be made resident now: the machine's MemAvailable or the tightest cgroup's headroom. A limit that
+    cannot be read does not count."""
     rooms = [kib * 1024 for name, kib in _table(proc / "meminfo").items() if name == "MemAvailable:"]
     for directory, limit, used, reclaimable in cgroup_limits(proc, cgroups):
         rooms.append(max(limit - used + _table(directory / "memory.stat").get(reclaimable, 0), 0))
@@ -176,8 +168,7 @@ def cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[Path, int, int, s
 
 
 def _up(root: Path, group: str) -> Iterator[Path]:
-    """The group's directory and all above it: every one of them may hold the limit. Inside a container the path may
-    name a directory of the host that does not exist; then the root of the container counts."""
+    """The group's directory, which inside a container may be one of the host that does not exist, and all above it."""
     directory = root / group.strip("/")
     yield directory
     while directory != root and root in directory.parents:

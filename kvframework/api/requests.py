@@ -34,11 +34,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """One line of a request table.
-
-    `name` travels in the type frame: ASCII, at most 64 bytes; a plugin's requests are named `plugin.NAME`. `deadline_s`
-    is the server's deadline for the answer. `buffers` is the largest number of raw frames after the payload.
-    """
+    """One line of a request table. `name` travels in the type frame: ASCII, at most 64 bytes; a plugin's requests are
+    named `plugin.NAME`. `deadline_s` is the server's deadline for the answer. `buffers` is the largest number of raw
+    frames after the payload."""
 
     name: str
     payload: type[Message]
@@ -77,12 +75,9 @@ P = TypeVar("P", bound=Message)
 
 @dataclass(frozen=True)
 class Handler(Generic[P]):
-    """Binds a function to a request: `call(client, payload, buffers)`.
-
-    Inline handlers run on the serving thread and must not block; `pooled` ones run in a worker thread. `ordered`
-    ones of one client run one after the other in the order of arrival. A handler may return a future: the response
-    follows when it resolves. It may raise `KVFrameworkError` for a typed error frame.
-    """
+    """Binds a function to a request: `call(client, payload, buffers)`. It runs on the serving thread and must not
+    block, or `pooled` in a worker thread. `ordered` ones of one client run one after the other in the order of arrival.
+    A future that it returns is answered when it resolves. It may raise `KVFrameworkError` for a typed error frame."""
 
     spec: RequestSpec
     call: Callable[[ClientInfo, P, Sequence[memoryview]], HandlerResult]
@@ -113,11 +108,8 @@ Select = Callable[[Sequence[bool]], Sequence[int]]
 
 class InstanceContext(ABC):
     """One registered instance, as the server knows it, until the instance is unregistered or its client ends.
-
-    It may store and load objects of `ranks`: usually its own only. `attached` holds the handlers' state of the
-    instance, each under its plugin's name: the state ends with the instance, and only the serving thread (handlers that
-    are not pooled) may change it.
-    """
+    `attached` holds the handlers' state of the instance, each under its plugin's name: it ends with the instance, and
+    only the serving thread (handlers that are not pooled) may change it."""
 
     instance_id: int
     session_id: int
@@ -130,7 +122,8 @@ class InstanceContext(ABC):
     @property
     @abstractmethod
     def ranks(self) -> Sequence[int]:
-        """One rank; all ranks of the world for a registration by the eight fields, which names none."""
+        """The ranks whose objects it may store and load: its own; all of the world for a registration by the eight
+        fields, which names none."""
 
     @abstractmethod
     def get_layout_desc(self, chunk_size: int) -> MemoryLayoutDesc:
@@ -170,21 +163,16 @@ class CacheServices(ABC):
     @abstractmethod
     def pin(self, client: ClientInfo, keys: Sequence[PackedKey], request_id: str = "") -> str:
         """Pins all of `keys` in L1 under a ticket of `client`, which ends as one of a LOOKUP does: by
-        FREE_LOOKUP_LOCKS, CANCEL, END_SESSION of its request, its time, or the client's end.
-
-        Returns "" if a key is not in L1, or the client has ended. Raises `RequestError` if the client has too many
-        tickets.
-        """
+        FREE_LOOKUP_LOCKS, CANCEL, END_SESSION of its request, its time, or the client's end. Returns "" if a key is not
+        in L1, or the client has ended. Raises `RequestError` if the client has too many tickets."""
 
     @abstractmethod
     def submit_prefetch_task(
         self, keys: Sequence[PackedKey], layout_desc: MemoryLayoutDesc, *, select: Select | None = None
     ) -> PrefetchTask | None:
-        """Loads those of `keys` that L1 lacks from L2 into L1, in the background.
-
-        `select` picks the keys worth loading, once the tiers have answered, and again after a loss (default: all); it
-        runs in a storage thread. Returns None if there is no L2 tier or too many loads are running.
-        """
+        """Loads those of `keys` that L1 lacks from L2, in the background. `select` picks the keys worth it once the
+        tiers have answered, and again after a loss (default: all); it runs in a storage thread. Returns None if there
+        is no L2 tier or too many loads are running."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,11 +35,9 @@ OPTIONAL_METHODS = ("scan", "touch", "usage")
 
 
 class Outcome(enum.Enum):
-    """The outcome of one key of a batch. Missing, failed and damaged are different answers.
-
-    FAILED says nothing about the store's content, which could not be read or written now. DAMAGED says that the content
-    under the key cannot be the requested value (too long, of another type, torn): the caller deletes it.
-    """
+    """The outcome of one key of a batch. FAILED says nothing about the store's content, which could not be read or
+    written now. DAMAGED says that the content under the key cannot be the requested value (too long, of another type,
+    torn): the caller deletes it."""
 
     FOUND = "found"
     MISSING = "missing"
@@ -93,23 +91,19 @@ class Tier(ABC):
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
         """Reads each value into its writable `parts`, one after the other, and returns the number of bytes received, or
-        MISSING, FAILED or DAMAGED.
+        MISSING, FAILED or DAMAGED. It counts bytes received now, never bytes expected: the parts may hold an older
+        value's bytes, so the core takes a value for whole only if this number equals the length in its header.
 
         A value shorter than its parts fills their beginning; a longer one is DAMAGED, stays, and disturbs no other key
         of the batch. The rest of the parts, and the parts of keys that were not found, have any content afterwards.
-
-        The number counts bytes received now, never bytes expected: the parts may hold an older value's bytes, so the
-        core takes a value for whole only if this number equals the length in its header.
         """
 
     @abstractmethod
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        """Stores the concatenated parts under each key, replacing any older value, and returns STORED or FAILED.
-
-        A value is visible whole or not at all, also to other processes and after a crash.
-        """
+        """Stores the concatenated parts under each key, replacing any older value; returns STORED or FAILED. A value is
+        visible whole or not at all, also to other processes and after a crash."""
 
     @abstractmethod
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
@@ -120,11 +114,9 @@ class Tier(ABC):
         return
 
     def usage(self, *, deadline: float) -> TierUsage:
-        """Returns how full the store is; called before each put, so it must be quick. Optional.
-
-        The core deletes the least recently used values before the capacity is reached, if the tier has `scan` too. A
-        value that does not fit is FAILED.
-        """
+        """Returns how full the store is; called before each put, so it must be quick. Optional. The core deletes the
+        least recently used values before the capacity is reached, if the tier has `scan` too. A value that does not fit
+        is FAILED."""
         raise TierError("the tier knows no capacity", where=self.name)
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
@@ -132,8 +124,8 @@ class Tier(ABC):
         raise TierError("the tier cannot list its values", where=self.name)
 
     def capabilities(self) -> frozenset[str]:
-        """Returns which of the optional methods `touch`, `usage` and `scan` this tier has: those that its class
-        overrides. A tier that wraps another one returns the other's. Asked once, after `create`; does not block."""
+        """Returns which of the optional methods `touch`, `usage` and `scan` this tier has: by default those that its
+        class overrides. Asked once, after `create`; does not block."""
         return frozenset(name for name in OPTIONAL_METHODS if getattr(type(self), name) is not getattr(Tier, name))
 
     def attach(self, node: Node) -> None:
@@ -175,10 +167,8 @@ class Tier(ABC):
 @dataclass(frozen=True, kw_only=True)
 class TierProvider(Provider[O]):
     """A tier for `[[l2]]`. `shared`: several nodes may use one store at the same time and see each other's values.
-
-    `loads` and `writes` limit the batches that are loaded and written at once, also those of one prompt, unless the
-    tier's `[[l2]]` table has other numbers: 1 for a store that takes one call after the other anyway. One thread more
-    asks `contains`. With any numbers, several threads call a tier at once.
+    `loads` and `writes` limit the batches that are loaded and written at once, unless the tier's `[[l2]]` table has
+    other numbers: 1 for a store that takes one call after the other anyway. One thread more asks `contains`.
 
     `diagnose` is a function (options, TableContext, deadline) -> Sequence[Finding] and makes the report of `kvframework
     doctor` on the store: is it reachable, large enough, set up as a cache? It runs in a process of its own, may block
@@ -215,10 +205,8 @@ class NodeIdentity:
 
 
 class Loan(AbstractContextManager["Loan"], ABC):
-    """One object of L1 as the value that a tier would be given for it, pinned until `close`.
-
-    `nbytes` is the length of that value. Held by one thread.
-    """
+    """One object of L1 as the value, of `nbytes`, that a tier would be given for it, pinned until `close`. Held by one
+    thread."""
 
     nbytes: int
 
@@ -237,11 +225,8 @@ class Loan(AbstractContextManager["Loan"], ABC):
 
 class Node(ABC):
     """The node that a tier is part of, from `Tier.attach` until the tier's `close`. Thread-safe; no call waits for L2
-    or for an engine.
-
-    `arena_fd` is the descriptor of L1's arena, `arena_bytes` long, for libraries that register memory and for helper
-    processes that map it; it stays the server's.
-    """
+    or for an engine. `arena_fd` is the descriptor of L1's arena, `arena_bytes` long, for libraries that register memory
+    and for helper processes that map it; it stays the server's."""
 
     identity: NodeIdentity
     arena_fd: int
@@ -269,11 +254,8 @@ class Node(ABC):
 class RegistersMemory(ABC):
     """A tier whose client library wants to know memory before it reads or writes there, as RDMA does: a second base
     class of a `Tier` that `HelperTier` runs. The parts of `put` and `get_into` are pieces of registered memory then.
-
-    There are several memories, one for each call at a time, and each call of these two has all bytes of one. They come
-    from the thread that makes the calls of that memory, so several threads call at once. An exception fails the call
-    for which the memory was wanted.
-    """
+    There are several memories, one for each call at a time, which registers all of its own in its thread. An exception
+    fails the call for which the memory was wanted."""
 
     @abstractmethod
     def register_memory(self, memory: memoryview) -> None:

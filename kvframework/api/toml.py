@@ -1,5 +1,5 @@
-"""TOML: from a text or file to a raw table, with errors that name file and line, and from a value to its text. And from
-a raw table to a msgspec struct, with errors that name the field and its mistake."""
+"""TOML: from a text or file to a raw table, and from a value to its text. And from a raw table to a msgspec struct.
+Errors name the place and the mistake, and no value: it may be a secret."""
 
 from __future__ import annotations
 
@@ -33,23 +33,20 @@ MOST_LEVELS = 32
 _MOST_DOTS = 256
 MOST_SHOWN = 72
 _HINT = "text needs plain quotes, each quote, [ and { its end; a key or a table is named once"
-_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
-# What is secret is guessed from keys: a file with a mistake has no plugins yet that would say it.
-_SECRET = re.compile(
-    r"passw|passphrase|(?<![a-z])pass(?![a-z])|pwd|secret|token|salt|credential|private|api.?key|://", re.IGNORECASE
-)
 
 
 def parse_toml(text: str, *, where: str) -> dict[str, object]:
-    """Parses a TOML text. Raises `ConfigFileError` with the line, its text and a caret at the mistake, and
-    `ConfigFieldError` for what is nested too deep."""
+    """Parses a TOML text. Raises `ConfigFileError` with line and column of the mistake, and `ConfigFieldError` for what
+    is nested too deep."""
     text = text.replace("\r\n", "\n")
     if any(line.count(".") > _MOST_DOTS for line in text.splitlines()):
         raise _too_deep(text, where)
     try:
         parsed = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigFileError(f"not valid TOML, {_explained(text, str(error))}", where=where, hint=_HINT) from None
+        fact, _, place = str(error).removesuffix(")").rpartition(" (at ")
+        fact = f"not valid TOML, {place}: {fact[:1].lower()}{fact[1:MOST_SHOWN]}"
+        raise ConfigFileError(fact, where=where, hint=_HINT) from None
     except RecursionError:
         raise _too_deep(text, where) from None
     except ValueError as error:  # a number of thousands of digits
@@ -73,38 +70,9 @@ def _deeper(value: object, levels: int) -> bool:
     return inner is not None and (levels == 0 or any(_deeper(each, levels - 1) for each in inner))
 
 
-def _explained(text: str, message: str) -> str:
-    """Return the place and the message of the parser, the line and a caret below it, printable and without secrets."""
-    place = _PLACE.search(message)
-    fact = _PLACE.sub("", message)[:MOST_SHOWN]
-    lines = text.split("\n")
-    number, column = len(text.rstrip().split("\n")), MOST_BYTES
-    if place and place[1]:
-        number, column = int(place[1]), int(place[2]) - 1
-    line = lines[number - 1]
-    secret = _SECRET.search(line)
-    if secret:
-        line = f"{line[: secret.end()]} ***"
-    try:  # else the line is inside a value, which may be a secret
-        tomllib.loads("\n".join(lines[: number - 1]))
-    except (ValueError, RecursionError):
-        line = "***"
-    column = min(column, len(line))
-    skipped = max(column - MOST_SHOWN // 2, 0) if len(line) > MOST_SHOWN else 0
-    shown = "".join(
-        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}"
-        for letter in line[skipped : skipped + MOST_SHOWN].replace("\t", " ")
-    )
-    margin = " " * len(str(number))
-    return (
-        f"line {number}: {fact[:1].lower()}{fact[1:]}\n    {number} | {shown}\n"
-        f"    {margin} | {' ' * (column - skipped)}^"
-    )
-
-
 def read_toml(path: Path, named_by: str = "--config and KVFRAMEWORK_CONFIG") -> dict[str, object]:
-    """Reads a TOML file. Blocking. Raises like `parse_toml`, and `ConfigFileError` if the file is missing, unreadable,
-    too large or not UTF-8."""
+    """Reads a TOML file. Blocking. Raises like `parse_toml`, and `ConfigFileError` if the file cannot be read, is too
+    large or not UTF-8."""
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)

@@ -1,4 +1,4 @@
-"""Each kind of mistake in a TOML text: the line, the place of the caret, and the right hint."""
+"""Each kind of mistake in a TOML text: its place, the right hint, and no value, which may be a secret."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from kvframework.api.toml import MOST_BYTES, MOST_LEVELS, parse_toml, read_toml, toml_value
 from kvframework.errors import ConfigFieldError, ConfigFileError
 
-# name: text, line, what stands at the caret
+# name: text, place
 MISTAKES = {
-    "no quotes": ("[l1]\nuse = pinned # L1", 2, "pinned"),
-    "typographic quotes": ("use = “lru”\n", 1, "“"),
-    "a table twice": ("[l1]\nuse = 'x'\n[log]\n[l1]\ncapacity = 1\n", 4, None),
-    "a key twice": ("[l1]\nuse = 'x'\nsize = 1\nuse = 'y'\n", 4, None),
-    "no =": ("[l1]\ncapacity 4\n", 2, "4"),
-    "no value": ("[l1]\nuse =\n", 2, ""),
-    "an unclosed string": ('[l1]\nuse = "pinned\nsize = 1\n', 2, ""),
-    "an unclosed array at the end": ("allow = [1,", 1, ""),
-    "a path of Windows": ('path = "C:\\Users\\kv"\n', 1, None),
-    "two keys in a line": ("a = 1 b = 2\n", 1, "b"),
-    "an invisible character": ("a = 1\x00\n", 1, None),
-    "Windows' line ends": ("[l1]\r\nuse = pinned\r\n", 2, "pinned"),
+    "no quotes": ("[l1]\nuse = pinned # L1", "line 2, column 7"),
+    "typographic quotes": ("use = “lru”\n", "line 1, column 7"),
+    "a table twice": ("[l1]\nuse = 'x'\n[log]\n[l1]\ncapacity = 1\n", "line 4"),
+    "a key twice": ("[l1]\nuse = 'x'\nsize = 1\nuse = 'y'\n", "line 4"),
+    "no =": ("[l1]\ncapacity 4\n", "line 2, column 10"),
+    "no value": ("[l1]\nuse =\n", "line 2, column 6"),
+    "an unclosed string": ('[l1]\nuse = "pinned\nsize = 1\n', "line 2, column 14"),
+    "an unclosed array at the end": ("allow = [1,", "end of document"),
+    "a path of Windows": ('path = "C:\\Users\\kv"\n', "line 1"),
+    "two keys in a line": ("a = 1 b = 2\n", "line 1, column 7"),
+    "an invisible character": ("a = 1\x00\n", "line 1"),
+    "Windows' line ends": ("[l1]\r\nuse = pinned\r\n", "line 2, column 7"),
 }
 
 
@@ -38,80 +38,39 @@ def refusal(text: str) -> ConfigFileError | ConfigFieldError | None:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_has_its_line_its_place_and_a_hint(name: str) -> None:
-    text, line, at = MISTAKES[name]
+def test_a_mistake_has_its_place_and_a_hint(name: str) -> None:
+    text, place = MISTAKES[name]
     error = refusal(text)
     assert error is not None
-    shown, caret = error.fact.splitlines()[1:]
-    assert error.fact.startswith(f"not valid TOML, line {line}: ")
-    assert shown.startswith(f"    {line} | ")
+    assert error.fact.startswith(f"not valid TOML, {place}")
+    assert "\n" not in error.fact
     assert "quotes" in error.hint
-    if at is not None:
-        assert shown[caret.index("^") :].startswith(at)
 
 
 @pytest.mark.parametrize(
     "line",
     [
         "url = redis://kv:hunter2@cache",
-        'url = "redis://kv:8/hunter2@cache" x',
-        'url = redis://kv:8"hunter2@cache',
         "password = hunter2",
         "auth_token = 'hunter2",
         'password: "hunter2"',
-        'password "hunter2"',
-        'passwd = "hunter2" x',
         'x = {password = "hunter2" y = 1}',
-        'use = "redis", password = "hunter2"',
-        "api_key = hunter2",
+        'password = """\nhunter2 \\q"""',
+        'tokens = [\n  "hunter2" x,\n]',
     ],
 )
-def test_secrets_of_a_wrong_line_are_masked(line: str) -> None:
+def test_no_value_of_a_wrong_line_is_shown(line: str) -> None:
     with pytest.raises(ConfigFileError) as caught:
         parse_toml(line, where="kvf.toml")
     assert "hunter2" not in str(caught.value)
-    assert "***" in str(caught.value)
-
-
-# Behind lines that are right, at the place that is shown.
-HIDDEN = {
-    "a string": 'password = """\nhunter2 \\q"""',
-    "a string that ends there": 'password = """\nhunter2""" x',
-    "a literal string": "password = '''\nhunter2''' x",
-    "a string of another key": 'text = """\nhunter2 \\q"""',
-    "a string with quotes in it": 'password = """"a" \n "" hunter2"""" x',
-    "an array": 'tokens = [\n  "hunter2" x,\n]',
-    "an array of arrays": 'tokens = [\n  ["a"],\n  ["b", "hunter2" x],\n]',
-    "the end of an array": 'tokens = [\n  "hunter2"] x',
-    "an array in a table": 'x = {tokens = [\n  "hunter2" x]}',
-    "an array with a comment": 'tokens = [ # [ " ]\n  hunter2]',
-    "base64": "tokens = [\n  hunter2==x,\n]",
-    "base64 behind the array": 'tokens = [\n  "hunter2=="] x',
-    "the same array twice": 'tokens = [\n"hunter2 = "]\ntokens = [\n"hunter2 = "]',
-    "a string in an array": 'tokens = ["a", """\nhunter2""" x]',
-    "a string without an end": 'tokens = [\n  "a", "]\nhunter2"',
-    "no space behind the key": 'password"hunter2"',
-    "another word for it": "redis_pass = hunter2",
-}
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-@pytest.mark.parametrize("before", ["", '[l1]\nuse = "pinned" # it\'s [one\n', "a = [[1], {b = '['}]\n[[l2]]\n"])
-def test_secrets_in_values_of_several_lines_are_masked(before: str, name: str) -> None:
-    error = refusal(before + HIDDEN[name])
-    assert error is not None
-    assert "hunter2" not in str(error)
-    assert "***" in str(error)
 
 
 @given(
     st.lists(st.sampled_from(['"', "'", '"""', "\n", "=", "[", "]", "{", "}", ",", "a", "#", "\\", " "]), max_size=25)
 )
 @example(["'", "\n", "]", "\n", '"'])
-def test_no_line_of_an_array_of_secrets_is_shown(pieces: list[str]) -> None:
-    error = refusal('tokens = [\n  "hunter2", ' + "hunter2".join(pieces))
-    shown = str(error).splitlines()[1:] if error else []
-    assert not any("hunter2" in line for line in shown), shown
+def test_no_text_of_an_array_of_secrets_is_shown(pieces: list[str]) -> None:
+    assert "hunter2" not in str(refusal('tokens = [\n  "hunter2", ' + "hunter2".join(pieces)))
 
 
 @pytest.mark.parametrize("piece", ["://", "token!", "[1],", "[ ", '"",'])
@@ -136,14 +95,6 @@ def test_what_is_too_large_for_a_configuration_is_not_read(name: str, tmp_path: 
             file.truncate(100 << 20)
     with pytest.raises(ConfigFileError, match="more than 256 KiB"):
         read_toml(path)
-
-
-def test_a_long_line_is_cut_around_the_place() -> None:
-    with pytest.raises(ConfigFileError) as caught:
-        parse_toml(f"a = [{'1, ' * 200}x]", where="kvf.toml")
-    shown, caret = caught.value.fact.splitlines()[1:]
-    assert len(shown) < 90
-    assert shown[caret.index("^")] == "x"
 
 
 @given(st.text(alphabet="ab=\"'[]{}.,#\n\\1 _é\t", max_size=60))

@@ -208,7 +208,7 @@ def test_a_thread_that_waits_instead_goes_on_when_the_future_is_overdue(why: str
 def test_where_no_stream_can_wait_the_thread_does_and_that_is_said_once(
     why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    futures._tell_once.cache_clear()
+    futures._once.clear()
 
     def refuse(stream: object | None) -> Callable[[], None]:
         raise DeviceError("no such thing here")

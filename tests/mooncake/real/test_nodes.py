@@ -34,7 +34,7 @@ def helper_of(server: ServerProcess) -> int | None:
     with suppress(FileNotFoundError, ProcessLookupError):
         for task in (Path(f"/proc/{server.pid}/task")).iterdir():
             for child in (task / "children").read_text().split():
-                if b"tier_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"helper_tier" in Path(f"/proc/{child}/cmdline").read_bytes():
                     return int(child)
     return None
 
