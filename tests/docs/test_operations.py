@@ -134,7 +134,8 @@ def test_there_are_log_lines_and_not_everything_is_one() -> None:
 
 def test_every_error_code_is_one() -> None:
     for module in pkgutil.walk_packages(kvframework.__path__, "kvframework."):
-        importlib.import_module(module.name)
+        if module.name != "kvframework.testing":  # the kits' former name, which warns
+            importlib.import_module(module.name)
     codes = set(re.findall(r"\[((?:config|plugin|protocol|request|run|storage|device)\.[a-z_]+)\]", PAGE))
     assert len(codes) > 8
     assert codes <= KVFrameworkError._by_code.keys()
