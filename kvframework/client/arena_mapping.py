@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from itertools import groupby
-from typing import Protocol
 
 from kvframework.api.copying import address_of
 from kvframework.api.memory import SharedMapping, available_memory, map_shared
@@ -34,15 +33,11 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
-class Mapped(Protocol):
-    mapping: SharedMapping
-
-
 class _Gone(Exception):
     """The arena is mapped no more."""
 
 
-def map_ahead(arena: Mapped) -> None:
+def map_ahead(arena: MappedArena) -> None:
     """Begin to map the resident pages of `arena` in the background, before a copy needs them: the first write to a page
     costs a fault, which takes longer than the copy of the page. Never blocks; a failure leaves the rest to the copies.
 
@@ -59,7 +54,7 @@ def map_ahead(arena: Mapped) -> None:
         log.debug("the arena is not mapped ahead: %s", error)
 
 
-def _map_all(reference: weakref.ref[Mapped]) -> None:
+def _map_all(reference: weakref.ref[MappedArena]) -> None:
     try:
         begins, examined = list(range(0, _mapping(reference).nbytes, _STEP)), 0
         for pause in _PAUSES_S:
@@ -83,7 +78,7 @@ def _map_all(reference: weakref.ref[Mapped]) -> None:
         log.debug("no more of the arena is mapped ahead: %s", error)
 
 
-def _map_step(reference: weakref.ref[Mapped], begin: int) -> bool:
+def _map_step(reference: weakref.ref[MappedArena], begin: int) -> bool:
     """Map the resident pages of one step; return whether they were all. Only meanwhile the mapping is referred to.
     Raises `OSError`, also where the kernel does not know the advice."""
     with (
@@ -103,7 +98,7 @@ def _map_step(reference: weakref.ref[Mapped], begin: int) -> bool:
         return all(page & 1 for page in pages)
 
 
-def _mapping(reference: weakref.ref[Mapped]) -> SharedMapping:
+def _mapping(reference: weakref.ref[MappedArena]) -> SharedMapping:
     arena = reference()
     if arena is None:
         raise _Gone

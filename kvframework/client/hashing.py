@@ -163,13 +163,10 @@ class RequestHashes:
 
     `digests` are those of its first whole chunks, if another process has made them: with their extras. `trace` is the
     request's `traceparent` header: if it says that the request is sampled, the server's part gets spans. `retain` says
-    for how long its KV is of use (`kvframework.api.keys.retain_of`), with every lookup, store and load of it.
-
-    With `keep_tokens`, for a server that wants them (`KVClient.wants_tokens`), the tokens stay here, 4 bytes each, and
-    go along with stores and loads, so that routers learn of them. `lora_name` is the adapter's name to routers.
-
-    `grants` are what the last lookup has prepared for loads, in this process or another, see
-    `LookupResult.take_grants`.
+    for how long its KV is of use (`kvframework.api.keys.retain_of`). With `keep_tokens`, for a server that wants them
+    (`KVClient.wants_tokens`), the tokens stay here, 4 bytes each, and go along with stores and loads, so that routers
+    learn of them. `lora_name` is the adapter's name to routers. `grants` are what the last lookup has prepared for
+    loads, in this process or another, see `LookupResult.take_grants`.
     """
 
     def __init__(
@@ -211,20 +208,11 @@ class RequestHashes:
         """The number of tokens in whole chunks so far."""
         return self._hashed_chunks * self.chunk_tokens
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens so far."""
-        return self.hashed_tokens + len(self._rest)
-
     def extend(self, token_ids: Sequence[int], extras: Mapping[int, bytes] | None = None) -> None:
         """Append tokens. `extras` maps chunk indices of the request to bytes folded in there (LoRA, multimodal and
-        embedding digests).
-
-        An extra must be given before its chunk's last token, or with it; it is kept until then, and may be repeated,
-        also later and for chunks that another process has hashed. An error changes nothing: `RequestError` for an extra
-        that is too late, differs from the one its chunk already has, or belongs to no chunk; `OverflowError` for an id
-        that is no u32; any error of the hasher.
-        """
+        embedding digests): given before the chunk's last token, or with it, and perhaps again later. An error changes
+        nothing: `RequestError` for an extra that is too late, differs from the one its chunk already has, or belongs to
+        no chunk; `OverflowError` for an id that is no u32; any error of the hasher."""
         added = self._checked(extras or {})
         tokens = packed_behind(self._rest, token_ids)
         whole = len(tokens) // self.chunk_tokens * self.chunk_tokens
@@ -245,6 +233,25 @@ class RequestHashes:
                 available=f"a multiple of {self.chunk_tokens}, at most the {self.hashed_tokens} tokens that are hashed",
             )
         return bytes(self._digests[: end // self.chunk_tokens * DIGEST_BYTES])
+
+    def key(
+        self, model_name: str, namespace: bytes, start: int, end: int, world_size: int, worker_id: int | None = None
+    ) -> CacheKey:
+        """Return the cache key of tokens `[start, end)`, for all ranks or one. Raises `BadRange` as `digests` does."""
+        digests, salt = self.digests(end), self.cache_salt
+        return CacheKey(
+            model_name,
+            world_size,
+            worker_id,
+            namespace,
+            start,
+            end,
+            self.request_id,
+            digests=digests,
+            cache_salt=salt,
+            trace=self.trace,
+            retain=self.retain,
+        )
 
     def content(
         self, start: int, end: int, *, block_size: int = 0, hashes: bytes = b"", images: Sequence[Image] = ()

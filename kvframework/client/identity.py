@@ -61,12 +61,9 @@ def named_identity(
     settings: Mapping[str, object] | None = None,
 ) -> KvIdentity:
     """Return the identity of a model's KV for a user who has named the model and its weights, and promises that equal
-    names mean equal weights, adapters and the like included.
-
-    The engine's own knowledge is added: `config`, the model's configuration in the words of transformers (rope scaling
-    is in it), `dtype`, in which the engine computes, `quantization`, "" for none, and `settings` of the engine that
-    change KV, except those that are off (None, False, "", 0). Raises `RequestError` for an empty name.
-    """
+    names mean equal weights, adapters and the like included. The engine adds `config`, the model's configuration in the
+    words of transformers (rope scaling is in it), `dtype`, in which it computes, `quantization`, "" for none, and its
+    own `settings` that change KV, except those that are off. Raises `RequestError` for an empty name."""
     if not model or not weights:
         raise RequestError(
             f"the model is called {model!r} and its weights {weights!r}",
@@ -182,12 +179,12 @@ class FileDigest(NamedTuple):
 
 
 def digest_files(paths: Iterable[Path], memory: Path | None = None) -> dict[Path, FileDigest]:
-    """Return the digest of each file, in the order given; links are followed.
+    """Return the digest of each file, in the order given; links are followed. Blocks until every file that is not
+    remembered has been read whole (8 MiB of memory for each of up to 8 threads).
 
-    Blocks until every file that is not remembered has been read whole (8 MiB of memory for each of up to 8 threads).
-    Digests are remembered in the directory `memory`, for all processes of the user, and are valid only while path,
-    inode, size, mtime and ctime are unchanged. None: `$XDG_CACHE_HOME/kvframework`, by default `~/.cache/kvframework`;
-    nothing is remembered without a home. Raises `OSError` for a file that cannot be read, or is written all the time.
+    Digests are remembered in the directory `memory`, for all processes of the user, while path, inode, size, mtime and
+    ctime are unchanged. None: `$XDG_CACHE_HOME/kvframework`, by default `~/.cache/kvframework`; nothing is remembered
+    without a home. Raises `OSError` for a file that cannot be read, or is written all the time.
     """
     memory = memory or _users_memory()
     states = {path: FileState.of(path) for path in paths}
@@ -301,7 +298,6 @@ def changed_since(files: Sequence[Path], started: float) -> list[Path]:
 
 
 def _is_hubs(path: Path) -> bool:
-    """True for a link to one of the files that a hub's cache names by their content."""
     return path.is_symlink() and path.resolve().parent.name == "blobs"
 
 
@@ -361,11 +357,9 @@ class ModelFacts:
 
 def model_identity(kind: EngineKind, facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIdentity:
     """`model` and `weights` are the user's names for them; with both, the KV has the same name as in engines of other
-    kinds, see `named_identity`. Without `weights`, reads the weight files whole, once, see `digest_files`.
-
-    Raises `ConfigFieldError` if the weights or an adapter have no name: they are no local files, or change while they
-    are read, and `weights` is empty.
-    """
+    kinds, see `named_identity`. Without `weights`, reads the weight files whole, once, see `digest_files`. Raises
+    `ConfigFieldError` if the weights or an adapter have no name: they are no local files, or change while they are
+    read, and `weights` is empty."""
     settings = dict(facts.settings)
     if facts.draft is not None:
         draft = model_identity(kind, facts.draft, weights=weights)
@@ -374,15 +368,14 @@ def model_identity(kind: EngineKind, facts: ModelFacts, *, model: str = "", weig
         settings["adapters"] = {
             name: _content(kind, facts, files, f"adapter {name}") for name, files in facts.adapters.items()
         }
+    config, dtype, quantization = facts.config, facts.dtype, facts.quantization
     if model and weights:
-        return named_identity(
-            model, weights, config=facts.config, dtype=facts.dtype, quantization=facts.quantization, settings=settings
-        )
-    relevant = {key: value for key, value in facts.config.items() if key not in _NOT_IDENTITY}
-    text = json.dumps([relevant, {"dtype": facts.dtype, **settings}], sort_keys=True, default=str)
+        return named_identity(model, weights, config=config, dtype=dtype, quantization=quantization, settings=settings)
+    relevant = {key: value for key, value in config.items() if key not in _NOT_IDENTITY}
+    text = json.dumps([relevant, {"dtype": dtype, **settings}], sort_keys=True, default=str)
     shape = hashlib.blake2b(text.encode(), digest_size=8, person=kind.person).hexdigest()
     revision = f"{facts.revision}+{shape}+{weights or _weights(kind, facts)}"
-    return KvIdentity(model or facts.name, revision, facts.quantization, facts.dtype.removeprefix("torch."))
+    return KvIdentity(model or facts.name, revision, quantization, dtype.removeprefix("torch."))
 
 
 def _weights(kind: EngineKind, facts: ModelFacts) -> str:

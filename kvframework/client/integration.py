@@ -208,9 +208,9 @@ class Attachment(Generic[T]):
     """A registration with a server that may start later, refuse it, or fail: until it succeeds the engine goes on
     without the cache. For the engine's thread; `value` may be read in any.
 
-    `register` is called once `client` is connected, by one thread at a time, and its result is `value` from then on.
-    Whatever it raises is logged, once for each reason, behind `missing`; then it is called again: as soon as there is a
-    server, or after `RETRY_S` where there is one.
+    `register` is called once `client` is connected, by one thread at a time, and its result is `value`. Whatever it
+    raises is logged, once for each reason, behind `missing`; then it is called again: as soon as there is a server, or
+    after `RETRY_S` where there is one.
     """
 
     def __init__(self, client: KVClient, register: Callable[[], T], *, missing: str) -> None:

@@ -113,19 +113,7 @@ class SchedulerAdapter:
         last -= last % self.chunk_tokens
         if last <= start:
             return MISS
-        key = CacheKey(
-            model_name=self._model_name,
-            world_size=self._world_size,
-            worker_id=None,
-            namespace=self._namespace,
-            start=start,
-            end=last,
-            request_id=request.request_id,
-            digests=request.digests(last),
-            cache_salt=request.cache_salt,
-            trace=request.trace,
-            retain=request.retain,
-        )
+        key = request.key(self._model_name, self._namespace, start, last, self._world_size)
         client, held_s = self._client, self._held_s(wait_s)
         prefill_s = (last - start) / client.deadlines.lookup_tokens_per_s
         if speed is not None:
@@ -168,9 +156,9 @@ class SchedulerAdapter:
             result = self._wait(result, deadline, result.hit_tokens)
 
     def free(self, result: LookupResult) -> None:
-        """Free the pins of a lookup: after the workers have loaded, or when the request is abandoned. `result` is the
-        last answer, of `poll` or `wait` if it was pending. The next lookup or store tells the server, or a PING some
-        tenths of a second later. Loads whose grants were taken go on."""
+        """Free the pins of a lookup, of which `result` is the last answer: after the workers have loaded, or when the
+        request is abandoned. The next lookup or store tells the server, or a PING some tenths of a second later. Loads
+        whose grants were taken go on."""
         if result.ticket and self._client.has(ONE_WAY):
             self._client.free_soon(result.ticket, *(each.lease for each in result.take_grants()))
         elif result.ticket:

@@ -113,7 +113,6 @@ class ServerSession:
         self._maps_ahead = False
         self._on_up: list[Callable[[], None]] = []
         self._until_down: set[Future[Any]] = set()
-        self._lock = threading.Lock()
         self._finding_plugins = threading.Lock()
         self._connection = Connection(
             self.endpoint,
@@ -203,11 +202,10 @@ class ServerSession:
     def when_up(self, callback: Callable[[], None]) -> None:
         """Register a callback for every further handshake: it runs in the connection's supervisor thread, before other
         threads may make calls."""
-        with self._lock:
-            self._on_up.append(callback)
+        self._on_up.append(callback)
 
     def forget(self, callback: Callable[[], None]) -> None:
-        with self._lock, contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):
             self._on_up.remove(callback)
 
     def cancel_when_down(self, work: Future[Any]) -> None:
@@ -306,9 +304,7 @@ class ServerSession:
             if self._hasher is None:
                 self._hasher = self._load_hasher(reply)
             self._reply = reply
-            with self._lock:
-                callbacks = list(self._on_up)
-            for callback in callbacks:
+            for callback in list(self._on_up):
                 callback()
         except BaseException:
             # A remaining mapping would keep this session alive on the server.

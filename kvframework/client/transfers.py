@@ -261,8 +261,7 @@ class KVClient(ServerSession, EngineLink):
         )
 
     def _is_good(self, grant: LoadGrant, transfer: Transfer, arena: MappedArena) -> bool:
-        """Whether a grant is one for this transfer, of this session and registration, and lasts long enough for a
-        copy."""
+        """Whether a grant is for this transfer, of this session and registration, and lasts long enough for a copy."""
         return (
             grant.boot_id == self._connection.boot_id
             # Of that very server: before there is another one, this is no more.
@@ -334,10 +333,9 @@ class KVClient(ServerSession, EngineLink):
             self.send("ABORT", m.LeaseRef(lease))
 
     def _loaded(self, commit: m.Commit, arena: MappedArena | None, began: float, until: float) -> Future[LoadOutcome]:
-        """End a load whose pins were asked for at `began`, and last until that time, of the monotonic clock, if nothing
-        ends them sooner."""
-        # That would be the end of this session, an END_SESSION, or this COMMIT. Where it is known that they held, the
-        # answer is of no use.
+        """End a load whose pins were asked for at `began`, and last until that time, of the monotonic clock, if neither
+        the end of this session nor an END_SESSION ends them sooner."""
+        # Where it is known that they held, the answer is of no use.
         if self.has(ONE_WAY) and arena is not None and self._arena is arena:
             held = time.monotonic() < until and arena.is_served and self._connection.released_nothing_since(began)
             if held and self._connection.post("COMMIT_RETRIEVE", commit):
@@ -374,13 +372,15 @@ class KVClient(ServerSession, EngineLink):
         self, transfer: Transfer, *, event: bytes = b"", stream_hook: StreamHook | None = None
     ) -> Future[StoreOutcome]:
         return self._server_driven(
-            "STORE", transfer, 0, event, stream_hook, partial(_stored, transfer), transfer.failed
+            "STORE", transfer, 0, event, stream_hook, partial(_store_outcome, transfer), transfer.failed
         )
 
     def load(
         self, transfer: Transfer, skip_tokens: int, *, event: bytes = b"", stream_hook: StreamHook | None = None
     ) -> Future[LoadOutcome]:
-        return self._server_driven("RETRIEVE", transfer, skip_tokens, event, stream_hook, _loaded, LoadOutcome.failed)
+        return self._server_driven(
+            "RETRIEVE", transfer, skip_tokens, event, stream_hook, _load_outcome, LoadOutcome.failed
+        )
 
     def gather_block(self, registration: Registration, blocks: Sequence[int], event: bytes) -> list[bytes]:
         payload = m.GatherBlock(registration.instance_id, pack_block_ids([[block] for block in blocks]), event)
@@ -437,9 +437,9 @@ class KVClient(ServerSession, EngineLink):
         self._connection.cancel(sent).add_done_callback(answered)
 
 
-def _stored(transfer: Transfer, reply: m.TransferReply) -> StoreOutcome:
+def _store_outcome(transfer: Transfer, reply: m.TransferReply) -> StoreOutcome:
     return reply.outcome if reply.ok or not reply.outcome.ok else StoreOutcome(dropped=transfer.objects)
 
 
-def _loaded(reply: m.TransferReply) -> LoadOutcome:
+def _load_outcome(reply: m.TransferReply) -> LoadOutcome:
     return LoadOutcome(reply.ok, reply.reason)

@@ -49,9 +49,7 @@ log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
 
 O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
-# A load and the blocks it fills per layer group, so that a failed one can be named to the engine. Copies: engines use
-# their lists again. What a load does not touch may belong to other requests long since.
-RetrieveEntry = tuple[Future[LoadOutcome], Sequence[Sequence[int]]]
+Filled = Sequence[Sequence[int]]
 
 
 class WorkerAdapter:
@@ -91,9 +89,11 @@ class WorkerAdapter:
             part=part,
             model_dtype=model_dtype,
         )
-        # The transfers under way, a list per request id: chunked prefill submits several.
-        self._stores: dict[str, list[Future[StoreOutcome]]] = {}
-        self._loads: dict[str, list[RetrieveEntry]] = {}
+        # The transfers under way, a list per request id: chunked prefill submits several. With the blocks that a load
+        # fills per layer group, so that a failed one can be named to the engine: copies, since engines use their lists
+        # again. What a load does not touch may belong to other requests long since.
+        self._stores: dict[str, list[tuple[Future[StoreOutcome], Filled]]] = {}
+        self._loads: dict[str, list[tuple[Future[LoadOutcome], Filled]]] = {}
         self._client = client
         self._instance: Instance | None = None
         self._failed_blocks: list[set[int]] = []
@@ -133,20 +133,8 @@ class WorkerAdapter:
         """Return the cache key of this rank for tokens `[start, end)`, both multiples of the chunk."""
         return self._key(self._registered(), request, start, end)
 
-    def _key(self, registration: Registration, request: RequestHashes, start: int, end: int) -> CacheKey:
-        return CacheKey(
-            model_name=self.identity.model_name,
-            world_size=registration.world_size,
-            worker_id=registration.rank,
-            namespace=registration.namespace,
-            start=start,
-            end=end,
-            request_id=request.request_id,
-            digests=request.digests(end),
-            cache_salt=request.cache_salt,
-            trace=request.trace,
-            retain=request.retain,
-        )
+    def _key(self, of: Registration, request: RequestHashes, start: int, end: int) -> CacheKey:
+        return request.key(self.identity.model_name, of.namespace, start, end, of.world_size, of.rank)
 
     def submit_store(
         self,
@@ -166,10 +154,10 @@ class WorkerAdapter:
         if instance is None:
             objects = (end - start) // request.chunk_tokens * len(block_ids)
             dropped = StoreOutcome(dropped=objects, error=NotRegistered.code)
-            return self._keep_store(request, Future.resolved(dropped))
+            return _keep(self._stores, request, Future.resolved(dropped))
         transfer = self._transfer(instance, request, start, end, block_ids, kv_caches, event, storing=True)
         store = partial(instance.transfer.store, transfer)
-        return self._keep_store(request, self._started("stores", instance, transfer, store, transfer.failed))
+        return _keep(self._stores, request, self._started("stores", instance, transfer, store, transfer.failed))
 
     def submit_retrieve(
         self,
@@ -190,7 +178,7 @@ class WorkerAdapter:
         instance = self._instance
         if instance is None:
             failed = LoadOutcome.failed(self._not_registered())
-            return self._keep_load(request, Future.resolved(failed), [tuple(ids) for ids in block_ids])
+            return _keep(self._loads, request, Future.resolved(failed), [tuple(ids) for ids in block_ids])
         grant = request.grants.take(self.identity.instance_id, start, end)
         future: Future[LoadOutcome] | None = None
         try:
@@ -210,7 +198,8 @@ class WorkerAdapter:
             # Else it would keep the session, which has nothing for it any more, until this thread goes on with it.
             self._client.cancel_when_down(future)
         # Of shards all have the same blocks.
-        return self._keep_load(request, future, [each.ids[each.first :] for each in transfer.blocks[: len(block_ids)]])
+        filled = [each.ids[each.first :] for each in transfer.blocks[: len(block_ids)]]
+        return _keep(self._loads, request, future, filled)
 
     def batched_submit_store(
         self,
@@ -232,7 +221,7 @@ class WorkerAdapter:
                     raise
                 self._refused("stores", request, error)
                 dropped = StoreOutcome(dropped=1, error=error_code(error))  # how many objects it has is not known
-                futures.append(self._keep_store(request, Future.resolved(dropped)))
+                futures.append(_keep(self._stores, request, Future.resolved(dropped)))
         return futures
 
     def batched_submit_retrieve(
@@ -260,22 +249,21 @@ class WorkerAdapter:
                     raise
                 self._refused("loads", request, error)
                 failed = Future.resolved(LoadOutcome.failed(error))
-                futures.append(self._keep_load(request, failed, [tuple(ids) for ids in blocks]))
+                futures.append(_keep(self._loads, request, failed, [tuple(ids) for ids in blocks]))
         return futures
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Return the request ids whose stores, and those whose retrieves, have all ended since the last call: of those
-        submitted so far, so a request that submits more is named again. Never blocks.
-
-        `take_failed_blocks` has the failed loads.
-        """
-        stored = {rid for rid, futures in self._stores.items() if all(f.query() for f in futures)}
+        submitted so far, so a request that submits more is named again. `take_failed_blocks` has the failed loads.
+        Never blocks."""
+        stored = {rid for rid, entries in self._stores.items() if all(f.query() for f, _ in entries)}
         for request_id in stored:
             del self._stores[request_id]
         retrieved = {rid for rid, entries in self._loads.items() if all(f.query() for f, _ in entries)}
         for request_id in retrieved:
             for future, filled in self._loads.pop(request_id):
-                if not _succeeded(future):
+                outcome: object = future.result(0) if future.exception() is None else None
+                if not (isinstance(outcome, LoadOutcome) and outcome.ok):
                     self._failed_blocks += [set() for _ in filled[len(self._failed_blocks) :]]
                     for failed, ids in zip(self._failed_blocks, filled, strict=False):
                         failed.update(ids)
@@ -301,16 +289,6 @@ class WorkerAdapter:
 
     def _not_registered(self) -> NotRegistered:
         return NotRegistered(f"instance {self.identity.instance_id} is not registered", hint="register_kv_caches")
-
-    def _keep_store(self, request: RequestHashes, future: Future[StoreOutcome]) -> Future[StoreOutcome]:
-        self._stores.setdefault(request.request_id, []).append(future)
-        return future
-
-    def _keep_load(
-        self, request: RequestHashes, future: Future[LoadOutcome], filled: Sequence[Sequence[int]]
-    ) -> Future[LoadOutcome]:
-        self._loads.setdefault(request.request_id, []).append((future, filled))
-        return future
 
     def _refused(self, kind: LostKind, request: RequestHashes, error: Exception) -> None:
         log.warning("%s of request %r failed: %s", kind, request.request_id, error)
@@ -390,6 +368,13 @@ class WorkerAdapter:
             instance.recover()
 
 
+def _keep(
+    under_way: dict[str, list[tuple[Future[O], Filled]]], request: RequestHashes, future: Future[O], filled: Filled = ()
+) -> Future[O]:
+    under_way.setdefault(request.request_id, []).append((future, filled))
+    return future
+
+
 def _check_lengths(*lists: Sequence[object]) -> None:
     lengths = [len(each) for each in lists]
     if len({*lengths}) > 1:
@@ -403,8 +388,3 @@ def _code_of(future: Future[StoreOutcome] | Future[LoadOutcome]) -> str:
         return error_code(error)
     outcome: object = future.result(0)
     return outcome.error if isinstance(outcome, (StoreOutcome, LoadOutcome)) else "error"
-
-
-def _succeeded(future: Future[LoadOutcome]) -> bool:
-    outcome: object = future.result(0) if future.exception() is None else None
-    return isinstance(outcome, LoadOutcome) and outcome.ok

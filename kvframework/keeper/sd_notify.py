@@ -10,6 +10,7 @@ import mmap
 import os
 import socket
 import struct
+from collections import Counter
 from collections.abc import Collection, MutableMapping
 from typing import NamedTuple
 
@@ -33,13 +34,11 @@ class Note(NamedTuple):
 
 
 def is_name(text: str) -> bool:
-    """Whether a descriptor can have this name."""
     return 0 < len(text) <= _MAX_NAME and all(" " <= letter <= "~" and letter != ":" for letter in text)
 
 
 def store_note(name: str) -> bytes:
-    """The message with the descriptor to keep. Raises `ValueError` for a name that none can have."""
-    # Kept whatever poll(2) says of it.
+    """The message with the descriptor to keep, whatever poll(2) says of it. Raises `ValueError` for a bad name."""
     return f"FDSTORE=1\nFDNAME={_checked(name)}\nFDPOLL=0".encode("ascii")
 
 
@@ -75,9 +74,8 @@ def listened_names(environ: dict[str, str], pid: int) -> list[str]:
 
 def listen_variables(names: list[str], pid: int) -> dict[str, str]:
     """The variables of a process that has descriptors of these names; none without descriptors."""
-    if not names:
-        return {}
-    return {PID_VARIABLE: str(pid), COUNT_VARIABLE: str(len(names)), NAMES_VARIABLE: ":".join(names)}
+    found = {PID_VARIABLE: str(pid), COUNT_VARIABLE: str(len(names)), NAMES_VARIABLE: ":".join(names)}
+    return found if names else {}
 
 
 def _checked(name: str) -> str:
@@ -130,10 +128,7 @@ class Keeper:
         """Return what the keeper has had of `names`; the caller owns the descriptors. Any other, and all of a name that
         came more than once, are closed, and the keeper is asked to remove them. Once: empty from the second time on."""
         found, self._found = self._found, []
-        counts: dict[str, int] = {}
-        for name, _ in found:
-            counts[name] = counts.get(name, 0) + 1
-        kept = {}
+        counts, kept = Counter(name for name, _ in found), {}
         for name, fd in found:
             if name in names and counts[name] == 1:
                 kept[name] = fd
@@ -152,8 +147,8 @@ class Keeper:
         self._socket.sendmsg([store_note(name)], [rights], 0, self._address)
 
     def remove(self, name: str) -> None:
-        """Have the keeper close what it has under the name. The keeper's share of the memory is free some time later:
-        to have it free at once, free the pages of the file. Raises as `store` does."""
+        """Have the keeper close what it has under the name: its share of the memory is free some time later. Raises as
+        `store` does."""
         self._send(remove_note(name))
 
     def ready(self) -> None:
@@ -166,9 +161,8 @@ class Keeper:
 
     def close(self) -> None:
         """Close the socket, and what `kept` has not returned. Idempotent."""
-        found, self._found = self._found, []
-        for _, fd in found:
-            os.close(fd)
+        while self._found:
+            os.close(self._found.pop()[1])
         self._socket.close()
 
     def _send(self, note: bytes) -> None:

@@ -52,8 +52,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Lines:
-    """Writes lines in the form of the server's log, "human" or "json". A reader that does not read loses them: it never
-    holds this process up."""
+    """Writes lines in the form of the server's log, "human" or "json". A reader that does not read loses them."""
 
     def __init__(self, form: str) -> None:
         self._json = form == "json"
@@ -84,58 +83,6 @@ class Lines:
                 os.write(self._fd, f"{line}\n".encode("utf-8", "backslashreplace"))
 
 
-class FdStore:
-    """At most `MAX_KEPT` descriptors, owned by this object, one for each name. Closing the last descriptor of a file
-    blocks until its memory is free."""
-
-    def __init__(self) -> None:
-        self._by_name: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    def items(self) -> list[tuple[str, int]]:
-        """The names and the descriptors, which stay owned here, the oldest name first."""
-        return list(self._by_name.items())
-
-    def put(self, name: str, fd: int) -> bool:
-        """Keep `fd`, which is owned here from now on, in place of one of the same name. False, and closed, beyond
-        `MAX_KEPT` names."""
-        if name not in self._by_name and len(self._by_name) >= MAX_KEPT:
-            os.close(fd)
-            return False
-        self.remove(name)
-        self._by_name[name] = fd
-        return True
-
-    def remove(self, name: str) -> bool:
-        """Close the descriptor of this name; False if there is none."""
-        fd = self._by_name.pop(name, None)
-        if fd is not None:
-            os.close(fd)
-        return fd is not None
-
-    def free(self) -> int | None:
-        """Free the memory of all files, also for those that map them, and return its bytes; None, and none is free,
-        while another process uses it."""
-        before = self.nbytes
-        return before - self.nbytes if free_unused(self._by_name.values()) else None
-
-    def clear(self) -> None:
-        for name in list(self._by_name):
-            self.remove(name)
-
-    @property
-    def nbytes(self) -> int:
-        """The memory of all files."""
-        return sum(os.fstat(fd).st_blocks * 512 for fd in self._by_name.values())
-
-    def report(self) -> list[dict[str, object]]:
-        """Each name, the size of its file, and the bytes of memory that it has."""
-        found = {name: os.fstat(fd) for name, fd in self._by_name.items()}
-        return [{"name": name, "size": of.st_size, "bytes": of.st_blocks * 512} for name, of in found.items()]
-
-
 class Server(Life):
     """A child. `takeover`: it has yet to get ready beside, or after, another."""
 
@@ -149,9 +96,7 @@ class Server(Life):
         os.kill(self.pid, number)
 
 
-def start_server(
-    command: Sequence[str], environ: Mapping[str, str], kept: Sequence[tuple[str, int]], notify_path: str
-) -> int:
+def start_server(command: Sequence[str], environ: Mapping[str, str], kept: Mapping[str, int], notify_path: str) -> int:
     """Start `command` with duplicates of the kept descriptors, and return its process id. It has a session of its own,
     so that a terminal's Ctrl-C reaches it through its keeper alone. Only for a process with one thread. Raises
     `OSError`."""
@@ -166,33 +111,25 @@ def start_server(
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _become(
-    command: Sequence[str], environ: Mapping[str, str], kept: Sequence[tuple[str, int]], notify_path: str
-) -> NoReturn:
+def _become(command: Sequence[str], environ: Mapping[str, str], kept: Mapping[str, int], notify_path: str) -> NoReturn:
     """In the child: run the command. Nothing that it raises may reach the code of the parent."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()
-        names = [name for name, _ in kept]
         # First beyond the numbers that they get, so that none replaces another.
-        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD + len(kept)) for _, fd in kept]
+        moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD + len(kept)) for fd in kept.values()]
         for place, fd in enumerate(moved, FIRST_FD):
             os.dup2(fd, place, inheritable=True)
         inherited = {name: value for name, value in environ.items() if name not in LISTEN_VARIABLES}
-        own = {NOTIFY_VARIABLE: notify_path, **listen_variables(names, os.getpid())}
+        own = {NOTIFY_VARIABLE: notify_path, **listen_variables([*kept], os.getpid())}
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         os.execve(command[0], [*command], inherited | own)  # noqa: S606
     except BaseException as error:  # noqa: BLE001
         with contextlib.suppress(OSError):
             os.write(2, f"{command[0]}: {error}\n".encode(errors="replace"))
     os._exit(EXIT_NOT_STARTED)
-
-
-def exit_status(status: int) -> int:
-    """The exit status that passes this wait status on, as a shell does."""
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def memory_kills(membership: str = "/proc/self/cgroup", groups: str = "/sys/fs/cgroup") -> int | None:
@@ -223,17 +160,15 @@ class FdStoreSupervisor:
     """
 
     def __init__(self, command: Sequence[str], base: str, lines: Lines) -> None:
-        self._command = command
-        self._base = base
-        self._log = lines
-        self._store = FdStore()
+        self._command, self._base, self._log = command, base, lines
+        # The descriptors that are kept, the oldest name first.
+        self._kept: dict[str, int] = {}
         self._servers: dict[int, Server] = {}
         self._main: Server | None = None
         self._backoff = Backoff()
-        self._start_at = math.inf
-        self._starts = 0
+        self._start_at = -math.inf
+        self._starts = self._strangers = 0
         self._last_end = ""
-        self._strangers = 0
         self._memory_kills = memory_kills()
         self._stopping = False
         self._has_terminal = os.isatty(_STDERR)
@@ -245,12 +180,11 @@ class FdStoreSupervisor:
         """Run until a signal has ended the server, and return the exit status for this process. In the main thread.
         Raises `AlreadyHeldError`, and `OSError` for sockets that cannot be made."""
         with ExitStack() as stack:
-            stack.callback(self._store.clear)
+            stack.callback(self._forget_all)
             stack.enter_context(locked(self._base))
             self._socket = KeeperSocket(self._base + CONTROL_SUFFIX)
             stack.callback(self._socket.close)
             self._signals = stack.enter_context(heard_signals((*_ENDING, *_PASSED_ON, signal.SIGCHLD)))
-            self._start_at = -math.inf
             while self._status is None:
                 self._time(time.monotonic())
                 self._wait(time.monotonic())
@@ -278,17 +212,15 @@ class FdStoreSupervisor:
                 server.send(signal.SIGKILL)
 
     def _start(self, now: float, *further: str) -> Server | None:
-        kept = self._store.items()
         try:
-            pid = start_server([*self._command, *further], os.environ, kept, self._base + CONTROL_SUFFIX)
+            pid = start_server([*self._command, *further], os.environ, self._kept, self._base + CONTROL_SUFFIX)
         except OSError as error:
             self._log.error(f"no server can be started: {error.strerror}")
             if not further:
                 self._start_at = now + self._backoff.delay(now)
             return None
         self._starts += 1
-        names = ", ".join(name for name, _ in kept) or "nothing"
-        self._log.info(f"server is process {pid}, start {self._starts}; kept: {names}")
+        self._log.info(f"server is process {pid}, start {self._starts}; kept: {', '.join(self._kept) or 'nothing'}")
         server = self._servers[pid] = Server(pid, now, takeover=bool(further))
         return server
 
@@ -309,11 +241,12 @@ class FdStoreSupervisor:
         pid, note, fd = received.pid, parse_note(received.payload), received.fd
         server = self._servers.get(pid)
         if server is not None and note.store and note.name and fd is not None:
-            if self._store.put(note.name, fd):
+            if note.name in self._kept or len(self._kept) < MAX_KEPT:
+                self._forget(note.name)
+                self._kept[note.name] = fd
                 self._log.info(f"keeps {note.name} of process {pid}")
-            else:
-                self._log.error(f"does not keep {note.name} of process {pid}: there are {len(self._store)} others")
-            return
+                return
+            self._log.error(f"does not keep {note.name} of process {pid}: there are {len(self._kept)} others")
         if fd is not None:
             os.close(fd)
         if server is None:
@@ -322,10 +255,21 @@ class FdStoreSupervisor:
                 text = f"ignored process {pid} of uid {received.uid}: {self._strangers} such messages in all"
                 self._log.write("warning", text)
             return
-        if note.remove and note.name and self._store.remove(note.name):
+        if note.remove and self._forget(note.name):
             self._log.info(f"keeps {note.name} no longer")
         if note.ready and server.ready_at is None:
             self._is_ready(server)
+
+    def _forget(self, name: str) -> bool:
+        """Close what is kept under a name, which blocks until its memory is free; False if nothing is."""
+        fd = self._kept.pop(name, None)
+        if fd is not None:
+            os.close(fd)
+        return fd is not None
+
+    def _forget_all(self) -> None:
+        for name in list(self._kept):
+            self._forget(name)
 
     def _is_ready(self, server: Server) -> None:
         now = time.monotonic()
@@ -334,7 +278,7 @@ class FdStoreSupervisor:
         self._log.info(f"server, process {server.pid}, is ready after {now - server.started:.2f} s")
         if took_over:
             if self._main is not None and self._main is not server:
-                self._end(self._main, now)
+                self._end(self._main)
             self._main = server
             self._finish("reload", True, f"process {server.pid} has taken over")
 
@@ -354,20 +298,18 @@ class FdStoreSupervisor:
                 self._main.send(number)
 
     def _stop(self, number: signal.Signals) -> None:
-        now = time.monotonic()
         self._log.info(f"{number.name}: the server ends, and what is kept with it")
         self._stopping, self._start_at = True, math.inf
         if self._pending is not None:
             self._finish(self._pending[0], False, "the keeper ends")
         for server in self._servers.values():
-            server.stop(now, STOP_S)
-            server.send(number)
+            self._end(server, number)
         if not self._servers:
             self._status = 0
 
-    def _end(self, server: Server, now: float) -> None:
-        server.stop(now, STOP_S)
-        server.send(signal.SIGTERM)
+    def _end(self, server: Server, number: int = signal.SIGTERM) -> None:
+        server.stop(time.monotonic(), STOP_S)
+        server.send(number)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -377,11 +319,12 @@ class FdStoreSupervisor:
                 self._hear(1 << 16)
                 pid, status = os.waitpid(ended.si_pid, 0)
                 if pid in self._servers:
-                    self._ended(self._servers.pop(pid), status)
+                    self._ended(self._servers.pop(pid), os.waitstatus_to_exitcode(status))
 
-    def _ended(self, server: Server, status: int) -> None:
-        now = time.monotonic()
-        how = f"server, process {server.pid}, ended {how_ended(os.waitstatus_to_exitcode(status))}{self._why(status)}"
+    def _ended(self, server: Server, code: int) -> None:
+        how = f"server, process {server.pid}, ended {how_ended(code)}{self._why(code)}"
+        # As a shell passes it on.
+        status = code if code >= 0 else 128 - code
         if server is self._main:
             self._last_end = how
             successor = next((each for each in self._servers.values() if each.takeover), None)
@@ -391,7 +334,7 @@ class FdStoreSupervisor:
                     successor.kill_at = math.inf
                 self._log.info(f"{how}; process {successor.pid} takes over")
                 return
-            self._after_end(server, status, now, how)
+            self._after_end(server, status, how)
         else:
             beside = server.takeover and self._main is not None
             self._log.info(f"{how}{' before it was ready: the old one stays' if beside else ''}")
@@ -399,9 +342,10 @@ class FdStoreSupervisor:
                 text = f"{how} before it was ready: the old one stays; the log of the keeper says why"
                 self._finish("reload", False, text)
         if self._stopping and not self._servers:
-            self._status = exit_status(status)
+            self._status = status
 
-    def _after_end(self, server: Server, status: int, now: float, how: str) -> None:
+    def _after_end(self, server: Server, status: int, how: str) -> None:
+        now = time.monotonic()
         if server.takeover:
             self._finish("reload", False, f"{how} before it was ready, and the old one has ended: it starts again")
         if self._stopping:
@@ -410,7 +354,7 @@ class FdStoreSupervisor:
             self._log.info(how)
             self._drop()
             self._start_at = now
-        elif exit_status(status) == EXIT_REFUSED and not len(self._store):
+        elif status == EXIT_REFUSED and not self._kept:
             self._log.error(f"{how}: a restart does not help, and nothing is kept")
             self._status = EXIT_REFUSED
         else:
@@ -421,13 +365,12 @@ class FdStoreSupervisor:
                 self._start_at = now + self._backoff.delay(now)
             self._log.error(f"{how}; the next start is in {max(self._start_at - now, 0):.1f} s")
 
-    def _why(self, status: int) -> str:
-        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
+    def _why(self, code: int) -> str:
+        if code != -signal.SIGKILL:
             return ""
         before, self._memory_kills = self._memory_kills, memory_kills()
-        if before is None or self._memory_kills is None or self._memory_kills <= before:
-            return ""
-        return ": the kernel killed it for lack of memory"
+        more = before is not None and self._memory_kills is not None and self._memory_kills > before
+        return ": the kernel killed it for lack of memory" if more else ""
 
     def _refused(self, caller: int, request: dict[str, Any]) -> str | None:
         """Return why a request is refused. Without a reason it has its reply, or gets it later from `_finish`."""
@@ -456,19 +399,24 @@ class FdStoreSupervisor:
             self._drop()
         elif asked == "drop" and server is not None:
             self._log.info(f"--drop: the server, process {server.pid}, ends and starts cold")
-            self._end(server, time.monotonic())
+            self._end(server)
         return None
 
     def _drop(self) -> None:
-        names = ", ".join(name for name, _ in self._store.items()) or "nothing"
-        freed = self._store.free()
-        self._store.clear()
-        if freed is None:
-            text = f"keeps {names} no longer, which another process uses: the memory is free when that ends"
-        else:
+        names, nbytes = ", ".join(self._kept) or "nothing", sum(row["bytes"] for row in self._rows())
+        text = f"keeps {names} no longer, which another process uses: the memory is free when that ends"
+        freed = 0
+        if free_unused(self._kept.values()):
+            freed = nbytes - sum(row["bytes"] for row in self._rows())
             text = f"freed {names}, {freed} bytes"
+        self._forget_all()
         self._log.info(f"--drop: {text}")
-        self._finish("drop", True, text, freed=freed or 0)
+        self._finish("drop", True, text, freed=freed)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Each kept name, the size of its file, and the bytes of memory that it has."""
+        found = {name: os.fstat(fd) for name, fd in self._kept.items()}
+        return [{"name": name, "size": of.st_size, "bytes": of.st_blocks * 512} for name, of in found.items()]
 
     def _finish(self, what: str, done: bool, text: str, **facts: object) -> None:
         """Reply to the caller of a `what` that is under way, if one is."""
@@ -477,16 +425,16 @@ class FdStoreSupervisor:
             self._pending = None
 
     def _report(self) -> dict[str, object]:
-        now, server = time.monotonic(), self._main
+        now, server = time.monotonic(), None
+        if (main := self._main) is not None:
+            server = {"pid": main.pid, "since_s": now - main.started, "ready": main.ready_at is not None}
         return {
             "pid": os.getpid(),
-            "server": None
-            if server is None
-            else {"pid": server.pid, "since_s": now - server.started, "ready": server.ready_at is not None},
+            "server": server,
             "starts": self._starts,
             "last_end": self._last_end,
             "next_start_s": None if self._start_at == math.inf else max(self._start_at - now, 0.0),
-            "held": self._store.report(),
+            "held": self._rows(),
             "strangers": self._strangers,
         }
 

@@ -122,18 +122,15 @@ class SupervisedChild:
     base class: the methods from `wanted` to `ended` are called in that thread, and all but `spawn` have a default.
 
     `title` names the process in log lines. It is killed if `ready` is not called within `ready_s` seconds of its start,
-    or if it has not ended `stop_s` seconds after `stop`. `pid`, `starts`, `last_error` and `stopping` may be read
-    in any thread.
+    or if it has not ended `stop_s` seconds after `stop`. Public attributes may be read in any thread.
     """
 
     def __init__(self, title: str, *, thread: str, ready_s: float = math.inf, stop_s: float = STOP_S) -> None:
         self.title = title
         self.pid: int | None = None
-        self.starts = 0
-        self.last_error = ""
+        self.starts, self.last_error, self.stopping = 0, "", False
         self._stop_s, self._ready_s = stop_s, ready_s
         self._machine = Supervision(ready_s)
-        self.stopping = False
         self._why = ""
         self._held = False  # whether `hang_up` is still to be called
         self._popen: subprocess.Popen[bytes] | None = None
@@ -175,7 +172,6 @@ class SupervisedChild:
     # of any thread
 
     def start(self) -> None:
-        """Begin to supervise. Once."""
         self._thread.start()
 
     def wake(self) -> None:
@@ -188,8 +184,7 @@ class SupervisedChild:
         self.wake()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait, after `stop`, for the end of the process; False if it has not ended by then: then the kernel holds
-        it."""
+        """Wait, after `stop`, for the end of the process; False if the kernel holds it for longer."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()

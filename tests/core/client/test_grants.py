@@ -15,77 +15,22 @@ import msgspec
 import pytest
 
 from kvframework.api.layout import KVLayout, LayerGroup
-from kvframework.api.transport import LoadGrant, LoadPlan, Transfer
-from kvframework.client import KVClient, LookupResult, RequestHashes, SchedulerAdapter, WorkerAdapter
+from kvframework.api.transport import LoadPlan
+from kvframework.client import LookupResult, RequestHashes, WorkerAdapter
 from kvframework.client.hashing import content_name
 from kvframework.client.transfers import PIECES_S, SPARE_S
 from kvframework.errors import BadBlockIds, BadLayout, BadRange, DeadlineExceeded
 from kvframework.service.engine_driven import MAX_OF_ASKER
-from kvframework.storage.l1.leases import MAX_PINS_PER_OWNER
 from kvframework.wire import messages as m
 from kvframework.wire.transfer_blocks import unpack_offsets
+from tests.core.client.load_engine import TOKENS, Engine
 from tests.support.lazy import torch
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for, register_tiny
 
-TOKENS = list(range(512))
 BLOCKS = list(range(32))
 AXES = ["plane", "block", "token", "head", "dim"]
-
-
-class Engine:
-    """A scheduler and a worker, each with a client of its own; 512 tokens are stored. `asked` has what the worker asks
-    the server from `load` on."""
-
-    def __init__(self, server: ServerProcess, clients: list[KVClient], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.server, self.client, self.worker = server, clients[0], clients[-1]
-        instance = register_tiny(self.worker, 7, "tiny")
-        registered = m.Registered(instance.namespace, instance.registration.desc)
-        self.scheduler = SchedulerAdapter(
-            self.client, model_name="tiny", namespace=instance.namespace, chunk_tokens=256, instances=(7, 8)
-        )
-        assert self.client.wait_up(5)
-        self.request = RequestHashes(self.client.hasher, 256, request_id="r")
-        self.request.extend(TOKENS)
-        self.key = key_for(registered, TOKENS)
-        self._transfer = instance.transfer
-        with self.worker.prepare_store(self.transfer()).result() as plan:
-            for place in plan.ranges:
-                plan.arena[place.offset : place.offset + place.length] = b"k" * place.length
-            assert plan.commit().result().stored == 2
-        self.asked: list[str] = []
-        for name in ("begin", "post"):
-            monkeypatch.setattr(self.worker._connection, name, self._counted(name))
-
-    def _counted(self, method: str) -> Any:
-        call = getattr(self.worker._connection, method)
-
-        def counted(name: str, *arguments: Any, **options: Any) -> Any:
-            self.asked.append(f"{name} unanswered" if method == "post" else name)
-            return call(name, *arguments, **options)
-
-        return counted
-
-    def transfer(self, grant: LoadGrant | None = None, end: int = 512, *, in_pieces: bool = False) -> Transfer:
-        key = msgspec.structs.replace(self.key, end=end, tokens=b"", digests=self.request.digests(end))
-        transfer: Transfer = self._transfer(key)
-        return Transfer(key, transfer.registration, {}, (), transfer.blocks, grant=grant, in_pieces=in_pieces)
-
-    def look_up(self) -> LookupResult:
-        found = self.scheduler.lookup(self.request)
-        assert found.hit_tokens == 512
-        return found
-
-    def load(self, grant: LoadGrant | None, end: int = 512, *, in_pieces: bool = False) -> LoadPlan:
-        self.asked.clear()
-        return self.worker.prepare_load(self.transfer(grant, end, in_pieces=in_pieces)).result()
-
-    def pins(self) -> int:
-        return int(self.server.status()["l1"]["pins"])
-
-    def settle(self, pins: int) -> None:
-        wait_until(lambda: self.pins() == pins, what=f"{pins} pins")
 
 
 @pytest.fixture
@@ -213,9 +158,10 @@ def test_a_load_beside_the_end_of_its_session_asks(engine: Engine) -> None:
     assert engine.asked == ["COMMIT_RETRIEVE"]
 
 
+@pytest.mark.parametrize("granted", [False, True], ids=["asked for", "granted"])
 @pytest.mark.parametrize("again", [False, True], ids=["and is gone", "and another one serves"])
-def test_a_granted_load_that_outlives_its_server_is_no_hit(engine: Engine, again: bool) -> None:
-    plan = engine.load(*engine.look_up().take_grants())
+def test_a_load_that_outlives_its_server_is_no_hit(engine: Engine, again: bool, granted: bool) -> None:
+    plan = engine.load(*(engine.look_up().take_grants() if granted else (None,)))
     engine.server.kill9()
     if again:
         engine.server.start()
@@ -480,7 +426,3 @@ def test_no_load_has_begun_before_its_grant(server: ServerProcess) -> None:
         began = [each.monotonic - each.seconds for each in records if each.request in ("LOOKUP", "RETRIEVE")]
         assert began == sorted(began)
         assert len(began) == 4
-
-
-def test_grants_leave_pins_for_other_transfers() -> None:
-    assert MAX_OF_ASKER * m.MAX_GRANTED <= MAX_PINS_PER_OWNER // 2

@@ -9,50 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvframework.api.transport import LoadPlan, Transfer
-from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.wire import messages as m
 from kvframework.wire.frames import NO_ANSWER, join
 from kvframework.wire.protocol import ONE_WAY, ONE_WAY_REQUESTS, REQUESTS
+from tests.core.client.load_engine import TOKENS, Engine
 from tests.support.server_process import ServerProcess
-from tests.support.waiting import wait_until
-from tests.support.wire_client import WireClient, key_for, register_tiny
-
-TOKENS = list(range(512))
-
-
-class Engine:
-    """An engine of 512 stored tokens, that counts what it asks the server while `sent` is watched."""
-
-    def __init__(self, server: ServerProcess, client: KVClient, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.server, self.client = server, client
-        instance = register_tiny(client, 1)
-        registered = m.Registered(instance.namespace, instance.registration.desc)
-        self.scheduler = SchedulerAdapter(client, model_name="tiny", namespace=instance.namespace)
-        self.request = RequestHashes(client.hasher, client.chunk_size, request_id="r")
-        self.request.extend(TOKENS)
-        self.transfer: Transfer = instance.transfer(key_for(registered, TOKENS))
-        with client.prepare_store(self.transfer).result() as plan:
-            for place in plan.ranges:
-                plan.arena[place.offset : place.offset + place.length] = b"k" * place.length
-            assert plan.commit().result().stored == 2
-        self.asked: list[str] = []
-        begin = client._connection.begin
-
-        def counted(name: str, payload: Any, **options: Any) -> Any:
-            self.asked.append(name)
-            return begin(name, payload, **options)
-
-        monkeypatch.setattr(client._connection, "begin", counted)
-
-    def load(self) -> LoadPlan:
-        plan = self.client.prepare_load(self.transfer).result()
-        assert plan.hit
-        self.asked.clear()
-        return plan
-
-    def pins(self) -> int:
-        return int(self.server.status()["l1"]["pins"])
+from tests.support.wire_client import WireClient, key_for
 
 
 @pytest.fixture
@@ -64,30 +26,30 @@ def server() -> Iterator[ServerProcess]:
 @pytest.fixture
 def engine(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     with server.engine_client() as client:
-        yield Engine(server, client, monkeypatch)
+        yield Engine(server, [client], monkeypatch, instances=())
 
 
 def test_a_load_whose_pins_held_for_sure_ends_without_a_question(engine: Engine) -> None:
-    plan = engine.load()
+    plan = engine.load(None)
     assert engine.pins() == 2
     assert plan.commit().result().ok
-    assert engine.asked == []
-    wait_until(lambda: engine.pins() == 0, what="the end of the load")
+    assert engine.asked == ["PREPARE_RETRIEVE", "COMMIT_RETRIEVE unanswered"]
+    engine.settle(0)
     recent = engine.client.request("RECENT", m.Recent(), m.RecentReply).records
     assert [(each.request, each.outcome) for each in recent] == [("STORE", "stored"), ("RETRIEVE", "hit")]
 
 
 def test_a_load_that_took_longer_than_its_lease_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     with ServerProcess("server.retrieve_lease_s=0.1") as server, server.engine_client() as client:
-        engine = Engine(server, client, monkeypatch)
-        plan = engine.load()
-        wait_until(lambda: engine.pins() == 0, what="the end of the lease")
+        engine = Engine(server, [client], monkeypatch, instances=())
+        plan = engine.load(None)
+        engine.settle(0)
         assert not plan.commit().result().ok
-        assert engine.asked == ["COMMIT_RETRIEVE"]
+        assert engine.asked[1:] == ["COMMIT_RETRIEVE"]
 
 
 def test_a_load_beside_the_end_of_its_request_asks(engine: Engine) -> None:
-    plan = engine.load()
+    plan = engine.load(None)
     engine.scheduler.end_request("r")
     assert engine.pins() == 0
     engine.asked.clear()
@@ -95,35 +57,26 @@ def test_a_load_beside_the_end_of_its_request_asks(engine: Engine) -> None:
     assert engine.asked == ["COMMIT_RETRIEVE"]
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["and is gone", "and another one serves"])
-def test_a_load_that_outlives_its_server_is_no_hit(engine: Engine, again: bool) -> None:
-    plan = engine.load()
-    engine.server.kill9()
-    if again:
-        engine.server.start()
-    assert not plan.commit().result().ok
-
-
 def test_a_load_from_a_stopped_server_is_a_hit(engine: Engine) -> None:
     # Nothing can take the place of what it has pinned.
-    plan = engine.load()
+    plan = engine.load(None)
     engine.server.sigstop()
     try:
         assert plan.commit().result().ok
     finally:
         engine.server.sigcont()
-    wait_until(lambda: engine.pins() == 0, what="the end of the load")
+    engine.settle(0)
 
 
 def test_an_older_server_is_asked_as_ever(engine: Engine) -> None:
     assert engine.client.has(ONE_WAY)
     engine.client._reply = msgspec.structs.replace(engine.client.hello, features=())
-    plan = engine.load()
+    plan = engine.load(None)
     assert plan.commit().result().ok
     found = engine.scheduler.lookup(engine.request)
     assert found.hit_tokens == 512
     engine.scheduler.free(found)
-    assert engine.asked == ["COMMIT_RETRIEVE", "FREE_LOOKUP_LOCKS"]
+    assert engine.asked == ["PREPARE_RETRIEVE", "COMMIT_RETRIEVE", "FREE_LOOKUP_LOCKS"]
     assert engine.pins() == 0
 
 
@@ -135,7 +88,7 @@ def test_tickets_end_with_the_next_lookup_or_a_little_later(engine: Engine) -> N
     with pytest.raises(Exception, match="no ticket"):
         engine.client.request("FREE_LOOKUP_LOCKS", m.TicketRef(first.ticket), m.Freed)
     engine.scheduler.free(second)
-    wait_until(lambda: engine.pins() == 0, what="the next PING")
+    engine.settle(0)
     assert engine.asked == []
 
 
@@ -147,14 +100,14 @@ def test_tickets_of_a_lookup_that_failed_are_freed_later(engine: Engine, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(type(engine.client), "usable", property(lambda _: False))
         assert engine.scheduler.lookup(engine.request).hit_tokens == 0
-    wait_until(lambda: engine.pins() == 0, what="the next PING")
+    engine.settle(0)
 
 
 def test_what_is_aborted_can_be_stored_at_once(engine: Engine) -> None:
     engine.client.request("CLEAR", m.Clear(), m.Cleared)
     for _ in range(120):
-        engine.client.prepare_store(engine.transfer).result().abort()
-        again = engine.client.prepare_store(engine.transfer).result()
+        engine.client.prepare_store(engine.transfer()).result().abort()
+        again = engine.client.prepare_store(engine.transfer()).result()
         assert (len(again.ranges), again.outcome.in_flight) == (2, 0), "the ABORT came after the next PREPARE_STORE"
         again.abort()
 
@@ -163,9 +116,7 @@ def test_what_is_posted_comes_after_what_was_submitted(engine: Engine) -> None:
     connection = engine.client._connection
     for _ in range(120):
         engine.client.request("CLEAR", m.Clear(), m.Cleared)
-        told = engine.client.request(
-            "PREPARE_STORE", m.Prepare(engine.transfer.key, engine.transfer.registration.instance_id), m.StorePlan
-        )
+        told = engine.client.request("PREPARE_STORE", m.Prepare(engine.key, 7), m.StorePlan)
         committed = connection.begin("COMMIT_STORE", m.Commit(told.lease), timeout=60)
         assert connection.post("ABORT", m.LeaseRef(told.lease))
         reply = committed.result(60).payload
@@ -180,7 +131,7 @@ def test_what_was_freed_makes_room_for_the_next_store(engine: Engine) -> None:
         engine.scheduler.free(found)
         cleared = engine.client.request("CLEAR", m.Clear(), m.Cleared)
         assert cleared.in_use == 0, "the tickets were freed after the CLEAR"
-        with engine.client.prepare_store(engine.transfer).result() as plan:
+        with engine.client.prepare_store(engine.transfer()).result() as plan:
             assert plan.commit().result().stored == 2
 
 

@@ -73,46 +73,6 @@ def test_what_becomes_resident_later_is_mapped_later(file: int, monkeypatch: pyt
     assert mapped_bytes(file) == SIZE == arena.view.nbytes
 
 
-def test_a_write_to_a_page_that_is_mapped_takes_no_fault(file: int) -> None:
-    os.pwrite(file, bytes(SIZE), 0)
-    arena = MappedArena(os.dup(file), None)
-    arena.map_ahead()
-    ended()
-    table = Path("/proc/self/status").read_text
-    before, mapped = re.findall(r"VmPTE:\s+(\d+)", table()), mapped_bytes(file)
-    arena.view[:] = bytes(SIZE)
-    assert (re.findall(r"VmPTE:\s+(\d+)", table()), mapped_bytes(file)) == (before, mapped)
-
-
-def test_it_is_begun_once(file: int) -> None:
-    os.pwrite(file, bytes(SIZE), 0)
-    arena, begun = MappedArena(os.dup(file), None), []
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("kvframework.client.arena_mapping.map_ahead", begun.append)
-        arena.map_ahead()
-        arena.map_ahead()
-    assert len(begun) == 1
-
-
-def test_its_thread_waits_for_a_core_no_longer_than_those_that_wait_for_it(
-    file: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a lower priority it lost the core beside other busy processes, for a second, and the engine could map no
-    memory, nor run Python, until it had it back."""
-    priorities: list[int] = []
-
-    def populate(*_: int) -> int:
-        priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return 0
-
-    monkeypatch.setattr(arena_mapping, "_madvise", populate)
-    os.pwrite(file, bytes(SIZE), 0)
-    arena = MappedArena(os.dup(file), None)
-    arena.map_ahead()
-    ended()
-    assert set(priorities) == {os.getpriority(os.PRIO_PROCESS, threading.get_native_id())}
-
-
 def test_the_end_of_the_arena_ends_it(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread refers to the mapping only during a step: afterwards nothing of it is left."""
     rests, go = threading.Event(), threading.Event()

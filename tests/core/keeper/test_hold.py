@@ -29,7 +29,7 @@ def held() -> Iterator[Held]:
         yield running
 
 
-def test_a_killed_server_finds_what_it_stored(held: Held) -> None:
+def test_a_killed_server_finds_what_it_stored_and_its_children_inherit_nothing(held: Held) -> None:
     first = held.ready(1)
     assert first["found"] == {}
     os.kill(first["pid"], signal.SIGKILL)
@@ -37,13 +37,8 @@ def test_a_killed_server_finds_what_it_stored(held: Held) -> None:
     assert set(second["found"]) == {"kvf-arena", "kvf-journal"}
     (token,) = set(second["found"].values())
     assert "broken" not in token
+    assert first["environ"] == second["environ"] == []
     assert f"process {first['pid']}, ended by signal SIGKILL; the next start is in 0.0 s" in held.log
-
-
-def test_children_of_a_server_inherit_nothing_of_its_keeper(held: Held) -> None:
-    first = held.ready(1)
-    os.kill(first["pid"], signal.SIGKILL)
-    assert first["environ"] == held.ready(2)["environ"] == []
 
 
 def test_what_is_stored_survives_kills_at_random_moments(held: Held) -> None:
