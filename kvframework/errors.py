@@ -27,12 +27,13 @@ class KVFrameworkError(Exception):
         self.available = available
         self.hint = hint
 
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        if "code" in cls.__dict__:
-            known = KVFrameworkError._by_code.setdefault(cls.code, cls)
+    def __init_subclass__(cls, code: str = "") -> None:
+        """`code` is the class's own, else it is that of its base."""
+        if code:
+            cls.code = code
+            known = KVFrameworkError._by_code.setdefault(code, cls)
             if known is not cls and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise TypeError(f"error code {cls.code!r} is taken by {known.__qualname__}")
+                raise TypeError(f"error code {code!r} is taken by {known.__qualname__}")
 
     def __str__(self) -> str:
         parts = [f"[{self.code}] {self.where + ': ' if self.where else ''}{self.fact}"]
@@ -51,392 +52,259 @@ class KVFrameworkError(Exception):
         return cls(fact, where=where, available=available, hint=hint)
 
 
-class RemoteError(KVFrameworkError, RuntimeError):
+class RemoteError(KVFrameworkError, RuntimeError, code="remote"):
     """The peer answered with an error code that this version does not know.
 
     What to do: the text is the peer's; install the same release on both sides."""
 
-    code = "remote"
 
-
-# configuration
-
-
-class ConfigError(KVFrameworkError, ValueError):
+class ConfigError(KVFrameworkError, ValueError, code="config.invalid"):
     """The configuration is wrong: a file, a table, a field or a value.
 
     What to do: correct the place in the TOML that it names; `kvframework config check FILE` says the same."""
 
-    code = "config.invalid"
 
-
-class ConfigFileError(ConfigError):
+class ConfigFileError(ConfigError, code="config.file"):
     """The configuration file cannot be read or is no TOML.
 
     What to do: check the path and its permissions, or correct the line that it names."""
 
-    code = "config.file"
 
-
-class ConfigFieldError(ConfigError):
+class ConfigFieldError(ConfigError, code="config.field"):
     """A field of the configuration is unknown, missing, of the wrong type or nested too deep.
 
     What to do: correct the field that it names; `kvframework plugins info KIND.NAME` lists a plugin's options."""
 
-    code = "config.field"
 
-
-class EndpointError(ConfigError):
+class EndpointError(ConfigError, code="config.endpoint"):
     """An endpoint is malformed, too long, not private or already taken by another server.
 
     What to do: choose a short path in a directory of the server's user that no other user may write to; stop the
     other server that it names; give `tcp://` CURVE keys."""
 
-    code = "config.endpoint"
 
-
-# plugins
-
-
-class PluginError(KVFrameworkError):
+class PluginError(KVFrameworkError, code="plugin.error"):
     """A plugin cannot be used.
 
     What to do: see the codes below."""
 
-    code = "plugin.error"
 
-
-class PluginNotFound(PluginError, LookupError):
+class PluginNotFound(PluginError, LookupError, code="plugin.not_found"):
     """No installed distribution offers a plugin of this kind and name.
 
     What to do: install the distribution, or correct the name; `kvframework plugins list` shows what is there."""
 
-    code = "plugin.not_found"
 
-
-class PluginConflict(PluginError):
+class PluginConflict(PluginError, code="plugin.conflict"):
     """Two distributions offer the same kind and name.
 
     What to do: uninstall all but one of the distributions that it names."""
 
-    code = "plugin.conflict"
 
-
-class PluginBroken(PluginError):
+class PluginBroken(PluginError, code="plugin.broken"):
     """Importing a plugin, registering it, or what its hook returned went wrong, or one of its calls did not return.
 
     What to do: authors: run `kvframework plugins check`; users: report it to the plugin's author, or choose
     another plugin."""
 
-    code = "plugin.broken"
 
-
-class PluginWrongKind(PluginError):
+class PluginWrongKind(PluginError, code="plugin.wrong_kind"):
     """A plugin exists under this name, but of another kind, or its hook returned another kind.
 
     What to do: name the plugin where its kind belongs; authors: return the descriptor that the hook promises."""
 
-    code = "plugin.wrong_kind"
 
-
-class PluginWrongApi(PluginError):
+class PluginWrongApi(PluginError, code="plugin.wrong_api"):
     """A plugin needs another version of the plugin API, or its distribution asks for another release of kvframework.
 
     What to do: install a release of the plugin for this kvframework, or another kvframework; see
     plugins/compatibility.md."""
 
-    code = "plugin.wrong_api"
 
-
-class PluginUnavailable(PluginError):
+class PluginUnavailable(PluginError, code="plugin.unavailable"):
     """A plugin is installed, but its probe says why it cannot run here.
 
     What to do: the text says what is missing, and the command that installs it."""
 
-    code = "plugin.unavailable"
 
-
-# the wire
-
-
-class ProtocolError(KVFrameworkError):
+class ProtocolError(KVFrameworkError, code="protocol.error"):
     """A message breaks the wire protocol.
 
     What to do: look for a client that is not kvframework's; between the same releases it is a bug to report."""
 
-    code = "protocol.error"
 
-
-class MalformedFrames(ProtocolError, ValueError):
+class MalformedFrames(ProtocolError, ValueError, code="protocol.frames"):
     """The frames of a message have a wrong number, size or order.
 
     What to do: as for `protocol.error`; the server's log names the process."""
 
-    code = "protocol.frames"
 
-
-class UnknownRequest(ProtocolError, LookupError):
+class UnknownRequest(ProtocolError, LookupError, code="protocol.unknown_request"):
     """The request type is not in the server's table.
 
     What to do: install the same release on both sides; for a plugin's request add its `[[requests]]` table to
     the server's TOML."""
 
-    code = "protocol.unknown_request"
 
-
-class InvalidPayload(ProtocolError, ValueError):
+class InvalidPayload(ProtocolError, ValueError, code="protocol.payload"):
     """The payload frame does not decode into the request's struct.
 
     What to do: send the struct that the request's table names; fields are added, never retyped."""
 
-    code = "protocol.payload"
 
-
-class MessageTooLarge(ProtocolError, ValueError):
+class MessageTooLarge(ProtocolError, ValueError, code="protocol.too_large"):
     """A message, frame or field is larger than the bound for it.
 
     What to do: keep to the bound that it names: fewer chunks, shorter names, or a smaller `chunk_size`."""
 
-    code = "protocol.too_large"
 
-
-class VersionMismatch(ProtocolError):
+class VersionMismatch(ProtocolError, code="protocol.version"):
     """Client and server share no protocol version, or differ in something that must be equal.
 
     What to do: install the same release on both sides, and give both the same hasher; then restart the engine."""
 
-    code = "protocol.version"
 
-
-class HelloRequired(ProtocolError):
+class HelloRequired(ProtocolError, code="protocol.hello_required"):
     """A request came before HELLO, or from a session that has ended.
 
     What to do: connect again: `KVClient` does so by itself."""
 
-    code = "protocol.hello_required"
 
-
-# requests
-
-
-class RequestError(KVFrameworkError, ValueError):
+class RequestError(KVFrameworkError, ValueError, code="request.invalid"):
     """A well-formed request asks for something impossible.
 
     What to do: the text says what was asked for and what would be accepted."""
 
-    code = "request.invalid"
 
-
-class NotRegistered(RequestError, LookupError):
+class NotRegistered(RequestError, LookupError, code="request.not_registered"):
     """No context is registered under this instance id by this client.
 
     What to do: register the instance (again): `WorkerAdapter` does so by itself."""
 
-    code = "request.not_registered"
 
-
-class AlreadyRegistered(RequestError):
+class AlreadyRegistered(RequestError, code="request.already_registered"):
     """A context is registered under this instance id already.
 
     What to do: give every worker process an instance id of its own, or unregister first."""
 
-    code = "request.already_registered"
 
-
-class NamespaceMismatch(RequestError):
+class NamespaceMismatch(RequestError, code="request.namespace"):
     """The key names another namespace, model, world size or rank than the one registered.
 
     What to do: build scheduler and workers with one identity: model, revision, world size, layout, hasher, chunk
     size."""
 
-    code = "request.namespace"
 
-
-class BadRange(RequestError):
+class BadRange(RequestError, code="request.range"):
     """`start`, `end` and the content of a key do not fit each other or the chunk size.
 
     What to do: begin and end at whole chunks, and pass the content from the first token to `end`."""
 
-    code = "request.range"
 
-
-class BadBlockIds(RequestError):
+class BadBlockIds(RequestError, code="request.block_ids"):
     """Block ids are out of range, or not as many as the key's tokens need.
 
     What to do: pass a list of ids for each layer group, below its number of blocks, as many as the tokens fill."""
 
-    code = "request.block_ids"
 
-
-class BadLayout(RequestError):
+class BadLayout(RequestError, code="request.layout"):
     """A layout declaration is contradictory, ambiguous or too large.
 
     What to do: declare the axis, group or size that it names; nothing is guessed. See `docs/plugins/layouts.md`."""
 
-    code = "request.layout"
 
-
-class BadDtype(BadLayout):
+class BadDtype(BadLayout, code="request.dtype"):
     """A dtype name that does not exist.
 
     What to do: give torch's name without `torch.`."""
 
-    code = "request.dtype"
 
-
-class LeaseUnknown(RequestError, LookupError):
+class LeaseUnknown(RequestError, LookupError, code="request.lease"):
     """The lease or ticket does not exist, has ended, or belongs to another client.
 
     What to do: treat the request as failed and ask again; leases end with their time, their client, or a
     restart."""
 
-    code = "request.lease"
 
-
-class TransportMismatch(RequestError):
+class TransportMismatch(RequestError, code="request.transport"):
     """The request does not fit the transport that this instance was registered with.
 
     What to do: add the transport's `[[transport]]` table to the server's TOML, or choose one that both sides
     have."""
 
-    code = "request.transport"
 
-
-# running
-
-
-class DeadlineExceeded(KVFrameworkError, TimeoutError):
+class DeadlineExceeded(KVFrameworkError, TimeoutError, code="run.deadline"):
     """A wait ended before the answer came.
 
     What to do: take it as a miss; if it repeats, `kvframework status` shows what the server waits for."""
 
-    code = "run.deadline"
 
-
-class ServerGone(KVFrameworkError, ConnectionError):
+class ServerGone(KVFrameworkError, ConnectionError, code="run.server_gone"):
     """The server cannot be reached, has ended or was replaced by another boot.
 
     What to do: nothing: the client connects again by itself, and misses until then. Look why the server ended."""
 
-    code = "run.server_gone"
 
-
-class Cancelled(KVFrameworkError):
+class Cancelled(KVFrameworkError, code="run.cancelled"):
     """The request was cancelled.
 
     What to do: nothing: a caller asked for it."""
 
-    code = "run.cancelled"
 
-
-class HandlerFailed(KVFrameworkError, RuntimeError):
+class HandlerFailed(KVFrameworkError, RuntimeError, code="run.handler"):
     """A request handler raised an unexpected exception; the server's log holds the traceback.
 
     What to do: read the server's log and report it; for a plugin's request, to its author."""
 
-    code = "run.handler"
 
-
-class ShuttingDown(KVFrameworkError, ConnectionError):
+class ShuttingDown(KVFrameworkError, ConnectionError, code="run.shutting_down"):
     """The server is stopping.
 
     What to do: nothing: the client connects again once a server is there."""
 
-    code = "run.shutting_down"
 
-
-class ServerFull(KVFrameworkError, ConnectionError):
+class ServerFull(KVFrameworkError, ConnectionError, code="run.server_full"):
     """The server takes no further client: too many sessions are open, or too many of its
     descriptors are in use.
 
     What to do: nothing for a moment: the client tries again by itself, and misses until then. If it stays, see who
     holds so many connections, or raise the server's limit (`LimitNOFILE`)."""
 
-    code = "run.server_full"
 
-
-class OutOfResources(KVFrameworkError, OSError):
+class OutOfResources(KVFrameworkError, OSError, code="run.resources"):
     """This process has too few descriptors or threads left for a connection to the server.
 
     What to do: raise the limit that it names; the client connects by itself once there are enough, and misses until
     then."""
 
-    code = "run.resources"
 
-
-# storage
-
-
-class StorageError(KVFrameworkError):
+class StorageError(KVFrameworkError, code="storage.error"):
     """Storage failed.
 
     What to do: raise `[l1] capacity` if it says that there is no room; else see the server's log."""
 
-    code = "storage.error"
 
-
-class ArenaError(StorageError, MemoryError):
+class ArenaError(StorageError, MemoryError, code="storage.arena"):
     """The L1 arena cannot be created or mapped.
 
     What to do: lower `[l1] capacity`, or give the machine or container more memory."""
 
-    code = "storage.arena"
 
-
-class TierError(StorageError, OSError):
+class TierError(StorageError, OSError, code="storage.tier"):
     """A whole operation of an L2 tier failed. Distinct from a key that is missing.
 
     What to do: look at the store that it names; until it is back its values are misses."""
 
-    code = "storage.tier"
 
-
-class SimulationError(KVFrameworkError, ValueError):
-    """A simulation cannot be made: a setting is missing, out of bounds, or does not fit another.
-
-    What to do: change the setting that it names."""
-
-    code = "simulation.settings"
-
-
-# traces
-
-
-class TraceError(KVFrameworkError, ValueError):
-    """A file of requests is no trace, of a format that is not read, or wrong at the place that it names.
-
-    What to do: correct the place that it names, or give a trace of a format in traces.md."""
-
-    code = "trace.invalid"
-
-
-# devices
-
-
-class DeviceError(KVFrameworkError, RuntimeError):
+class DeviceError(KVFrameworkError, RuntimeError, code="device.error"):
     """One operation on an accelerator failed; others may work.
 
     What to do: nothing for a single one: it is a miss. If it repeats, see the device's and the kernel's log."""
 
-    code = "device.error"
 
-
-class DeviceLost(DeviceError):
+class DeviceLost(DeviceError, code="device.lost"):
     """An accelerator's context is poisoned, its copier process ended or the device is lost: nothing works until a new
     process opens it.
 
     What to do: nothing: the copier starts again, and instances register again. If it repeats, look at the
     device."""
-
-    code = "device.lost"
-
-
-# planning
-
-
-class PlanError(KVFrameworkError, ValueError):
-    """`kvframework plan` is asked for something that does not exist, or that the trace cannot tell.
-
-    What to do: correct the option that it names."""
-
-    code = "plan.invalid"

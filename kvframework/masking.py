@@ -2,7 +2,8 @@
 without what a bug report must not hold: those, digests and the names of models. Pure.
 
 A field is secret by its type: `msgspec.Meta(extra={"secret": "value"})`, or `"url"` for one whose place may be shown.
-The time of a redaction grows with the text, however many models there are: clients choose their names.
+The time of a redaction grows with the text and the lengths of models, however many there are: clients choose their
+names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import hashlib
 import json
 import re
 import secrets
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import quote, quote_plus, unquote
 
@@ -26,10 +26,18 @@ _LONG = 6
 def shown_options(options: msgspec.Struct) -> dict[str, object]:
     """Return the fields of a struct by name, as they may be shown: secrets are hidden, and the credentials in every
     URL."""
+    return {name: shown(getattr(options, name), mark) for name, mark in _marks(options).items()}
+
+
+def secrets_of(options: msgspec.Struct) -> set[str]:
+    """Return the texts that `shown_options` hides: secret values, and the credentials of URLs."""
+    return {text for name, mark in _marks(options).items() for text in _hidden(getattr(options, name), mark)}
+
+
+def _marks(options: msgspec.Struct) -> dict[str, str | None]:
     struct = msgspec.inspect.type_info(type(options))
     assert isinstance(struct, msgspec.inspect.StructType)
-    secrets = {field.name: secret_mark(field.type) for field in struct.fields}
-    return {name: shown(getattr(options, name), secrets[name]) for name in options.__struct_fields__}
+    return {field.name: secret_mark(field.type) for field in struct.fields}
 
 
 def secret_mark(kind: msgspec.inspect.Type) -> str | None:
@@ -49,14 +57,6 @@ def secret_mark(kind: msgspec.inspect.Type) -> str | None:
         inside.append(kind.item_type)
     marks = {secret_mark(each) for each in inside} - {None}
     return "value" if "value" in marks else marks.pop() if marks else None
-
-
-def secrets_of(options: msgspec.Struct) -> set[str]:
-    """Return the texts that `shown_options` hides: secret values, and the credentials of URLs."""
-    struct = msgspec.inspect.type_info(type(options))
-    assert isinstance(struct, msgspec.inspect.StructType)
-    marks = {field.name: secret_mark(field.type) for field in struct.fields}
-    return {text for name in options.__struct_fields__ for text in _hidden(getattr(options, name), marks[name])}
 
 
 def _hidden(value: object, mark: str | None) -> Iterator[str]:
@@ -115,17 +115,21 @@ _SHORT = 4
 
 class Redaction:
     """Hides `secrets` in any of their usual forms, credentials with the host that they are for, and whatever looks like
-    a digest or a token. `models` get numbers in their place. The same digest has the same name within one report, and
-    another one in the next."""
+    a digest or a token. `models` get numbers in their place, the longest that stands by itself. The same digest has the
+    same name within one report, and another one in the next."""
 
     def __init__(self, secret_words: Iterable[str] = (), models: Iterable[str] = ()) -> None:
         self._key = secrets.token_bytes(16)
         forms = {form for word in secret_words if word for form in _forms(word)}
-        numbered = enumerate(sorted({model for model in models if model}), 1)
-        self._shown = {model: f"<model {number}>" for number, model in numbered}
-        self._words = _WholeWords({*self._shown, *(form for form in forms if len(form) < _SHORT)})
         longest_first = sorted((form for form in forms if len(form) >= _SHORT), key=len, reverse=True)
         self._secrets = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        # What is replaced where it is a whole word.
+        self._words = {form: HIDDEN for form in forms if len(form) < _SHORT}
+        numbered = enumerate(sorted({model for model in models if model}), 1)
+        self._words |= {model: f"<model {number}>" for number, model in numbered}
+        self._lengths = sorted({len(word) for word in self._words}, reverse=True)
+        letters = "".join(re.escape(letter) for letter in sorted({word[0] for word in self._words}))
+        self._begin = re.compile(rf"(?<!\w)[{letters}]" if letters else "(?!)")
         self._keys: dict[str, str] = {}
 
     def text(self, text: str) -> str:
@@ -154,7 +158,7 @@ class Redaction:
     def _without_words(self, text: str) -> str:
         """The text without secrets and models; what a secret and a model share is hidden with both."""
         found = [(*each.span(), HIDDEN) for each in self._secrets.finditer(text)]
-        found += [(begin, end, self._shown.get(text[begin:end], HIDDEN)) for begin, end in self._words.spans(text)]
+        found += [(begin, end, self._words[text[begin:end]]) for begin, end in self._spans(text)]
         if not found:
             return text
         pieces, at, shown = [], 0, ""
@@ -166,6 +170,17 @@ class Redaction:
                 at, shown = max(at, end), HIDDEN
         return "".join([*pieces, shown, text[at:]])
 
+    def _spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where whole words stand, from the first on; none within another."""
+        at = 0
+        while (found := self._begin.search(text, at)) is not None:
+            begin, at = found.start(), found.end()
+            for end in (begin + length for length in self._lengths):
+                if text[begin:end] in self._words and _is_end(text, end):
+                    yield begin, end
+                    at = end
+                    break
+
     def _token(self, word: str) -> str:
         digits = sum(letter.isdigit() for letter in word)
         return f"<token {self._named(word)}>" if _DIGITS_OF_A_TOKEN <= digits < len(word) else word
@@ -174,48 +189,8 @@ class Redaction:
         return hashlib.blake2s(word.encode(), key=self._key, digest_size=3).hexdigest()
 
 
-class _WholeWords:
-    """Finds the longest of many words, wherever one stands by itself. Where one may begin, the last word that is not
-    behind the text in their order is either there, or begins with all words that are."""
-
-    def __init__(self, words: set[str]) -> None:
-        self._words = sorted(words)
-        self._longest = max(map(len, words), default=0)
-        # The longest other word with which each begins.
-        self._shorter: dict[str, str] = {}
-        begun: list[str] = []
-        for word in self._words:
-            while begun and not word.startswith(begun[-1]):
-                begun.pop()
-            if begun:
-                self._shorter[word] = begun[-1]
-            begun.append(word)
-        letters = "".join(re.escape(letter) for letter in sorted({word[0] for word in words}))
-        self._begin = re.compile(rf"(?<!\w)[{letters}]" if words else "(?!)")
-
-    def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where they stand, from the first on; none within another."""
-        at = 0
-        while (found := self._begin.search(text, at)) is not None:
-            begin = found.start()
-            at = begin + len(self._at(text, begin))
-            if at > begin:
-                yield begin, at
-            else:
-                at += 1
-
-    def _at(self, text: str, begin: int) -> str:
-        """The word that stands there; "" for none."""
-        piece = text[begin : begin + self._longest]
-        index = bisect_right(self._words, piece) - 1
-        word = self._words[index] if index >= 0 else ""
-        while word and not (piece.startswith(word) and _ends(text, begin + len(word))):
-            word = self._shorter.get(word, "")
-        return word
-
-
-def _ends(text: str, at: int) -> bool:
-    return at == len(text) or not (text[at].isalnum() or text[at] == "_")
+def _is_end(text: str, at: int) -> bool:
+    return at == len(text) or (at < len(text) and not (text[at].isalnum() or text[at] == "_"))
 
 
 def _forms(word: str) -> set[str]:

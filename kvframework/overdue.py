@@ -9,13 +9,14 @@ is slow, and ends no server.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TypeVar
 
 from kvframework.errors import PluginBroken
@@ -74,11 +75,25 @@ def timed(title: str, step: str, *, long: bool = False) -> Iterator[None]:
         where=_this.where,
         hint="report it to the plugin's author, or choose another plugin",
     )
-    watch = _Watch(seconds, lambda: overdue(error))
+    ended = threading.Event()
+    thread, began = threading.get_native_id(), time.monotonic()
+    waited_before = runnable_s(thread)
+
+    def watch() -> None:
+        left = seconds
+        while left > 0:
+            if ended.wait(left):
+                return
+            waited = runnable_s(thread) - waited_before
+            left = min(seconds + waited, seconds * MOST_TIMES) - (time.monotonic() - began)
+        if not ended.is_set():
+            overdue(error)
+
+    threading.Thread(target=watch, name="kvf-overdue", daemon=True).start()
     try:
         yield
     finally:
-        watch.end()
+        ended.set()
 
 
 def runnable_s(thread: int) -> float:
@@ -89,49 +104,10 @@ def runnable_s(thread: int) -> float:
         return 0.0
 
 
-class _Watch:
-    """Calls `overdue` unless `end` comes within so many seconds in which this thread does not wait for a core."""
-
-    def __init__(self, seconds: float, overdue: Callable[[], None]) -> None:
-        self._seconds, self._overdue = seconds, overdue
-        self._began, self._thread = time.monotonic(), threading.get_native_id()
-        self._waited_before = runnable_s(self._thread)
-        self._lock = threading.Lock()
-        self._ended = False
-        self._look_in(seconds)
-
-    def end(self) -> None:
-        with self._lock:
-            self._ended = True
-            self._timer.cancel()
-
-    def _look_in(self, seconds: float) -> None:
-        self._timer = threading.Timer(seconds, self._look)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _look(self) -> None:
-        waited = runnable_s(self._thread) - self._waited_before
-        left = min(self._seconds + waited, self._seconds * MOST_TIMES) - (time.monotonic() - self._began)
-        with self._lock:
-            if self._ended:
-                return
-            if left > 0:
-                self._look_in(left)
-                return
-        self._overdue()
-
-
 def call_bounded(function: Callable[[], T]) -> T:
     """Call `function` in a thread of its own. Raises its error, or `PluginBroken` as soon as a plugin's call in it is
     overdue: that thread then goes on, and nothing waits for it."""
-    ends: SimpleQueue[Callable[[], T]] = SimpleQueue()
-
-    def end_with(error: BaseException) -> None:
-        def fail() -> T:
-            raise error
-
-        ends.put(fail)
+    future: Future[T] = Future()
 
     def run() -> None:
         with bounded(end_with):
@@ -140,10 +116,15 @@ def call_bounded(function: Callable[[], T]) -> T:
             except BaseException as error:  # noqa: BLE001  raised in the thread that waits
                 end_with(error)
             else:
-                ends.put(lambda: result)
+                with contextlib.suppress(InvalidStateError):
+                    future.set_result(result)
+
+    def end_with(error: BaseException) -> None:
+        with contextlib.suppress(InvalidStateError):  # it is overdue already
+            future.set_exception(error)
 
     threading.Thread(target=run, name="kvf-plugins", daemon=True).start()
-    return ends.get()()
+    return future.result()
 
 
 def call_within(timeout_s: float, calls: Mapping[str, Callable[[], object]]) -> list[str]:
@@ -152,19 +133,16 @@ def call_within(timeout_s: float, calls: Mapping[str, Callable[[], object]]) -> 
 
     A call for which no thread can be started is skipped, and counts as one that has not returned.
     """
-    threads: dict[str, threading.Thread | None] = {}
+    threads: dict[str, threading.Thread] = {}
     for name, call in calls.items():
         thread = threading.Thread(target=_logged, args=(name, call), name=f"kvf-end-{name}", daemon=True)
-        try:
+        with contextlib.suppress(RuntimeError):
             thread.start()
-        except RuntimeError:
-            threads[name] = None
-        else:
             threads[name] = thread
     deadline = time.monotonic() + timeout_s
-    for thread in filter(None, threads.values()):
+    for thread in threads.values():
         thread.join(max(deadline - time.monotonic(), 0.0))
-    return [name for name, thread in threads.items() if thread is None or thread.is_alive()]
+    return [name for name in calls if name not in threads or threads[name].is_alive()]
 
 
 def _logged(name: str, call: Callable[[], object]) -> None:

@@ -21,8 +21,6 @@ from kvframework.api.memory import MemoryProvider
 from kvframework.api.tier import TierProvider
 from kvframework.config import (
     Config,
-    ObserveConfig,
-    PluginTable,
     bytes_of_tenants,
     default_endpoint,
     keeper_path,
@@ -75,11 +73,9 @@ def common_refusals(config: Config, registry: PluginRegistry, *, running: bool =
             check()
         except KVFrameworkError as error:
             yield error
-    if config.observe is not None:
-        yield from _observe_refusals(config.observe, f"{config.source}: [observe]", running=running)
-
-
-def _observe_refusals(config: ObserveConfig, where: str, *, running: bool) -> Iterator[KVFrameworkError]:
+    if config.observe is None:
+        return
+    where = f"{config.source}: [observe]"
     try:
         settings = import_module("kvf_observe.settings")  # of a distribution that few servers have
     except ModuleNotFoundError as error:
@@ -88,7 +84,7 @@ def _observe_refusals(config: ObserveConfig, where: str, *, running: bool) -> It
         hint = install_command(distribution="kvframework-observe")
         yield PluginUnavailable("it needs kvframework-observe, which is not installed", where=where, hint=hint)
     else:
-        yield from settings.refusals(config, where, running=running)
+        yield from settings.refusals(config.observe, where, running=running)
 
 
 class RunningServer(NamedTuple):
@@ -139,23 +135,18 @@ def arena_is_kept(config: Config) -> bool:
 
 def _check_stores(config: Config, registry: PluginRegistry) -> None:
     first: dict[tuple[str, str], str] = {}
-    for l2 in config.l2:
-        table = l2.tier
-        store = _store(registry, table)
+    for table in (l2.tier for l2 in config.l2):
+        try:
+            provider, options = resolve_table(registry, table, TierProvider)
+        except KVFrameworkError:
+            continue  # refused as a table already
+        store = provider.store(options) if provider.store is not None else None
         if store is not None and first.setdefault((table.use, store), table.where) != table.where:
             raise ConfigFieldError(
                 f"{store} is the store of {first[table.use, store].rpartition(': ')[2]} already",
                 where=table.where,
                 hint="name another store, or leave one of the tables out",
             )
-
-
-def _store(registry: PluginRegistry, table: PluginTable) -> str | None:
-    try:
-        provider, options = resolve_table(registry, table, TierProvider)
-    except KVFrameworkError:
-        return None  # refused as a table already
-    return None if provider.store is None else provider.store(options)
 
 
 def _check_keys(config: Config) -> None:
@@ -187,26 +178,21 @@ def _check_ports(config: Config, *, running: bool) -> None:
     addresses = [text for text in (config.server.endpoint, config.server.tcp) if text.startswith("tcp://")]
     if len(set(addresses)) < len(addresses):
         raise EndpointError("endpoint and tcp are the same", where=config.server.tcp, hint="leave one of them out")
+    # Bind as ZMQ does, without listening: a server that binds at the same moment is not disturbed.
+    any_host = {"*", *(name for _, name in socket.if_nameindex())}
     for address in addresses:
-        _check_port(address, running=running)
-
-
-def _check_port(address: str, *, running: bool) -> None:
-    """Bind as ZMQ does, without listening: a server that binds at the same moment is not disturbed. A taken port may be
-    that of the running server."""
-    parsed = parse_endpoint(address)
-    interfaces = {name for _, name in socket.if_nameindex()}
-    host = "" if parsed.host == "*" or parsed.host in interfaces else parsed.host
-    try:
-        found = socket.getaddrinfo(host or None, parsed.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, place = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-    except OSError as error:
-        if running and error.errno == errno.EADDRINUSE:
-            return
-        hint = "name an address of this machine and a port that is free"
-        if isinstance(error, PermissionError):
-            hint = "ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher one"
-        raise EndpointError(f"cannot listen: {error.strerror or error}", where=address, hint=hint) from None
+        parsed = parse_endpoint(address)
+        host = None if parsed.host in any_host else parsed.host
+        try:
+            found = socket.getaddrinfo(host, parsed.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            family, kind, protocol, _, place = found[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+        except OSError as error:
+            if running and error.errno == errno.EADDRINUSE:
+                continue  # it may be that of the running server
+            hint = "name an address of this machine and a port that is free"
+            if isinstance(error, PermissionError):
+                hint = "ports below 1024 need CAP_NET_BIND_SERVICE: choose a higher one"
+            raise EndpointError(f"cannot listen: {error.strerror or error}", where=address, hint=hint) from None

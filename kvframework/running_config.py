@@ -26,27 +26,13 @@ from kvframework.wire.protocol import REQUESTS
 
 When = Literal["now", "restart"]
 # The keys that a running server changes; any other needs a restart. A number in the place of a table is left out.
-CHANGED_NOW = frozenset(
-    {
-        "log.level",
-        "log.format",
-        "server.store_lease_s",
-        "server.retrieve_lease_s",
-        "server.store_share",
-        "server.pin_share",
-        "server.ticket_s",
-        "server.price",
-        "server.session_timeout_s",
-        "server.trace_memory",
-        "l1.high_watermark",
-        "l1.low_watermark",
-        "l2.timeout_s",
-        "l2.write_queue",
-        "l2.promote",
-        "l2.high_watermark",
-        "l2.low_watermark",
-    }
-)
+_CHANGED_NOW = {
+    "log": "level format",
+    "server": "store_lease_s retrieve_lease_s store_share pin_share ticket_s price session_timeout_s trace_memory",
+    "l1": "high_watermark low_watermark",
+    "l2": "timeout_s write_queue promote high_watermark low_watermark",
+}
+CHANGED_NOW = frozenset(f"{table}.{key}" for table, keys in _CHANGED_NOW.items() for key in keys.split())
 # Fields of the schema whose keys stand in the table around them.
 _INLINE = ("memory", "tier", "keys")
 
@@ -129,10 +115,8 @@ class RunningConfig:
 
     def secrets(self) -> set[str]:
         """Return the texts that `shown` hides."""
-        found: set[str] = set()
-        for table, descriptor in named_tables(self._given):
-            found |= secrets_of(resolve_table(self._registry, table, descriptor)[1])
-        return found
+        named = named_tables(self._given)
+        return set().union(*(secrets_of(resolve_table(self._registry, table, kind)[1]) for table, kind in named))
 
     def apply(self, config: Config, *, dry_run: bool = False) -> m.ConfigApplied:
         """Change to `config`, all of it or nothing: nothing with `dry_run`, or if any key needs a restart. Raises the

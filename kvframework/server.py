@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,24 @@ from kvframework.api.installing import warn_of_missing_kernels
 from kvframework.api.layout import Layout, LayoutProvider
 from kvframework.api.listener import Listener, ListenerProvider
 from kvframework.api.memory import Memory, MemoryContext, MemoryProvider, TableContext
-from kvframework.api.plugin import ByteSize
+from kvframework.api.plugin import ByteSize, Provider
 from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.tier import NodeIdentity, Tier, TierProvider
 from kvframework.api.transport import AnyTransportProvider, ServerTransport
-from kvframework.config import Config, L2Config, PluginTable, bytes_of_tenants, default_endpoint, shares_of_tenants
+from kvframework.config import (
+    Config,
+    L2Config,
+    ObserveConfig,
+    PluginTable,
+    bytes_of_tenants,
+    default_endpoint,
+    shares_of_tenants,
+)
 from kvframework.devices.endpoints import server_side
 from kvframework.errors import PluginBroken
-from kvframework.logs.form import change_logging
+from kvframework.logs.form import LogForm, change_logging, chosen_log
 from kvframework.messaging.curve import ServerKeys
 from kvframework.messaging.server.loop import MessageServer, Served, check_handlers
-from kvframework.observe_supervisor import ObserveSupervisor
 from kvframework.record_ring import RecordRing
 from kvframework.registry.check import Creator, codec_tables, resolve_table, server_terms
 from kvframework.registry.registry import PluginRegistry
@@ -50,6 +58,8 @@ from kvframework.storage.l2.writer import WRITE_POLICIES
 from kvframework.storage.manager import PeerExport, StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.storage.recovery import Keeper, Recovery, free_recoverable, recover, this_machine
+from kvframework.supervise.child import SupervisedChild, start_process
+from kvframework.supervise.state import HEALTHY_S
 from kvframework.wire.protocol import REQUESTS
 
 log = logging.getLogger(__name__)
@@ -58,6 +68,7 @@ log = logging.getLogger(__name__)
 # get the rest.
 STOP_S = 3.5
 GRACE_S = 1.0
+OBSERVE_STOP_S = 0.5
 
 
 class Server:
@@ -73,12 +84,8 @@ class Server:
         self._keeper = keeper
         keys = config.server.curve
         curve = ServerKeys.load(Path(keys.secret_key), Path(keys.clients)) if keys else None
-        provider, options = resolve_table(self._registry, config.hasher, HasherProvider)
-        hasher = self._creator.one("hasher", config.hasher, KeyHasher, provider.create, options)
-        layouts = {}
-        for table in config.layout:
-            layout, options = resolve_table(self._registry, table, LayoutProvider)
-            layouts[table.use] = self._creator.one("layout", table, Layout, layout.create, options)
+        hasher = self._maker(config.hasher, HasherProvider, KeyHasher)()
+        layouts = {table.use: self._maker(table, LayoutProvider, Layout)() for table in config.layout}
         self._observer = ObserveSupervisor(self.endpoint, config.observe) if config.observe else None
         self._listeners = Listeners(RecordRing(wanted=bool(config.listeners)))
         self._tiers: list[tuple[L2Config, Tier]] = []
@@ -195,10 +202,16 @@ class Server:
         self.service.configure(config.server)
         self._messages.configure(session_timeout_s=config.server.session_timeout_s)
         self.service.storage.configure(
-            high_watermark=config.l1.high_watermark,
-            low_watermark=config.l1.low_watermark,
+            high_watermark=config.l1.keys.high_watermark,
+            low_watermark=config.l1.keys.low_watermark,
             tiers=[l2.keys for l2 in config.l2],
         )
+
+    def _maker(self, table: PluginTable, descriptor: type[Provider[Any]], contract: type[Any]) -> Callable[..., Any]:
+        """What makes the object of a table, with further arguments of `create`, if there are any."""
+        provider: Any
+        provider, options = resolve_table(self._registry, table, descriptor)
+        return partial(self._creator.one, descriptor.kind, table, contract, provider.create, options)
 
     def _transport(self, table: PluginTable, arena_fd: int) -> AttachedTransport:
         provider, options = resolve_table(self._registry, table, AnyTransportProvider)
@@ -207,7 +220,6 @@ class Server:
         return AttachedTransport(provider.name, provider.is_gpu, server)
 
     def _listen(self, table: PluginTable, hasher: KeyHasher, curve: ServerKeys | None) -> None:
-        provider, options = resolve_table(self._registry, table, ListenerProvider)
         context = ServerContext(
             table.where,
             server_terms(self._config),
@@ -218,28 +230,24 @@ class Server:
             keys=curve,
             admit_uids=self._config.server.admit_uids,
         )
-        made = self._creator.one("listener", table, Listener, provider.create, options, context)
-        self._listeners.add(provider.name, made)
+        self._listeners.add(table.use, self._maker(table, ListenerProvider, Listener)(context))
 
     def _storage(self, identity: Callable[[], Identity]) -> StorageManager:
         config = self._config
-        policy, policy_options = resolve_table(self._registry, config.l1.eviction, EvictionProvider)
+        new_policy = self._maker(config.l1.eviction, EvictionProvider, EvictionPolicy)
         records = NamespaceRecords()
-        codecs = self._codecs()
+        codecs = CodecTable({table.use: self._maker(table, CodecProvider, Codec) for table in codec_tables(config)})
         tiers = [self._tier(table, codecs, records) for table in config.l2]
         arena, recovery = self._memory(identity)
-        new_policy = partial(
-            self._creator.one, "eviction", config.l1.eviction, EvictionPolicy, policy.create, policy_options
-        )
         shares = bytes_of_tenants(config.tenants, arena.capacity)
         return StorageManager(
             arena,
             new_policy(),
             tiers,
             records=records,
-            high_watermark=config.l1.high_watermark,
-            low_watermark=config.l1.low_watermark,
-            ghosts=config.l1.ghosts,
+            high_watermark=config.l1.keys.high_watermark,
+            low_watermark=config.l1.keys.low_watermark,
+            ghosts=config.l1.keys.ghosts,
             ring=self._listeners.ring,
             recovery=recovery,
             tenants=[
@@ -250,11 +258,11 @@ class Server:
 
     def _memory(self, identity: Callable[[], Identity]) -> tuple[Memory, Recovery]:
         table = self._config.l1.memory
-        provider, options = resolve_table(self._registry, table, MemoryProvider)
+        provider, _ = resolve_table(self._registry, table, MemoryProvider)
 
         def create(kept: int | None) -> Memory:
             context = MemoryContext(table.where, kept=kept, outlives=provider.keeps and self._keeper is not None)
-            made: Memory = self._creator.one("memory", table, Memory, provider.create, options, context)
+            made: Memory = self._maker(table, MemoryProvider, Memory)(context)
             return made
 
         if self._keeper is None:
@@ -281,17 +289,10 @@ class Server:
     def _tenant_names(self) -> list[str]:
         return [tenant.name for tenant in self._config.tenants]
 
-    def _codecs(self) -> CodecTable:
-        makers = {}
-        for table in codec_tables(self._config):
-            provider, options = resolve_table(self._registry, table, CodecProvider)
-            makers[provider.name] = partial(self._creator.one, "codec", table, Codec, provider.create, options)
-        return CodecTable(makers)
-
     def _tier(self, table: L2Config, codecs: CodecTable, records: NamespaceRecords) -> AttachedTier:
-        provider, options = resolve_table(self._registry, table.tier, TierProvider)
+        provider, _ = resolve_table(self._registry, table.tier, TierProvider)
         keys = table.keys
-        tier = self._creator.one("tier", table.tier, Tier, provider.create, options, TableContext(table.tier.where))
+        tier = self._maker(table.tier, TierProvider, Tier)(TableContext(table.tier.where))
         self._tiers.append((table, tier))
         store = L2Store(
             tier,
@@ -337,7 +338,6 @@ class Server:
         return handlers
 
     def _messaging_status(self) -> dict[str, object]:
-        sessions: Sequence[Any] = self._messages.sessions
         pinned = self.service.storage.table.pinned_bytes()
         return {
             "counters": dict(self._messages.counters),
@@ -353,7 +353,44 @@ class Server:
                     "pinned_bytes": pinned.get(s.session_id, NOTHING_PINNED).nbytes,
                     "over_share": pinned.get(s.session_id, NOTHING_PINNED).cut,
                 }
-                for s in sessions
+                for s in self._messages.sessions
             ],
             "refused": self._messages.refusals.report(),
+        }
+
+
+class ObserveSupervisor(SupervisedChild):
+    """Keeps a process of `kvframework observe` from `start` to `stop`. Its failure never concerns the server."""
+
+    def __init__(self, endpoint: str, config: ObserveConfig) -> None:
+        super().__init__("`kvframework observe`", thread="kvf-observe", stop_s=OBSERVE_STOP_S)
+        self._config = config
+        form = chosen_log() or LogForm("info", "human")
+        start = {"parent": os.getpid(), "endpoint": endpoint, "config": config, "log": form}
+        self._argument = msgspec.json.encode(start).decode()
+        self._started = 0.0
+
+    def spawn(self) -> subprocess.Popen[bytes]:
+        self._started = time.monotonic()
+        return start_process("kvf_observe.process", self._argument)
+
+    def stop(self) -> None:
+        """End the process, which is killed after `OBSERVE_STOP_S` seconds, and wait for that. Idempotent."""
+        super().stop()
+        self.join(2 * OBSERVE_STOP_S)
+
+    def ended(self, why: str) -> None:
+        if why:
+            log.error("%s: there are no metrics until it runs again", why)
+
+    def status(self) -> dict[str, object]:
+        """Return the part of the status document; `problem` is "" once a process has run for `HEALTHY_S` since the last
+        end. From any thread."""
+        pid = self.pid
+        healthy = pid is not None and time.monotonic() - self._started >= HEALTHY_S
+        return {
+            "listen": self._config.listen,
+            "pid": pid,
+            "starts": self.starts,
+            "problem": "" if healthy else self.last_error,
         }

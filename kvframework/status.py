@@ -49,8 +49,6 @@ COLD_REASONS = (
     "failed_starts",
     "damaged",
 )
-
-
 # Records of finished requests that one answer holds at most.
 MAX_RECENT = 1024
 # Families of metrics of several counters.
@@ -234,9 +232,7 @@ class Evicted(Part, frozen=True):
     room: Annotated[int, Counter("objects", "were evicted for the place of another object", False, _EVICTIONS)] = 0
     watermark: Annotated[int, Counter("objects", "were evicted to get below the watermark", False, _EVICTIONS)] = 0
     tenant: Annotated[int, Counter("objects", "were evicted by the share of a tenant", False, _EVICTIONS)] = 0
-    hinted: Annotated[
-        int, Counter("objects", "were evicted, of which a request had said that no one needs them", False, _EVICTIONS)
-    ] = 0
+    hinted: Annotated[int, Counter("objects", "were evicted early, as a request had said", False, _EVICTIONS)] = 0
 
 
 class Ghosts(Part, frozen=True):
@@ -259,10 +255,7 @@ class L1Counters(Part, frozen=True):
     retrieve_misses: Annotated[int, Counter("RETRIEVEs", "found something missing", False, "retrieve_misses_total")] = 0
     lapsed: Annotated[int, Counter("pins", "outlived their lease", True, "pins_lapsed_total")] = 0
     over_share: Annotated[
-        int,
-        Counter(
-            "leases", "ended early or were refused by pin_share, as others needed room", True, "pins_over_share_total"
-        ),
+        int, Counter("leases", "were ended or refused by pin_share", True, "pins_over_share_total")
     ] = 0
     quarantined: Annotated[int, Counter("stores", "outlived their lease", True, "stores_quarantined_total")] = 0
 
@@ -325,13 +318,9 @@ class TierCounters(Part, frozen=True):
     errors: Annotated[int, Counter("calls of the tier", "failed", True, _CALLS_FAILED, "error")] = 0
     bugs: Annotated[int, Counter("calls of the tier", "met a bug of its plugin", True, _CALLS_FAILED, "bug")] = 0
     refused: Annotated[int, Counter("calls", "were not made, as the tier is down", True, _CALLS_FAILED)] = 0
-    write_dropped: Annotated[
-        int, Counter("objects", "were not written, as too many waited", True, _NEVER_WRITTEN, "dropped")
-    ] = 0
+    write_dropped: Annotated[int, Counter("objects", "had no room in its queue", True, _NEVER_WRITTEN, "dropped")] = 0
     write_lost: Annotated[int, Counter("objects", "left L1 before they were written", True, _NEVER_WRITTEN, "lost")] = 0
-    write_given_up: Annotated[
-        int, Counter("objects", "could not be written and were given up", True, _NEVER_WRITTEN, "given_up")
-    ] = 0
+    write_given_up: Annotated[int, Counter("objects", "could not be written", True, _NEVER_WRITTEN, "given_up")] = 0
 
 
 class Tier(TierCounters, frozen=True):
@@ -384,17 +373,13 @@ class Losses(Part, frozen=True):
     lookups: Annotated[int, Counter("lookups", "were lost by clients", True, _LOST)] = 0
     loads: Annotated[int, Counter("loads", "were lost by clients", True, _LOST)] = 0
     stores: Annotated[int, Counter("stores", "were lost by clients", True, _LOST)] = 0
-    bytes: Annotated[
-        int, Counter("bytes of loads and stores", "were lost by clients", False, "client_lost_bytes_total")
-    ] = 0
+    bytes: Annotated[int, Counter("bytes", "were not moved for clients", False, "client_lost_bytes_total")] = 0
     recent: tuple[LostBy, ...] = ()
 
 
 class Prefetch(Part, frozen=True):
     in_flight: int = 0
-    refused: Annotated[
-        int, Counter("loads", "did not begin, as too many were under way", True, "prefetch_refused_total")
-    ] = 0
+    refused: Annotated[int, Counter("loads", "were too many at once", True, "prefetch_refused_total")] = 0
 
 
 class Log(Part, frozen=True):
@@ -415,17 +400,13 @@ class Observe(Part, frozen=True):
 class EventsCounters(Part, frozen=True):
     batches: Annotated[int, Counter("batches", "were sent to routers", False, _EVENTS)] = 0
     replays: Annotated[int, Counter("answers", "gave a router what it lacked", False, _EVENTS)] = 0
-    unread_replays: Annotated[
-        int, Counter("answers", "gave a router what it lacked, and were not read", False, _EVENTS)
-    ] = 0
+    unread_replays: Annotated[int, Counter("answers", "were not read by their router", False, _EVENTS)] = 0
     subscribers: Annotated[int, Counter("subscriptions", "", False, _EVENTS)] = 0
     bad_requests: Annotated[int, Counter("questions of routers", "were of another form", False, _EVENTS)] = 0
     curve_refused: Annotated[int, Counter("readers of events", "had an unknown key", True, _EVENTS)] = 0
-    dropped: Annotated[
-        int, Counter("changes", "were not noted for routers in time, and are looked up", True, "events_dropped_total")
-    ] = 0
+    dropped: Annotated[int, Counter("changes", "were noted too late for routers", True, "events_dropped_total")] = 0
     mismatched: Annotated[
-        int, Counter("contents for routers", "were not what their digests name", True, "events_withheld_total")
+        int, Counter("contents", "were not what their digests name", True, "events_withheld_total")
     ] = 0
     withheld: Annotated[int, Counter("contents for routers", "are not announced", False, "events_withheld_total")] = 0
 
@@ -456,9 +437,7 @@ class MessagingCounters(Part, frozen=True):
     hello_refused: Annotated[int, Counter("clients", "were refused", True, _TROUBLE)] = 0
     late: Annotated[int, Counter("answers", "came after their deadline", True, _TROUBLE)] = 0
     liveness_refused: Annotated[int, Counter("liveness sockets", "were refused", True, _TROUBLE)] = 0
-    local_shut: Annotated[
-        int, Counter("times", "new local connections were deferred, as descriptors ran low", True, _TROUBLE)
-    ] = 0
+    local_shut: Annotated[int, Counter("times", "local connections waited for descriptors", True, _TROUBLE)] = 0
     loop_errors: Annotated[int, Counter("errors of the serving loop", "", True, _TROUBLE)] = 0
     malformed: Annotated[int, Counter("messages", "were malformed", True, _TROUBLE)] = 0
     server_refused: Annotated[int, Counter("clients", "refused this server", True, _TROUBLE)] = 0

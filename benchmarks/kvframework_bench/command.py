@@ -557,8 +557,8 @@ def gpu_report(
     use the GPU. The exit status is 1 where no GPU can be used, or a step failed; the file is written all the same.
     """
     from kvframework.api.console import stderr
-    from kvframework.cli.bundle import BundleFile, secrets_in
     from kvframework.cli.console import print_document, print_text
+    from kvframework.cli.dump import BundleFile, secrets_in
     from kvframework.masking import Redaction
     from kvframework_bench.gpu_report.contents import StepResult, collect, line_of
     from kvframework_bench.gpu_report.steps import steps

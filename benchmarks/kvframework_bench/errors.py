@@ -12,36 +12,28 @@ from kvframework.api.installing import install_command
 from kvframework.errors import KVFrameworkError
 
 
-class BenchFailed(KVFrameworkError, RuntimeError):
+class BenchFailed(KVFrameworkError, RuntimeError, code="bench.failed"):
     """A benchmark could not run to its end, or something that it needs failed.
 
     What to do: the text says which process or check failed."""
 
-    code = "bench.failed"
 
-
-class BenchUnavailable(KVFrameworkError):
+class BenchUnavailable(KVFrameworkError, code="bench.unavailable"):
     """Something that a part measures is missing: a package is not installed, or the transport has no such path.
 
     What to do: install what it names, or leave that part out."""
 
-    code = "bench.unavailable"
 
-
-class WrongBytes(BenchFailed):
+class WrongBytes(BenchFailed, code="bench.wrong_bytes"):
     """What came back is not what was stored, so its speed means nothing.
 
     What to do: do not use this build; report it with the machine and the command."""
 
-    code = "bench.wrong_bytes"
 
-
-class Incomparable(KVFrameworkError, ValueError):
+class Incomparable(KVFrameworkError, ValueError, code="bench.incomparable"):
     """Two files cannot be compared: one is no document of a bench, or they measured different things.
 
     What to do: measure both with the same command and the same release of kvframework-bench, `--json`."""
-
-    code = "bench.incomparable"
 
 
 T = TypeVar("T")

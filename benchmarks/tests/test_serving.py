@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvf_plan.errors import TraceError
 from kvf_plan.trace.form import Request
-from kvframework.errors import TraceError
 from kvframework_bench.errors import BenchFailed, BenchUnavailable
 from kvframework_bench.lmcache_server import free_port
 from kvframework_bench.process import adopting, running

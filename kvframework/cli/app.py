@@ -14,17 +14,6 @@ import typer
 
 from kvframework import __version__
 from kvframework.api.command import examples
-from kvframework.cli import (
-    clear,
-    config,
-    doctor,
-    dump,
-    explain,
-    keys,
-    plugins,
-    serve,
-    status,
-)
 from kvframework.cli.commands import CommandGroup
 from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN
 from kvframework.errors import KVFrameworkError
@@ -47,19 +36,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for command in (
-    serve,
-    status,
-    explain,
-    clear,
-    config,
-    keys,
-    plugins,
-    doctor,
-    dump,
-):
-    command.register(app)
-
 
 class Settings:
     """The values of the global options; the context object of every command."""
@@ -80,16 +56,14 @@ def run() -> None:
 
 def end_with(error: Exception, *, debug: bool = False) -> NoReturn:
     """End by `SystemExit` after one line for an error, or its traceback."""
-    from kvframework.cli.console import print_error, print_unforeseen
+    from kvframework.cli.console import print_error
 
     if debug:
         import traceback
 
         traceback.print_exception(error)
-    elif isinstance(error, KVFrameworkError):
-        print_error(error)
     else:
-        print_unforeseen(error)
+        print_error(error)
     sys.exit(EXIT_ERROR if isinstance(error, KVFrameworkError) else EXIT_UNFORESEEN)
 
 

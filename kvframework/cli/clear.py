@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import msgspec
 import typer
 
 from kvframework.api.command import Endpoint, EndpointConfig, examples
+from kvframework.api.plugin import ByteSize
+from kvframework.cli.console import confirm, print_document, print_text
 from kvframework.cli.usage import AsJson
+from kvframework.client import KVClient
+from kvframework.client.status_source import quiet_connection, server_endpoint
+from kvframework.errors import VersionMismatch
+from kvframework.status import Status
+from kvframework.wire import messages as m
+from kvframework.wire.protocol import CLEAR_MODEL
 
-_EPILOG = examples(
-    "kvframework clear                              L1 of this node's server",
-    "kvframework clear --l2 --model Qwen/Qwen3-8B   one model, everywhere",
-    "kvframework clear --yes --json                 for scripts",
+app = typer.Typer()
+
+
+@app.command(
+    epilog=examples(
+        "kvframework clear                              L1 of this node's server",
+        "kvframework clear --l2 --model Qwen/Qwen3-8B   one model, everywhere",
+        "kvframework clear --yes --json                 for scripts",
+    )
 )
-
-
-def register(app: typer.Typer) -> None:
-    app.command("clear", epilog=_EPILOG)(clear)
-
-
 def clear(
     l2: Annotated[bool, typer.Option("--l2", help="Also from every L2 tier, for all nodes that share it.")] = False,
     model: Annotated[str, typer.Option(help="Only the objects of this model, as the engine names it.")] = "",
@@ -34,22 +42,16 @@ def clear(
     Objects that a request uses at this moment stay. L2 is cleared of all that a tier lists; a tier that cannot list its
     values is cleared of what L1 holds too.
     """
-    import msgspec
-
-    from kvframework.api.plugin import ByteSize
-    from kvframework.cli.console import confirm, print_document, print_text
-    from kvframework.client import KVClient
-    from kvframework.client.status_source import quiet_connection, server_endpoint
-    from kvframework.errors import VersionMismatch
-    from kvframework.wire import messages as m
-    from kvframework.wire.protocol import CLEAR_MODEL
-
     quiet_connection()
     with KVClient(server_endpoint(endpoint, config), name="clear") as client:
         _ = client.hello
         if not yes:
             document = client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=5.0).document
-            confirm(_question(msgspec.json.decode(document), l2=l2, model=model))
+            status = msgspec.json.decode(document, type=Status)
+            used = f"all {status.l1.objects} objects, {ByteSize(status.l1.used_bytes)},"
+            places = " and of ".join(["L1", *(tier.name for tier in status.l2 if l2)])
+            what = f"the objects of {model!r}" if model else used
+            confirm(f"Drop {what} of {places} at {status.server.endpoint}?")
         if model and CLEAR_MODEL not in client.hello.features:
             raise VersionMismatch(
                 "this server is older: it clears all models or none",
@@ -60,22 +62,9 @@ def clear(
     if as_json:
         print_document(msgspec.structs.asdict(cleared))
         return
-    print_text(
-        f"L1: dropped {cleared.objects} objects, {ByteSize(cleared.nbytes)}; {cleared.in_use} are in use and stay"
-    )
+    stay = f"{cleared.in_use} are in use and stay"
+    print_text(f"L1: dropped {cleared.objects} objects, {ByteSize(cleared.nbytes)}; {stay}")
     if l2:
         print_text(f"L2: deleted {cleared.l2_objects} values, {ByteSize(cleared.l2_bytes)}")
     for name in cleared.unlisted:
         print_text(f"{name} cannot list its values: those that L1 did not hold stay there until they expire")
-
-
-def _question(status: dict[str, object], *, l2: bool, model: str) -> str:
-    from kvframework.api.plugin import ByteSize
-
-    l1, tiers, server = (status[part] for part in ("l1", "l2", "server"))
-    assert isinstance(l1, dict)
-    assert isinstance(tiers, list)
-    assert isinstance(server, dict)
-    of = f"the objects of {model!r}" if model else f"all {l1['objects']} objects, {ByteSize(l1['used_bytes'])},"
-    places = " and of ".join(["L1", *(str(tier["name"]) for tier in tiers if l2)])
-    return f"Drop {of} of {places} at {server['endpoint']}?"

@@ -1,15 +1,18 @@
-"""Commands of other distributions, found by the entry point group `kvframework.commands`.
+"""The commands: those of the core, and those of other distributions, found by the entry point group
+`kvframework.commands`.
 
-An entry point's name is the command, or GROUP.COMMAND for one in a group of the core; its value is a `typer.Typer`, of
-which a single command stands for itself. Names and one-line helps come from metadata alone: a module is imported when
-its command runs, or for its own help or completion. A broken one is an error of that command only. A command of the
-core cannot be replaced.
+A command is a `typer.Typer`, of which a single command stands for itself; an entry point's name is the command, or
+GROUP.COMMAND for one in a group of the core. Names and one-line helps come from this module and from metadata: a
+command's module is imported when it runs, or for its own help or completion. A broken one is an error of that command
+only. A command of the core cannot be replaced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import typer
@@ -18,6 +21,7 @@ from typer.core import TyperCommand
 from kvframework.api.command import QuickGroup
 from kvframework.api.installing import install_command
 from kvframework.errors import KVFrameworkError, PluginBroken, PluginConflict, PluginUnavailable
+from kvframework.text import described
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -25,15 +29,42 @@ if TYPE_CHECKING:
 GROUP = "kvframework.commands"
 
 
+class Core(NamedTuple):
+    """A command of the core: its `typer.Typer`, and the first sentence of its help."""
+
+    app: str
+    summary: str
+
+
+CORE = {
+    "serve": Core("kvframework.cli.serve:serve_app", "Run the server of this node in the foreground."),
+    "hold": Core(
+        "kvframework.cli.serve:hold_app",
+        "Run the server of this node in a child process, and keep its L1 over the server's end.",
+    ),
+    "status": Core("kvframework.cli.status:app", "Show the state of a running server."),
+    "explain": Core("kvframework.cli.explain:app", "Say what requests found in the cache, and why not more."),
+    "clear": Core("kvframework.cli.clear:app", "Drop what a running server caches. Engines compute it again."),
+    "config": Core("kvframework.cli.config:app", "Check and show the configuration."),
+    "keys": Core("kvframework.cli.keys:keys_app", "CURVE keys, for servers at tcp:// endpoints."),
+    "tenants": Core("kvframework.cli.keys:tenants_app", "Tenants by name, with shares of L1."),
+    "plugins": Core("kvframework.cli.plugins:app", "List, describe and check plugins."),
+    "doctor": Core(
+        "kvframework.cli.doctor:app",
+        "Check this machine, this installation and a configuration, and give advice for each problem.",
+    ),
+    "dump": Core(
+        "kvframework.cli.dump:app",
+        "Write what a bug report needs into one file: of the server, and of this machine.",
+    ),
+}
+
+
 class Known(NamedTuple):
     """A first-party command of a distribution of its own."""
 
     distribution: str
     summary: str
-
-    @property
-    def hint(self) -> str:
-        return install_command(distribution=self.distribution)
 
 
 KNOWN = {
@@ -51,17 +82,25 @@ KNOWN = {
 
 
 class CommandGroup(QuickGroup):
-    """The core's commands, followed by those of other distributions."""
+    """A group of the core's commands, followed by those of other distributions."""
 
     # What the names of the group's entry points begin with.
     prefix: ClassVar[str] = ""
 
     @cached_property
     def _offers(self) -> dict[str, list[EntryPoint]]:
-        return _found()
+        """Every offer by name. Reads metadata files."""
+        from importlib import metadata
+
+        found: dict[str, list[EntryPoint]] = {}
+        for offer in metadata.entry_points(group=GROUP):
+            offers = found.setdefault(offer.name, [])
+            if offer not in offers:
+                offers.append(offer)
+        return found
 
     def list_commands(self, ctx: Any) -> list[str]:
-        own = super().list_commands(ctx)
+        own = [*(CORE if not self.prefix else ()), *super().list_commands(ctx)]
         found = {name.removeprefix(self.prefix) for name in {*self._offers, *KNOWN} if name.startswith(self.prefix)}
         return [*own, *(name for name in sorted(found) if name not in own and "." not in name)]
 
@@ -74,53 +113,38 @@ class CommandGroup(QuickGroup):
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        own = super().get_command(ctx, cmd_name)
+        own, full = super().get_command(ctx, cmd_name), self.prefix + cmd_name
         if own is not None or "." in cmd_name:
             return own
-        full = self.prefix + cmd_name
+        if full in CORE:
+            return FoundCommand(cmd_name, CORE[full].summary, partial(resolve_name, CORE[full].app))
         offers = self._offers.get(full, [])
-        return FoundCommand(cmd_name, full, offers) if offers or full in KNOWN else None
+        if offers or full in KNOWN:
+            return FoundCommand(cmd_name, _summary(full, offers), partial(_load, full, offers))
+        return None
 
 
 class FoundCommand(TyperCommand):
     """A placeholder of a command; when the command is needed, it makes the context of the real one."""
 
-    def __init__(self, name: str, full: str, offers: list[EntryPoint]) -> None:
-        super().__init__(name, help=_summary(full, offers), rich_markup_mode=None)
-        self._full = full
-        self._offers = offers
+    def __init__(self, name: str, summary: str, load: Callable[[], typer.Typer]) -> None:
+        super().__init__(name, help=summary, rich_markup_mode=None)
+        self._load = load
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Import the command's module. Raises as `load` does."""
         return self.load().make_context(info_name, args, parent=parent, **extra)
 
     def load(self) -> Any:
-        """Return the real command. Raises `PluginUnavailable`, `PluginConflict` or `PluginBroken`."""
-        return _command(str(self.name), _load(self._full, self._offers))
-
-
-def _command(name: str, app: typer.Typer) -> Any:
-    """Return the command of an app, as typer itself would: an app of one command and no callback is that command."""
-    parent = typer.Typer(rich_markup_mode=None)
-    parent.add_typer(app, name=name)
-    group: Any = typer.main.get_group(parent).commands[name]
-    if app.registered_callback is None and not app.registered_groups and len(group.commands) == 1:
-        (only,) = group.commands.values()
-        only.name = name
-        return only
-    return group
-
-
-def _found() -> dict[str, list[EntryPoint]]:
-    """Return every offer by name. Reads metadata files."""
-    from importlib import metadata
-
-    found: dict[str, list[EntryPoint]] = {}
-    for offer in metadata.entry_points(group=GROUP):
-        offers = found.setdefault(offer.name, [])
-        if offer not in offers:
-            offers.append(offer)
-    return found
+        """Return the real command, as typer itself would: an app of one command and no callback is that command.
+        Raises `PluginUnavailable`, `PluginConflict` or `PluginBroken`."""
+        app, parent = self._load(), typer.Typer(rich_markup_mode=None)
+        parent.add_typer(app, name=self.name)
+        group: Any = typer.main.get_group(parent).commands[str(self.name)]
+        if app.registered_callback is None and not app.registered_groups and len(group.commands) == 1:
+            (only,) = group.commands.values()
+            only.name = self.name
+            return only
+        return group
 
 
 def _summary(name: str, offers: list[EntryPoint]) -> str:
@@ -134,7 +158,11 @@ def _summary(name: str, offers: list[EntryPoint]) -> str:
 def _load(name: str, offers: list[EntryPoint]) -> typer.Typer:
     where = f"kvframework {name.replace('.', ' ')}"
     if not offers:
-        raise PluginUnavailable("the command is not installed", where=where, hint=KNOWN[name].hint)
+        raise PluginUnavailable(
+            "the command is not installed",
+            where=where,
+            hint=install_command(distribution=KNOWN[name].distribution),
+        )
     if len(offers) > 1:
         raise PluginConflict(
             f"{len(offers)} distributions offer this command",
@@ -149,7 +177,7 @@ def _load(name: str, offers: list[EntryPoint]) -> typer.Typer:
         raise
     except Exception as error:
         raise PluginBroken(
-            f"the command cannot be loaded: {type(error).__name__}: {error}",
+            f"the command cannot be loaded: {described(error)}",
             where=where,
             hint=f"install {_origin(offer)} again, or uninstall it",
         ) from error

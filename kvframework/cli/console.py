@@ -1,9 +1,9 @@
-"""The consoles of the CLI, one for results and one for errors, and the form of errors, documents and tables."""
+"""What the CLI prints: errors, documents, sentences and tables, on one console for results and one for errors."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 import typer
@@ -18,16 +18,13 @@ from kvframework.errors import KVFrameworkError
 from kvframework.text import described
 
 
-def print_error(error: KVFrameworkError) -> None:
-    """Print an error's text in full and never as markup."""
-    stderr.print(Text.assemble(("error: ", "bold red"), str(error)))
-
-
-def print_unforeseen(error: Exception) -> None:
-    """Prints one line for an unexpected error, and how to see more."""
-    text = described(error)
-    hint = "\n  hint: run it again as `kvframework --debug ...` for the traceback, and report it"
-    stderr.print(Text.assemble(("error: ", "bold red"), "unforeseen ", text, hint))
+def print_error(error: Exception) -> None:
+    """Print an error in full and never as markup; an unforeseen one on one line, and how to see more."""
+    text = str(error)
+    if not isinstance(error, KVFrameworkError):
+        hint = "run it again as `kvframework --debug ...` for the traceback, and report it"
+        text = f"unforeseen {described(error)}\n  hint: {hint}"
+    stderr.print(Text.assemble(("error: ", "bold red"), text))
 
 
 def print_document(document: object) -> None:
@@ -36,13 +33,25 @@ def print_document(document: object) -> None:
     stdout.print(msgspec.json.format(encoded).decode(), markup=False)
 
 
+def _plain(value: object) -> object:
+    return int(value) if isinstance(value, int) else str(value)
+
+
 def print_text(text: Text | str) -> None:
     """Print a sentence. A terminal's lines end between words; in a pipe it is one line."""
     stdout.print(Text(text) if isinstance(text, str) else text, soft_wrap=not stdout.is_terminal)
 
 
+def print_rows(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], *, whole: Collection[str] = ()) -> None:
+    """Print a table. Cells are folded, but for those below the heads in `whole`."""
+    table = Table(*(Column(head, overflow="fold", no_wrap=head in whole) for head in heads), box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    print_table(table)
+
+
 def print_table(table: Table) -> None:
-    """Prints a table as wide as the terminal. In a pipe each row is one line."""
+    """Print a table as wide as the terminal. In a pipe each row is one line."""
     console = stdout if stdout.is_terminal else PlainConsole(width=PIPE_WIDTH)
     console.print(table, soft_wrap=False)
 
@@ -58,10 +67,6 @@ def confirm(question: str) -> None:
     raise typer.Exit(EXIT_UNFORESEEN)
 
 
-def _plain(value: object) -> object:
-    return int(value) if isinstance(value, int) else str(value)
-
-
 _ANY_WIDTH = 10_000
 
 
@@ -72,38 +77,29 @@ class WideTable:
         self._table = table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for columns in self._parts(console, options):
-            yield _part(self._table, columns)
-
-    def _parts(self, console: Console, options: ConsoleOptions) -> Iterator[list[int]]:
         def fits(columns: Sequence[int]) -> bool:
             wide = options.update(max_width=_ANY_WIDTH)
-            part = _part(self._table, columns)
+            part = self._part(columns)
             part.title = None  # which is wrapped
             return Measurement.get(console, wide, part).maximum <= options.max_width
 
         part = [0]
         for index in range(1, len(self._table.columns)):
             if len(part) > 1 and not fits([*part, index]):
-                yield part
+                yield self._part(part)
                 part = [0]
             part.append(index)
-        yield part
+        yield self._part(part)
 
-
-def _part(table: Table, columns: Sequence[int]) -> Table:
-    chosen = [table.columns[index] for index in columns]
-    heads = [
-        Column(
-            column.header,
-            justify=column.justify,
-            style=column.style,
-            no_wrap=column.no_wrap and place > 0,
-            overflow="fold",
-        )
-        for place, column in enumerate(chosen)
-    ]
-    part = Table(*heads, title=table.title, box=table.box, pad_edge=table.pad_edge, padding=table.padding)
-    for cells in zip(*(column.cells for column in chosen), strict=True):
-        part.add_row(*cells)
-    return part
+    def _part(self, columns: Sequence[int]) -> Table:
+        table, chosen = self._table, [self._table.columns[index] for index in columns]
+        heads = [
+            Column(
+                each.header, justify=each.justify, style=each.style, no_wrap=each.no_wrap and place > 0, overflow="fold"
+            )
+            for place, each in enumerate(chosen)
+        ]
+        part = Table(*heads, title=table.title, box=table.box, pad_edge=table.pad_edge, padding=table.padding)
+        for cells in zip(*(column.cells for column in chosen), strict=True):
+            part.add_row(*cells)
+        return part

@@ -1,37 +1,107 @@
-"""`kvframework explain`: why requests missed, asked of a running server."""
+"""`kvframework explain`: why requests missed, asked of a running server. A client's texts are shown verbatim, never as
+markup."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import time
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
 
+import msgspec
 import typer
+from rich.padding import Padding
+from rich.text import Text
 
 from kvframework.api.command import Endpoint, EndpointConfig, examples
+from kvframework.api.console import stdout
+from kvframework.api.plugin import ByteSize
+from kvframework.cli.console import print_document, print_text
 from kvframework.cli.usage import AsJson
+from kvframework.client import KVClient
+from kvframework.client.status_source import quiet_connection, server_endpoint
+from kvframework.errors import RequestError, UnknownRequest, VersionMismatch
+from kvframework.text import counted, one_line, short_number
+from kvframework.wire import messages as m
+from kvframework.wire.messages import Finished
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvframework.wire.messages import Finished, RecentReply
-
+app = typer.Typer()
 DEFAULT_LAST = 5
+PAGE = "docs/operations.md#why-a-lookup-missed"
+_PATHS = {"engine": "copied by the engine", "server": "copied by the server", "wire": "sent over the wire"}
+_FIELD_COLUMNS = 10
 
-_EPILOG = examples(
-    "kvframework explain                    the last misses",
-    "kvframework explain cmpl-8f2a          one request, by the engine's id",
-    "kvframework explain --last 3 --all     the last requests, hits too",
-    "kvframework explain --json | jq '.records[].reason'",
+
+class Answer(NamedTuple):
+    """Why a lookup missed, with the facts of `why` in it, and what to do; docs/operations.md says more."""
+
+    sentence: str
+    advice: str
+
+
+ANSWERS = {
+    "never_stored": Answer(
+        "never stored{by_whom} since the server's start at {started}, as far as it remembers",
+        "nothing, if the prompt is new; else look whether the engine's stores fail",
+    ),
+    "dropped_full": Answer(
+        "its store at {at} was dropped, as L1 was full of what was pinned, being written or guaranteed to others",
+        "raise [l1] capacity, or attach a tier",
+    ),
+    "dropped_share": Answer(
+        "its store at {at} was dropped, as the share of L1 of its client or tenant was in use",
+        "raise [server] store_share or pin_share, the max of its tenant, or [l1] capacity",
+    ),
+    "refused": Answer(
+        "its store at {at} was refused by the eviction policy",
+        'nothing, if the eviction policy is right; else use = "lru" in [l1.eviction], which refuses nothing',
+    ),
+    "evicted": Answer(
+        "evicted at {at} after {idle} s without a use{by}{more}", "raise [l1] capacity, or attach a tier"
+    ),
+    "other_namespace": Answer(
+        "stored under another namespace: {detail}", "give both engines the same model, weights and layout"
+    ),
+    "other_salt": Answer(
+        "stored under another salt: {detail}",
+        "nothing, if the prompts must not be shared; else give both the same cache_salt",
+    ),
+    "priced": Answer(
+        "cheaper to compute: {detail}",
+        "nothing: the engine computes it sooner; a faster tier loads more, [server] price = false loads all",
+    ),
+    "tier_down": Answer(
+        "a tier did not answer: {detail}", "see `kvframework status`: it names the tier and its last error"
+    ),
+    "timed_out": Answer("too late: {detail}", "raise the lookup's deadline in the engine, or take a faster tier"),
+    "damaged": Answer(
+        "its value in a tier was damaged, or of another format, at {at}",
+        "find who else writes to the tier, or check its disk",
+    ),
+    "cleared": Answer("cleared at {at}{more}", "nothing: an operator cleared the cache"),
+    "server_started": Answer(
+        "the server started at {started}, with an empty L1, and no tier has it",
+        "nothing: L1 began empty; `kvframework hold`, systemd or a tier keeps it over restarts",
+    ),
+    "unknown_namespace": Answer(
+        "its namespace is not known: {detail}",
+        "look whether the engine's worker is registered: `kvframework status`",
+    ),
+}
+
+
+@app.command(
+    epilog=examples(
+        "kvframework explain                    the last misses",
+        "kvframework explain cmpl-8f2a          one request, by the engine's id",
+        "kvframework explain --last 3 --all     the last requests, hits too",
+        "kvframework explain --json | jq '.records[].reason'",
+    )
 )
-
-
-def register(app: typer.Typer) -> None:
-    app.command("explain", epilog=_EPILOG)(explain)
-
-
 def explain(
     request: Annotated[
-        str | None, typer.Argument(metavar="[REQUEST_ID]", help="The engine's id of a request that has ended.")
-    ] = None,
+        str,
+        typer.Argument(metavar="[REQUEST_ID]", help="The engine's id of a request that has ended.", show_default=False),
+    ] = "",
     last: Annotated[
         int | None, typer.Option("--last", min=1, help=f"The last misses, without it {DEFAULT_LAST}.")
     ] = None,
@@ -46,36 +116,27 @@ def explain(
     For a request, or the last misses: the tokens asked for, those found in L1 and in L2, the first missing chunk, why
     it was missing, and what to do. The server remembers its last 1024 lookups, stores and loads.
     """
-    if request is not None and (last is not None or everything):
+    if request and (last is not None or everything):
         raise typer.BadParameter("name a request, or give --last and --all", param_hint="REQUEST_ID")
-    from kvframework.cli.console import print_document
-    from kvframework.cli.explain_view import print_explained, print_nothing
-    from kvframework.client.status_source import server_endpoint
-
-    reply = _ask(server_endpoint(endpoint, config), request or "", timeout)
+    reply = _ask(server_endpoint(endpoint, config), request, timeout)
     records: Sequence[Finished] = [each for each in reply.records if request or everything or each.reason]
     if not request:
         records = records[-(last or DEFAULT_LAST) :]
     if as_json:
-        import msgspec
-
         head = {"boot_id": reply.boot_id.hex(), "started_at": reply.started_at}
         counts = {"last": reply.last, "forgotten": reply.forgotten}
         print_document({**head, **counts, "records": [msgspec.structs.asdict(each) for each in records]})
     elif records:
         print_explained(records, reply.started_at)
     else:
-        print_nothing(reply.last, reply.forgotten, everything=everything)
+        what = "no request has finished" if everything else "nothing was missed"
+        remembered = counted(reply.last - reply.forgotten, "requests")
+        print_text(f"{what} among the {remembered} that the server remembers")
 
 
-def _ask(endpoint: str, request: str, timeout: float) -> RecentReply:
+def _ask(endpoint: str, request: str, timeout: float) -> m.RecentReply:
     """Return the finished requests. Raises `RequestError` if `request` is not among them, `VersionMismatch` for an
     older server, and what `KVClient` does."""
-    from kvframework.client import KVClient
-    from kvframework.client.status_source import quiet_connection
-    from kvframework.errors import RequestError, UnknownRequest, VersionMismatch
-    from kvframework.wire import messages as m
-
     quiet_connection()
     with KVClient(endpoint, name="explain", connect_timeout_s=timeout) as client:
         _ = client.hello
@@ -95,3 +156,95 @@ def _ask(endpoint: str, request: str, timeout: float) -> RecentReply:
             hint="see their ids with: kvframework explain --all --last 20",
         )
     return reply
+
+
+def print_explained(records: Sequence[Finished], started_at: float) -> None:
+    """Print the records, each with a line of its own facts, and behind them what to do."""
+    for number, record in enumerate(records):
+        if number:
+            print_text("")
+        print_text(Text(headline(record), style="bold"))
+        for name, sentence in sentences(record, started_at):
+            _print_field(name, sentence)
+
+
+def headline(record: Finished) -> str:
+    """Return which request of whom it was, and when."""
+    request_id = one_line(record.request_id) or "without an id"
+    return f"{clock(record.at)} {record.request} {request_id} of {one_line(record.client)} (process {record.pid})"
+
+
+def sentences(record: Finished, started_at: float) -> list[tuple[str, str]]:
+    """Return what is known of a request: pairs of a word and a sentence. `started_at` is the wall clock's time of the
+    server's start."""
+    lines = [("found", _found(record))] if record.request == "LOOKUP" else [("moved", _moved(record))]
+    if record.model:
+        lines.append(("model", f"{one_line(record.model)}, namespace {record.namespace}"))
+    if record.tenant:
+        lines.append(("tenant", one_line(record.tenant)))
+    if record.trace:
+        lines.append(("trace", record.trace.split("-")[1]))  # the trace id, by which a collector finds it
+    if (record.load_s or record.compute_s) and record.reason != "priced":
+        loaded, computed = short_number(record.load_s), short_number(record.compute_s)
+        lines.append(("prices", f"what was not in L1: {loaded} s to load, {computed} s to compute"))
+    if record.missing >= 0 and record.chunk_tokens:
+        end = record.missing + record.chunk_tokens
+        lines.append(("missing", f"tokens {record.missing} to {end}, and what follows them"))
+    if record.reason:
+        lines.append(("why", why(record, started_at)))
+        lines.append(("do", ANSWERS[record.reason].advice if record.reason in ANSWERS else "see the page"))
+        lines.append(("see", f"{PAGE}, {record.reason}"))
+    return lines
+
+
+def why(record: Finished, started_at: float) -> str:
+    """Return the reason as a sentence."""
+    detail = one_line(record.detail)
+    answer = ANSWERS.get(record.reason)
+    if answer is None:
+        return f"{record.reason} {detail}".strip()
+    if record.reason == "dropped_share" and detail:
+        return detail
+    return answer.sentence.format(
+        at=clock(record.cause_at),
+        started=clock(started_at),
+        idle=short_number(record.idle_s),
+        by=f", for an object of model {one_line(record.by)}" if record.by else "",
+        detail=detail,
+        by_whom=f" {detail}" if detail else "",
+        more=f", {detail}" if detail else "",
+    )
+
+
+def clock(wall: float) -> str:
+    """Return the local time of day, with its date unless it is today's."""
+    then, now = time.localtime(wall), time.localtime()
+    return time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", then)
+
+
+def _found(record: Finished) -> str:
+    asked, l1, l2 = record.asked_tokens, record.l1_tokens, record.l2_tokens
+    missed = asked - l1 - l2
+    took = f"in {short_number(record.seconds * 1e3)} ms"
+    return f"{l1 + l2} of {counted(asked, 'tokens')} {took}: {l1} in L1, {l2} from L2, {missed} missed"
+
+
+def _moved(record: Finished) -> str:
+    part = f"{record.added_tokens} of " if 0 < record.added_tokens < record.asked_tokens else ""
+    of = f"{part}{counted(record.asked_tokens, 'tokens')} in {short_number(record.seconds * 1e3)} ms"
+    size = f", {counted(record.objects, 'objects')}, {ByteSize(record.nbytes)}" if record.objects else ""
+    path = f", {_PATHS[record.path]}" if record.path in _PATHS else ""
+    rest = "; the rest was there" if part and record.outcome == "stored" else ""
+    return f"{record.outcome}: {of}{size}{path}{rest}"
+
+
+def _print_field(name: str, sentence: str) -> None:
+    """Print a sentence behind its word. In a pipe it is one line; a terminal's lines keep their indent."""
+    head = Text(f"  {name:<{_FIELD_COLUMNS - 2}}")
+    if not stdout.is_terminal:
+        print_text(Text.assemble(head, sentence))
+        return
+    first, *lines = Text(sentence).wrap(stdout, max(stdout.width - _FIELD_COLUMNS, 20))
+    stdout.print(Text.assemble(head, first), soft_wrap=False)
+    for line in lines:
+        stdout.print(Padding(line, (0, 0, 0, _FIELD_COLUMNS)), soft_wrap=False)

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import getpass
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvframework.api.command import QuickGroup, examples
+from kvframework.api.console import stdout
+from kvframework.config import tenant_digest
 from kvframework.errors import ConfigFieldError
+from kvframework.messaging.curve import PUBLIC_SUFFIX, CurveKeyError, write_pair
 
 SECRET_SUFFIX = ".secret"  # noqa: S105 - a file name
 SERVER, CLIENTS = "server", "clients"
 
-_app = typer.Typer(cls=QuickGroup, help="CURVE keys, for servers at tcp:// endpoints.", no_args_is_help=True)
+keys_app = typer.Typer(cls=QuickGroup, help="CURVE keys, for servers at tcp:// endpoints.", no_args_is_help=True)
+tenants_app = typer.Typer(cls=QuickGroup, no_args_is_help=True)
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of the keys.")]
 _EPILOG = examples(
     "kvframework keys new /etc/kvframework/keys",
@@ -22,15 +28,7 @@ _EPILOG = examples(
 )
 
 
-_tenants = typer.Typer(cls=QuickGroup, help="Tenants by name, with shares of L1.", no_args_is_help=True)
-
-
-def register(app: typer.Typer) -> None:
-    app.add_typer(_app, name="keys")
-    app.add_typer(_tenants, name="tenants")
-
-
-@_app.command("new", epilog=_EPILOG)
+@keys_app.command("new", epilog=_EPILOG)
 def new(
     directory: _Directory,
     client: Annotated[str, typer.Option(help="The first client's name.")] = "client",
@@ -40,10 +38,10 @@ def new(
     Existing files are never replaced. Secret files (*.secret) are for their owner only: the server's stays with the
     server, a client's goes to the client's host, together with server.public.
     """
-    from kvframework.api.console import stdout
-    from kvframework.messaging.curve import PUBLIC_SUFFIX, write_pair
-
-    _make(directory / CLIENTS)
+    try:
+        (directory / CLIENTS).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CurveKeyError(f"cannot be made: {error.strerror}", where=str(directory / CLIENTS)) from None
     write_pair(directory / f"{SERVER}{SECRET_SUFFIX}", directory / f"{SERVER}{PUBLIC_SUFFIX}")
     _add(directory, client)
     root = directory.absolute()
@@ -62,7 +60,7 @@ def new(
         stdout.print(line, markup=False)
 
 
-@_app.command("add", epilog=_EPILOG)
+@keys_app.command("add", epilog=_EPILOG)
 def add(
     directory: _Directory,
     client: Annotated[str, typer.Argument(help="The client's name.")],
@@ -72,9 +70,6 @@ def add(
     After its *.public file is removed the client is not admitted again; an existing connection stays until the
     server is restarted.
     """
-    from kvframework.api.console import stdout
-    from kvframework.messaging.curve import CurveKeyError
-
     if not (directory / CLIENTS).is_dir():
         raise CurveKeyError("no keys here", where=str(directory), hint=f"kvframework keys new {directory}")
     _add(directory, client)
@@ -82,26 +77,20 @@ def add(
 
 
 def _add(directory: Path, client: str) -> None:
-    from kvframework.messaging.curve import PUBLIC_SUFFIX, write_pair
-
     if not client.replace("-", "").replace("_", "").replace(".", "").isalnum() or client == SERVER:
         raise ConfigFieldError(f"{client!r} is no name for a client", available="letters, digits, '-', '_' and '.'")
     write_pair(directory / f"{client}{SECRET_SUFFIX}", directory / CLIENTS / f"{client}{PUBLIC_SUFFIX}")
 
 
-def _make(directory: Path) -> None:
-    from kvframework.messaging.curve import CurveKeyError
-
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise CurveKeyError(f"cannot be made: {error.strerror}", where=str(directory)) from None
-
-
 _MAX_SALT = 1024
 
 
-@_tenants.command(
+@tenants_app.callback()
+def _tenants() -> None:
+    """Tenants by name, with shares of L1."""
+
+
+@tenants_app.command(
     "digest",
     epilog=examples(
         "kvframework tenants digest              prompts for the salt",
@@ -114,19 +103,11 @@ def digest() -> None:
     The salt is what a tenant's engine sends as its requests' cache_salt. It is a secret, so it is read from standard
     input, or asked for at a terminal, and never given as an argument. A line end behind it does not count.
     """
-    from kvframework.api.console import stdout
-    from kvframework.config import tenant_digest
-
     stdout.print(tenant_digest(_salt()), markup=False, highlight=False)
 
 
 def _salt() -> str:
     """Return the salt. Raises `ConfigFieldError` for one that no request can have."""
-    import getpass
-    import sys
-
-    from kvframework.errors import ConfigFieldError
-
     try:
         # One more byte than the longest salt and its line end can have.
         salt = getpass.getpass("salt: ") if sys.stdin.isatty() else sys.stdin.buffer.read(4 * _MAX_SALT + 3).decode()

@@ -5,17 +5,35 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import msgspec
 import typer
+from rich.text import Text
 
 from kvframework.api.command import examples
+from kvframework.api.console import stdout
+from kvframework.api.tier import TierProvider
+from kvframework.api.toml import toml_value
 from kvframework.cli.commands import CommandGroup
+from kvframework.cli.console import print_document, print_rows, print_text
 from kvframework.cli.usage import AsJson
+from kvframework.errors import PluginNotFound
+from kvframework.registry import KINDS, AnyProvider, OptionInfo, PluginInfo, PluginRegistry, describe_options
 
-if TYPE_CHECKING:
-    from kvframework.errors import PluginNotFound
-    from kvframework.registry import PluginRegistry
+_COLUMNS = ("name", "kind", "distribution", "version", "status", "reason")
+_STYLES = {"available": "green", "unavailable": "yellow"}
+_TABLES = {
+    "transport": "[[transport]]",
+    "layout": "[[layout]]",
+    "memory": "[l1]",
+    "tier": "[[l2]]",
+    "eviction": "[l1.eviction]",
+    "hasher": "[hasher]",
+    "codec": "codec of [[l2]]",
+    "requests": "[[requests]]",
+    "listener": "[[listener]]",
+}
 
 
 class PluginsGroup(CommandGroup):
@@ -24,31 +42,58 @@ class PluginsGroup(CommandGroup):
     prefix = "plugins."
 
 
-_app = typer.Typer(cls=PluginsGroup, help="List, describe and check plugins.", no_args_is_help=True)
+app = typer.Typer(cls=PluginsGroup, help="List, describe and check plugins.", no_args_is_help=True)
 
 
-def register(app: typer.Typer) -> None:
-    app.add_typer(_app, name="plugins")
-
-
-@_app.command("list", epilog=examples("kvframework plugins list", "kvframework plugins list --json"))
-def list_plugins(
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
-) -> None:
+@app.command("list", epilog=examples("kvframework plugins list", "kvframework plugins list --json"))
+def list_plugins(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False) -> None:
     """List every installed plugin, with the reason if it cannot be used here."""
-    from kvframework.cli.console import print_document
-    from kvframework.cli.plugin_view import plugin_rows, show_plugins
-    from kvframework.registry import PluginRegistry
-
     with _quiet_imports():
-        rows = plugin_rows(PluginRegistry().list(probe=True))
+        infos = PluginRegistry().list(probe=True)
+    rows = [{column: str(getattr(info, column)) for column in _COLUMNS} for info in infos]
+    rows = [row | {"name": f"{row['kind']}.{row['name']}" if row["kind"] else row["name"]} for row in rows]
     if as_json:
         print_document(rows)
-    else:
-        show_plugins(rows)
+        return
+    # On a terminal, reasons follow the table; the kind is in the name.
+    terminal = stdout.is_terminal
+    columns = ("name", "distribution", "version", "status") if terminal else _COLUMNS
+    cells = ([_status(row[name]) if name == "status" else row[name] for name in columns] for row in rows)
+    print_rows([name.upper() for name in columns], cells, whole=("NAME", "STATUS"))
+    for row in rows if terminal else ():
+        if row["reason"]:
+            stdout.print()
+            print_text(Text.assemble((row["name"], "bold"), f": {row['reason']}"))
 
 
-@_app.command(
+def _status(status: str) -> Text:
+    return Text(status, _STYLES.get(status, "red"))
+
+
+class PluginView(msgspec.Struct, frozen=True):
+    """The facts about one plugin. From `summary` on they are None or empty for a plugin that could not be loaded.
+
+    `table` is where it is named in the TOML. `rivals` are the other distributions that offer the same name.
+    `shared` says of a tier that several nodes may use one store; `calls_at_once` are a tier's defaults of `loads` and
+    `writes` of its `[[l2]]`, empty for all others.
+    """
+
+    name: str
+    kind: str
+    distribution: str
+    version: str
+    status: str
+    reason: str
+    rivals: list[str]
+    table: str
+    summary: str | None = None
+    requires_api: str | None = None
+    shared: bool = False
+    calls_at_once: dict[str, int] = {}
+    options: list[OptionInfo] = []
+
+
+@app.command(
     "info", epilog=examples("kvframework plugins info tier.redis", "kvframework plugins info layout.paged --json")
 )
 def info(
@@ -56,32 +101,84 @@ def info(
     as_json: AsJson = False,
 ) -> None:
     """Describe one plugin: its purpose, whether it can be used here, and the options of its table in the TOML."""
-    from kvframework.cli.console import print_document
-    from kvframework.cli.plugin_view import PluginView, show_plugin
-    from kvframework.registry import PluginRegistry
-
     kind, dot, name = plugin.partition(".")
     registry = PluginRegistry()
     if not dot:
-        raise _no_name(plugin, registry)
+        meant = [f"{kind}.{plugin}" for kind in KINDS if plugin in registry.names(kind)]
+        raise PluginNotFound(
+            f"{plugin!r} is not of the form KIND.NAME",
+            available=f"the kinds {', '.join(KINDS)}",
+            hint=f"did you mean {' or '.join(meant)}?" if meant else "`kvframework plugins list` shows the names",
+        )
     with _quiet_imports():
-        view = PluginView.of(*registry.describe(kind, name))
+        view = _view(*registry.describe(kind, name))
     if as_json:
         print_document(view)
     else:
-        show_plugin(view)
+        _show(view)
 
 
-def _no_name(plugin: str, registry: PluginRegistry) -> PluginNotFound:
-    from kvframework.errors import PluginNotFound
-    from kvframework.registry import KINDS
-
-    meant = [f"{kind}.{plugin}" for kind in KINDS if plugin in registry.names(kind)]
-    return PluginNotFound(
-        f"{plugin!r} is not of the form KIND.NAME",
-        available=f"the kinds {', '.join(KINDS)}",
-        hint=f"did you mean {' or '.join(meant)}?" if meant else "`kvframework plugins list` shows the names",
+def _view(infos: list[PluginInfo], provider: AnyProvider | None) -> PluginView:
+    first, *rivals = infos
+    view = PluginView(
+        name=f"{first.kind}.{first.name}",
+        kind=first.kind,
+        distribution=first.distribution,
+        version=first.version,
+        status=first.status,
+        reason=first.reason,
+        rivals=[f"{rival.distribution} {rival.version}" for rival in rivals],
+        table=_TABLES[first.kind],
     )
+    if provider is None:
+        return view
+    tier = provider if isinstance(provider, TierProvider) else None
+    return msgspec.structs.replace(
+        view,
+        summary=provider.summary,
+        requires_api=provider.requires_api,
+        shared=tier is not None and tier.shared,
+        calls_at_once={"loads": tier.loads, "writes": tier.writes} if tier is not None else {},
+        options=describe_options(provider.options),
+    )
+
+
+def _show(view: PluginView) -> None:
+    """Print a view. A plugin's texts are shown verbatim, never as markup."""
+    facts: list[tuple[str, str | Text]] = [
+        ("distribution", f"{view.distribution} {view.version}"),
+        *(("also offered by", rival) for rival in view.rivals),
+        ("status", _status(view.status)),
+        ("reason", view.reason),
+        ("table", view.table),
+        ("plugin API", view.requires_api or ""),
+        ("shared", "several nodes may use one store" if view.shared else ""),
+        ("calls at once", ", ".join(f"{name} = {number}" for name, number in view.calls_at_once.items())),
+    ]
+    print_text(Text.assemble((view.name, "bold"), f": {view.summary}" if view.summary else ""))
+    for label, value in facts:
+        if value:
+            print_text(Text.assemble(f"  {label + ':':16} ", value))
+    if view.summary is None:
+        return
+    stdout.print()
+    if not view.options:
+        stdout.print("no options")
+        return
+    rows = []
+    for option in view.options:
+        meaning = f"{option.description}{' (shown masked)' if option.secret else ''}".strip()
+        rows.append((option.name, option.type, _default(option), meaning))
+    print_rows(("OPTION", "TYPE", "DEFAULT", "MEANING"), rows, whole=("OPTION",))
+
+
+def _default(option: OptionInfo) -> str:
+    if option.required:
+        return "required"
+    try:
+        return toml_value(option.default)
+    except TypeError:
+        return "not set" if option.default is None else str(option.default)
 
 
 @contextlib.contextmanager

@@ -3,36 +3,44 @@ its end, and keeps its memory until then."""
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from kvframework.api.command import Endpoint, EndpointConfig, examples
-from kvframework.cli.serving import Format, Level, ServeOptions
+from kvframework.api.console import stderr
+from kvframework.api.plugin import ByteSize
+from kvframework.cli.console import print_document, print_text
+from kvframework.cli.serving import Format, Level, ServeOptions, run_server
 from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides
-
-_SERVE_EPILOG = examples(
-    "kvframework serve",
-    "kvframework serve --config kvf.toml --log-format json",
-    "kvframework serve --set l1.capacity=8GiB",
-    "kvframework serve --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
+from kvframework.client.status_source import server_endpoint
+from kvframework.config import (
+    check_private_directory,
+    keeper_path,
+    load_config,
+    prepare_private_directory,
+    trusted_server_uid,
 )
+from kvframework.errors import EndpointError
+from kvframework.keeper.sockets import CONTROL_SUFFIX, ask
+from kvframework.keeper.supervisor import PATHS, become_supervisor
+from kvframework.text import short_number
+
+serve_app, hold_app = typer.Typer(), typer.Typer()
 
 
-_HOLD_EPILOG = examples(
-    "kvframework hold                         a server by default values",
-    "kvframework hold -- --config kvf.toml    with options of `kvframework serve`",
-    "kvframework hold --status                what is kept, and for which server",
-    "kvframework hold --reload                the installed version takes over",
-    "kvframework hold --drop --restart        free what is kept, start cold",
+@serve_app.command(
+    "serve",
+    epilog=examples(
+        "kvframework serve",
+        "kvframework serve --config kvf.toml --log-format json",
+        "kvframework serve --set l1.capacity=8GiB",
+        "kvframework serve --set l2.0.use=redis --set l2.0.url=redis://cache:6379",
+    ),
 )
-
-
-def register(app: typer.Typer) -> None:
-    app.command("serve", epilog=_SERVE_EPILOG)(serve)
-    app.command("hold", epilog=_HOLD_EPILOG)(hold)
-
-
 def serve(
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -51,11 +59,19 @@ def serve(
     With `--takeover` it checks all that can be checked, has the running server drain and hand over what it holds in L1,
     and goes on in its place; engines connect again by themselves.
     """
-    from kvframework.cli.serving import run_server
-
     run_server(ServeOptions(config, overrides or (), log_level, log_format, takeover))
 
 
+@hold_app.command(
+    "hold",
+    epilog=examples(
+        "kvframework hold                         a server by default values",
+        "kvframework hold -- --config kvf.toml    with options of `kvframework serve`",
+        "kvframework hold --status                what is kept, and for which server",
+        "kvframework hold --reload                the installed version takes over",
+        "kvframework hold --drop --restart        free what is kept, start cold",
+    ),
+)
 def hold(
     context: typer.Context,
     serve: Annotated[
@@ -92,22 +108,14 @@ def hold(
         _become(context, serve or [])
     if serve or overrides:
         raise typer.BadParameter("options of the server are for its start")
-    from kvframework.client.status_source import server_endpoint
-    from kvframework.config import keeper_path
-
     _ask({"do": asked[0], "restart": restart}, keeper_path(server_endpoint(endpoint, config)), timeout, as_json)
 
 
 def _become(context: typer.Context, serve: list[str]) -> NoReturn:
-    import os
-    import sys
-    from pathlib import Path
-
-    from kvframework.config import keeper_path, load_config, prepare_private_directory
-    from kvframework.errors import EndpointError
-    from kvframework.keeper.supervisor import PATHS, become_supervisor
-
-    chosen = _options_of_serve(context, serve)
+    assert context.parent is not None
+    commands: Any = context.parent.command
+    # Wrong options are refused before there is anything to keep.
+    chosen = commands.get_command(context.parent, "serve").make_context("serve", [*serve], parent=context.parent).params
     # Earlier releases of typer leave them strings.
     settings = load_config(chosen["config"] and Path(chosen["config"]), chosen["overrides"] or ())
     form = Format(chosen["log_format"]).value if chosen["log_format"] else settings.log.format
@@ -120,26 +128,7 @@ def _become(context: typer.Context, serve: list[str]) -> NoReturn:
         raise EndpointError(f"the keeper cannot be started: {error.strerror}", where=sys.executable) from error
 
 
-def _options_of_serve(context: typer.Context, serve: list[str]) -> dict[str, Any]:
-    """The values of the options of `kvframework serve`. Wrong ones are refused before there is anything to keep."""
-    assert context.parent is not None
-    commands: Any = context.parent.command
-    options: dict[str, Any] = (
-        commands.get_command(context.parent, "serve").make_context("serve", list(serve), parent=context.parent).params
-    )
-    return options
-
-
 def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -> None:
-    from pathlib import Path
-
-    from kvframework.api.console import stderr
-    from kvframework.cli.console import print_document, print_text
-    from kvframework.config import check_private_directory, trusted_server_uid
-    from kvframework.errors import EndpointError
-    from kvframework.keeper.sockets import CONTROL_SUFFIX, ask
-    from kvframework.text import short_number
-
     try:
         check_private_directory(Path(base).parent, owner=trusted_server_uid())
         reply = ask(base + CONTROL_SUFFIX, request, timeout)
@@ -173,10 +162,6 @@ def _ask(request: dict[str, object], base: str, timeout: float, as_json: bool) -
 
 def _print_status(status: dict[str, Any]) -> None:
     """Print the keeper's reply: the server, its starts, and a line for each thing that is kept."""
-    from kvframework.api.plugin import ByteSize
-    from kvframework.cli.console import print_text
-    from kvframework.text import short_number
-
     server = status["server"]
     if server is not None:
         form = "ready" if server["ready"] else "not ready yet"

@@ -90,54 +90,33 @@ def plain_options(arguments: Sequence[str]) -> ServeOptions | None:
     return options
 
 
-class _Logged(Exception):
-    """The log has the error, which is the argument."""
-
-
 def run_server(options: ServeOptions) -> None:
     """Serve until a signal, which ends the process. In the main thread. Raises the error that keeps it from serving;
     where the log is read as JSON it has the error, and `SystemExit` is raised."""
-    # Until there is a server: its modules and the objects of an earlier one all stay, and to look through them for
-    # garbage again and again is a third of what the objects cost.
-    gc.disable()
-    try:
-        _serve(options)
-    except _Logged as logged:
-        from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN
-
-        sys.exit(EXIT_ERROR if isinstance(logged.args[0], KVFrameworkError) else EXIT_UNFORESEEN)
-
-
-def _serve(options: ServeOptions) -> None:
     from kvframework.cli.signals import ReloadSignal, StopRequested, StopSignals
     from kvframework.keeper.sd_notify import Keeper
     from kvframework.logs.form import configure_logging, end_logging
 
+    # Until there is a server: its modules and the objects of an earlier one all stay, and to look through them for
+    # garbage again and again is a third of what the objects cost.
+    gc.disable()
     # Before any other process starts.
     keeper = Keeper.from_environment()
-
-    def read() -> Config:
-        from kvframework.config import load_config
-
-        return _with_log(load_config(options.config, options.overrides), options)
 
     def read_again() -> Config:
         if Path(settings.source).is_fifo():  # it would wait for a writer, and with it each later SIGHUP
             raise ConfigFileError("a pipe cannot be read again", where=settings.source, hint="write a file")
-        return read()
-
-    def serve_reloads(server: Server) -> None:
-        reloads.serve(lambda: server.running.apply(read_again()))
+        return _read(options)
 
     with StopSignals() as signals, ReloadSignal() as reloads:
         json_log = False
         try:
-            settings = read()
+            settings = _read(options)
             json_log = settings.log.format == "json"
             configure_logging(settings.log.level, settings.log.format)
             with bounded(partial(_end_at_once, json_log)):
                 server = _started(settings, signals, keeper, options.takeover)
-            serve_reloads(server)
+            reloads.serve(lambda: server.running.apply(read_again()))
             with bounded(None):  # a command has a bound for its own thread, which serves from here on
                 server.serve_forever(process_ends=True)
         except StopRequested:
@@ -145,17 +124,22 @@ def _serve(options: ServeOptions) -> None:
         except Exception as error:
             if not json_log:
                 raise
+            from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN
+
             # A reader of JSON logs gets the reason as JSON.
             foreseen = isinstance(error, KVFrameworkError)
             log.critical("%s", error if foreseen else "unforeseen error", exc_info=not foreseen)
-            raise _Logged(error) from None
+            sys.exit(EXIT_ERROR if foreseen else EXIT_UNFORESEEN)
         finally:
             end_logging()
 
 
-def _with_log(config: Config, options: ServeOptions) -> Config:
+def _read(options: ServeOptions) -> Config:
     import msgspec
 
+    from kvframework.config import load_config
+
+    config = load_config(options.config, options.overrides)
     chosen = {"level": options.log_level, "format": options.log_format}
     changed = {name: each.value for name, each in chosen.items() if each}
     return msgspec.structs.replace(config, log=msgspec.structs.replace(config.log, **changed))
@@ -194,7 +178,7 @@ def _started(settings: Config, signals: StopSignals, keeper: Keeper | None, take
     for refusal in refusals(settings, registry, replaces=running.pid if running else None, kept=kept):
         raise refusal
     holding: L1Keeper | None = keeper
-    if keeper is not None and settings.l1.keep == "off":
+    if keeper is not None and settings.l1.keys.keep == "off":
         free_recoverable(keeper)  # what an earlier configuration gave it
         holding = None
     if running is not None:
@@ -209,15 +193,11 @@ def _started(settings: Config, signals: StopSignals, keeper: Keeper | None, take
         server.close()
         raise
     if keeper is not None:
-        _say_ready(keeper)
+        try:
+            keeper.ready()
+        except OSError as error:
+            log.warning("the keeper does not hear that this server is ready: %s", error)
     return server
-
-
-def _say_ready(keeper: Keeper) -> None:
-    try:
-        keeper.ready()
-    except OSError as error:
-        log.warning("the keeper does not hear that this server is ready: %s", error)
 
 
 def _raise_descriptor_limit() -> None:
@@ -258,9 +238,9 @@ class HandedOver:
         from kvframework.storage.l1.journal import own_description
 
         held = {} if self._keeper is None else self._keeper.kept(names)
+        found = {}
         for fd in held.values():
             os.close(fd)
-        found = {}
         for name, fd in zip(names, self._descriptors, strict=False):
             # The lock of the earlier server lasts as long as its own description.
             found[name] = own_description(fd)
@@ -326,16 +306,8 @@ def _handed_over(client: KVClient, path: str, listener: socket.socket) -> list[i
         client.request("HAND_OVER", m.HandOver(path), m.Empty, timeout=_ANSWER_S)
     except KVFrameworkError:
         # It may end before its answer arrives: what counts is what it sent before.
-        listener.settimeout(0.0)
-        try:
-            return _received(listener)
-        except BlockingIOError:
-            pass
-        raise
-    return _received(listener)
-
-
-def _received(listener: socket.socket) -> list[int]:
+        if not select.select([listener], [], [], 0.0)[0]:
+            raise
     connection, _ = listener.accept()
     with connection:
         _, descriptors, _, _ = socket.recv_fds(connection, 64, _HANDED)

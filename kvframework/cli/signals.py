@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from queue import SimpleQueue
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from kvframework.errors import KVFrameworkError
@@ -39,8 +39,8 @@ class StopRequested(KeyboardInterrupt):
 class StopSignals:
     """A context manager, entered once, in the main thread. Until `serve` a signal raises `StopRequested`; from then on
     it calls `stop` with the time of the signal. An end at once, after a second signal (status 128 + its number) or
-    `deadline_s` (status 1), calls `abandon` first. Leaving it ends the process, with status 0; an `Exception` passes
-    instead, and by then signals mean what they meant before and the watching thread has ended."""
+    `deadline_s` (status 1), calls `abandon` first. Leaving it, or a `KeyboardInterrupt`, ends the process, with status
+    0; any other exception passes: signals mean again what they meant before, and the watching thread has ended."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.requested = False
@@ -61,10 +61,8 @@ class StopSignals:
         self._watcher.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None or not issubclass(kind, Exception):
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, KeyboardInterrupt):
             end_process()
         self._restored.close()
         # The watcher reads the end of its stream. It may be in the middle of an end at once, so the wait is bounded.
@@ -158,7 +156,7 @@ class ReloadSignal:
         signal.signal(signal.SIGHUP, lambda _number, _frame: self._asked.put(True))
         return self
 
-    def __exit__(self, _kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGHUP, self._before)
         self._asked.put(False)
 
@@ -177,16 +175,14 @@ class ReloadSignal:
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
             try:
-                _log_applied(reload())
+                applied = reload()
             except KVFrameworkError as error:
                 log.error("SIGHUP: the configuration is refused, nothing has changed: %s", error)
             except Exception:
                 log.exception("SIGHUP: the configuration could not be read again, nothing has changed")
-
-
-def _log_applied(applied: ConfigApplied) -> None:
-    waiting = [each.key for each in applied.changes if not each.now]
-    if waiting:
-        log.error("SIGHUP: nothing has changed, since these keys need a restart: %s", ", ".join(waiting))
-    elif not applied.changes:
-        log.info("SIGHUP: the configuration has not changed")
+            else:
+                waiting = [each.key for each in applied.changes if not each.now]
+                if waiting:
+                    log.error("SIGHUP: nothing has changed, since these keys need a restart: %s", ", ".join(waiting))
+                elif not applied.changes:
+                    log.info("SIGHUP: the configuration has not changed")

@@ -14,12 +14,10 @@ from kvframework.config.endpoint import (
     prepare_private_directory,
     trusted_server_uid,
 )
-from kvframework.config.layers import CONFIG_VARIABLE, FIELD_DEFAULT, Layers, apply_override, read_layers
+from kvframework.config.layers import FIELD_DEFAULT, Layers, apply_override, read_layers
 from kvframework.config.load import assemble, load_config
 from kvframework.config.schema import (
     Config,
-    CurveConfig,
-    L1Config,
     L2Config,
     L2Keys,
     LogConfig,
@@ -30,14 +28,11 @@ from kvframework.config.schema import (
 from kvframework.config.tenants import bytes_of_tenants, shares_of_tenants, tenant_digest
 
 __all__ = [
-    "CONFIG_VARIABLE",
     "FIELD_DEFAULT",
     "FULL_SUFFIX",
     "LIVENESS_SUFFIX",
     "Config",
-    "CurveConfig",
     "Endpoint",
-    "L1Config",
     "L2Config",
     "L2Keys",
     "Layers",

@@ -3,6 +3,7 @@ CLI."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -22,8 +23,6 @@ _MAX_SUN_PATH = 107
 # Names the user whose server a client trusts, if that is another one than its own.
 SERVER_UID_VARIABLE = "KVFRAMEWORK_SERVER_UID"
 MAX_UID = (1 << 32) - 2  # the last one means "no change" to the kernel
-
-_IPC = "ipc://"
 
 
 def ipc_path(endpoint: str) -> str:
@@ -54,21 +53,21 @@ def default_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """The directory of the default endpoint: the same for every process of this user and environment; not created
     here."""
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(runtime) and _owned_directory(runtime):
-        return Path(runtime, "kvframework")
-    return Path(_temporary(), f"kvframework-{os.getuid()}")
-
-
-def _temporary() -> str:
+    if os.path.isabs(runtime):
+        with contextlib.suppress(OSError):
+            status = os.stat(runtime)
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                return Path(runtime, "kvframework")
     try:
-        return tempfile.gettempdir()
+        temporary = tempfile.gettempdir()
     except FileNotFoundError:  # a read-only root, as of a container: a server that needs the directory says so
-        return "/tmp"  # noqa: S108
+        temporary = "/tmp"  # noqa: S108
+    return Path(temporary, f"kvframework-{os.getuid()}")
 
 
 def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
     """The endpoint of servers and clients that are configured without one."""
-    return f"{_IPC}{default_directory(environ)}/server.sock"
+    return f"ipc://{default_directory(environ)}/server.sock"
 
 
 def prepare_private_directory(path: Path, *, shared: bool = False) -> None:
@@ -157,11 +156,3 @@ def _check_shared(path: Path, shared: bool) -> None:
             where=str(path),
             hint=f"chmod 711 {path}",
         )
-
-
-def _owned_directory(path: str) -> bool:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()

@@ -154,30 +154,23 @@ def read_layers(path: Path | None, overrides: Sequence[str], environ: Mapping[st
     by_variable = path is None and bool(environ.get(CONFIG_VARIABLE))
     if by_variable:
         path = Path(environ[CONFIG_VARIABLE])
-    default = parse_toml(DEFAULT_TOML, where=DEFAULT_SOURCE)
-    own = read_toml(path) if path is not None else {}
-    # Overrides change tables in place, and the lower layers must stay unchanged.
-    raw = copy.deepcopy(_with_defaults(own, default))
+    layers = layers_of(read_toml(path) if path is not None else {})
     for override in overrides:
-        apply_override(raw, override)
-    return Layers(raw, own, default, path, by_variable, tuple(overrides))
+        apply_override(layers.raw, override)
+    return layers._replace(file=path, by_variable=by_variable, overrides=tuple(overrides))
 
 
 def layers_of(own: dict[str, object]) -> Layers:
-    """The layers of a file that is not written yet, or not at all."""
+    """The layers of what a file says, or would say. Missing tables are taken whole from the default. A table in the
+    file keeps its own keys; only its choice of plugin may be left out."""
     default = parse_toml(DEFAULT_TOML, where=DEFAULT_SOURCE)
-    return Layers(copy.deepcopy(_with_defaults(own, default)), own, default, None, False, ())
-
-
-def _with_defaults(raw: dict[str, object], default: dict[str, object]) -> dict[str, object]:
-    """Missing tables are taken whole from the default. A table in the file keeps its own keys; only its choice of
-    plugin may be left out."""
-    merged = default | raw
+    merged = default | own
     for name in ("l1", "hasher"):
         table, fallback = merged[name], default[name]
         if isinstance(table, dict) and isinstance(fallback, dict):
             merged[name] = {key: fallback[key] for key in ("use", "eviction") if key in fallback} | table
-    return merged
+    # Overrides change tables in place, and the lower layers must stay unchanged.
+    return Layers(copy.deepcopy(merged), own, default, None, False, ())
 
 
 def _contains(node: object, path: KeyPath) -> bool:

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import msgspec
+from msgspec import Meta, Struct
 
 from kvframework.api.codec import NO_CODEC
 from kvframework.api.endpoint import ObserveConfig
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import MAX_TIER_CALLS
 
-_YEAR_S = 365 * 24 * 3600.0
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["human", "json"]
 Keep = Literal["off", "auto"]
 WritePolicyName = Literal["write_through", "write_through_selective", "write_back"]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=_YEAR_S)]
+Seconds = Annotated[float, Meta(gt=0, le=365 * 24 * 3600.0)]
 # The last id means "no change" to the kernel.
-Uid = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
-Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Uid = Annotated[int, Meta(ge=0, le=(1 << 32) - 2)]
+Fraction = Annotated[float, Meta(gt=0, le=1)]
 # The bounds of a tier's threads.
-AtOnce = Annotated[int, msgspec.Meta(ge=1, le=MAX_TIER_CALLS)]
+AtOnce = Annotated[int, Meta(ge=1, le=MAX_TIER_CALLS)]
 # An envelope has as many bytes for the name.
-CodecName = Annotated[str, msgspec.Meta(min_length=1, max_length=16, pattern="^[A-Za-z0-9_.-]+$")]
+CodecName = Annotated[str, Meta(min_length=1, max_length=16, pattern="^[A-Za-z0-9_.-]+$")]
 
 
-class PluginTable(msgspec.Struct, frozen=True):
+class PluginTable(Struct, frozen=True):
     """One table that names a plugin. `options` are the keys unknown to the core: the plugin validates them.
 
     `where` is the table's place for error texts, such as "kvf.toml: [[l2]] #1"; `core_keys` are the keys of the same
@@ -39,115 +38,89 @@ class PluginTable(msgspec.Struct, frozen=True):
     core_keys: tuple[str, ...] = ("use",)
 
 
-class CurveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[server.curve]`: the file of the server's secret key, and the directory with the public keys of the clients that
-    may come over TCP. `kvframework keys new` makes both."""
+class CurveConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[server.curve]`. `kvframework keys new` makes both."""
 
-    secret_key: Annotated[str, msgspec.Meta(min_length=1, description="file of the server's secret key")]
+    secret_key: Annotated[str, Meta(min_length=1, description="file of the server's secret key")]
     clients: Annotated[
-        str,
-        msgspec.Meta(min_length=1, description="folder with the public keys of the clients that may connect over TCP"),
+        str, Meta(min_length=1, description="folder with the public keys of the clients that may connect over TCP")
     ]
 
 
-class ServerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[server]`. `endpoint` "" means `default_endpoint()`; `tcp` is a second one, for other hosts and users.
-    `store_share` is the share of L1 that one client may have reserved at once for uncommitted stores, while other
-    clients have instances here; `pin_share` the share that it may keep from eviction while others need room, see
-    `kvframework.storage.l1.leases`. `session_timeout_s` is the longest silence of a client without a liveness
-    socket.
-    `tp_lcm` and `pp_lcm` are least common multiples of the sizes of the fleet's engines, 1: objects are named by rank.
-    `insecure` serves tcp:// in plain text, without authentication. `admit_uids` are the users beside the server's own
-    whose processes may connect at the `ipc://` endpoint, and are trusted as much."""
+class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[server]`. `endpoint` "" means `default_endpoint()`. `pin_share`: see `kvframework.storage.l1.leases`."""
 
-    endpoint: Annotated[
-        str, msgspec.Meta(description="the server's `ipc://` socket; empty: a private one of this user")
-    ] = ""
+    endpoint: Annotated[str, Meta(description="the server's `ipc://` socket; empty: a private one of this user")] = ""
     chunk_size: Annotated[
-        int,
-        msgspec.Meta(ge=1, le=65536, description="tokens of a stored object, rounded up to whole blocks of the engine"),
+        int, Meta(ge=1, le=65536, description="tokens of a stored object, rounded up to whole blocks of the engine")
     ] = 256
     tp_lcm: Annotated[
         int,
-        msgspec.Meta(
+        Meta(
             ge=1,
             le=64,
             description="least common multiple of the tensor-parallel sizes that share objects; 1: only equal sizes do",
         ),
     ] = 1
     pp_lcm: Annotated[
-        int,
-        msgspec.Meta(ge=1, le=64, description="the same of their pipeline-parallel sizes, beside `tp_lcm`"),
+        int, Meta(ge=1, le=64, description="the same of their pipeline-parallel sizes, beside `tp_lcm`")
     ] = 1
     store_lease_s: Annotated[
-        Seconds, msgspec.Meta(description="how long an engine may take from a reservation to its commit")
+        Seconds, Meta(description="how long an engine may take from a reservation to its commit")
     ] = 30.0
-    retrieve_lease_s: Annotated[
-        Seconds, msgspec.Meta(description="how long an engine may take to copy what it loads")
-    ] = 30.0
+    retrieve_lease_s: Annotated[Seconds, Meta(description="how long an engine may take to copy what it loads")] = 30.0
     store_share: Annotated[
         Fraction,
-        msgspec.Meta(description="share of L1 that one client may have reserved at once while others have instances"),
+        Meta(description="share of L1 that one client may have reserved at once while others have instances"),
     ] = 0.5
     pin_share: Annotated[
         Fraction,
-        msgspec.Meta(
-            description="share of L1 that one client keeps from eviction, pinned or reserved, while others need room"
-        ),
+        Meta(description="share of L1 that one client keeps from eviction, pinned or reserved, while others need room"),
     ] = 0.5
-    ticket_s: Annotated[Seconds, msgspec.Meta(description="how long a hit stays pinned for its engine at most")] = 60.0
+    ticket_s: Annotated[Seconds, Meta(description="how long a hit stays pinned for its engine at most")] = 60.0
     price: Annotated[
         bool,
-        msgspec.Meta(
-            description="what an engine computes sooner than a tier loads it is computed, if it says how fast it is"
-        ),
+        Meta(description="what an engine computes sooner than a tier loads it is computed, if it says how fast it is"),
     ] = False
-    session_timeout_s: Annotated[
-        Seconds, msgspec.Meta(description="longest silence of a client without a liveness socket")
-    ] = 30.0
-    workers: Annotated[int, msgspec.Meta(ge=1, le=256, description="threads that copy the KV of clients over TCP")] = 2
+    session_timeout_s: Annotated[Seconds, Meta(description="longest silence of a client without a liveness socket")] = (
+        30.0
+    )
+    workers: Annotated[int, Meta(ge=1, le=256, description="threads that copy the KV of clients over TCP")] = 2
     trace_memory: Annotated[
         ByteSize,
-        msgspec.Meta(
-            description="most memory for lookups that `kvframework trace record` has yet to fetch; 0: it is refused"
-        ),
+        Meta(description="most memory for lookups that `kvframework trace record` has yet to fetch; 0: it is refused"),
     ] = ByteSize(32 << 20)
     tcp: Annotated[
-        str, msgspec.Meta(description="a second endpoint, `tcp://ADDRESS:PORT`, for other hosts and users; empty: none")
+        str, Meta(description="a second endpoint, `tcp://ADDRESS:PORT`, for other hosts and users; empty: none")
     ] = ""
-    insecure: Annotated[bool, msgspec.Meta(description="serves `tcp://` in plain text to any client, for tests")] = (
-        False
-    )
+    insecure: Annotated[bool, Meta(description="serves `tcp://` in plain text to any client, for tests")] = False
     admit_uids: Annotated[
-        tuple[Uid, ...],
-        msgspec.Meta(max_length=64, description="further users whose processes may use the `ipc://` socket"),
+        tuple[Uid, ...], Meta(max_length=64, description="further users whose processes may use the `ipc://` socket")
     ] = ()
-    curve: Annotated[CurveConfig | None, msgspec.Meta(description="the table `[server.curve]`, which `tcp` needs")] = (
-        None
+    curve: Annotated[CurveConfig | None, Meta(description="the table `[server.curve]`, which `tcp` needs")] = None
+
+
+class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """`[log]`: the form of the server's log on standard error."""
+
+    level: Annotated[LogLevel, Meta(description="least level of a line that is written")] = "info"
+    format: Annotated[LogFormat, Meta(description="form of the lines on standard error; `json`: one object a line")] = (
+        "human"
     )
 
 
-class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`[log]`: the form of the server's log on standard error. "json" is one object a line."""
-
-    level: Annotated[LogLevel, msgspec.Meta(description="least level of a line that is written")] = "info"
-    format: Annotated[
-        LogFormat, msgspec.Meta(description="form of the lines on standard error; `json`: one object a line")
-    ] = "human"
-
-
-class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class L1Keys(Struct, frozen=True, forbid_unknown_fields=True):
     """The core's own keys of `[l1]`."""
 
     high_watermark: Annotated[
-        Fraction, msgspec.Meta(description="share of the capacity above which L1 evicts, before it is full")
+        Fraction, Meta(description="share of the capacity above which L1 evicts, before it is full")
     ] = 1.0
     low_watermark: Annotated[
-        Fraction, msgspec.Meta(description="share down to which it evicts then; never above `high_watermark`")
+        Fraction, Meta(description="share down to which it evicts then; never above `high_watermark`")
     ] = 0.9
     ghosts: Annotated[
         int,
-        msgspec.Meta(
+        Meta(
             ge=0,
             le=1 << 22,
             description="objects that left L1 and why, remembered in 32 bytes each; rounded up to a power of two",
@@ -155,62 +128,58 @@ class L1Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 65536
     keep: Annotated[
         Keep,
-        msgspec.Meta(
+        Meta(
             description="`auto`: systemd or `kvframework hold`, where one started the server, keeps L1 over its end;"
             " `off`: L1 ends with the server"
         ),
     ] = "auto"
 
 
-class L2Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The core's own keys of each `[[l2]]`."""
+class L2Keys(Struct, frozen=True, forbid_unknown_fields=True):
+    """The core's own keys of each `[[l2]]`. `codec` "none" stores bytes as they are."""
 
-    codec: Annotated[CodecName, msgspec.Meta(description="how values are packed, a codec plugin")] = NO_CODEC
-    timeout_s: Annotated[Seconds, msgspec.Meta(description="longest wait for one call of the tier")] = 2.0
+    codec: Annotated[CodecName, Meta(description="how values are packed, a codec plugin")] = NO_CODEC
+    timeout_s: Annotated[Seconds, Meta(description="longest wait for one call of the tier")] = 2.0
     loads: Annotated[
         AtOnce | None,
-        msgspec.Meta(description="how many batches are loaded at once, also of one prompt; not set: as the tier says"),
+        Meta(description="how many batches are loaded at once, also of one prompt; not set: as the tier says"),
     ] = None
     writes: Annotated[
-        AtOnce | None, msgspec.Meta(description="how many batches are written at once; not set: as the tier says")
+        AtOnce | None, Meta(description="how many batches are written at once; not set: as the tier says")
     ] = None
     write_queue: Annotated[
-        int,
-        msgspec.Meta(ge=1, le=1 << 20, description="objects that may wait to be written; further ones are not written"),
+        int, Meta(ge=1, le=1 << 20, description="objects that may wait to be written; further ones are not written")
     ] = 1024
     write_policy: Annotated[
         WritePolicyName,
-        msgspec.Meta(
+        Meta(
             description="which objects are written, and when: all after their commit, at their second use, or at their"
             " eviction from L1, which needs `high_watermark` of `[l1]` below 1"
         ),
     ] = "write_through"
-    promote: Annotated[bool, msgspec.Meta(description="whether it also gets what a later tier had")] = True
+    promote: Annotated[bool, Meta(description="whether it also gets what a later tier had")] = True
     high_watermark: Annotated[
-        Fraction, msgspec.Meta(description="share of its capacity above which a tier that knows it is emptied")
+        Fraction, Meta(description="share of its capacity above which a tier that knows it is emptied")
     ] = 0.95
     low_watermark: Annotated[
-        Fraction, msgspec.Meta(description="share down to which it is emptied then; never above `high_watermark`")
+        Fraction, Meta(description="share down to which it is emptied then; never above `high_watermark`")
     ] = 0.85
 
 
-class TenantKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TenantKeys(Struct, frozen=True, forbid_unknown_fields=True):
     """`[tenants.NAME]`; see `kvframework.config.tenants`."""
 
     salts: Annotated[
         tuple[str, ...],
-        msgspec.Meta(
-            min_length=1, max_length=4096, description="digests of its salts, of `kvframework tenants digest`"
-        ),
+        Meta(min_length=1, max_length=4096, description="digests of its salts, of `kvframework tenants digest`"),
     ]
     min: Annotated[
-        str,
-        msgspec.Meta(description="what others never evict, as a share of L1 such as `20%` or a size such as `4GiB`"),
+        str, Meta(description="what others never evict, as a share of L1 such as `20%` or a size such as `4GiB`")
     ] = "0%"
-    max: Annotated[str, msgspec.Meta(description="the most that it gets of L1, in the same form")] = "100%"
+    max: Annotated[str, Meta(description="the most that it gets of L1, in the same form")] = "100%"
 
 
-class TenantConfig(msgspec.Struct, frozen=True):
+class TenantConfig(Struct, frozen=True):
     """One `[tenants.NAME]`."""
 
     name: str
@@ -218,43 +187,31 @@ class TenantConfig(msgspec.Struct, frozen=True):
     where: str
 
 
-class L1Config(msgspec.Struct, frozen=True):
-    """`[l1]` and `[l1.eviction]`: above `high_watermark` of the capacity, L1 evicts down to `low_watermark`. `keep`
-    "auto": a keeper, if there is one, has the arena over the server's end."""
+class L1Config(Struct, frozen=True):
+    """`[l1]` and `[l1.eviction]`."""
 
     memory: PluginTable
     eviction: PluginTable
-    high_watermark: float = 1.0
-    low_watermark: float = 0.9
-    ghosts: int = 65536
-    keep: Keep = "auto"
+    keys: L1Keys = L1Keys()
 
 
-class L2Config(msgspec.Struct, frozen=True):
-    """One `[[l2]]`.
-
-    `codec` "none" stores bytes as they are. `loads` and `writes` are how many batches are loaded and written at
-    once; None: as its provider says. `write_queue` bounds the objects waiting to be written. `write_policy`
-    says which objects go and when: "write_through" all of them, after their commit; "write_through_selective" at their
-    second use; "write_back" at their eviction from L1. With `promote`, objects that a later tier had are written
-    here too. A tier that knows its capacity and can list its values is emptied down to `low_watermark` of it before a
-    write would go beyond `high_watermark`.
-    """
+class L2Config(Struct, frozen=True):
+    """One `[[l2]]`."""
 
     tier: PluginTable
     keys: L2Keys = L2Keys()
 
 
-class CodecsConfig(msgspec.Struct, frozen=True):
+class CodecsConfig(Struct, frozen=True):
     """`[codecs]`: `allow` names further codecs that may be used for reading, beside those that an `[[l2]]` writes with;
     `options` are the tables `[codecs.NAME]`."""
 
-    allow: tuple[str, ...] = ()
+    allow: tuple[CodecName, ...] = ()
     options: tuple[PluginTable, ...] = ()
     where: str = "[codecs]"
 
 
-class Config(msgspec.Struct, frozen=True):
+class Config(Struct, frozen=True):
     """The whole of one TOML file. `source` is the file's name, or "embedded default"."""
 
     server: ServerConfig

@@ -21,7 +21,6 @@ _DIGEST_BYTES = 16
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * _DIGEST_BYTES}}}")
 _PERCENT = re.compile(r"\s*(\d{1,3}(?:\.\d{1,6})?)\s*%\s*")
-_HOW = "kvframework tenants digest"
 
 
 def tenant_digest(salt: str) -> str:
@@ -29,7 +28,7 @@ def tenant_digest(salt: str) -> str:
     return hashlib.sha256(b"kvf/tenant/1\0" + salt.encode()).hexdigest()[: 2 * _DIGEST_BYTES]
 
 
-def tenants_of(tenants: Sequence[TenantConfig]) -> tuple[TenantConfig, ...]:
+def check_tenants(tenants: Sequence[TenantConfig]) -> None:
     """Check tenants as far as possible without the capacity of L1. Raises `ConfigFieldError`."""
     if len(tenants) > MAX_TENANTS:
         raise ConfigFieldError(
@@ -50,15 +49,23 @@ def tenants_of(tenants: Sequence[TenantConfig]) -> tuple[TenantConfig, ...]:
                     "this is no digest of a salt",
                     where=place,
                     available="32 hexadecimal digits in lower case",
-                    hint=f"make it with: {_HOW}",
+                    hint="make it with: kvframework tenants digest",
                 )
             if digest in owners:
                 raise ConfigFieldError(
                     f"the digest is in {owners[digest]} already", where=place, hint="a salt is of one tenant"
                 )
             owners[digest] = f"[tenants.{tenant.name}]"
-    _check_percents(tenants)
-    return tuple(tenants)
+    # What holds for every capacity: shares among themselves, and sizes among themselves.
+    guaranteed = Fraction(0)
+    for tenant in tenants:
+        least, most = _share(tenant, "min", None), _share(tenant, "max", None)
+        in_percent = bool(_PERCENT.fullmatch(tenant.keys.min))
+        guaranteed += least if in_percent else 0
+        if in_percent == bool(_PERCENT.fullmatch(tenant.keys.max)):
+            _check_order(tenant, least, most)
+    if guaranteed > 1:
+        raise _too_much(tenants, f"{float(guaranteed * 100):g} %", "100 %")
 
 
 def bytes_of_tenants(tenants: Sequence[TenantConfig], capacity: int) -> list[tuple[int, int]]:
@@ -66,11 +73,12 @@ def bytes_of_tenants(tenants: Sequence[TenantConfig], capacity: int) -> list[tup
     above the most, and if all leasts together are more than the capacity."""
     found = []
     for tenant in tenants:
-        least, most = (int(_share(tenant, name, capacity)) for name in ("min", "max"))
+        least, most = int(_share(tenant, "min", capacity)), int(_share(tenant, "max", capacity))
         _check_order(tenant, least, most)
         found.append((least, most))
-    if sum(least for least, _ in found) > capacity:
-        raise _too_much(tenants, str(ByteSize(sum(least for least, _ in found))), str(ByteSize(capacity)))
+    guaranteed = sum(least for least, _ in found)
+    if guaranteed > capacity:
+        raise _too_much(tenants, str(ByteSize(guaranteed)), str(ByteSize(capacity)))
     return found
 
 
@@ -83,19 +91,6 @@ def shares_of_tenants(tenants: Sequence[TenantConfig]) -> tuple[list[float], lis
             percent = _PERCENT.fullmatch(getattr(tenant.keys, name))
             shares.append(float(_share(tenant, name, None)) if percent else without)
     return least, most
-
-
-def _check_percents(tenants: Sequence[TenantConfig]) -> None:
-    """Check what holds for every capacity: shares among themselves, and sizes among themselves."""
-    guaranteed = Fraction(0)
-    for tenant in tenants:
-        least, most = (_share(tenant, name, None) for name in ("min", "max"))
-        if _PERCENT.fullmatch(tenant.keys.min):
-            guaranteed += least
-        if bool(_PERCENT.fullmatch(tenant.keys.min)) == bool(_PERCENT.fullmatch(tenant.keys.max)):
-            _check_order(tenant, least, most)
-    if guaranteed > 1:
-        raise _too_much(tenants, f"{float(guaranteed * 100):g} %", "100 %")
 
 
 def _share(tenant: TenantConfig, name: str, capacity: int | None) -> Fraction:

@@ -1,10 +1,9 @@
 """The list of checks and the way to run one: in a thread of its own, with a deadline, with any exception as a finding.
-Runs in the process of the command. And the checks of the server's local socket."""
+Runs in the process of the command. And the check of the server's local socket."""
 
 from __future__ import annotations
 
 import os
-import socket
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -17,58 +16,9 @@ import msgspec
 from kvframework.api.plugin import Finding
 from kvframework.config import Config, check_directory, default_endpoint, load_config, parse_endpoint
 from kvframework.doctor import machine, plugins
-from kvframework.doctor.plugins import refusal
 from kvframework.errors import ConfigError, EndpointError
 from kvframework.preflight import RunningServer, arena_is_kept, running_server
 from kvframework.text import described
-
-_CONNECT_S = 1.0
-
-
-def endpoint_of(config: Config) -> str:
-    return config.server.endpoint or default_endpoint()
-
-
-def socket_findings(endpoint: str, running: RunningServer | None = None) -> Iterator[Finding]:
-    """The state of a usable socket; `kvframework.preflight` refuses any other."""
-    try:
-        parsed = parse_endpoint(endpoint)
-    except EndpointError:
-        return
-    if parsed.kind == "tcp":
-        yield Finding("socket.path", "ok", f"{endpoint} is no local socket")
-        return
-    path = Path(parsed.path)
-    yield Finding("socket.path", "ok", f"{path}, {len(os.fsencode(path))} bytes")
-    try:
-        check_directory(path.parent)
-    except EndpointError:
-        return
-    there = path.parent.exists()
-    mode = (
-        f"is private: {stat.filemode(path.parent.stat().st_mode)}" if there else "does not exist; the server makes it"
-    )
-    yield Finding("socket.directory", "ok", f"{path.parent} {mode}")
-    listens = f"{'a' if is_served(endpoint) else 'no'} server listens there now"
-    yield Finding("socket.server", "ok", listens if running is None else str(running))
-
-
-def is_served(endpoint: str) -> bool:
-    """True if a server listens at a local endpoint. Blocks for a second at most."""
-    try:
-        parsed = parse_endpoint(endpoint)
-    except EndpointError:
-        return False
-    if parsed.kind != "ipc":
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(_CONNECT_S)
-        try:
-            probe.connect(parsed.path)
-        except OSError:
-            return False
-    return True
-
 
 # The longest wait for a check.
 CHECK_S = 5.0
@@ -94,7 +44,7 @@ def examine(path: Path | None = None, overrides: Iterable[str] = ()) -> Checkup:
     try:
         config = load_config(path, tuple(overrides))
     except ConfigError as error:
-        findings.append(refusal(error))
+        findings.append(plugins.refusal(error))
     else:
         findings.append(Finding("config.load", "ok", f"read from {config.source}"))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -113,20 +63,38 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     yield "numa", machine.nodes
     if config is None:
         return
-    endpoint = endpoint_of(config)
+    endpoint = config.server.endpoint or default_endpoint()
     yield "memory", partial(machine.kept, endpoint)
     running = running_server(config)
     yield "socket", partial(socket_findings, endpoint, running)
     yield "config", partial(plugins.common_findings, config, serving=running is not None, deadline_s=CHECK_S)
-    replaces, kept = None if running is None else running.pid, arena_is_kept(config)
-    for table in plugins.configured(config):
-        yield "plugin", partial(plugins.table_findings, table, replaces=replaces, kept=kept, deadline_s=CHECK_S)
+    for table in plugins.configured(config, replaces=running.pid if running else None, kept=arena_is_kept(config)):
+        yield "plugin", partial(plugins.table_findings, table, deadline_s=CHECK_S)
+
+
+def socket_findings(endpoint: str, running: RunningServer | None = None) -> Iterator[Finding]:
+    """The state of a usable socket; `kvframework.preflight` refuses any other."""
+    try:
+        parsed = parse_endpoint(endpoint)
+        if parsed.kind == "tcp":
+            yield Finding("socket.path", "ok", f"{endpoint} is no local socket")
+            return
+        path = Path(parsed.path)
+        yield Finding("socket.path", "ok", f"{path}, {len(os.fsencode(path))} bytes")
+        check_directory(path.parent)
+    except EndpointError:
+        return
+    mode = "does not exist; the server makes it"
+    if path.parent.exists():
+        mode = f"is private: {stat.filemode(path.parent.stat().st_mode)}"
+    yield Finding("socket.directory", "ok", f"{path.parent} {mode}")
+    yield Finding("socket.server", "ok", str(running) if running else "no server of this user answers there")
 
 
 def run_check(subject: str, check: Check, timeout_s: float | None = None) -> list[Finding]:
     """The findings of a check; its failure is a finding too, and so is its timeout (None: a second more than
     `CHECK_S`)."""
-    timeout_s = CHECK_S + 1.0 if timeout_s is None else timeout_s
+    timeout_s = timeout_s or CHECK_S + 1.0
     found: list[Finding] = []
     failure: list[str] = []
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import kvframework
 from kvframework.api.installing import install_command, kernels_hint, missing_kernels
 from kvframework.api.memory import cgroup_limits
-from kvframework.api.plugin import ByteSize, Finding, Level
+from kvframework.api.plugin import ByteSize, Finding
 from kvframework.config import keeper_path
 from kvframework.config.schema import SAFE_LIMIT, SESSIONS_SHARE
 from kvframework.errors import EndpointError
@@ -32,12 +32,8 @@ def python() -> Iterator[Finding]:
     what = f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}"
     yield Finding("python.version", "ok", what)
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
-        yield Finding(
-            "python.gil",
-            "warn",
-            "this build has no global interpreter lock; kvframework is not tested on it",
-            "run the server with the usual build of the same version",
-        )
+        fact = "this build has no global interpreter lock; kvframework is not tested on it"
+        yield Finding("python.gil", "warn", fact, "run the server with the usual build of the same version")
     else:
         yield Finding("python.gil", "ok", "a build with the global interpreter lock")
     if sys.platform != "linux":
@@ -57,14 +53,12 @@ def distributions() -> Iterator[Finding]:
         if match is None:
             continue  # for an extra, or another Python
         name, floor = match.groups()
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            yield Finding("kvframework.dependencies", "fail", f"{name} is not installed", f'pip install "{text}"')
-            continue
-        if _numbers(version) < _numbers(floor):
-            yield Finding("kvframework.dependencies", "fail", f"{name} is {version}", f'pip install "{text}"')
-        versions.append(f"{name} {version}")
+        version = _version(name)
+        if not version or _numbers(version) < _numbers(floor):
+            fact = f"{name} is {version or 'not installed'}"
+            yield Finding("kvframework.dependencies", "fail", fact, f'pip install "{text}"')
+        if version:
+            versions.append(f"{name} {version}")
     yield Finding("kvframework.dependencies", "ok", ", ".join(sorted(versions)))
 
 
@@ -75,7 +69,6 @@ def _numbers(version: str) -> list[int]:
 # docs/operations.md: 64 for the server and 4 for each client process.
 _SERVER_DESCRIPTORS = 64
 _CLIENT_DESCRIPTORS = 4
-_FEWEST_CLIENTS = 1
 
 
 def limits() -> Iterator[Finding]:
@@ -91,13 +84,9 @@ def _descriptors() -> Finding:
     fact = f"{hard} descriptors ({soft} until `serve` raises it): enough for {clients} client processes"
     if hard >= SAFE_LIMIT:
         return Finding("limits.descriptors", "ok", fact)
-    level: Level = "warn" if clients >= _FEWEST_CLIENTS else "fail"
-    return Finding(
-        "limits.descriptors",
-        level,
-        f"{fact}; below {SAFE_LIMIT} a burst of connections may use them up before the server reacts",
-        "raise it: LimitNOFILE=65536 under systemd, or ulimit -Hn",
-    )
+    fact += f"; below {SAFE_LIMIT} a burst of connections may use them up before the server reacts"
+    advice = "raise it: LimitNOFILE=65536 under systemd, or ulimit -Hn"
+    return Finding("limits.descriptors", "warn" if clients else "fail", fact, advice)
 
 
 def memlock(needed_by: str = "") -> Finding:
@@ -108,12 +97,8 @@ def memlock(needed_by: str = "") -> Finding:
     fact = f"{ByteSize(soft)} of memory may be locked"
     if not needed_by:
         return Finding("limits.memlock", "ok", f"{fact}; only device transports lock memory")
-    return Finding(
-        "limits.memlock",
-        "warn",
-        f"{fact}, and {needed_by} pins L1 for its device",
-        "LimitMEMLOCK=infinity under systemd, --ulimit memlock=-1 for a container, or ulimit -l unlimited",
-    )
+    advice = "LimitMEMLOCK=infinity under systemd, --ulimit memlock=-1 for a container, or ulimit -l unlimited"
+    return Finding("limits.memlock", "warn", f"{fact}, and {needed_by} pins L1 for its device", advice)
 
 
 # Classes of PCI devices: 3D controllers and processing accelerators; of display controllers only NVIDIA's.
@@ -127,16 +112,9 @@ def nodes(sysfs: Path = Path("/sys")) -> Iterator[Finding]:
     if len(found) < 2:
         yield Finding("numa.nodes", "ok", "one node" if found else "the kernel reports none")
         return
-    listed = "; ".join(f"{node.name} has the CPUs {_cpus(node)}" for node in found)
+    listed = "; ".join(f"{node.name} has the CPUs {_text(node / 'cpulist') or 'none'}" for node in found)
     yield Finding("numa.nodes", "ok", f"{len(found)}: {listed}")
     yield _accelerators(sysfs / "bus" / "pci" / "devices")
-
-
-def _cpus(node: Path) -> str:
-    try:
-        return (node / "cpulist").read_text().strip() or "none"
-    except OSError:
-        return "unknown"
 
 
 def _accelerators(folder: Path) -> Finding:
@@ -150,10 +128,8 @@ def _accelerators(folder: Path) -> Finding:
     (first, *others) = places
     if others or not first.startswith("node"):
         return Finding("numa.accelerators", "ok", listed)
-    advice = (
-        f"run the server and its engines there: numactl --cpunodebind={first.removeprefix('node')} kvframework serve"
-    )
-    return Finding("numa.accelerators", "ok", listed, advice)
+    near = f"numactl --cpunodebind={first.removeprefix('node')} kvframework serve"
+    return Finding("numa.accelerators", "ok", listed, f"run the server and its engines there: {near}")
 
 
 def _computes(device: Path) -> bool:
@@ -177,8 +153,7 @@ def memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -
     rows = [line.split() for line in _text(proc / "meminfo").splitlines()]
     sizes = {row[0]: ByteSize(int(row[1]) * 1024) for row in rows if len(row) > 1 and row[1].isdigit()}
     if "MemAvailable:" in sizes and "MemTotal:" in sizes:
-        fact = f"{sizes['MemAvailable:']} available of {sizes['MemTotal:']}"
-        yield Finding("memory.machine", "ok", fact)
+        yield Finding("memory.machine", "ok", f"{sizes['MemAvailable:']} available of {sizes['MemTotal:']}")
     yield _cgroup(proc, cgroups)
     yield _memfd()
 
@@ -191,14 +166,10 @@ def kept(endpoint: str) -> Iterator[Finding]:
     except (EndpointError, OSError):
         return
     nbytes = ByteSize(sum(row["bytes"] for row in keeper["held"]))
-    fact = (
-        f"`kvframework hold`, process {keeper['pid']}, keeps {nbytes}, "
-        "charged to the cgroup of the server that touched it first"
-    )
+    fact = f"`kvframework hold`, process {keeper['pid']}, keeps {nbytes}, charged to the cgroup that touched it first"
     if keeper["server"] is None and nbytes:
-        yield Finding(
-            "memory.kept", "warn", f"{fact}, and no server runs", "its log says why; `kvframework hold --drop` frees it"
-        )
+        advice = "its log says why; `kvframework hold --drop` frees it"
+        yield Finding("memory.kept", "warn", f"{fact}, and no server runs", advice)
     else:
         yield Finding("memory.kept", "ok", fact)
 
@@ -236,7 +207,9 @@ _DRIVER_OF_CUDA_13 = 580
 
 
 def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Finding]:
-    driver = _driver(driver_file)
+    named = _text(driver_file)
+    match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", named)
+    driver = match[1] if match else named and "of an unknown version"
     yield _torch(bool(driver))
     if not driver:
         yield Finding("cuda.driver", "ok", "no NVIDIA driver: CUDA cannot be used on this machine")
@@ -245,15 +218,11 @@ def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Find
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
-        yield Finding(
-            "cuda.library",
-            "warn",
-            "there is a driver, but libcuda.so.1 cannot be loaded",
-            "start the container with the NVIDIA runtime, or install the driver's libraries",
-        )
+        advice = "start the container with the NVIDIA runtime, or install the driver's libraries"
+        yield Finding("cuda.library", "warn", "there is a driver, but libcuda.so.1 cannot be loaded", advice)
     else:
         yield Finding("cuda.library", "ok", "libcuda.so.1 can be loaded")
-    found = sorted(each for each in devices.glob("nvidia[0-9]*"))
+    found = sorted(devices.glob("nvidia[0-9]*"))
     closed = [each.name for each in found if not os.access(each, os.R_OK | os.W_OK)]
     if closed or not found:
         fact = f"this user may not open {', '.join(closed)}" if closed else "there is a driver, but no device"
@@ -264,20 +233,11 @@ def cuda(driver_file: Path = _DRIVER, devices: Path = _DEVICES) -> Iterator[Find
     yield from _packages(_major(driver) or _DRIVER_OF_CUDA_13)
 
 
-def _driver(file: Path) -> str:
-    try:
-        match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", file.read_text())
-    except OSError:
-        return ""
-    return match[1] if match else "of an unknown version"
-
-
 def _packages(driver: int) -> Iterator[Finding]:
     """The packages of cuda_ipc's extras; `driver` is the driver's major version."""
     old = driver < _DRIVER_OF_CUDA_13
-    advice = (
-        f"for the transport cuda_ipc: {install_command('cuda12' if old else 'cuda13', distribution='kvframework-cuda')}"
-    )
+    command = install_command("cuda12" if old else "cuda13", distribution="kvframework-cuda")
+    advice = f"for the transport cuda_ipc: {command}"
     bindings = _version("cuda-bindings")
     if not bindings:
         fact = "cuda-bindings is not installed: only cpu_gather can reach the memory of GPUs"
@@ -313,23 +273,12 @@ def _torch(driver: bool) -> Finding:
     try:
         found = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
-        return Finding(
-            "torch.version",
-            "ok",
-            "torch is not installed; the server needs none",
-            f"cpu_gather needs it in engines: {install_command('torch')}",
-        )
-    try:
-        text = Path(str(found.locate_file("torch/version.py"))).read_text()
-    except OSError:
-        text = ""
+        advice = f"cpu_gather needs it in engines: {install_command('torch')}"
+        return Finding("torch.version", "ok", "torch is not installed; the server needs none", advice)
+    text = _text(Path(str(found.locate_file("torch/version.py"))))
     match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     if driver and match is None:
-        return Finding(
-            "torch.version",
-            "warn",
-            f"torch {found.version} is built without CUDA, and there is an NVIDIA driver",
-            "install a torch that is built for CUDA where engines run",
-        )
+        fact = f"torch {found.version} is built without CUDA, and there is an NVIDIA driver"
+        return Finding("torch.version", "warn", fact, "install a torch that is built for CUDA where engines run")
     built = f"for CUDA {match[1]}" if match else "without CUDA"
     return Finding("torch.version", "ok", f"torch {found.version}, {built}")

@@ -1,17 +1,28 @@
 """The checks of the plugins in the configuration: each table in a process of its own, so that no plugin can block or
-end the checks of others."""
+end the checks of others. Such a process reads its request from standard input, and reports a `Finding` a line to the
+descriptor of `argv[1]`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
 
-from kvframework.api.plugin import Finding, ServerTerms
+from kvframework.api.driver import DeviceTransportProvider, TableContext
+from kvframework.api.memory import MemoryProvider
+from kvframework.api.plugin import ByteSize, Finding, Options, ServerTerms
+from kvframework.api.tier import TierProvider
+from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import Config, PluginTable
+from kvframework.doctor.machine import memlock
 from kvframework.errors import KVFrameworkError
-from kvframework.registry import named_tables, server_terms
+from kvframework.registry import KINDS, PluginRegistry, check_table, named_tables, resolve_table, server_terms
 from kvframework.supervise.child import run_isolated
+from kvframework.text import described
 
 # The part of a check's time that is kept for the end of the process, after a plugin's own diagnosis.
 _TO_END_S = 1.0
@@ -36,46 +47,111 @@ def refusal(error: KVFrameworkError) -> Finding:
     return Finding(error.code, "fail", error.fact, advice, error.where)
 
 
-def configured(config: Config) -> list[Subject]:
-    """Every table that names a plugin."""
+def configured(config: Config, *, replaces: int | None = None, kept: bool = False) -> list[Subject]:
+    """Every table that names a plugin. `replaces`: the process of this user's server that runs at the endpoint and
+    holds memory, as a keeper does if `kept`, so the memory plugin is not asked for more."""
     terms = server_terms(config)
-    return [Subject(descriptor.kind, table, server=terms) for table, descriptor in named_tables(config)]
+    return [Subject(kind.kind, table, 0.0, replaces, kept, terms) for table, kind in named_tables(config)]
 
 
 def common_findings(config: Config, *, serving: bool, deadline_s: float) -> list[Finding]:
     """The refusals that are not of one table. `serving`: a server of this user runs at the endpoint."""
     request = msgspec.msgpack.encode((config, serving), enc_hook=int)  # a size
-    ran = run_isolated("kvframework.doctor.process", request, function="check_configuration", deadline_s=deadline_s)
+    ran = run_isolated(__name__, request, function="check_configuration", deadline_s=deadline_s)
     found = [msgspec.json.decode(line, type=Finding) for line in ran.lines]
     if ran.ended:
         found.append(Finding("config.check", "fail", f"the process that checks it {ran.ended}", "report it"))
     return found or [Finding("config.start", "ok", "keys, stores, socket and ports let a server start")]
 
 
-def table_findings(
-    subject: Subject, *, replaces: int | None, deadline_s: float, kept: bool = False
-) -> Iterator[Finding]:
-    """The findings for one table. `replaces`: the process of this user's server that runs at the endpoint and holds
-    memory, as a keeper does if `kept`, so the memory plugin is not asked for more."""
+def table_findings(subject: Subject, *, deadline_s: float) -> Iterator[Finding]:
+    """The findings for one table."""
     where = subject.table.where
-    held = subject.kind == "memory" and (kept or replaces is not None)
-    diagnose_s = 0.0 if held else deadline_s - _TO_END_S
-    timed = msgspec.structs.replace(subject, replaces=replaces, kept=kept, diagnose_s=diagnose_s)
-    request = msgspec.msgpack.encode(timed)
-    ran = run_isolated("kvframework.doctor.process", request, function="check_plugin", deadline_s=deadline_s)
+    held = subject.kind == "memory" and (subject.kept or subject.replaces is not None)
+    request = msgspec.structs.replace(subject, diagnose_s=0.0 if held else deadline_s - _TO_END_S)
+    ran = run_isolated(__name__, msgspec.msgpack.encode(request), function="check_plugin", deadline_s=deadline_s)
     for line in ran.lines:
         try:
             yield msgspec.json.decode(line, type=Finding)
         except msgspec.ValidationError as error:
-            yield Finding(
-                "plugin.diagnose",
-                "fail",
-                f"{subject.table.use}: its diagnosis is no finding: {error}",
-                "ask the plugin's author",
-                where,
-            )
+            fact = f"{subject.table.use}: its diagnosis is no finding: {error}"
+            yield Finding("plugin.diagnose", "fail", fact, "ask the plugin's author", where)
     if ran.ended:
         said = ran.printed.strip().splitlines()
         fact = f"{subject.table.use}: the process that runs its diagnosis {ran.ended}{f': {said[-1]}' if said else ''}"
         name = "plugin.diagnose" if ran.lines else "plugin.usable"
         yield Finding(name, "fail", fact, "run kvframework plugins check, or ask the plugin's author", where)
+
+
+# The process of a check.
+
+
+def check_configuration() -> None:
+    """Find the refusals that are not of one table. The request is the configuration, and whether its server runs."""
+    from kvframework.preflight import common_refusals  # a plugin's process needs none of it
+
+    config, running = msgspec.msgpack.decode(
+        sys.stdin.buffer.read(),
+        type=tuple[Config, bool],
+        dec_hook=lambda kind, value: ByteSize(value) if kind is ByteSize else value,
+    )
+    for error in common_refusals(config, PluginRegistry(), running=running):
+        _report(refusal(error))
+
+
+def check_plugin() -> None:
+    """Find out whether a plugin can be used, and what its own diagnosis says. The request is a `Subject`."""
+    started = time.monotonic()
+    subject = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Subject)
+    for finding in _findings(subject, started + subject.diagnose_s):
+        _report(msgspec.structs.replace(finding, where=finding.where or subject.table.where))
+
+
+def _report(finding: Finding) -> None:
+    os.write(int(sys.argv[1]), msgspec.json.encode(finding) + b"\n")
+
+
+def _findings(subject: Subject, deadline: float) -> Iterator[Finding]:
+    use = subject.table.use
+    try:
+        registry = PluginRegistry()
+        provider, options = resolve_table(registry, subject.table, KINDS[subject.kind].providers[0])
+        terms, replaces, kept = subject.server, subject.replaces, subject.kept
+        check_table(registry, subject.table, provider, options, server=terms, replaces=replaces, kept=kept)
+    except KVFrameworkError as error:
+        yield refusal(error)
+        return
+    yield Finding("plugin.usable", "ok", f"{subject.kind} {use} can be used")
+    if isinstance(provider, AnyTransportProvider) and provider.is_gpu:
+        yield memlock(f"{subject.kind} {use}")
+    diagnosed = (MemoryProvider, TierProvider, DeviceTransportProvider)
+    if isinstance(provider, diagnosed) and provider.diagnose is not None and subject.diagnose_s > 0:
+        yield from _diagnosis(provider, options, subject, deadline)
+
+
+def _diagnosis(
+    provider: MemoryProvider[Any] | TierProvider[Any] | DeviceTransportProvider[Any],
+    options: Options,
+    subject: Subject,
+    deadline: float,
+) -> Iterator[Finding]:
+    assert provider.diagnose is not None
+    place, use = subject.table.where, subject.table.use
+    try:
+        returned = provider.diagnose(options, TableContext(where=place), deadline)
+        kind = type(returned).__name__
+        for each in returned if isinstance(returned, Iterable) and not isinstance(returned, str) else [None]:
+            if not isinstance(each, Finding):
+                wrong = kind if each is None else f"{kind}[{type(each).__name__}]"
+                fact = f"{use}: diagnose returned {wrong}, expected Sequence[Finding]"
+                yield Finding("plugin.diagnose", "fail", fact, "ask the plugin's author")
+                return
+            yield each
+    except KVFrameworkError as error:
+        placed = error.where.startswith(place)  # a plugin may name a place of its own
+        fact = error.fact if placed or not error.where else f"{error.where}: {error.fact}"
+        where = error.where if placed else place
+        yield Finding("plugin.diagnose", "fail", fact, error.hint or error.available, where)
+    except Exception as error:  # noqa: BLE001  whatever a plugin raises
+        fact = f"{use}: its diagnosis failed with {described(error)}"
+        yield Finding("plugin.diagnose", "fail", fact, "ask the plugin's author")

@@ -33,12 +33,10 @@ SECRET_VARIABLE = "KVFRAMEWORK_CURVE_SECRET"  # noqa: S105 - a name
 SERVER_VARIABLE = "KVFRAMEWORK_CURVE_SERVER"
 
 
-class CurveKeyError(ConfigError):
+class CurveKeyError(ConfigError, code="config.curve_key"):
     """A CURVE key file cannot be used or made.
 
     What to do: make keys with `kvframework keys new`, and keep the secret ones readable for their user only."""
-
-    code = "config.curve_key"
 
 
 class AdmittedClients:

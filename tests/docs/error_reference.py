@@ -115,13 +115,13 @@ def _linked(text: str) -> str:
 
 
 def _code(node: ast.ClassDef) -> str | None:
-    """The code that an error's class has of its own. Fields of messages called `code` have no constant text."""
-    for each in node.body:
-        if isinstance(each, (ast.Assign, ast.AnnAssign)) and isinstance(each.value, ast.Constant):
-            target = each.target if isinstance(each, ast.AnnAssign) else each.targets[0]
-            if ast.unparse(target) == "code" and each.value.value:
-                return str(each.value.value)
-    return None
+    """The code that an error's class has of its own; that of the base of all is an attribute."""
+    given = [each.value for each in node.keywords if each.arg == "code"]
+    if node.name == "KVFrameworkError":
+        given = [
+            each.value for each in node.body if isinstance(each, ast.AnnAssign) and ast.unparse(each.target) == "code"
+        ]
+    return next((str(each.value) for each in given if isinstance(each, ast.Constant)), None)
 
 
 def _told(node: ast.ClassDef) -> tuple[str, str]:

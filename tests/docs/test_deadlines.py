@@ -7,22 +7,14 @@ import json
 import re
 from pathlib import Path
 
-from kvf_plan.trace import conversations, lines
-from kvf_plan.trace.form import MAX_ID, UNKNOWN, Header, Request
-from kvf_plan.trace.reading import BAILIAN_CHUNK_TOKENS, MOONCAKE_CHUNK_TOKENS, open_trace
+from kvf_plan.trace import lines
+from kvf_plan.trace.form import UNKNOWN, Header, Request
+from kvf_plan.trace.reading import open_trace
 from kvf_plan.trace.writing import TraceFile
-from kvf_vllm.options import VllmOptions
-from kvframework.service import finished
-from kvframework.service.counts import RECENT_S
-from kvframework.service.health import LOST_MANY
 from kvframework.wire.protocol import (
     KINDS,
     LOCAL,
-    LONGEST_SCALE,
     REQUESTS,
-    SCALE_VARIABLE,
-    SCALED,
-    SHORTEST_SCALE,
     TCP,
 )
 from tests.docs.shown import blocks
@@ -45,19 +37,6 @@ def test_every_request_is_at_its_deadline() -> None:
     told = {request: name for name, of, _, _ in ROWS for request in REQUESTS if re.search(rf"\b{request}\b", of)}
     assert {name: kind for name, kind in told.items() if name not in ("HELLO", "PING", "GATHER_BLOCK")} == KINDS
     assert all(LOCAL.of(name) == LOCAL.setup_s for name, kind in told.items() if kind == "setup_s")
-
-
-def test_what_is_said_in_words() -> None:
-    assert f"1 s more for each {LOCAL.bulk_bytes_per_s / 1e6:.0f} MB" in PAGE
-    assert f"{LOCAL.lookup_tokens_per_s:,.0f} tokens a second" in PAGE
-    assert LOCAL.of_bulk(20_000_000) == LOCAL.bulk_s + 1
-    assert f"{SHORTEST_SCALE:g} to {LONGEST_SCALE:g}" in PAGE
-    assert SCALE_VARIABLE in PAGE
-    assert LOST_MANY == 3
-    assert f"Three calls of one client, lost with pauses of less than {RECENT_S:.0f} s" in " ".join(PAGE.split())
-    setting = PAGE.split("## One setting")[1].split("## ")[0]
-    assert {name for name, *_ in ROWS} - set(SCALED) == set(re.findall(r"`(\w+_s)`", setting))
-    assert "deadline_scale" in VllmOptions.__struct_fields__
 
 
 # The format that docs/traces.md shows is the one that is read and written.
@@ -93,13 +72,3 @@ def test_its_table_has_every_field_and_whether_it_may_lack(tmp_path: Path) -> No
     assert request.hit_tokens == UNKNOWN
     required = {name for name in table if name in ("timestamp", "input_length", "hash_ids")}
     assert {name for name, without in table.items() if without == "refused"} == required
-
-
-def test_its_numbers_are_those_of_the_code() -> None:
-    assert MAX_ID == 2**63 - 1
-    assert f"the tokens of a chunk: {MOONCAKE_CHUNK_TOKENS}," in PAGE_OF_TRACES
-    assert f"the tokens of a chunk: {BAILIAN_CHUNK_TOKENS}," in PAGE_OF_TRACES
-    assert f"{conversations.CONVERSATIONS_PER_HOUR:.0f} an hour begin by chance" in PAGE_OF_TRACES
-    assert conversations.MAX_OPEN_BYTES == 1 << 30
-    assert f"has not asked for {finished.READER_S:.0f} s" in PLAIN
-    assert f"or after {finished.UNDECIDED_S:.0f} s without it" in PLAIN

@@ -15,14 +15,14 @@ import pytest
 
 import kvframework
 from kvframework.api.counter import Counter, Counts
-from kvframework.cli.explain_view import ADVICE
-from kvframework.cli.explain_view import PAGE as PAGE_OF_REASONS
+from kvframework.cli.explain import ANSWERS
+from kvframework.cli.explain import PAGE as PAGE_OF_REASONS
 from kvframework.config import ObserveConfig
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import KVFrameworkError
-from kvframework.observe_supervisor import ObserveSupervisor
 from kvframework.pricing import EngineSpeed
+from kvframework.server import ObserveSupervisor
 from kvframework.status import COLD_REASONS, REASONS, Status, places
 from kvframework.wire import messages as m
 from tests.core.cli.command import run
@@ -143,7 +143,7 @@ def test_every_error_code_is_one() -> None:
 
 def test_every_reason_of_a_miss_has_its_row() -> None:
     told = [quoted(row[0])[0] for row in rows("Why a lookup missed")]
-    assert told == list(REASONS) == list(ADVICE)
+    assert told == list(REASONS) == list(ANSWERS)
     assert PAGE_OF_REASONS == "docs/operations.md#why-a-lookup-missed"
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 import kvframework
-from kvf_vllm.registration import NAME
 from kvframework.config import ObserveConfig, load_config
 from kvframework.registry import PluginRegistry, check_config
 from tests.docs.option_tables import readmes
@@ -18,35 +16,16 @@ from tests.support.whole_cli import whole_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-DEMO, TESTS, VLLM = blocks(README, "bash")
+TESTS = blocks(README, "bash")[1]
 SHOWN = {page: (ROOT / page).read_text() for page in ("README.md", "docs/configuration.md")}
-# The figures may stand on any page of the benchmarks.
-FIGURES = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/benchmark*.md")))
 
 
 def section(heading: str) -> str:
     return README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
-def test_two_commands_set_it_up() -> None:
-    """The first installs and runs the demo, the second runs the tests; no other line of the README makes an
-    environment."""
-    assert DEMO.strip().endswith(".venv/bin/kvframework demo")
-    assert TESTS.strip().endswith(".venv-tests/bin/tox run")
-    assert [len(command.strip().splitlines()) for command in (DEMO, TESTS)] == [1, 1]
-    assert README.count("-m venv") == 2
-
-
 def test_ci_runs_the_readmes_test_command() -> None:
     assert TESTS.strip() in (ROOT / ".ci" / "run").read_text().splitlines()
-
-
-def test_vllm_comes_next_and_gets_a_configuration_of_the_connector() -> None:
-    (text,) = re.findall(r"^vllm serve MODEL --kv-transfer-config '(.*?)'$", VLLM, re.DOTALL | re.MULTILINE)
-    config = json.loads(text)
-    assert (config["kv_connector"], config["kv_role"]) == (NAME, "kv_both")
-    assert config["kv_load_failure_policy"] == "recompute"
-    assert README.splitlines().index("## With vLLM") < 35
 
 
 def test_two_commands_show_a_hit_rate() -> None:
@@ -81,14 +60,6 @@ def packages(page: str) -> set[str]:
         ]
     found = " ".join(lines)
     return {*re.findall(r"plugins/\w+/(\w+)", found), *re.findall(r"\w+", " ".join(re.findall(r"\[([\w,]+)\]", found)))}
-
-
-@pytest.mark.parametrize("heading", ["Benchmarks"])
-def test_its_figures_stand_in_the_benchmarks(heading: str) -> None:
-    figures = re.findall(r"\d+\.\d+(?= s\b| ms\b| GB/s|[.,;]? )", section(heading).replace("\n", " "))
-    versions = {"0.32", "0.5"}
-    assert len(figures) >= 8
-    assert [each for each in figures if each not in versions and each not in FIGURES] == []
 
 
 def test_what_it_says_of_itself_is_true() -> None:

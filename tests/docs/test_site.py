@@ -1,17 +1,12 @@
-"""The site: every page in a menu, links with titles, a strict build, and nothing cut off on a phone."""
+"""The site: every page in a menu, links with titles, and a strict build."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 
@@ -19,10 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs" / "site" / "pages.py"
-NARROW = Path(__file__).with_name("narrow.html")
-# Pages that are wrong, and one that is not, beside those of the site.
-PLANTED = {"cut.html": "overflow: hidden", "scrolling.html": "overflow: auto", "wide.html": ""}
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def load_pages() -> ModuleType:
@@ -118,39 +109,3 @@ def test_version_and_repository_are_the_packages(written: Path) -> None:
 
 def test_every_page_is_built_strictly(site: Path) -> None:
     assert len(list(site.rglob("*.html"))) > len(pages.pages())
-
-
-@pytest.fixture
-def address(site: Path) -> Iterator[str]:
-    """Where the site is served, so that a page may look into its frames."""
-    names = sorted(str(file.relative_to(site)) for file in site.rglob("*.html"))
-    for name, style in PLANTED.items():
-        text = f'<body style="margin: 0"><div class="md-content" style="width: 360px; {style}"><p>x</p></div></body>'
-        (site / name).write_text(text.replace("<p>", '<p style="width: 400px; margin: 0">'))
-    (site / "narrow.html").write_text(NARROW.read_text().replace("@PAGES@", " ".join([*names, *PLANTED])))
-    handler = functools.partial(Quiet, directory=str(site))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no chromium here")
-def test_nothing_is_cut_off_on_a_phone(address: str) -> None:
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=120000", "--dump-dom")
-    done = subprocess.run(
-        [str(BROWSER), *options, f"{address}/narrow.html"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    said = re.sub(r"<br>", "\n", done.stdout)
-    assert re.search(r"looked at (\d+)", said), done.stdout[-2000:] + done.stderr[-2000:]
-    found = re.findall(r"^(?:.*<body>)?(\S+\.html): (\S.*)$", said, re.MULTILINE)
-    assert found == [("cut.html", "P x"), ("wide.html", "scrolls to 400; P x")]
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Nothing."""

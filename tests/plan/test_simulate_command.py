@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvf_plan.cli.speeds import parse_tier
+from kvf_plan.errors import SimulationError
 from kvf_plan.simulation import SlowTime, TierSpeed
-from kvframework.errors import SimulationError
 from tests.core.cli.command import run
 
 

@@ -21,11 +21,12 @@ import pytest
 
 from kvf_hashers import Sha256
 from kvf_plan.cli.trace.recording import Recorder
+from kvf_plan.errors import TraceError
 from kvf_plan.trace.form import Request
 from kvf_plan.trace.reading import open_trace
 from kvf_plan.trace.writing import TraceFile
 from kvframework.api.requests import Handler
-from kvframework.errors import TraceError, UnknownRequest
+from kvframework.errors import UnknownRequest
 from kvframework.service import finished as ring
 from kvframework.text import parsed_duration
 from kvframework.wire import messages as m

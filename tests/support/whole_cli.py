@@ -7,14 +7,14 @@ from typing import Any
 import typer
 
 from kvframework.cli.app import app
-from kvframework.cli.commands import KNOWN
+from kvframework.cli.commands import CORE, KNOWN
 from kvframework.errors import PluginUnavailable
 
 
 def whole_cli(*, without: tuple[str, ...] = ()) -> Any:
     """The tree of commands, without those named and those that are not installed."""
     tree: Any = typer.main.get_command(app)
-    for full in KNOWN:
+    for full in (*CORE, *KNOWN):
         *groups, name = full.split(".")
         group = tree
         for each in groups:

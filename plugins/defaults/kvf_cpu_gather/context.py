@@ -180,9 +180,7 @@ def _none_stored(objects: int, error: BaseException) -> StoreOutcome:
     return StoreOutcome(dropped=objects, error=error_code(error))
 
 
-class _ArenaNotMapped(KVFrameworkError):
+class _ArenaNotMapped(KVFrameworkError, code="kvf_cpu_gather.no_arena"):
     """Engine and server do not share memory.
 
     What to do: use `ipc://` as the server's user, or `path = "wire"`."""
-
-    code = "kvf_cpu_gather.no_arena"

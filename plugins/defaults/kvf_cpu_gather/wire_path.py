@@ -239,9 +239,7 @@ def _place(transfer: Transfer, index: int) -> ArenaRange:
     return ArenaRange(chunk, group, 0, transfer.registration.desc.groups[group].nbytes)
 
 
-class PinsLost(KVFrameworkError):
+class PinsLost(KVFrameworkError, code="kvf_cpu_gather.pins_lost"):
     """A retrieve took longer than its lease.
 
     What to do: it is a miss; raise `[server] retrieve_lease_s` if transfers take that long."""
-
-    code = "kvf_cpu_gather.pins_lost"

@@ -39,13 +39,11 @@ _LOCK_STEP_S = 0.02
 _HASHES_AT_ONCE = 1 << 16
 
 
-class EventLedgerError(ConfigError):
+class EventLedgerError(ConfigError, code="config.events_ledger"):
     """The ledger of `[events]` cannot be opened or written.
 
     What to do: name a folder that the server's user may write to with `[events] state`; one server uses it at a
     time."""
-
-    code = "config.events_ledger"
 
 
 class _Numbers(msgspec.Struct, tag=0, array_like=True, gc=False):

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from kvframework.cli.bundle import OF_THE_SERVER, BundleFile
+from kvframework.cli.dump import OF_THE_SERVER, BundleFile
 from kvframework.doctor.checkup import Checkup
 from kvframework.errors import ConfigFileError, KVFrameworkError
 from kvframework.messaging.curve import read_secret, write_pair
@@ -122,7 +122,7 @@ def test_a_report_holds_what_helps_and_no_secret(secrets: Secrets, tmp_path: Pat
 @pytest.fixture
 def no_doctor() -> Iterator[None]:
     """Its checks take seconds, and the first test has them."""
-    with mock.patch("kvframework.cli.bundle.examine", return_value=Checkup([], 0, 0, 0)):
+    with mock.patch("kvframework.cli.dump.examine", return_value=Checkup([], 0, 0, 0)):
         yield
 
 

@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from kvframework.api.requests import Handler
-from kvframework.cli import explain_view
-from kvframework.cli.explain_view import ADVICE, clock, headline, print_explained, sentences, why
+from kvframework.cli import explain
+from kvframework.cli.explain import ANSWERS, clock, headline, print_explained, sentences, why
 from kvframework.errors import UnknownRequest
 from kvframework.status import REASONS, Finished
 from kvframework.wire import messages as m
@@ -56,7 +56,7 @@ def test_the_last_misses_are_told_with_their_reason_and_what_to_do(endpoint: str
     assert "0 in L1, 0 from L2, 1024 missed" in text
     assert "missing tokens 0 to 256, and what follows them" in text
     assert "why     never stored since the server's start at " in text
-    assert f"do      {ADVICE['never_stored']}" in text
+    assert f"do      {ANSWERS['never_stored'].advice}" in text
     assert "second" not in text
 
 
@@ -163,7 +163,7 @@ def test_every_reason_has_its_sentence_and_its_advice(reason: str) -> None:
     record = msgspec.structs.replace(MISS, reason=reason, detail="the detail", cause_at=1e9, idle_s=40.0)
     told = dict(sentences(record, 1e9))
     assert reason not in told["why"] or "_" not in reason, "a sentence, not the name"
-    assert told["do"] == ADVICE[reason]
+    assert told["do"] == ANSWERS[reason].advice
     assert told["see"] == f"docs/operations.md#why-a-lookup-missed, {reason}"
 
 
@@ -188,7 +188,7 @@ def test_a_time_of_today_has_no_date() -> None:
 def test_it_fits_80_columns_and_shows_texts_verbatim(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, color_system=None, soft_wrap=True, highlight=False)
-    monkeypatch.setattr(explain_view, "stdout", console)
+    monkeypatch.setattr(explain, "stdout", console)
     monkeypatch.setattr("kvframework.cli.console.stdout", console)
     record = msgspec.structs.replace(
         MISS, reason=reason, request_id="[red]r[/red]", client="a\nb", detail="in what " * 10, by="a model"

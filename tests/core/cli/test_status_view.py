@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from kvframework.cli.status_view import view_status
+from kvframework.cli.status import view_status
 
 DOCUMENT: dict[str, object] = {
     "server": {

@@ -39,7 +39,7 @@ def test_no_file_is_the_embedded_default() -> None:
     assert [table.use for table in config.transport] == ["cpu_gather"]
     assert [table.use for table in config.layout] == ["paged", "opaque", "dynamic_cache"]
     assert (config.l2, config.requests) == ((), ())
-    assert (config.l1.high_watermark, config.l1.low_watermark) == (1.0, 0.9)
+    assert (config.l1.keys.high_watermark, config.l1.keys.low_watermark) == (1.0, 0.9)
 
 
 def test_the_environment_names_a_file_and_an_argument_wins(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_every_table_reaches_its_struct(load: Load) -> None:
     """)
     assert (config.server.chunk_size, config.server.store_lease_s) == (512, 5.0)
     assert (config.l1.memory.use, config.l1.memory.options) == ("huge", {"pages": "1GiB"})
-    assert (config.l1.high_watermark, config.l1.low_watermark) == (0.8, 0.5)
+    assert (config.l1.keys.high_watermark, config.l1.keys.low_watermark) == (0.8, 0.5)
     assert (config.l1.eviction.use, config.l1.eviction.options) == ("lfu", {"decay": 2})
     first, second = config.l2
     assert (first.keys.codec, first.keys.timeout_s, first.tier.options) == ("zstd", 2.0, {"url": "redis://a"})

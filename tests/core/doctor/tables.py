@@ -13,8 +13,8 @@ def ask(
     use: str, *, kind: str = "tier", replaces: int | None = None, deadline_s: float = 60.0, **options: object
 ) -> dict[str, Finding]:
     """Findings by id; each is there once."""
-    subject = Subject(kind, PluginTable(use, options, WHERE))
-    found = list(table_findings(subject, replaces=replaces, deadline_s=deadline_s))
+    subject = Subject(kind, PluginTable(use, options, WHERE), replaces=replaces)
+    found = list(table_findings(subject, deadline_s=deadline_s))
     assert len({each.id for each in found}) == len(found)
     assert all(each.where.startswith(WHERE) for each in found)
     return {each.id: each for each in found}

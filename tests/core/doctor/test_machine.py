@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,10 +16,11 @@ import pytest
 from kvf_pinned.nodes import accelerator_nodes
 from kvframework.api.installing import install_command
 from kvframework.api.plugin import Finding
-from kvframework.config import check_directory, load_config
+from kvframework.config import check_directory, default_endpoint
 from kvframework.doctor import machine as checks
-from kvframework.doctor.checkup import endpoint_of, examine, is_served, run_check, socket_findings
+from kvframework.doctor.checkup import examine, run_check, socket_findings
 from kvframework.errors import EndpointError
+from kvframework.preflight import RunningServer
 from tests.core.doctor.sysfs import CONSOLE, CONSUMER_GPU, GPU, NETWORK, OTHER_ACCELERATOR, sysfs
 
 
@@ -67,8 +67,7 @@ def test_a_path_that_is_too_long_fails(monkeypatch: pytest.MonkeyPatch, tmp_path
     long = tmp_path / ("x" * 90)
     long.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    endpoint = endpoint_of(load_config(environ={}))
-    assert list(socket_findings(endpoint)) == []
+    assert list(socket_findings(default_endpoint())) == []
     (refused,) = (each for each in examine().findings if each.level == "fail")
     assert refused.id == "config.endpoint"
     assert "the socket's path has" in refused.fact
@@ -98,18 +97,11 @@ def test_the_directory_is_private_or_told(tmp_path: Path) -> None:
         check_directory(Path("/proc/self/status/run"))
 
 
-def test_a_server_that_listens_is_seen(tmp_path: Path) -> None:
-    path = tmp_path / "server.sock"
+def test_a_server_that_runs_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    endpoint = f"ipc://{path}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
-        server.bind(str(path))
-        server.listen(4)
-        assert is_served(endpoint)
-        assert by_id(socket_findings(endpoint))["socket.server"].fact == "a server listens there now"
-    assert not is_served(endpoint), "what a killed server leaves"
-    assert by_id(socket_findings(endpoint))["socket.server"].fact == "no server listens there now"
-    assert not is_served("tcp://127.0.0.1:1")
+    endpoint, running = f"ipc://{tmp_path}/server.sock", RunningServer(7, "kvf.toml")
+    assert "(process 7, configuration kvf.toml)" in by_id(socket_findings(endpoint, running))["socket.server"].fact
+    assert by_id(socket_findings(endpoint))["socket.server"].fact == "no server of this user answers there"
 
 
 # limits

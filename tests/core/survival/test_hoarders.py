@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvframework.api.requests import CacheKey
-from kvframework.cli.explain_view import why
+from kvframework.cli.explain import why
 from kvframework.config import read_layers
 from kvframework.errors import AlreadyRegistered, LeaseUnknown
 from kvframework.service.engine_driven import MAX_OF_ASKER

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvf_plan.errors import PlanError
 from kvf_plan.planning.catalogue import catalogue, engine, engine_of
 from kvf_plan.planning.estimate import spread
-from kvframework.errors import PlanError
 from kvframework.pricing import prefill_s
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvf_plan.cli.speeds import parse_tier
+from kvf_plan.errors import PlanError
 from kvf_plan.planning.offers import GIB, TierOffer, parse_budget, parse_prices, tier_offers
-from kvframework.errors import PlanError
 
 
 def test_a_tier_is_named_by_a_word_or_its_plugin() -> None:

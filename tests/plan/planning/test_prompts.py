@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvf_plan.errors import PlanError
 from kvf_plan.planning.prompts import joined, prompts_of, sampled
 from kvf_plan.trace.form import Request
-from kvframework.errors import PlanError
 from tests.plan.planning.traces import MadeTrace, conversations, traces
 
 

@@ -116,7 +116,7 @@ def both(trace: MadeTrace, *settings: str, tiers: tuple[TierSpeed, ...] = ()) ->
     settings = (f"server.chunk_size={CHUNK}", *settings)
     config = load_config(overrides=[*settings, f"l1.capacity={CAPACITY}"], environ={})
     with ServerProcess(*settings, capacity=CAPACITY) as server, server.client() as client:
-        times = RealEngine(client, config.l1.high_watermark).serve(trace)
+        times = RealEngine(client, config.l1.keys.high_watermark).serve(trace)
         real = counters(client.status())
     at_the_times = Settings(config, bytes_per_token=BYTES_PER_TOKEN, tiers=tiers)
     return real, counters(simulate(trace.at(times), at_the_times, PluginRegistry()).status)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvf_plan.errors import SimulationError
 from kvf_plan.simulation import Engines, Outcome, Settings, SlowTime, TierSpeed, simulate
 from kvf_plan.simulation.chunks import Chunks
 from kvf_plan.simulation.engines import Fleet
@@ -22,7 +23,7 @@ from kvf_plan.simulation.run import START
 from kvf_plan.simulation.sizes import Sizes
 from kvf_plan.trace.form import Request
 from kvframework.config import load_config
-from kvframework.errors import ConfigFieldError, PluginError, SimulationError, TierError
+from kvframework.errors import ConfigFieldError, PluginError, TierError
 from kvframework.pricing import EngineSpeed
 from kvframework.service.lifecycle import CacheService
 from tests.plan.simulate.made import MadeTrace, made_trace

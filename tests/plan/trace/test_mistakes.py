@@ -14,10 +14,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from kvf_plan.errors import TraceError
 from kvf_plan.trace import conversations, lines
 from kvf_plan.trace.form import MAX_ID
 from kvf_plan.trace.reading import HEAD, open_trace
-from kvframework.errors import TraceError
 
 _GOOD = {"timestamp": 5, "input_length": 1024, "output_length": 3, "hash_ids": [1, 2]}
 _HEADER = {"kvframework_trace": 1, "chunk_tokens": 256}

@@ -33,12 +33,10 @@ _POLL_S = 0.02
 _STATUS_S = 5.0
 
 
-class DemoFailed(KVFrameworkError):
+class DemoFailed(KVFrameworkError, code="demo.failed"):
     """The demo could not be carried out; this says nothing about whether the tokens are equal.
 
     What to do: the text holds the end of the failed process's log."""
-
-    code = "demo.failed"
 
 
 class DemoChild(Child):

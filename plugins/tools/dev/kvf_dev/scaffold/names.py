@@ -12,31 +12,25 @@ from kvframework.registry import KINDS, discover
 from kvframework.registry.discovery import name_fault
 
 
-class ScaffoldError(KVFrameworkError, RuntimeError):
+class ScaffoldError(KVFrameworkError, RuntimeError, code="scaffold.failed"):
     """The folder of a new plugin cannot be written.
 
     What to do: choose a folder that you may write to with `--path`.
     """
 
-    code = "scaffold.failed"
 
-
-class NameRefused(ScaffoldError, ValueError):
+class NameRefused(ScaffoldError, ValueError, code="scaffold.name"):
     """The kind does not exist, or the name cannot be that of a plugin, or is taken here.
 
     What to do: choose a name of lower-case letters, digits and underscores that no other plugin has.
     """
 
-    code = "scaffold.name"
 
-
-class FolderExists(ScaffoldError, FileExistsError):
+class FolderExists(ScaffoldError, FileExistsError, code="scaffold.exists"):
     """There is something at the place of the new folder already.
 
     What to do: choose another name or `--path`; nothing is ever written over.
     """
-
-    code = "scaffold.exists"
 
 
 # Kind and option of each variant of the plain plugin, and the folders of its templates: a later one's file stands in

@@ -130,6 +130,7 @@ def plan(
         raise typer.BadParameter("name a trace, or give --catalogue", param_hint="TRACE")
     from kvf_plan.cli.plan_view import check_out, print_plan, write_out
     from kvf_plan.cli.speeds import parse_tier
+    from kvf_plan.errors import PlanError
     from kvf_plan.planning.catalogue import engine_of
     from kvf_plan.planning.goal import goal_of
     from kvf_plan.planning.offers import parse_budget, parse_prices, tier_offers
@@ -137,7 +138,6 @@ def plan(
     from kvf_plan.planning.plot import check_plot, draw
     from kvf_plan.trace.reading import open_trace
     from kvframework.api.console import stderr
-    from kvframework.errors import PlanError
 
     if plot is not None:
         check_plot(plot)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
+from kvf_plan.errors import PlanError
 from kvf_plan.planning.catalogue import Engine, catalogue
 from kvf_plan.planning.goal import Row, Shortfall, closest, shortfalls, toml_of
 from kvf_plan.planning.plan import Chunks, Plan
@@ -16,7 +17,6 @@ from kvframework import __version__
 from kvframework.api.console import print_view, stderr
 from kvframework.api.plugin import ByteSize
 from kvframework.cli.console import WideTable, print_document, print_table, print_text
-from kvframework.errors import PlanError
 from kvframework.text import short_count, short_duration, short_number
 
 _LIMITS = {"ttft": "time to the first token", "budget": "cost", "drive_writes": "writes of the whole tier a day"}

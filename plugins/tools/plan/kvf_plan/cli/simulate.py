@@ -103,8 +103,8 @@ def simulate(
 
 
 def _engines(count: int | None, prefill: float | None, attention: float, lookahead: int | None) -> Engines | None:
+    from kvf_plan.errors import SimulationError
     from kvf_plan.simulation import Engines
-    from kvframework.errors import SimulationError
 
     if count is None and prefill is None:
         return None

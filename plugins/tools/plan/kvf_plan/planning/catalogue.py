@@ -14,8 +14,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from kvf_plan.errors import PlanError
 from kvframework.api.toml import parse_toml
-from kvframework.errors import PlanError
 
 Basis = Literal["measured", "said", "assumed", "yours"]
 _ELEMENT_BYTES = 2  # bfloat16

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from kvf_plan.errors import PlanError
 from kvf_plan.simulation import TierSpeed
 from kvframework.api.plugin import ByteSize
-from kvframework.errors import PlanError
 
 GIB = 1 << 30
 DRAM = "dram"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvf_plan.errors import PlanError
 from kvf_plan.planning.catalogue import Engine
 from kvf_plan.planning.estimate import Estimate, Sample, estimate, sample_of, simulated
 from kvf_plan.planning.goal import Figures, Goal, Row, Setting, cheapest
@@ -18,7 +19,6 @@ from kvf_plan.trace.reading import Trace
 from kvf_plan.trace.summary import LiveSet
 from kvframework.api.plugin import ByteSize
 from kvframework.config.schema import WritePolicyName
-from kvframework.errors import PlanError
 from kvframework.pricing import EngineSpeed
 
 WRITE_POLICIES: tuple[WritePolicyName, ...] = ("write_through", "write_through_selective", "write_back")

@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvf_plan.errors import PlanError
 from kvf_plan.planning.goal import Row
 from kvf_plan.planning.plan import Plan
 from kvframework.api.installing import install_command
-from kvframework.errors import PlanError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 
 import msgspec
 
+from kvf_plan.errors import PlanError
 from kvf_plan.trace.form import Request
 from kvf_plan.trace.summary import LiveCount, LiveSet
-from kvframework.errors import PlanError
 
 # A prefix that more than this share of all prompts begin with belongs to no session.
 _SHARED = 0.01

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvf_plan.errors import SimulationError
 from kvframework.api.keys import DIGEST_BYTES
-from kvframework.errors import SimulationError
 
 
 class Prompt(Protocol):

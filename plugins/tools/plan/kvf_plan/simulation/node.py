@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from kvf_plan.errors import SimulationError
 from kvf_plan.simulation.events import VirtualTime
 from kvf_plan.simulation.sizes import Sizes
 from kvf_plan.simulation.threads import Sleep, VirtualThreads
@@ -16,7 +17,6 @@ from kvframework.api.eviction import EvictionPolicy, EvictionProvider
 from kvframework.api.hasher import HasherProvider, KeyHasher
 from kvframework.api.memory import Memory
 from kvframework.api.requests import ClientInfo, Message
-from kvframework.errors import SimulationError
 from kvframework.registry.check import Creator, resolve_table
 from kvframework.registry.registry import PluginRegistry
 from kvframework.service.lifecycle import CacheService
@@ -112,9 +112,9 @@ class Node:
             policy,
             attached,
             records=records,
-            high_watermark=config.l1.high_watermark,
-            low_watermark=config.l1.low_watermark,
-            ghosts=config.l1.ghosts,
+            high_watermark=config.l1.keys.high_watermark,
+            low_watermark=config.l1.keys.low_watermark,
+            ghosts=config.l1.keys.ghosts,
             clock=time.clock,
             threads=False,
         )

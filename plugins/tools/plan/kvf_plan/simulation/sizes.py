@@ -7,12 +7,12 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from kvf_plan.errors import SimulationError
 from kvf_plan.simulation.settings import Engines, Settings, TierSpeed
 from kvframework.api.memory import MemoryProvider
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import TierProvider
 from kvframework.config import Config, L2Keys
-from kvframework.errors import SimulationError
 from kvframework.registry.check import resolve_table
 from kvframework.registry.registry import PluginRegistry
 from kvframework.storage.l1.entries import rounded

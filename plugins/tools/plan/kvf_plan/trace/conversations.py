@@ -15,9 +15,9 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
+from kvf_plan.errors import TraceError
 from kvf_plan.trace.form import KV_CACHE_TESTER, Header, Request, readable
 from kvf_plan.trace.lines import MAX_CHUNK_TOKENS, MAX_SPAN_S, Tokens, check_chunks, wrong_field
-from kvframework.errors import TraceError
 
 MAX_FILE = 64 << 20
 MAX_OPEN_BYTES = 1 << 30

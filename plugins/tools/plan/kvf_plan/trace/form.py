@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvframework.errors import TraceError
+from kvf_plan.errors import TraceError
 
 RECORD = "record one: kvframework trace record --for 10m -o trace.jsonl"
 _READ = (

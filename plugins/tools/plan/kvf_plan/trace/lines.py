@@ -7,8 +7,8 @@ from typing import Annotated, BinaryIO, NamedTuple
 
 import msgspec
 
+from kvf_plan.errors import TraceError
 from kvf_plan.trace.form import MAX_ID, UNKNOWN, Request
-from kvframework.errors import TraceError
 
 VERSION = 1
 MAX_LINE = 16 << 20

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from kvf_plan.errors import TraceError
 from kvf_plan.trace import lines
 from kvf_plan.trace.conversations import CONVERSATIONS_PER_HOUR, Conversations
 from kvf_plan.trace.form import (
@@ -24,7 +25,6 @@ from kvf_plan.trace.form import (
     no_trace,
     readable,
 )
-from kvframework.errors import TraceError
 
 HEAD = 1 << 16
 _UNPACK = "unpack it first: {} FILE > trace.jsonl"

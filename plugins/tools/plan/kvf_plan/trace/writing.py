@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from kvf_plan.errors import TraceError
 from kvf_plan.trace.form import MAX_ID, Request
 from kvf_plan.trace.lines import VERSION, HeaderLine, Line
-from kvframework.errors import TraceError
 
 DIGEST_BYTES = 32
 
