@@ -109,7 +109,7 @@ CHANGES = {
         "view: memoryview\n    address: int",
         "address: int\n    view: memoryview",
     ),
-    "a base": ("kvframework.errors", "class DeviceLost(DeviceError)", "class DeviceLost(KVFrameworkError)"),
+    "a base": ("kvframework.errors", "class DeviceLost(DeviceError,", "class DeviceLost(KVFrameworkError,"),
     "a code": ("kvframework.errors", '"device.lost"', '"device.gone"'),
     "how a struct is made": ("kvframework.api.plugin", "frozen=True, forbid_unknown_fields=True", "frozen=True"),
     "a hook": ("kvframework.api.hookspecs", "def kvf_codecs", "def kvf_codec"),
