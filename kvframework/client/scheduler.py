@@ -139,10 +139,19 @@ class SchedulerAdapter:
         """Return the state of a pending lookup. Replaces `result`, whose ticket may have ended."""
         return self._query(result) if result.pending else result
 
-    def wait(self, result: LookupResult, timeout: float) -> LookupResult:
-        """Wait until nothing is pending or `timeout` seconds have passed, and return the last answer, which replaces
-        `result`."""
-        return self._wait(result, time.monotonic() + timeout)
+    def wait(self, result: LookupResult, timeout: float, more_than: int = _ALL) -> LookupResult:
+        """Wait until nothing is pending, the hit is longer than `more_than` tokens, or `timeout` seconds have passed,
+        and return the last answer, which replaces `result`."""
+        asked_at, deadline = -math.inf, time.monotonic() + timeout
+        while result.pending and result.hit_tokens <= more_than and (left := deadline - time.monotonic()) > 0:
+            held_s = self._held_s(left)
+            # An answer that was not held back, or none, is no reason to ask again at once.
+            since = time.monotonic() - asked_at if held_s else 0.0
+            if since < POLL_S:
+                time.sleep(min(POLL_S - since, left))
+            asked_at = time.monotonic()
+            result = self._query(result, held_s, more_than if held_s and more_than < _ALL else -1)
+        return result
 
     def arrivals(self, result: LookupResult, timeout: float) -> Iterator[LookupResult]:
         """Yield `result` and, while L2 loads, each later state whose hit is longer, for `timeout` seconds at most: an
@@ -151,18 +160,17 @@ class SchedulerAdapter:
         deadline = time.monotonic() + timeout
         while True:
             yield result
-            if not result.pending or time.monotonic() >= deadline:
+            left = deadline - time.monotonic()
+            if not result.pending or left <= 0:
                 return
-            result = self._wait(result, deadline, result.hit_tokens)
+            result = self.wait(result, left, result.hit_tokens)
 
     def free(self, result: LookupResult) -> None:
         """Free the pins of a lookup, of which `result` is the last answer: after the workers have loaded, or when the
         request is abandoned. The next lookup or store tells the server, or a PING some tenths of a second later. Loads
         whose grants were taken go on."""
-        if result.ticket and self._client.has(ONE_WAY):
-            self._client.free_soon(result.ticket, *(each.lease for each in result.take_grants()))
-        elif result.ticket:
-            self._send("FREE_LOOKUP_LOCKS", m.TicketRef(result.ticket), m.Freed)
+        self.release_ticket(result.ticket)
+        self._client.free_soon(*(each.lease for each in result.take_grants()))
 
     def release_ticket(self, ticket: str) -> None:
         """Free a ticket that no caller waits for any more, also of a plugin's request. Never blocks, never raises:
@@ -174,21 +182,21 @@ class SchedulerAdapter:
 
     def end_request(self, request_id: str) -> None:
         """End all that this client holds under a request id. Request ids of other clients are not touched."""
-        if request_id:
-            self._send("END_SESSION", m.EndSession(request_id), m.SessionEnded)
+        payload = m.EndSession(request_id)
+        if not request_id:
+            return
+        if not self._client.usable:
+            # A silent server receives it when it recovers; no call waits for that again and again.
+            self._client.send("END_SESSION", payload)
+            return
 
-    def _wait(self, result: LookupResult, deadline: float, more_than: int = _ALL) -> LookupResult:
-        """Ask until nothing is pending, the hit is longer than `more_than` tokens, or the deadline has passed."""
-        asked_at = -math.inf
-        while result.pending and result.hit_tokens <= more_than and (left := deadline - time.monotonic()) > 0:
-            held_s = self._held_s(left)
-            # An answer that was not held back, or none, is no reason to ask again at once.
-            since = time.monotonic() - asked_at if held_s else 0.0
-            if since < POLL_S:
-                time.sleep(min(POLL_S - since, left))
-            asked_at = time.monotonic()
-            result = self._query(result, held_s, more_than if held_s and more_than < _ALL else -1)
-        return result
+        def answered(reply: Future[m.SessionEnded]) -> None:
+            if (error := reply.exception()) is not None:
+                # What it holds ends by its time limit, or with this process.
+                self.failures += 1
+                log.warning("END_SESSION failed: %s", error)
+
+        self._client.begin("END_SESSION", payload, m.SessionEnded, urgent=True).add_done_callback(answered)
 
     def _held_s(self, wait_s: float) -> float:
         """Return for how long the server may hold an answer back: 0 if it cannot."""
@@ -240,21 +248,3 @@ class SchedulerAdapter:
     def _failed(self, error: KVFrameworkError) -> None:
         self.failures += 1
         self._client.lost("lookups", error_code(error))
-
-    def _send(self, name: str, payload: m.TicketRef | m.EndSession, response: type[m.Freed | m.SessionEnded]) -> None:
-        if not self._client.usable:
-            # A silent server receives it when it recovers; no call waits for that again and again.
-            self._client.send(name, payload)
-            return
-
-        def answered(reply: Future[m.Freed | m.SessionEnded]) -> None:
-            error = reply.exception()
-            if isinstance(error, LeaseUnknown):
-                log.debug("%s: the lookup has already ended", name)
-            elif error is not None:
-                # The ticket ends by its time limit, or with this process.
-                self.failures += 1
-                log.warning("%s failed: %s", name, error)
-
-        sent = self._client.begin(name, payload, response, urgent=True)
-        sent.add_done_callback(answered)

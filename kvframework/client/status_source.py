@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from kvframework.client.session import ENDPOINT_VARIABLE
 from kvframework.client.transfers import KVClient
 from kvframework.config import default_endpoint, load_config
 from kvframework.errors import KVFrameworkError
 from kvframework.wire import messages as m
-
-R = TypeVar("R")
 
 
 def server_endpoint(endpoint: str | None, config: Path | None) -> str:
@@ -44,25 +42,24 @@ class StatusSource:
         """The status document; `round_trip_s` is measured before. Blocks for the timeout at most. Raises what
         `KVClient` does."""
         self.round_trip_s = None
-
-        def status(client: KVClient, left: Callable[[], float]) -> bytes:
+        with self._connected() as (client, left):
             self.round_trip_s = client.ping(left())
             return client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=left()).document
 
-        return self._asked(status)
-
     def sampled(self, after: int) -> m.RecentReply:
         """The finished requests with a trace behind the number `after`. Blocks and raises as `ask`."""
-        recent = m.Recent(after, traced=True)
-        return self._asked(lambda client, left: client.request("RECENT", recent, m.RecentReply, timeout=left()))
+        with self._connected() as (client, left):
+            return client.request("RECENT", m.Recent(after, traced=True), m.RecentReply, timeout=left())
 
-    def _asked(self, question: Callable[[KVClient, Callable[[], float]], R]) -> R:
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[tuple[KVClient, Callable[[], float]]]:
+        """The client, and how many seconds are left for it."""
         deadline = time.monotonic() + self._timeout
         if self._client is None:
             self._client = KVClient(self.endpoint, name=self._name, connect_timeout_s=self._timeout)
         try:
             _ = self._client.hello
-            return question(self._client, lambda: max(deadline - time.monotonic(), 0.01))
+            yield self._client, lambda: max(deadline - time.monotonic(), 0.01)
         except KVFrameworkError:
             self.close()
             raise

@@ -152,9 +152,8 @@ def ask(path: str, request: dict[str, object], timeout: float) -> Any:
         ours.settimeout(timeout)
         sending.settimeout(timeout)
         with theirs:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))
             sending.connect(path)
-            sending.sendmsg([json.dumps(request).encode()], [rights])
+            socket.send_fds(sending, [json.dumps(request).encode()], [theirs.fileno()])
         packet = ours.recv(_MAX_REPLY_BYTES)
     if not packet:
         raise ConnectionResetError("it has ended")

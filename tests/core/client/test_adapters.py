@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,6 @@ from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ServerProcess]:
-    with ServerProcess() as running:
-        yield running
-
-
-@pytest.fixture
-def server(process: ServerProcess) -> ServerProcess:
-    return process.emptied()
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[KVClient]:
-    with server.engine_client() as connected:
-        yield connected
 
 
 def test_the_server_shows_what_the_model_computes_in(server: ServerProcess, client: KVClient) -> None:

@@ -73,18 +73,6 @@ BAD_RANGES: dict[str, tuple[Any, Any]] = {
 BAD_SKIPS: dict[str, Any] = {"negative": -1, "too many": 513, "a float": 16.0, "text": "16", "None": None}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess(capacity="4MiB") as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[KVClient]:
-    with server.engine_client() as connected:
-        yield connected
-
-
 @pytest.fixture
 def engine(client: KVClient) -> Iterator[PagedEngine]:
     made = PagedEngine(client)

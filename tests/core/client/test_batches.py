@@ -9,7 +9,7 @@ import pytest
 
 from kvframework import errors
 from kvframework.api.transport import StoreOutcome
-from kvframework.client import RequestHashes
+from kvframework.client import KVClient, RequestHashes
 from kvframework.wire import messages as m
 from tests.support.engines import CHUNK, PagedEngine
 from tests.support.lazy import torch
@@ -21,23 +21,11 @@ BLOCKS_A, BLOCKS_B = list(range(16)), list(range(16, 32))
 TWO = [(0, CHUNK)] * 2
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[ServerProcess]:
-    with ServerProcess() as running:
-        yield running
-
-
 @pytest.fixture
-def server(process: ServerProcess) -> ServerProcess:
-    return process.emptied()
-
-
-@pytest.fixture
-def engine(server: ServerProcess) -> Iterator[PagedEngine]:
-    with server.engine_client() as client:
-        made = PagedEngine(client)
-        yield made
-        made.worker.close()
+def engine(client: KVClient) -> Iterator[PagedEngine]:
+    made = PagedEngine(client)
+    yield made
+    made.worker.close()
 
 
 def two_requests(engine: PagedEngine, first: int = 0) -> list[RequestHashes]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvframework.api.layout import EngineView, LayerGroup
@@ -37,18 +35,6 @@ class View(EngineView):
     def write(self, group: int, layer: int, plane: int, block: int, values: torch.Tensor) -> None:
         self.writes += 1
         self._layers[layer][self._planes[plane], block] = values
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
-
-
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[KVClient]:
-    with server.engine_client() as connected:
-        yield connected
 
 
 def memory(dtype: str = "bfloat16") -> dict[str, torch.Tensor]:

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvframework import errors
 from kvframework.api.keys import CacheKey
 from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
-from tests.support.server_process import ServerProcess
 from tests.support.wire_client import register_tiny
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[KVClient]:
-    with ServerProcess() as server, KVClient(server.endpoint, deadline_scale=20.0) as connected:
-        assert connected.wait_up(20)
-        yield connected
 
 
 def test_a_canonical_instance_stores_and_a_scheduler_without_a_registration_finds_it(client: KVClient) -> None:

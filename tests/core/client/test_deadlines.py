@@ -32,12 +32,6 @@ BLOCKS = [list(range(32))]
 INSTANCES = itertools.count(1)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with ServerProcess() as process:
-        yield process
-
-
 @contextmanager
 def stopped(server: ServerProcess) -> Iterator[None]:
     server.sigstop()

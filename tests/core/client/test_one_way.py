@@ -77,7 +77,7 @@ def test_an_older_server_is_asked_as_ever(engine: Engine) -> None:
     assert found.hit_tokens == 512
     engine.scheduler.free(found)
     assert engine.asked == ["PREPARE_RETRIEVE", "COMMIT_RETRIEVE", "FREE_LOOKUP_LOCKS"]
-    assert engine.pins() == 0
+    engine.settle(0)
 
 
 def test_tickets_end_with_the_next_lookup_or_a_little_later(engine: Engine) -> None:

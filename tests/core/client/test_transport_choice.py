@@ -46,11 +46,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedNode]:
         yield made
 
 
-@pytest.fixture
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"ipc://{tmp_path_factory.mktemp('s')}/s.sock"
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left_open() -> Iterator[None]:
     yield
@@ -64,8 +59,8 @@ def registry() -> PluginRegistry:
 
 
 @contextmanager
-def serving(endpoint: str, node: SimulatedNode, *transports: str) -> Iterator[None]:
-    settings = [f"server.endpoint={endpoint}", "server.chunk_size=16", "l1.capacity=8MiB"]
+def serving(connected: KVClient, node: SimulatedNode, *transports: str) -> Iterator[None]:
+    settings = [f"server.endpoint={connected.endpoint}", "server.chunk_size=16", "l1.capacity=8MiB"]
     for number, name in enumerate(transports):
         settings.append(f"transport.{number}.use={name}")
         if name != "cpu_gather":
@@ -75,6 +70,7 @@ def serving(endpoint: str, node: SimulatedNode, *transports: str) -> Iterator[No
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
+        assert connected.wait_up(PATIENCE_S)
         yield
     finally:
         server.stop()
@@ -83,7 +79,8 @@ def serving(endpoint: str, node: SimulatedNode, *transports: str) -> Iterator[No
 
 
 @pytest.fixture
-def connected(endpoint: str) -> Iterator[KVClient]:
+def connected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVClient]:
+    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s.sock"
     with KVClient(endpoint, plugins=registry(), deadline_scale=20.0) as client:
         yield client
 
@@ -137,10 +134,9 @@ def refuse_late(monkeypatch: pytest.MonkeyPatch, driver: type[SimEngine]) -> lis
 
 
 def test_a_transport_that_cannot_lend_the_memory_is_left_out_and_the_next_one_taken(
-    node: SimulatedNode, endpoint: str, connected: KVClient, caplog: pytest.LogCaptureFixture
+    node: SimulatedNode, connected: KVClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(endpoint, node, "lends_nothing", "sound"):
-        assert connected.wait_up(PATIENCE_S)
+    with serving(connected, node, "lends_nothing", "sound"):
         adapter = worker(connected, node)
         with caplog.at_level(logging.WARNING):
             adapter.register_kv_caches(on_devices(node, 0, 0), block_size=16)
@@ -155,33 +151,28 @@ def test_a_transport_that_cannot_lend_the_memory_is_left_out_and_the_next_one_ta
 
 
 def test_the_chosen_transport_stays_after_a_restart(
-    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, connected: KVClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(endpoint, node, "lends_nothing", "sound"):
-        assert connected.wait_up(PATIENCE_S)
+    with serving(connected, node, "lends_nothing", "sound"):
         adapter = worker(connected, node)
         adapter.register_kv_caches(on_devices(node, 0, 0), block_size=16)
     monkeypatch.setattr(faulty.LendsNothing, "lends", True)
-    with serving(endpoint, node, "lends_nothing", "sound"):
+    with serving(connected, node, "lends_nothing", "sound"):
         wait_until(lambda: connected.usable and taken(connected), PATIENCE_S, "the registration at the new server")
         assert taken(connected) == ["sound"]
         assert stores(connected, adapter)
         adapter.close()
 
 
-def test_a_transport_that_was_named_is_refused(node: SimulatedNode, endpoint: str, connected: KVClient) -> None:
-    with serving(endpoint, node, "lends_nothing", "sound"):
-        assert connected.wait_up(PATIENCE_S)
+def test_a_transport_that_was_named_is_refused(node: SimulatedNode, connected: KVClient) -> None:
+    with serving(connected, node, "lends_nothing", "sound"):
         with pytest.raises(DeviceError, match="virtual pool") as refused:
             worker(connected, node, "lends_nothing").register_kv_caches(on_devices(node, 0, 0), block_size=16)
         assert refused.value.hint == faulty.HINT
 
 
-def test_memory_that_nobody_takes_is_refused_with_every_reason(
-    node: SimulatedNode, endpoint: str, connected: KVClient
-) -> None:
-    with serving(endpoint, node, "lends_nothing", "sound"):
-        assert connected.wait_up(PATIENCE_S)
+def test_memory_that_nobody_takes_is_refused_with_every_reason(node: SimulatedNode, connected: KVClient) -> None:
+    with serving(connected, node, "lends_nothing", "sound"):
         with pytest.raises(TransportMismatch) as refused:
             worker(connected, node).register_kv_caches(on_devices(node, 0, 1), block_size=16)
         assert f"lends_nothing: this memory is of a virtual pool ({faulty.HINT})" in refused.value.available
@@ -191,13 +182,12 @@ def test_memory_that_nobody_takes_is_refused_with_every_reason(
 
 @pytest.mark.torch
 def test_host_tensors_go_by_the_transport_of_the_host(
-    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, connected: KVClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")
     # Options are for one transport: what all of them are to have comes from the environment.
     monkeypatch.setenv("KVF_SIMULATED_NODE", str(node.path))
-    with serving(endpoint, node, "sound", "cpu_gather"):
-        assert connected.wait_up(PATIENCE_S)
+    with serving(connected, node, "sound", "cpu_gather"):
         adapter = worker(connected, None)
         adapter.register_kv_caches({"l0": torch.zeros(*SHAPE)}, block_size=16)
         assert taken(connected) == ["cpu_gather"]
@@ -206,26 +196,22 @@ def test_host_tensors_go_by_the_transport_of_the_host(
 
 
 def test_what_the_server_refuses_leaves_no_driver_open(
-    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, connected: KVClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faulty.LendsNothing, "lends", True)
-    with serving(endpoint, node, "lends_nothing"):
-        assert connected.wait_up(PATIENCE_S)
-        with pytest.raises(DeviceError, match="it is not shared"):
-            worker(connected, node, "lends_nothing").register_kv_caches(on_devices(node, 0), block_size=16)
+    with serving(connected, node, "lends_nothing"), pytest.raises(DeviceError, match="it is not shared"):
+        worker(connected, node, "lends_nothing").register_kv_caches(on_devices(node, 0), block_size=16)
 
 
 def test_a_transport_whose_copier_cannot_open_the_memory_is_left_out_too(
     node: SimulatedNode,
-    endpoint: str,
     connected: KVClient,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As between containers that share no namespace."""
     monkeypatch.setattr(faulty.LendsNothing, "lends", True)
-    with serving(endpoint, node, "lends_nothing", "sound"):
-        assert connected.wait_up(PATIENCE_S)
+    with serving(connected, node, "lends_nothing", "sound"):
         adapter = worker(connected, node)
         adapter.register_kv_caches(on_devices(node, 0), block_size=16)
         assert taken(connected) == ["sound"]
@@ -236,12 +222,11 @@ def test_a_transport_whose_copier_cannot_open_the_memory_is_left_out_too(
 
 
 def test_what_a_transport_refuses_late_does_not_stay_registered(
-    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, connected: KVClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server has registered the instance by then: it is taken back, and the next transport can have its id."""
     refuse_late(monkeypatch, faulty.RefusesLate)
-    with serving(endpoint, node, "refuses_late", "sound"):
-        assert connected.wait_up(PATIENCE_S)
+    with serving(connected, node, "refuses_late", "sound"):
         with pytest.raises(BadLayout, match="cannot move it"):
             worker(connected, node, "refuses_late").register_kv_caches(on_devices(node, 0), block_size=16)
         assert taken(connected) == []
@@ -253,11 +238,10 @@ def test_what_a_transport_refuses_late_does_not_stay_registered(
 
 
 def test_a_refusal_stands_until_there_is_another_server(
-    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, connected: KVClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A wait mends nothing that does not fit: a lost instance asks once, not every few seconds."""
-    with serving(endpoint, node, "sound"):
-        assert connected.wait_up(PATIENCE_S)
+    with serving(connected, node, "sound"):
         adapter = worker(connected, node)
         adapter.register_kv_caches(on_devices(node, 0), block_size=16)
         with monkeypatch.context() as patch:
@@ -276,14 +260,14 @@ def test_a_refusal_stands_until_there_is_another_server(
             assert instance._again is thread
             assert len(asked) == 1
             assert taken(connected) == []
-    with serving(endpoint, node, "sound"):
+    with serving(connected, node, "sound"):
         wait_until(lambda: connected.usable and taken(connected), PATIENCE_S, "the registration at the new server")
         assert stores(connected, adapter)
         adapter.close()
 
 
 def test_an_instance_that_was_never_made_does_not_register_later(
-    node: SimulatedNode, endpoint: str, connected: KVClient, monkeypatch: pytest.MonkeyPatch
+    node: SimulatedNode, connected: KVClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever error ended its constructor, a new server hears nothing of it."""
 
@@ -293,19 +277,15 @@ def test_an_instance_that_was_never_made_does_not_register_later(
         def declared(self, layout: object) -> None:
             raise ZeroDivisionError
 
-    with serving(endpoint, node, "sound"):
-        assert connected.wait_up(PATIENCE_S)
+    with serving(connected, node, "sound"):
         with pytest.raises(ZeroDivisionError):
             worker(connected, node).register_kv_caches(on_devices(node, 0), block_size=16, view=Fails())  # type: ignore[arg-type]
         assert taken(connected) == []
         assert connected._on_up == []
 
 
-def test_tensors_are_registered_anew_only_after_a_close(
-    node: SimulatedNode, endpoint: str, connected: KVClient
-) -> None:
-    with serving(endpoint, node, "sound"):
-        assert connected.wait_up(PATIENCE_S)
+def test_tensors_are_registered_anew_only_after_a_close(node: SimulatedNode, connected: KVClient) -> None:
+    with serving(connected, node, "sound"):
         adapter = worker(connected, node)
         adapter.register_kv_caches(on_devices(node, 0), block_size=16)
         with pytest.raises(ValueError, match="instance 1 is already registered") as refused:

@@ -1,0 +1,27 @@
+"""A server for each module, emptied for each test, and a client of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvframework.client import KVClient
+from tests.support.server_process import ServerProcess
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ServerProcess]:
+    with ServerProcess() as running:
+        yield running
+
+
+@pytest.fixture
+def server(process: ServerProcess) -> ServerProcess:
+    return process.emptied()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[KVClient]:
+    with server.engine_client() as connected:
+        yield connected
