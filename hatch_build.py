@@ -1,5 +1,4 @@
-"""The commit that a wheel or an sdist is built of, in a clone; and the optional part of the build, where there is a C
-compiler: the copy kernel of `kvf_cpu_gather`, the plane kernel of
+"""The optional part of the build, where there is a C compiler: the copy kernel of `kvf_cpu_gather`, the plane kernel of
 `kvf_codecs`, the hash kernel of `kvf_hashers`, the token kernel of the client, and the streaming kernel.
 
 Without one the wheel is pure Python: torch copies, NumPy splits planes, hashlib hashes. `KVFRAMEWORK_NATIVE=0` leaves
@@ -10,12 +9,10 @@ all interpreters of a platform.
 from __future__ import annotations
 
 import os
-import runpy
 import shlex
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +34,8 @@ FLAGS = ["-std=c11", "-O3", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
 
 
 class BuildHook(BuildHookInterface[Any]):
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self._written: list[Path] = []
-
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Writes the commit, and compiles the libraries for a wheel; `version` is "standard" or "editable"."""
-        if version != "editable":
-            self._write_commit(build_data)
+        """Compiles the libraries for a wheel; `version` is "standard" or "editable"."""
         if self.target_name != "wheel":
             return
         wanted = os.environ.get("KVFRAMEWORK_NATIVE", "")
@@ -63,19 +54,6 @@ class BuildHook(BuildHookInterface[Any]):
             build_data["tag"] = f"py3-none-{platform}"
             if version != "editable":
                 build_data["force_include"][str(built)] = str(library)
-
-    def _write_commit(self, build_data: dict[str, Any]) -> None:
-        """Say in the distribution of which commit it was built. An sdist is none: it has the file already."""
-        names = runpy.run_path(str(Path(self.root, "kvframework", "cli", "commit.py")))
-        if commit := names["commit_of"](Path(self.root)):
-            written = Path(tempfile.mkdtemp(prefix="kvframework-"), names["FILE"])
-            written.write_text(f"{commit}\n")
-            self._written.append(written)
-            build_data["force_include"][str(written)] = f"kvframework/{names['FILE']}"
-
-    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        while self._written:
-            shutil.rmtree(self._written.pop().parent)
 
 
 def _compile(source: Path, library: Path) -> str:

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -120,17 +120,24 @@ def running_server(config: Config) -> RunningServer | None:
         return None
 
 
-def arena_is_kept(config: Config) -> bool:
-    """Ask the `kvframework hold` of the endpoint whether it keeps L1 for the next server; systemd's store cannot be
-    asked. Blocks for a second at most."""
+def keeper_status(endpoint: str) -> dict[str, Any] | None:
+    """Ask the `kvframework hold` of an endpoint what it keeps; None where none runs: systemd's store cannot be asked.
+    Blocks for a second at most."""
     from kvframework.keeper.sockets import CONTROL_SUFFIX, ask
-    from kvframework.storage.recovery import ARENA
 
     try:
-        reply = ask(keeper_path(config.server.endpoint) + CONTROL_SUFFIX, {"do": "status"}, _ANSWER_S)
-        return any(row["name"] == ARENA for row in reply["held"])
+        reply = ask(keeper_path(endpoint) + CONTROL_SUFFIX, {"do": "status"}, _ANSWER_S)
+        return reply if isinstance(reply["held"], list) else None
     except (KVFrameworkError, OSError, ValueError, LookupError, TypeError):
-        return False
+        return None
+
+
+def arena_is_kept(config: Config) -> bool:
+    """Whether `kvframework hold` keeps L1 for the next server. Blocks for a second at most."""
+    from kvframework.storage.recovery import ARENA
+
+    keeper = keeper_status(config.server.endpoint)
+    return keeper is not None and any(row["name"] == ARENA for row in keeper["held"])
 
 
 def _check_stores(config: Config, registry: PluginRegistry) -> None:

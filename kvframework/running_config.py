@@ -51,7 +51,7 @@ def changes(old: Config, new: Config) -> list[Change]:
     give both complete, see `kvframework.registry.complete_config`."""
     before, after = flat(old), flat(new)
     return [
-        Change(key, before.get(key), after.get(key), "restart" if key not in before or key not in after else when(key))
+        Change(key, before.get(key), after.get(key), when(key) if key in before and key in after else "restart")
         for key in before | after
         if before.get(key) != after.get(key)
     ]
@@ -64,8 +64,8 @@ def when(key: str) -> When:
 
 
 def flat(config: Config) -> dict[str, object]:
-    """Every value that is set, by its key as `--set` names it."""
-    return {key: value for key, value in _keys("", config) if key != "source" and value is not None}
+    """Every value by its key as `--set` names it, None for one that is not set."""
+    return {key: value for key, value in _keys("", config) if key != "source"}
 
 
 def _keys(path: str, value: object) -> Iterator[tuple[str, object]]:

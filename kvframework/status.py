@@ -530,19 +530,11 @@ class TierCall(Message, frozen=True, array_like=True):
 
 
 class Finished(Message, frozen=True):
-    """A finished LOOKUP, STORE or RETRIEVE, whichever way its bytes took.
+    """A finished LOOKUP, STORE or RETRIEVE, whichever way its bytes took; docs/status.md says what each field means.
 
-    `number` counts all of them, from 1. `at` is the wall clock's time of the end, `monotonic` that of the server's
-    monotonic clock, in seconds; `seconds` is the time from the receipt of the first message. `namespace` is the
-    beginning of its hexadecimal digits. `outcome` is `hit`, `partial` or `miss`; `stored`, `present` or `dropped`; or
-    `failed`. Of a LOOKUP, `l1_tokens` were there when it came and `l2_tokens` came by its load. `missing` is the first
-    token of the first chunk that was missing, -1 for none, and `reason` why it was: of an eviction, `cause_at` (wall
-    clock), `idle_s` and `by`, the model that took the place. `path` is how the bytes moved: `engine`, `server` or
-    `wire`. `load_s` and `compute_s` are the prices by which the hit of a LOOKUP was cut, or not: for how long the
-    request waits for the load of what was cut off, or of all that was not in L1, and for how long it computes that.
-    `trace` is the W3C traceparent of a sampled request, and `tier_calls` are the first calls to tiers of such a
-    LOOKUP. Of a STORE, `added_tokens` are those of the chunks of which it wrote an object, -1 where that is not known:
-    the others were there, or were dropped.
+    `number` counts from 1. `at` and `cause_at` are of the wall clock, `monotonic` of the server's monotonic clock, in
+    seconds. `missing` is the first token of the first chunk that was missing, -1 for none; `added_tokens` is -1 where
+    it is not known. `tier_calls` are the first calls to tiers of a sampled LOOKUP.
     """
 
     number: int

@@ -1,17 +1,11 @@
-"""Text for people: numbers of few digits, amounts and times with their unit, and what others sent on one line. And the
-times and counts that a user gives. Pure."""
+"""Text for people: numbers of few digits, amounts and times with their unit, and what others sent on one line. Pure."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _MOST_PLACES = 12
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
-_COUNTS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
-_MOST_SECONDS = 366 * 86_400
 
 
 def counted(amount: int, plural: str) -> str:
@@ -55,29 +49,6 @@ def short_duration(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds / 86_400:.0f} d"
-
-
-def parsed_duration(text: str, *, least: float = 1e-9) -> float:
-    """Return the seconds of a time such as `90`, `0.5ms`, `90s`, `10m`, `1.5h` or `2d`. Raises `ValueError` with the
-    expected form."""
-    seconds = _parsed(text, _SECONDS)
-    if seconds is None or not least <= seconds <= _MOST_SECONDS:
-        most = f"up to {_MOST_SECONDS / 86_400:.0f}d"
-        raise ValueError(f"expected a time such as 0.5ms, 90s, 10m or 2h, {most}, found {text!r}")
-    return seconds
-
-
-def parsed_count(text: str) -> float:
-    """Return a positive number such as `2000`, `20k` or `1.5M`. Raises `ValueError` with the expected form."""
-    count = _parsed(text, _COUNTS)
-    if not count:
-        raise ValueError(f"expected a positive number such as 25000 or 25k, found {text!r}")
-    return count
-
-
-def _parsed(text: str, units: Mapping[str, float]) -> float | None:
-    found = re.fullmatch(rf"\s*(\d{{1,12}}(?:\.\d{{1,12}})?)\s*({'|'.join(units)})\s*", text)
-    return float(found[1]) * units[found[2]] if found else None
 
 
 def one_line(text: str) -> str:

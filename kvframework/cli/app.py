@@ -78,10 +78,7 @@ def _end_at_once(error: KVFrameworkError) -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from kvframework.cli.commit import present_commit
-
-        commit = present_commit()
-        typer.echo(f"{NAME} {__version__}{f' ({commit})' if commit else ''}")
+        typer.echo(f"{NAME} {__version__}")
         raise typer.Exit
 
 

@@ -4,28 +4,17 @@ running server's."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
-from rich.cells import cell_len
 from rich.text import Text
 
-from kvframework.api.codec import CodecProvider
 from kvframework.api.command import Endpoint, QuickGroup, examples
 from kvframework.api.console import stdout
-from kvframework.api.eviction import EvictionProvider
-from kvframework.api.hasher import HasherProvider
-from kvframework.api.layout import LayoutProvider
-from kvframework.api.listener import ListenerProvider
-from kvframework.api.memory import MemoryProvider
-from kvframework.api.plugin import Provider
-from kvframework.api.requests import RequestsProvider
-from kvframework.api.tier import TierProvider
 from kvframework.api.toml import toml_value
-from kvframework.api.transport import AnyTransportProvider
 from kvframework.cli.console import print_document, print_error, print_rows, print_text
 from kvframework.cli.usage import CONFIG_HELP, EXIT_ERROR, EXIT_FOUND, AsJson, ConfigFile, Overrides
 from kvframework.client import KVClient
@@ -41,10 +30,12 @@ from kvframework.config import (
     load_config,
     read_layers,
 )
+from kvframework.config.load import ARRAYS
 from kvframework.errors import UnknownRequest, VersionMismatch
-from kvframework.masking import HIDDEN, shown_options
+from kvframework.masking import HIDDEN
 from kvframework.preflight import arena_is_kept, refusals, running_server
-from kvframework.registry import PluginRegistry, codec_tables, named_tables, resolve_table
+from kvframework.registry import PluginRegistry, named_tables
+from kvframework.running_config import shown_config
 from kvframework.wire import messages as m
 
 app = typer.Typer(cls=QuickGroup, help="Check and show the configuration.", no_args_is_help=True)
@@ -113,7 +104,7 @@ def show(config: ConfigFile = None, overrides: Overrides = None, as_json: AsJson
     if as_json:
         print_document(view)
     else:
-        stdout.print(as_toml(view, width=stdout.width if stdout.is_terminal else None), markup=False)
+        stdout.print(as_toml(view), markup=False)
 
 
 class ShownValue(msgspec.Struct, frozen=True):
@@ -142,98 +133,40 @@ class ConfigView(msgspec.Struct, frozen=True):
 def view_config(layers: Layers, config: Config, registry: PluginRegistry) -> ConfigView:
     """Blocking: imports the plugins that the configuration names, and creates no object of theirs. Raises `PluginError`
     and `ConfigFieldError` like `check_config`: of a plugin that is not here the secret options are not known."""
-    view = ConfigView(layers.source, layers.by_variable, [], [])
-
-    def add(name: str, values: dict[str, object], plugin: str = "", number: int | None = None) -> None:
-        title = f"[{name}]" if number is None else f"[[{name}]] #{number + 1}"
-        path = (*name.split(".", 1), *(() if number is None else (number,)))
-        shown = [ShownValue(key, value, layers.origin((*path, key), title)) for key, value in values.items()]
-        view.tables.append(ShownTable(title, plugin, shown))
-
-    def add_plugin(
-        name: str,
-        table: PluginTable,
-        descriptor: type[Provider[Any]],
-        own: msgspec.Struct | None = None,
-        number: int | None = None,
-    ) -> None:
-        options = shown_options(resolve_table(registry, table, descriptor)[1])
-        named = {"use": table.use} if "use" in table.core_keys else {}
-        core = msgspec.structs.asdict(own) if own is not None else {}
-        add(name, named | options | core, f"{descriptor.kind}.{table.use}", number)
-
-    def add_array(name: str, tables: Sequence[PluginTable], descriptor: type[Provider[Any]]) -> None:
-        for number, table in enumerate(tables):
-            add_plugin(name, table, descriptor, number=number)
-        lack_array(name, tables)
-
-    def lack_array(name: str, tables: Sequence[object]) -> None:
-        if not tables:
-            view.empty.append(ShownValue(name, [], layers.origin((name,), f"[[{name}]]") or FIELD_DEFAULT))
-
-    def lack(name: str, table: object) -> None:
-        if not table:
-            view.empty.append(ShownValue(name, None, FIELD_DEFAULT))
-
-    server = shown_options(config.server)
-    del server["curve"]
-    add("server", server | {"endpoint": server["endpoint"] or default_endpoint()})
-    if config.server.curve is not None:
-        add("server.curve", shown_options(config.server.curve))
-    add("log", shown_options(config.log))
-    if config.observe is not None:
-        add("observe", shown_options(config.observe))
-    if config.events is not None:
-        add_plugin("events", config.events, ListenerProvider)
-    lack("observe", config.observe)
-    lack("events", config.events)
-    add_plugin("l1", config.l1.memory, MemoryProvider, config.l1.keys)
-    add_plugin("l1.eviction", config.l1.eviction, EvictionProvider)
-    add_plugin("hasher", config.hasher, HasherProvider)
-    add_array("transport", config.transport, AnyTransportProvider)
-    add_array("layout", config.layout, LayoutProvider)
-    add_array("requests", config.requests, RequestsProvider)
-    add_array("listener", config.listener, ListenerProvider)
-    for number, l2 in enumerate(config.l2):
-        add_plugin("l2", l2.tier, TierProvider, l2.keys, number)
-    lack_array("l2", config.l2)
-    add("codecs", {"allow": list(config.codecs.allow)})
-    for table in codec_tables(config):
-        options = shown_options(resolve_table(registry, table, CodecProvider)[1])
-        add(f"codecs.{table.use}", options, f"codec.{table.use}")
-    for tenant in config.tenants:
-        add(f"tenants.{tenant.name}", msgspec.structs.asdict(tenant.keys))
-    lack("tenants", config.tenants)
-    return view
+    plugins = {table.where: f"{descriptor.kind}.{table.use}" for table, descriptor in named_tables(config)}
+    tables: dict[str, ShownTable] = {}
+    empty: list[ShownValue] = []
+    for key, value in shown_config(config, registry).items():
+        name, _, last = key.rpartition(".")
+        array = key.partition(".")[0] in ARRAYS
+        if not name:
+            origin = layers.origin((key,), f"[[{key}]]") if array else FIELD_DEFAULT
+            empty.append(ShownValue(key, value if array else None, origin))
+        elif key != "server.curve":
+            table, _, inner = name.partition(".")
+            title = f"[[{table}]] #{int(inner) + 1}" if array else f"[{name}]"
+            path = (table, int(inner) if array else inner, last) if inner else (table, last)
+            plugin = f"codec.{inner}" if table == "codecs" and inner else plugins.get(f"{layers.where}: {title}", "")
+            shown = tables.setdefault(title, ShownTable(title, plugin, []))
+            shown.values.append(ShownValue(last, value, layers.origin(path, title)))
+    return ConfigView(layers.source, layers.by_variable, empty, list(tables.values()))
 
 
-def as_toml(view: ConfigView, width: int | None = None) -> str:
-    """Return the view as TOML with the same meaning, with the origins as comments: behind the values, or above them
-    where the line would exceed `width`."""
+def as_toml(view: ConfigView) -> str:
+    """Return the view as TOML with the same meaning, with the origins as comments."""
     named = ", named by KVFRAMEWORK_CONFIG" if view.by_environment else ""
-    lines = [f"# {view.source}{named}", *_aligned(view.empty, width)]
+    lines = [f"# {view.source}{named}", *map(_line, view.empty)]
     for table in view.tables:
         title = table.table.partition(" #")[0]
-        lines += ["", f"{title}  # {table.plugin}" if table.plugin else title, *_aligned(table.values, width)]
+        lines += ["", f"{title}  # {table.plugin}" if table.plugin else title, *map(_line, table.values)]
     return "\n".join(lines)
-
-
-def _aligned(values: Iterable[ShownValue], most: int | None) -> list[str]:
-    """Return `key = value # origin` lines with the comments aligned."""
-    said = [(_line(value), value.origin) for value in values]
-    width = min(max((cell_len(line) for line, _ in said), default=0), 48)
-    lines: list[str] = []
-    for line, origin in said:
-        whole = f"{line}{' ' * (width - cell_len(line))}  # {origin}"
-        lines += [whole] if most is None or cell_len(whole) <= most else [f"# {origin}", line]
-    return lines
 
 
 def _line(value: ShownValue) -> str:
     try:
-        return f"{value.key} = {toml_value(value.value)}"
+        return f"{value.key} = {toml_value(value.value)}  # {value.origin}"
     except TypeError:  # TOML cannot express it, such as None
-        return f"# {value.key} = {'not set' if value.value is None else value.value}"
+        return f"# {value.key} = {'not set' if value.value is None else value.value}  # {value.origin}"
 
 
 @app.command(

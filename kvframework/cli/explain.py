@@ -9,11 +9,9 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
-from rich.padding import Padding
 from rich.text import Text
 
 from kvframework.api.command import Endpoint, EndpointConfig, examples
-from kvframework.api.console import stdout
 from kvframework.api.plugin import ByteSize
 from kvframework.cli.console import print_document, print_text
 from kvframework.cli.usage import AsJson
@@ -28,7 +26,6 @@ app = typer.Typer()
 DEFAULT_LAST = 5
 PAGE = "docs/operations.md#why-a-lookup-missed"
 _PATHS = {"engine": "copied by the engine", "server": "copied by the server", "wire": "sent over the wire"}
-_FIELD_COLUMNS = 10
 
 
 class Answer(NamedTuple):
@@ -165,7 +162,7 @@ def print_explained(records: Sequence[Finished], started_at: float) -> None:
             print_text("")
         print_text(Text(headline(record), style="bold"))
         for name, sentence in sentences(record, started_at):
-            _print_field(name, sentence)
+            print_text(f"  {name:<8}{sentence}")
 
 
 def headline(record: Finished) -> str:
@@ -236,15 +233,3 @@ def _moved(record: Finished) -> str:
     path = f", {_PATHS[record.path]}" if record.path in _PATHS else ""
     rest = "; the rest was there" if part and record.outcome == "stored" else ""
     return f"{record.outcome}: {of}{size}{path}{rest}"
-
-
-def _print_field(name: str, sentence: str) -> None:
-    """Print a sentence behind its word. In a pipe it is one line; a terminal's lines keep their indent."""
-    head = Text(f"  {name:<{_FIELD_COLUMNS - 2}}")
-    if not stdout.is_terminal:
-        print_text(Text.assemble(head, sentence))
-        return
-    first, *lines = Text(sentence).wrap(stdout, max(stdout.width - _FIELD_COLUMNS, 20))
-    stdout.print(Text.assemble(head, first), soft_wrap=False)
-    for line in lines:
-        stdout.print(Padding(line, (0, 0, 0, _FIELD_COLUMNS)), soft_wrap=False)

@@ -31,8 +31,8 @@ from kvframework.errors import ConfigFieldError, EndpointError
 
 _K = TypeVar("_K", L1Keys, L2Keys)
 # The tables of a file that come in arrays, and all.
-_ARRAYS = ("transport", "layout", "l2", "requests", "listener")
-_TABLES = ("server", "log", "l1", "codecs", "hasher", "observe", "events", "tenants", *_ARRAYS)
+ARRAYS = ("transport", "layout", "l2", "requests", "listener")
+_TABLES = ("server", "log", "l1", "codecs", "hasher", "observe", "events", "tenants", *ARRAYS)
 
 
 class _Allow(msgspec.Struct, frozen=True):
@@ -56,9 +56,9 @@ def assemble(layers: Layers) -> Config:
     for key in raw:
         if key not in _TABLES:
             raise unknown_key(key, _TABLES, where=where)
-    tables = {name: _table(raw.get(name, {}), f"{where}: [{name}]") for name in _TABLES if name not in _ARRAYS}
-    arrays = {name: _array(raw.get(name, []), name, where) for name in _ARRAYS}
-    plugins = {name: tuple(_plugin(table, place) for table, place in arrays[name]) for name in _ARRAYS if name != "l2"}
+    tables = {name: _table(raw.get(name, {}), f"{where}: [{name}]") for name in _TABLES if name not in ARRAYS}
+    arrays = {name: _array(raw.get(name, []), name, where) for name in ARRAYS}
+    plugins = {name: tuple(_plugin(table, place) for table, place in arrays[name]) for name in ARRAYS if name != "l2"}
     events = PluginTable("events", tables["events"], f"{where}: [events]", ()) if "events" in raw else None
     for named in (plugins["transport"], plugins["layout"], plugins["requests"]):
         _check_named_once(named)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from kvframework.api.plugin import Finding
+from kvframework.api.plugin import ByteSize, Finding
 from kvframework.config import Config, check_directory, default_endpoint, load_config, parse_endpoint
 from kvframework.doctor import machine, plugins
 from kvframework.errors import ConfigError, EndpointError
-from kvframework.preflight import RunningServer, arena_is_kept, running_server
+from kvframework.preflight import RunningServer, arena_is_kept, keeper_status, running_server
 from kvframework.text import described
 
 # The longest wait for a check.
@@ -64,12 +64,27 @@ def _checks(config: Config | None) -> Iterable[tuple[str, Check]]:
     if config is None:
         return
     endpoint = config.server.endpoint or default_endpoint()
-    yield "memory", partial(machine.kept, endpoint)
+    yield "memory", partial(kept, endpoint)
     running = running_server(config)
     yield "socket", partial(socket_findings, endpoint, running)
     yield "config", partial(plugins.common_findings, config, serving=running is not None, deadline_s=CHECK_S)
     for table in plugins.configured(config, replaces=running.pid if running else None, kept=arena_is_kept(config)):
         yield "plugin", partial(plugins.table_findings, table, deadline_s=CHECK_S)
+
+
+def kept(endpoint: str) -> Iterator[Finding]:
+    """The memory that `kvframework hold` keeps for the server at `endpoint`; nothing where none runs. Blocks for a
+    second at most."""
+    keeper = keeper_status(endpoint)
+    if keeper is None:
+        return
+    nbytes = ByteSize(sum(row["bytes"] for row in keeper["held"]))
+    fact = f"`kvframework hold`, process {keeper['pid']}, keeps {nbytes}, charged to the cgroup that touched it first"
+    if keeper["server"] is None and nbytes:
+        advice = "its log says why; `kvframework hold --drop` frees it"
+        yield Finding("memory.kept", "warn", f"{fact}, and no server runs", advice)
+    else:
+        yield Finding("memory.kept", "ok", fact)
 
 
 def socket_findings(endpoint: str, running: RunningServer | None = None) -> Iterator[Finding]:

@@ -20,10 +20,7 @@ import kvframework
 from kvframework.api.installing import install_command, kernels_hint, missing_kernels
 from kvframework.api.memory import cgroup_limits
 from kvframework.api.plugin import ByteSize, Finding
-from kvframework.config import keeper_path
 from kvframework.config.schema import SAFE_LIMIT, SESSIONS_SHARE
-from kvframework.errors import EndpointError
-from kvframework.keeper.sockets import CONTROL_SUFFIX, ask
 
 _NEEDED = re.compile(r"^([A-Za-z0-9._-]+)\s*>=\s*([0-9.]+)$")
 
@@ -146,7 +143,6 @@ def _text(path: Path) -> str:
 
 _ALMOST = 0.9
 _NO_LIMIT = 1 << 62  # version 1 of cgroups writes "no limit" as a huge number
-_ASK_S = 1.0
 
 
 def memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Iterator[Finding]:
@@ -156,22 +152,6 @@ def memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -
         yield Finding("memory.machine", "ok", f"{sizes['MemAvailable:']} available of {sizes['MemTotal:']}")
     yield _cgroup(proc, cgroups)
     yield _memfd()
-
-
-def kept(endpoint: str) -> Iterator[Finding]:
-    """The memory that `kvframework hold` keeps for the server at `endpoint`; nothing where none runs. Blocks for a
-    second at most."""
-    try:
-        keeper = ask(keeper_path(endpoint) + CONTROL_SUFFIX, {"do": "status"}, _ASK_S)
-    except (EndpointError, OSError):
-        return
-    nbytes = ByteSize(sum(row["bytes"] for row in keeper["held"]))
-    fact = f"`kvframework hold`, process {keeper['pid']}, keeps {nbytes}, charged to the cgroup that touched it first"
-    if keeper["server"] is None and nbytes:
-        advice = "its log says why; `kvframework hold --drop` frees it"
-        yield Finding("memory.kept", "warn", f"{fact}, and no server runs", advice)
-    else:
-        yield Finding("memory.kept", "ok", fact)
 
 
 def _cgroup(proc: Path, cgroups: Path) -> Finding:

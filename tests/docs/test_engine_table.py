@@ -93,26 +93,6 @@ def test_a_later_run_renews_what_ran_and_another_release_all(tmp_path: Path, rel
     assert json.loads((tmp_path / "MLX.json").read_text())["release"] == "mlx-lm 2"
 
 
-def test_stand_ins_where_the_engine_is_not_there_take_nothing_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: list[str]
-) -> None:
-    new, images = ("MLX", "new process", "tested"), ("MLX", "images", "tested")
-    run(tmp_path, reported("t.py::a", "passed", new), reported("t.py::b", "passed", images))
-
-    def missing(_name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    stand_ins = [("MLX", feature, "stand-ins") for feature in ("images", "sleep and wake")]
-    found = run(tmp_path, *(reported(f"u.py::{index}", "passed", each) for index, each in enumerate(stand_ins)))
-    assert {feature: each["how"] for feature, each in found.items()} == {
-        "images": "tested",
-        "new process": "tested",
-        "sleep and wake": "stand-ins",
-    }
-    assert json.loads((tmp_path / "MLX.json").read_text())["release"] == f"mlx-lm {release[-1]}"
-
-
 @pytest.mark.parametrize("named", [("MLZ", "images"), ("MLX", "pictures"), ("MLX", "images", "maybe")])
 def test_a_marker_names_what_the_table_has(named: tuple[str, ...]) -> None:
     marker = pytest.mark.engine_feature(*named).mark

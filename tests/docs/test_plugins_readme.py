@@ -5,14 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from kvframework.registry import KINDS
 from tests.core.cli.command import run
 from tests.docs.hook_reference import PAGES
-from tests.support.whole_cli import whole_cli
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "plugins"
 PAGE = (FOLDER / "README.md").read_text()
@@ -30,15 +26,6 @@ def test_every_kind_has_its_page() -> None:
         "compatibility.md",
         "registry.md",
     }
-
-
-@pytest.mark.parametrize("line", dict.fromkeys(COMMANDS))
-def test_every_command_takes_what_it_is_given(line: str) -> None:
-    command: Any = whole_cli()
-    words = shlex.split(line)[1:]
-    while hasattr(command, "commands"):
-        command = command.commands[words.pop(0)]
-    command.make_context(line, words, resilient_parsing=False)
 
 
 def test_new_writes_the_files_that_it_shows(tmp_path: Path) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 import kvframework
-from kvframework.config import ObserveConfig, load_config
-from kvframework.registry import PluginRegistry, check_config
+from kvframework.config import ObserveConfig
 from tests.docs.option_tables import readmes
 from tests.docs.shown import blocks
 from tests.support.whole_cli import whole_cli
@@ -17,7 +14,6 @@ from tests.support.whole_cli import whole_cli
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 TESTS = blocks(README, "bash")[1]
-SHOWN = {page: (ROOT / page).read_text() for page in ("README.md", "docs/configuration.md")}
 
 
 def section(heading: str) -> str:
@@ -31,35 +27,7 @@ def test_ci_runs_the_readmes_test_command() -> None:
 def test_two_commands_show_a_hit_rate() -> None:
     run = re.findall(r"`([^`]+)`", section("Watch it"))[0]
     assert run.split()[1] in whole_cli().commands
-    assert "observe" in packages("pip install -r requirements/vllm.txt")
     assert f"<http://{ObserveConfig().listen}/>" in section("Watch it")
-
-
-@pytest.mark.parametrize(
-    ("page", "toml"), [(page, toml) for page, text in SHOWN.items() for toml in blocks(text, "toml")]
-)
-def test_every_toml_is_accepted_and_what_it_needs_is_installed_above_it(page: str, toml: str, tmp_path: Path) -> None:
-    file = tmp_path / "kvf.toml"
-    file.write_text(toml)
-    config = load_config(file, environ={})
-    check_config(config, PluginRegistry())
-    optional = {each.tier.use for each in config.l2} | {each.keys.codec for each in config.l2}
-    assert optional & {"redis", "zstd"} <= packages(SHOWN[page])
-
-
-def packages(page: str) -> set[str]:
-    """The extras and the folders of packages that the commands of a page install."""
-    lines = re.findall(r"pip install ([^`\n]*)", page)
-    while files := {file for line in lines for file in re.findall(r"-r (?:requirements/)?(\w+\.txt)", line)}:
-        lines = [re.sub(r"-r \S+", "", line) for line in lines]
-        lines += [
-            line
-            for file in files
-            for line in (ROOT / "requirements" / file).read_text().splitlines()
-            if "#" not in line
-        ]
-    found = " ".join(lines)
-    return {*re.findall(r"plugins/\w+/(\w+)", found), *re.findall(r"\w+", " ".join(re.findall(r"\[([\w,]+)\]", found)))}
 
 
 def test_what_it_says_of_itself_is_true() -> None:

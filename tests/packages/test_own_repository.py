@@ -117,30 +117,3 @@ def test_all_load_from_distributions_of_their_own(tmp_path: Path) -> None:
     assert {name: told for name, told in found.items() if name in expected} == expected
     assert set(ENTRY_POINTS) <= set(files)
     assert all(file.startswith(str(tmp_path)) for file in files.values()), files
-
-
-KITS = {
-    "tier": "TierConformance",
-    "memory": "MemoryConformance",
-    "transport": "TransportConformance",
-    "layout": "LayoutConformance",
-    "eviction": "EvictionConformance",
-    "hasher": "HasherConformance",
-    "codec": "CodecConformance",
-}
-
-
-@pytest.mark.parametrize(
-    "name", [name for each in ENTRY_POINTS.values() for name in each if name.partition(".")[0] in KITS]
-)
-def test_it_passes_the_kit_of_its_kind(name: str) -> None:
-    """There is a test that subclasses the kit for it."""
-    kind, _, plugin = name.partition(".")
-    module = next(module for module, names in ENTRY_POINTS.items() if name in names)
-    classes = [
-        text
-        for file in (ROOT / "tests").rglob("test_*.py")
-        for text in re.findall(rf"class \w+\({KITS[kind]}\):\n.*?(?=\n(?:class|def|@)|\Z)", file.read_text(), re.DOTALL)
-        if module in file.read_text() or f'"{plugin}"' in text
-    ]
-    assert classes

@@ -20,6 +20,7 @@ import msgspec
 import pytest
 
 from kvf_hashers import Sha256
+from kvf_plan.cli.amounts import parsed_duration
 from kvf_plan.cli.trace.recording import Recorder
 from kvf_plan.errors import TraceError
 from kvf_plan.trace.form import Request
@@ -28,7 +29,6 @@ from kvf_plan.trace.writing import TraceFile
 from kvframework.api.requests import Handler
 from kvframework.errors import UnknownRequest
 from kvframework.service import finished as ring
-from kvframework.text import parsed_duration
 from kvframework.wire import messages as m
 from tests.core.cli.command import COMMAND, environment, run
 from tests.core.server.in_process import serving

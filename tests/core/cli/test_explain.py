@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from kvframework.api.requests import Handler
-from kvframework.cli import explain
 from kvframework.cli.explain import ANSWERS, clock, headline, print_explained, sentences, why
 from kvframework.errors import UnknownRequest
 from kvframework.status import REASONS, Finished
@@ -188,7 +187,6 @@ def test_a_time_of_today_has_no_date() -> None:
 def test_it_fits_80_columns_and_shows_texts_verbatim(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, color_system=None, soft_wrap=True, highlight=False)
-    monkeypatch.setattr(explain, "stdout", console)
     monkeypatch.setattr("kvframework.cli.console.stdout", console)
     record = msgspec.structs.replace(
         MISS, reason=reason, request_id="[red]r[/red]", client="a\nb", detail="in what " * 10, by="a model"

@@ -11,15 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.cli.usage import parsed_size
-from kvframework.text import (
-    parsed_count,
-    parsed_duration,
-    short_count,
-    short_duration,
-    short_number,
-    timed,
-)
+from kvf_plan.cli.amounts import parsed_count, parsed_duration, parsed_size
+from kvframework.text import short_count, short_duration, short_number, timed
 
 ROOT = Path(__file__).resolve().parents[3]
 # A format with `g` or `e`, which may write an exponent.

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.doctor.checkup import examine
-from kvframework.doctor.machine import kept
+from kvframework.doctor.checkup import examine, kept
 from kvframework.keeper.sockets import CONTROL_SUFFIX, KeeperSocket, reply
 from tests.core.cli.command import run
 

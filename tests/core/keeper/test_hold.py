@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvframework.doctor.machine import kept
+from kvframework.doctor.checkup import kept
 from tests.core.keeper.held import HELD_UP, TIMEOUT, Held
 from tests.core.keeper.stand_in import token_of
 from tests.support.processes import descriptors, has_ended

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvf_plan.cli.amounts import count_of, size_of
 from kvframework.api.command import examples
-from kvframework.cli.usage import AsJson, ConfigFile, Overrides, count_of, size_of
+from kvframework.cli.usage import AsJson, ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from kvf_plan.simulation import Engines

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from kvf_plan.cli.amounts import parsed_duration, parsed_size
 from kvf_plan.errors import SimulationError
 from kvf_plan.simulation.settings import SlowTime, TierSpeed
 from kvframework.api.plugin import ByteSize
-from kvframework.cli.usage import parsed_size
-from kvframework.text import parsed_duration
 
 FORM = "NAME=RATE[,write=RATE][,latency=TIME][,capacity=SIZE][,slow=FACTOR@FROM-TO]"
 T = TypeVar("T")

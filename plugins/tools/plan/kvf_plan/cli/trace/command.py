@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from kvf_plan.cli.amounts import seconds_of
 from kvframework.api.command import Endpoint, EndpointConfig, QuickGroup, examples
-from kvframework.cli.usage import AsJson, seconds_of
+from kvframework.cli.usage import AsJson
 
 app = typer.Typer(cls=QuickGroup, help="Traces: when requests came, and what they share.", no_args_is_help=True)
 
