@@ -1,4 +1,4 @@
-"""A server for each module, emptied for each test, and a client of it."""
+"""A server for each module, emptied for each test, a client of it, and an engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvframework.client import KVClient
+from tests.support.engines import PagedEngine
 from tests.support.server_process import ServerProcess
 
 
@@ -25,3 +26,10 @@ def server(process: ServerProcess) -> ServerProcess:
 def client(server: ServerProcess) -> Iterator[KVClient]:
     with server.engine_client() as connected:
         yield connected
+
+
+@pytest.fixture
+def engine(client: KVClient) -> Iterator[PagedEngine]:
+    made = PagedEngine(client)
+    yield made
+    made.worker.close()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvframework.api.futures import Future
 from kvframework.api.layout import NO_BLOCK
-from kvframework.client import KVClient
 from kvframework.errors import BadBlockIds, BadRange
 from tests.support.engines import BLOCKS, PagedEngine
 from tests.support.lazy import torch
@@ -71,13 +70,6 @@ BAD_RANGES: dict[str, tuple[Any, Any]] = {
     "None": (None, 512),
 }
 BAD_SKIPS: dict[str, Any] = {"negative": -1, "too many": 513, "a float": 16.0, "text": "16", "None": None}
-
-
-@pytest.fixture
-def engine(client: KVClient) -> Iterator[PagedEngine]:
-    made = PagedEngine(client)
-    yield made
-    made.worker.close()
 
 
 def submits(engine: PagedEngine, start: Any = 0, end: Any = TOKENS, ids: Any = None) -> list[Callable[[], Any]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvframework import errors
 from kvframework.api.transport import StoreOutcome
-from kvframework.client import KVClient, RequestHashes
+from kvframework.client import RequestHashes
 from kvframework.wire import messages as m
 from tests.support.engines import CHUNK, PagedEngine
 from tests.support.lazy import torch
@@ -19,13 +18,6 @@ pytestmark = pytest.mark.torch
 
 BLOCKS_A, BLOCKS_B = list(range(16)), list(range(16, 32))
 TWO = [(0, CHUNK)] * 2
-
-
-@pytest.fixture
-def engine(client: KVClient) -> Iterator[PagedEngine]:
-    made = PagedEngine(client)
-    yield made
-    made.worker.close()
 
 
 def two_requests(engine: PagedEngine, first: int = 0) -> list[RequestHashes]:

@@ -153,14 +153,6 @@ def test_the_doctor_names_what_is_kept(held: Held) -> None:
     wait_until(lambda: next(kept(f"ipc://{held.base}")).level == "warn", TIMEOUT, "the warning")
 
 
-def test_drop_refuses_while_a_server_uses_what_is_kept(held: Held) -> None:
-    server = held.first_is_heard()["pid"]
-    refused = held.ask("drop")
-    assert not refused["done"]
-    assert str(server) in refused["text"]
-    assert len(held.ask("status")["held"]) == 2
-
-
 def test_drop_with_a_restart_starts_the_server_cold(held: Held) -> None:
     server = held.first_is_heard()["pid"]
     assert held.ask("drop", restart=True)["freed"] == 2 << 20
@@ -201,15 +193,6 @@ def test_a_second_keeper_is_refused_and_the_first_goes_on(held: Held) -> None:
     assert f"process {held.process.pid}, keeps the server at this endpoint" in held.log
     os.kill(server, signal.SIGKILL)
     assert len(held.ready(2)["found"]) == 2
-
-
-def test_a_killed_keeper_leaves_its_server_running(held: Held) -> None:
-    server = held.ready(1)["pid"]
-    held.process.kill()
-    held.process.wait(TIMEOUT)
-    assert not has_ended(server)
-    held.process = held.begin()
-    assert held.ready(2)["pid"] != server
 
 
 def test_log_lines_can_be_json() -> None:

@@ -2,19 +2,15 @@
 
 * "never-served": no start ever counts as one that served;
 * "no-room": there is no memory for an arena beside the kept one;
-* "eats": it takes memory until it is killed;
 * a kind of `STRANGERS`: it has its keeper hold something else in the place of a name, and ends; the file is removed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,7 +70,7 @@ def main() -> None:
         from kvf_pinned import memory
 
         memory.available_memory = lambda: 0
-    elif asked and asked != "eats":
+    elif asked:
         kind, name = asked.split()
         plant.unlink()
         keeper = Keeper.from_environment()
@@ -84,17 +80,7 @@ def main() -> None:
         sys.exit(1)
     from kvframework.cli.main import main as serve
 
-    threading.Thread(target=eat, args=(plant,), daemon=True).start()
     serve()
-
-
-def eat(plant: Path) -> None:
-    taken = []
-    while True:
-        time.sleep(0.02)
-        with contextlib.suppress(OSError):
-            while plant.read_text() == "eats":
-                taken.append(b"x" * (8 << 20))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from kvframework.storage.l1.journal_format import (
 )
 from tests.core.restart.planted_server import FILE_TEXT, NAMES, PLANT, STRANGERS
 from tests.core.restart.prompts import CAPACITY, OBJECTS, hits, overwrite_all, store
-from tests.support.control_group import control_group
 from tests.support.held_server import HeldServer
 from tests.support.processes import has_ended, send
 from tests.support.waiting import wait_until
@@ -211,20 +210,3 @@ def test_no_memory_for_the_journal() -> None:
         server.kill9()
         server.start()
         assert why_cold(server).startswith("no_journal")
-
-
-def test_a_server_that_the_kernel_kills_for_lack_of_memory(server: HeldServer, group: Path, folder: Path) -> None:
-    plant = folder / "plant"
-    pid = server.pid
-    (group / "cgroup.procs").write_text(str(pid))
-    plant.write_text("eats")
-    wait_until(lambda: has_ended(pid), 60, "the kill")
-    plant.unlink()
-    server.serving(pid)
-    assert why_cold(server) == ""
-    assert f"process {pid}, ended by signal SIGKILL" in server.log
-
-
-@pytest.fixture
-def group() -> Iterator[Path]:
-    yield from control_group(64)
