@@ -50,7 +50,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "core/security/test_stranger_on_the_network.py",
         "core/security/test_what_is_shown.py",
         "core/security/test_what_one_client_may_take.py",
-        "core/server/test_deaths.py",
         "core/server/test_hand_over.py",
         "core/server/test_l2.py",
         "core/shards/test_changes.py",

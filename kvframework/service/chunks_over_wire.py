@@ -27,7 +27,6 @@ from kvframework.api.keys import ChunkContent
 from kvframework.api.requests import ClientInfo, Handler, Message, Reply
 from kvframework.api.transport import StoreOutcome
 from kvframework.errors import BadRange, MalformedFrames, MessageTooLarge
-from kvframework.service.contexts import InstanceKeys
 from kvframework.service.keys import KeyGrid, prompt_part
 from kvframework.service.records import Plan, Transfers
 from kvframework.storage.l1.leases import INTERNAL_OWNER, PinLease
@@ -118,9 +117,8 @@ _Copies = Sequence[tuple[int, memoryview]]
 class ChunkTransfers:
     """Moves objects between frames and the arena. `close` after the last request has been answered."""
 
-    def __init__(self, storage: StorageManager, keys: InstanceKeys, transfers: Transfers, *, workers: int) -> None:
+    def __init__(self, storage: StorageManager, transfers: Transfers, *, workers: int) -> None:
         self._table = storage.table
-        self._keys = keys
         self._transfers = transfers
         self._send_pins = SendPins(storage.table.arena)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="kvf-copy")
@@ -153,7 +151,7 @@ class ChunkTransfers:
         self, client: ClientInfo, payload: m.StoreCpuChunks, buffers: Sequence[memoryview]
     ) -> m.ChunksStored | Future[Message]:
         subject = self._transfers.subject(client, payload.key, "wire")
-        grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
+        grid = self._transfers.engine_driven(client, payload.instance_id, payload.key)
         if not payload.objects and not buffers:
             return self._missing(grid)
         self._transfers.check_key(payload.key, grid.desc.chunk_tokens, payload.content)

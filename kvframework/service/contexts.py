@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from kvframework.api.layout import KVLayout, Layout, MemoryLayoutDesc, canonical_desc
 from kvframework.api.requests import CacheKey, ClientInfo, InstanceContext
 from kvframework.api.transport import ServerContext
-from kvframework.errors import NamespaceMismatch, NotRegistered, RequestError, TransportMismatch
+from kvframework.errors import NamespaceMismatch, NotRegistered, RequestError
 from kvframework.messaging.polling import peer_uid
-from kvframework.service.keys import KeyGrid, KeyResolver, check_key
 
 # Of a model's name in the status document, which has to fit a message whatever clients register.
 MAX_SHOWN = 128
@@ -160,43 +159,20 @@ def own_context(contexts: Contexts, instance_id: int, client: ClientInfo) -> Reg
     return context
 
 
-class InstanceKeys:
-    """Resolves the key of a STORE or RETRIEVE, on any path, to the objects of its instance: of one rank, or
-    of the shards that it holds. Stateless."""
-
-    def __init__(self, contexts: Contexts, resolver: KeyResolver, *, chunk_size: int) -> None:
-        self.contexts = contexts
-        self._resolver = resolver
-        self._chunk_size = chunk_size
-
-    def grid(self, context: RegisteredContext, key: CacheKey) -> KeyGrid:
-        """Return the objects that the key names. Raises `NamespaceMismatch` unless it names what was registered, and
-        the errors of `resolve`."""
-        check_key(key)
-        context.check(key)
-        return self._resolver.resolve(key, context.rank_desc(self._chunk_size), context.held)
-
-    def engine_driven(self, client: ClientInfo, instance_id: int, key: CacheKey) -> KeyGrid:
-        """Resolve like `grid`, for an instance whose engine moves the bytes. Raises `TransportMismatch` if the server
-        does."""
-        context = own_context(self.contexts, instance_id, client)
-        if context.memory is not None:
-            raise TransportMismatch(
-                f"instance {context.instance_id} uses {context.transport}, which the server drives",
-                available="STORE and RETRIEVE",
-            )
-        return self.grid(context, key)
-
-
 def check_own_user(client: ClientInfo, what: str) -> None:
     """Raise `RequestError` unless the client is a process of the server's own user, by the kernel's word for its
     liveness socket. `what` ends the sentence "only ... may"."""
+    if _uid(client) != os.geteuid():
+        raise RequestError(
+            f"only a process of the server's own user may {what}",
+            available=f"user {os.geteuid()} on the server's node, over ipc://",
+        )
+
+
+def _uid(client: ClientInfo) -> int | None:
     descriptor = client.liveness_fd() if client.local else None
-    if descriptor is not None:
-        with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as peer:
-            if peer_uid(peer) == os.geteuid():
-                return
-    raise RequestError(
-        f"only a process of the server's own user may {what}",
-        available=f"user {os.geteuid()} on the server's node, over ipc://",
-    )
+    if descriptor is None:
+        return None
+    with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as peer:
+        return peer_uid(peer)
+    return None

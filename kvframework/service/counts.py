@@ -236,7 +236,7 @@ class ClientLosses:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._heard: dict[int, dict[str, Lost]] = {}
+        self._heard: dict[int, dict[str, dict[str, int]]] = {}
         self._totals: Counter[str] = Counter(dict.fromkeys(LOST_AMOUNTS, 0))
         self._recent: dict[int, _Recent] = {}
 
@@ -248,14 +248,15 @@ class ClientLosses:
         amounts: Counter[str] = Counter()
         codes: Counter[str] = Counter()
         for each in lost:
-            known = before.get(each.code)
-            if known is None and len(before) >= MAX_LOST:
+            if each.code not in before and len(before) >= MAX_LOST:
                 continue
-            known = known or Lost(each.code)
-            grown = {name: max(getattr(each, name) - getattr(known, name), 0) for name in LOST_AMOUNTS}
-            before[each.code] = Lost(each.code, **{name: getattr(known, name) + grown[name] for name in LOST_AMOUNTS})
-            amounts.update(grown)
-            codes[visible(each.code)] += sum(grown[name] for name in LOST_CALLS)
+            known = before.setdefault(each.code, dict.fromkeys(LOST_AMOUNTS, 0))
+            for name in LOST_AMOUNTS:
+                grown = max(getattr(each, name) - known[name], 0)
+                known[name] += grown
+                amounts[name] += grown
+                if name in LOST_CALLS:
+                    codes[visible(each.code)] += grown
         if any(codes.values()):
             self._add(client, amounts, codes)
 

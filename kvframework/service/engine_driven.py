@@ -16,7 +16,7 @@ from kvframework.api.requests import CacheKey, ClientInfo, Handler
 from kvframework.api.transport import StoreOutcome
 from kvframework.config import ServerConfig
 from kvframework.errors import LeaseUnknown, RequestError, TransportMismatch
-from kvframework.service.contexts import Contexts, InstanceKeys, RegisteredContext
+from kvframework.service.contexts import Contexts, RegisteredContext
 from kvframework.service.keys import KeyGrid
 from kvframework.service.records import RequestLog, Transfer, Transfers
 from kvframework.storage.l1.entries import StoredObject
@@ -214,22 +214,15 @@ class EngineDrivenTransfers:
     def __init__(
         self,
         storage: StorageManager,
-        keys: InstanceKeys,
         transfers: Transfers,
         grants: Grants,
         config: ServerConfig,
     ) -> None:
         self._table = storage.table
-        self._keys = keys
         self._transfers = transfers
         self._grants = grants
-        self.configure(config)
-
-    def configure(self, config: ServerConfig) -> None:
-        """Change the leases' lifetimes and the share of a client, from the next lease on. From any thread."""
-        self._store_lease_s = config.store_lease_s
-        self._retrieve_lease_s = config.retrieve_lease_s
-        self._store_share = config.store_share
+        # Of the next lease: its lifetime, and the share of its client. Replaced from any thread.
+        self.config = config
 
     def handlers(self) -> list[Handler]:  # type: ignore[type-arg]
         return [
@@ -245,10 +238,9 @@ class EngineDrivenTransfers:
             # Such a client could only commit bytes that it has not written.
             raise TransportMismatch("this client does not map the arena", available="STORE_CPU_CHUNKS")
         subject = self._transfers.subject(client, payload.key, "engine")
-        grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
+        grid = self._transfers.engine_driven(client, payload.instance_id, payload.key)
         wanted = grid.stored(payload.first_chunks)
-        # May change meanwhile, and the client relies on its reply.
-        owner, lease_s, share = client.session_id, self._store_lease_s, self._share_of(client)
+        owner, lease_s, share = client.session_id, self.config.store_lease_s, self._share_of(client)
         plan = self._transfers.reserve(subject, payload.key, grid, wanted, owner=owner, lease_s=lease_s, share=share)
         self._transfers.keep(plan)
         return m.StorePlan(plan.lease, plan.ranges, plan.outcome, lease_s if plan.lease else 0.0)
@@ -256,8 +248,8 @@ class EngineDrivenTransfers:
     def _share_of(self, client: ClientInfo) -> float:
         """Return the share of L1 that the client may reserve: all of it for a sole client; otherwise `store_share`, so
         that a stalled writer cannot starve others."""
-        alone = all(context.session_id == client.session_id for context in self._keys.contexts.values())
-        return 1.0 if alone else self._store_share
+        alone = all(context.session_id == client.session_id for context in self._transfers.contexts.values())
+        return 1.0 if alone else self.config.store_share
 
     def _commit_store(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.Committed:
         promised = self._table.lease_size(payload.lease, owner=client.session_id)
@@ -274,8 +266,8 @@ class EngineDrivenTransfers:
 
     def _prepare_retrieve(self, client: ClientInfo, payload: m.Prepare, _buffers: object) -> m.RetrievePlan:
         subject = self._transfers.subject(client, payload.key, "engine" if client.local else "wire")
-        grid = self._keys.engine_driven(client, payload.instance_id, payload.key)
-        lease_s = self._retrieve_lease_s  # may change meanwhile, and the client relies on its reply
+        grid = self._transfers.engine_driven(client, payload.instance_id, payload.key)
+        lease_s = self.config.retrieve_lease_s
         plan = self._transfers.pin(subject, payload.key, grid, owner=client.session_id, lease_s=lease_s)
         if not plan.lease:
             return m.RetrievePlan(False, reason=plan.reason)

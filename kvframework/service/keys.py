@@ -125,18 +125,23 @@ class KeyGrid:
     def find(self, row_of: RowOf[T]) -> tuple[int, list[T]]:
         """Return (usable chunks, objects that this hit uses, chunk by chunk). `row_of` finds one row's objects, all
         true; rows of full attention are queried first, each only as far as the earlier rows reach."""
-        if self.has_windows:
-            return self._find_in_windows(row_of, self._windows)
-        rows, bound = [], self.chunks
-        for prefix in self.prefixes:
-            row = row_of(prefix, self.digests if bound == self.chunks else self.digests[:bound])
-            if not all(row):
+        count = len(self.prefixes)
+        windows = self._windows if self.has_windows else [0] * count
+        order = sorted(range(count), key=windows.__getitem__) if self.has_windows else range(count)
+        rows: list[list[T | None]] = [[]] * count
+        bound = self.chunks
+        for index in order:
+            digests = self.digests if bound == self.chunks else self.digests[:bound]
+            rows[index] = row = row_of(self.prefixes[index], digests)
+            if not windows[index] and not all(row):
                 bound = row.index(None)
                 if not bound:
                     return 0, []
-            rows.append(row)
-        # The shortest row ends it. All remaining objects exist.
-        return bound, cast("list[T]", _by_chunk(rows)[: bound * len(rows)])
+        if not self.has_windows:
+            # The shortest row ends it. All remaining objects exist.
+            return bound, cast("list[T]", _by_chunk(rows)[: bound * count])
+        hit = hit_chunks([row[:bound] for row in rows], windows)
+        return hit, _used(rows, windows, hit)
 
     def whole(self, row_of: RowOf[T]) -> list[T] | None:
         """Return the objects that a hit of all chunks uses, chunk by chunk; None if any of them is missing."""
@@ -191,18 +196,6 @@ class KeyGrid:
             raise BadRange(f"first_chunks is {[*first_chunks]}", where="first_chunks", available=f"at most {most}")
         return [index for index in range(len(self.flat)) if index // count >= first_chunks[index % count]]
 
-    def _find_in_windows(self, row_of: RowOf[T], windows: Sequence[int]) -> tuple[int, list[T]]:
-        rows: list[Sequence[T | None]] = [()] * len(windows)
-        bound = self.chunks
-        for index in sorted(range(len(windows)), key=lambda index: windows[index] > 0):
-            rows[index] = row = row_of(self.prefixes[index], self.digests[:bound])
-            if not windows[index]:
-                bound = prefix_chunks(row)
-                if not bound:
-                    return 0, []
-        hit = hit_chunks([row[:bound] for row in rows], windows)
-        return hit, _used(rows, windows, hit)
-
     @property
     def _windows(self) -> list[int]:
         windows = [window_chunks(group.window, self.desc.chunk_tokens) for group in self.desc.groups]
@@ -227,16 +220,13 @@ class KeyResolver:
     def prefixes(self, namespace: bytes, cache_salt: str, ranks: Sequence[int], groups: int) -> list[bytes]:
         """Return the prefixes of the object keys of `ranks`, rank by rank and in each by layer group."""
         orders = self._orders(namespace)
-        if not orders:  # the usual case
-            salt = salt_digest(cache_salt)
-            if cache_salt and self._on_salts is not None:
-                self._on_salts(cache_salt, (salt,))
-            start = namespace + salt
-            of = _remembered_ends if len(ranks) * groups <= _SMALL else _prefix_ends
-            return [start + end for end in of(tuple(ranks), groups)]
         salts = {order: salt_digest(cache_salt, order) for order in {b"", *orders.values()}}
         if cache_salt and self._on_salts is not None:
             self._on_salts(cache_salt, salts.values())
+        if not orders:  # the usual case
+            start = namespace + salts[b""]
+            of = _remembered_ends if len(ranks) * groups <= _SMALL else _prefix_ends
+            return [start + end for end in of(tuple(ranks), groups)]
         return [
             key_prefix(namespace, salts[orders.get(rank, b"")], rank, group)
             for rank in ranks
@@ -352,16 +342,13 @@ def check_key(key: CacheKey) -> None:
         )
 
 
-# Where in its prompt a request's objects are, for the eviction policy. Pure.
-
-
 def prompt_part(key: CacheKey, grid: KeyGrid, wanted: Sequence[int]) -> PromptPart:
-    """Return where in the prompt the objects with these indices are."""
+    """Return where in the prompt the objects with these indices are, for the eviction policy."""
     rows, tokens = len(grid.prefixes), grid.desc.chunk_tokens
     first = key.start // tokens
     return PromptPart([first + index // rows for index in wanted], tokens, key.retain)
 
 
 def found_part(key: CacheKey, grid: KeyGrid, hit: int) -> PromptPart:
-    """Return it for the objects that a hit of so many chunks uses, if the request says anything of their future."""
+    """Return it for the objects that a hit of `hit` chunks uses, if the request says anything of their future."""
     return prompt_part(key, grid, grid.needed(hit)) if key.retain else NO_PROMPT

@@ -31,7 +31,7 @@ from kvframework.errors import NotRegistered, RequestError
 from kvframework.overdue import call_within
 from kvframework.record_ring import NO_RECORDS
 from kvframework.service.chunks_over_wire import ChunkTransfers
-from kvframework.service.contexts import Contexts, InstanceKeys, RegisteredContext, own_context
+from kvframework.service.contexts import Contexts, RegisteredContext, own_context
 from kvframework.service.counts import ClientLosses
 from kvframework.service.engine_driven import EngineDrivenTransfers, Grants
 from kvframework.service.finished import FinishedRequests
@@ -106,10 +106,16 @@ class CacheService(CacheServices):
             price=config.price,
             trace_memory=config.trace_memory,
         )
-        transfers = Transfers(storage, requests, lookups.miss_facts.of_retrieve)
-        keys = InstanceKeys(self.contexts, self._resolver, chunk_size=config.chunk_size)
-        self._chunks = ChunkTransfers(storage, keys, transfers, workers=config.workers)
-        self._engine_driven = EngineDrivenTransfers(storage, keys, transfers, grants, config)
+        transfers = Transfers(
+            self.contexts,
+            self._resolver,
+            storage,
+            requests,
+            lookups.miss_facts.of_retrieve,
+            chunk_size=config.chunk_size,
+        )
+        self._chunks = ChunkTransfers(storage, transfers, workers=config.workers)
+        self._engine_driven = EngineDrivenTransfers(storage, transfers, grants, config)
         self._losses = ClientLosses()
         self._status = StatusReport(
             self.contexts,
@@ -135,7 +141,7 @@ class CacheService(CacheServices):
         self._parts = (
             self._registrations,
             self._engine_driven,
-            ServerDrivenTransfers(storage, keys, transfers, chunk_size=config.chunk_size),
+            ServerDrivenTransfers(storage, transfers, chunk_size=config.chunk_size),
             self._chunks,
             lookups,
             lookups.recording,
@@ -160,7 +166,7 @@ class CacheService(CacheServices):
 
     def configure(self, config: ServerConfig) -> None:
         """Change what of `[server]` may change while it runs, see `kvframework.running_config`. From any thread."""
-        self._engine_driven.configure(config)
+        self._engine_driven.config = config
         self._config = config
         self.storage.table.configure_share(config.pin_share)
         self.lookups.tickets.configure(ticket_s=config.ticket_s)

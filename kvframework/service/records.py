@@ -18,10 +18,11 @@ from kvframework.api.listener import MissReason, RequestRecord, RequestSubject
 from kvframework.api.requests import ClientInfo
 from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.config import TenantConfig, tenant_digest
-from kvframework.errors import BadRange
+from kvframework.errors import BadRange, TransportMismatch
 from kvframework.pricing import EngineSpeed, Priced
 from kvframework.record_ring import NO_RECORDS, RecordRing
-from kvframework.service.keys import KeyGrid, found_part, prompt_part
+from kvframework.service.contexts import Contexts, RegisteredContext, own_context
+from kvframework.service.keys import KeyGrid, KeyResolver, check_key, found_part, prompt_part
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.eviction_statistics import FindRow
 from kvframework.storage.l1.leases import Reservation
@@ -218,16 +219,47 @@ WhyMissed = Callable[[CacheKey, bytes | None, int, float], MissReason]
 
 
 class Transfers:
-    """What all ways of a transfer share: its objects, its record, and the content that it brings for listeners.
-    `why_missed` gives the reason of a RETRIEVE that missed. `end` runs on any thread, the rest on the serving one."""
+    """What all ways of a transfer share: its keys and objects, its record, and the content that it brings for
+    listeners. `why_missed` gives the reason of a RETRIEVE that missed. `end` runs on any thread, the rest on the
+    serving one."""
 
-    def __init__(self, storage: StorageManager, requests: RequestLog, why_missed: WhyMissed) -> None:
+    def __init__(
+        self,
+        contexts: Contexts,
+        resolver: KeyResolver,
+        storage: StorageManager,
+        requests: RequestLog,
+        why_missed: WhyMissed,
+        *,
+        chunk_size: int,
+    ) -> None:
+        self.contexts = contexts
         self.subject = requests.subject
+        self._resolver = resolver
+        self._chunk_size = chunk_size
         self._table = storage.table
         self._requests = requests
         self._ring = requests.ring
         self._why_missed = why_missed
         self._under_way: dict[str, Transfer] = {}
+
+    def grid(self, context: RegisteredContext, key: CacheKey) -> KeyGrid:
+        """Return the objects that the key names: of one rank, or of the shards that the instance holds. Raises
+        `NamespaceMismatch` unless it names what was registered, and the errors of `resolve`."""
+        check_key(key)
+        context.check(key)
+        return self._resolver.resolve(key, context.rank_desc(self._chunk_size), context.held)
+
+    def engine_driven(self, client: ClientInfo, instance_id: int, key: CacheKey) -> KeyGrid:
+        """Resolve like `grid`, for an instance whose engine moves the bytes. Raises `TransportMismatch` if the server
+        does."""
+        context = own_context(self.contexts, instance_id, client)
+        if context.memory is not None:
+            raise TransportMismatch(
+                f"instance {context.instance_id} uses {context.transport}, which the server drives",
+                available="STORE and RETRIEVE",
+            )
+        return self.grid(context, key)
 
     def reserve(
         self,

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.keys import ObjectKey
-from kvframework.api.layout import GroupDesc, KVLayout, check_skip
+from kvframework.api.layout import GroupDesc, check_skip
 from kvframework.api.requests import ClientInfo, Handler, Message
 from kvframework.api.transport import ArenaRange, CopyJob, GroupBlocks
 from kvframework.errors import BadBlockIds, BadRange, NotRegistered, StorageError, TransportMismatch
-from kvframework.service.contexts import InstanceKeys, RegisteredContext, own_context
+from kvframework.service.contexts import RegisteredContext, own_context
 from kvframework.service.keys import KeyGrid
 from kvframework.service.records import Plan, Transfers
 from kvframework.storage.l1.leases import INTERNAL_OWNER
@@ -31,31 +31,10 @@ from kvframework.wire.transfer_blocks import INDEX_BYTES, check_bound, checked_b
 
 log = logging.getLogger(__name__)
 
-# The block ids that a server-driven transfer names, unpacked and checked. Pure; runs on the serving thread.
-
-
-def blocks_of_transfer(
-    layout: KVLayout, chunk_tokens: int, packed: Sequence[bytes], chunks: int, *, storing: bool
-) -> tuple[GroupBlocks, ...]:
-    """Return the blocks that a transfer of `chunks` chunks touches, per layer group.
-
-    `packed` holds little-endian u32, one frame of bytes per layer group. Raises `BadBlockIds` for a wrong number of
-    groups or ids, or a touched id out of range.
-    """
-    ids = _unpack(packed, [chunk_tokens // group.block_size * chunks for group in layout.groups])
-    return checked_blocks(layout, chunk_tokens, chunks * chunk_tokens, ids, storing=storing, bounded=True)
-
-
-def one_block_each(layout: KVLayout, packed: Sequence[bytes]) -> list[int]:
-    """Return one block id per layer group. Raises `BadBlockIds`."""
-    ids = _unpack(packed, [1] * len(layout.groups))
-    blocks = [each[0] for each in ids]
-    for index, block in enumerate(blocks):
-        check_bound(layout, index, block)
-    return blocks
-
 
 def _unpack(packed: Sequence[bytes], expected: Sequence[int]) -> list[list[int]]:
+    """Return the block ids of each layer group, of little-endian u32. Raises `BadBlockIds` for a wrong number of groups
+    or ids."""
     if len(packed) != len(expected):
         raise BadBlockIds(f"block ids of {len(packed)} layer groups", available=f"{len(expected)} as registered")
     result = []
@@ -74,9 +53,8 @@ _CANARY_SALT = b"kvf/canary/1\0\0\0\0"
 class ServerDrivenTransfers:
     """Transfers whose leases belong to the server itself: they end with the copy, not with the client."""
 
-    def __init__(self, storage: StorageManager, keys: InstanceKeys, transfers: Transfers, *, chunk_size: int) -> None:
+    def __init__(self, storage: StorageManager, transfers: Transfers, *, chunk_size: int) -> None:
         self._table = storage.table
-        self._keys = keys
         self._transfers = transfers
         self._chunk_size = chunk_size
 
@@ -137,7 +115,9 @@ class ServerDrivenTransfers:
         context = self._server_driven(client, payload.instance_id)
         desc = context.get_layout_desc(self._chunk_size)
         counts = [group.object_blocks(desc.chunk_tokens) for group in context.layout.groups]
-        blocks = one_block_each(context.layout, payload.block_ids)
+        blocks = [block for (block,) in _unpack(payload.block_ids, [1] * len(counts))]
+        for group, block in enumerate(blocks):
+            check_bound(context.layout, group, block)
         scratch = [
             (ObjectKey(context.namespace, _CANARY_SALT, 0, group, secrets.token_bytes(32)).pack(), each.nbytes)
             for group, each in enumerate(desc.groups)
@@ -173,7 +153,7 @@ class ServerDrivenTransfers:
         return _run(context, job, finish)
 
     def _server_driven(self, client: ClientInfo, instance_id: int) -> RegisteredContext:
-        context = own_context(self._keys.contexts, instance_id, client)
+        context = own_context(self._transfers.contexts, instance_id, client)
         if context.memory is None:
             raise TransportMismatch(
                 f"instance {context.instance_id} uses {context.transport}, which the engine drives",
@@ -191,11 +171,11 @@ class ServerDrivenTransfers:
         self, client: ClientInfo, payload: m.TransferRequest, *, storing: bool
     ) -> tuple[RegisteredContext, KeyGrid, Sequence[GroupBlocks]]:
         context = self._server_driven(client, payload.instance_id)
-        grid = self._keys.grid(context, payload.key)
+        grid = self._transfers.grid(context, payload.key)
         self._transfers.check_key(payload.key, grid.desc.chunk_tokens, payload.content)
-        blocks = blocks_of_transfer(
-            context.layout, grid.desc.chunk_tokens, payload.block_ids, grid.chunks, storing=storing
-        )
+        chunk = grid.desc.chunk_tokens
+        ids = _unpack(payload.block_ids, [chunk // group.block_size * grid.chunks for group in context.layout.groups])
+        blocks = checked_blocks(context.layout, chunk, chunk * grid.chunks, ids, storing=storing, bounded=True)
         return context, grid, blocks
 
     def _job(self, payload: m.TransferRequest, plan: Plan, blocks: Sequence[GroupBlocks], *, is_store: bool) -> CopyJob:

@@ -171,7 +171,7 @@ def of_the_tier(node: Node) -> Any:
 IN_FORCE: dict[str, tuple[Callable[[Node], object], object]] = {
     "server.store_lease_s": (lambda node: lease_s(node)[0], 7.0),
     "server.retrieve_lease_s": (lambda node: lease_s(node)[1], 8.0),
-    "server.store_share": (lambda node: node.server.service._engine_driven._store_share, 0.25),
+    "server.store_share": (lambda node: node.server.service._engine_driven.config.store_share, 0.25),
     "server.pin_share": (
         lambda node: node.server.service.storage.table._table.shares.most / node.server.service.storage.table.capacity,
         0.25,

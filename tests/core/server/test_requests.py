@@ -280,9 +280,17 @@ def test_server_driven_requests_are_refused_for_an_engine_driven_instance(client
 
 
 @pytest.mark.parametrize("name", ["COMMIT_STORE", "ABORT", "COMMIT_RETRIEVE"])
-def test_strange_leases_are_refused(client: WireClient, name: str) -> None:
-    with pytest.raises(errors.LeaseUnknown):
-        client.call(name, m.LeaseRef("feedbeef-1"))
+def test_strange_leases_are_refused(server: ServerProcess, client: WireClient, name: str) -> None:
+    key = key_for(client.register(), TOKENS)
+    if name == "COMMIT_RETRIEVE":
+        client.store(key, b"x")
+        mine = client.prepare_retrieve(key).lease
+    else:
+        mine = client.prepare_store(key).lease
+    with server.client() as other:
+        for lease in ("feedbeef-1", mine):
+            with pytest.raises(errors.LeaseUnknown):
+                other.call(name, m.LeaseRef(lease))
 
 
 def test_a_request_before_hello_is_refused(server: ServerProcess) -> None:

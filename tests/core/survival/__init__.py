@@ -8,9 +8,9 @@
   `test_failing_requests.py`; the client's half in `messaging/test_requests.py`.
 * A worker dies or is stopped between PREPARE and COMMIT, or in the middle of a wire store: nothing unwritten is ever a
   hit; a stopped writer that wakes up harms nobody; the range comes back after ABORT, COMMIT or EOF.
-  `test_writers.py`, `server/test_deaths.py`; over the wire `wire_path/test_under_way.py`.
+  `test_writers.py`; over the wire `wire_path/test_under_way.py`.
 * A reader is stopped while it copies, and its pin expires: COMMIT_RETRIEVE says so; the engine recomputes.
-  `test_readers.py`; the wire alone in `server/test_deaths.py`, `wire_path/test_under_way.py`.
+  `test_readers.py`; also `wire_path/test_under_way.py`.
 * The same request id with other tokens; two engines with the same request id: keys follow the content, pins follow the
   ticket.
   `test_request_ids.py`.

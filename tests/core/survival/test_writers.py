@@ -75,6 +75,23 @@ def test_the_ranges_of_a_stopped_writer_come_back(server: ServerProcess, watcher
     assert (after["write_leases"], after["pins"]) == (0, 0)
 
 
+def test_kill_9_between_prepare_and_commit_publishes_nothing(server: ServerProcess, watcher: WireClient) -> None:
+    registered = watcher.register()
+    key = key_for(registered, [6] * 256 * CHUNKS)
+    with Actor(server.endpoint, 50) as writer:
+        writer.ask("prepare_store", 6, CHUNKS)
+        assert watcher.prepare_store(key).outcome.in_flight == CHUNKS
+        writer.ask("write", "DEAD")
+        writer.signal(signal.SIGKILL)
+        wait_until(lambda: 50 not in watcher.status()["non_gpu_instance_ids"], PATIENCE_S, "the end of the writer")
+    assert watcher.lookup(key).hit_tokens == 0
+    assert watcher.retrieve(key) is None
+    mine = watcher.store(key, b"MINE")
+    assert mine is not None
+    assert mine.outcome.stored == CHUNKS, "its ranges are free again"
+    assert l1(watcher)["quarantined_bytes"] == 0
+
+
 def test_a_stopped_writer_in_time_is_a_writer_like_others(server: ServerProcess, watcher: WireClient) -> None:
     """Of many that are stopped and go on, none publishes what it has not written."""
     registered = watcher.register()
