@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvframework.api.installing import load_library
 from kvframework.api.plugin import Buffer
-
-log = logging.getLogger(__name__)
 
 __all__ = ["address_of", "copy_bytes", "copy_past_caches", "fresh_memory", "joined"]
 
@@ -76,15 +74,9 @@ def copy_past_caches(target: memoryview, source: Buffer) -> None:
 
 @functools.cache
 def _streaming() -> Callable[[int, int, int], object]:
-    """Return the kernel (`native/streaming.c`), an optional part of the build, else the C library's copy."""
-    try:
-        library = ctypes.CDLL(str(_LIBRARY))
-    except OSError as error:
-        log.debug("no streaming kernel: %s", error)
-        return ctypes.memmove
-    found = int(library.kvf_streaming_abi())
-    if found != _ABI:
-        log.warning("%s is of version %d, not %d: build it again; memmove copies instead", _LIBRARY, found, _ABI)
+    """Return the kernel (`native/streaming.c`), else the C library's copy."""
+    library = load_library(_LIBRARY, "kvf_streaming", _ABI, instead="memmove copies")
+    if library is None:
         return ctypes.memmove
     stream: Callable[[int, int, int], object] = library.kvf_stream
     library.kvf_stream.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-__all__ = ["install_command", "requirement", "wheel_command"]
+__all__ = ["install_command", "load_library", "requirement", "wheel_command"]
 
 _PACKAGES = {
     "devices": ("cuda",),
@@ -55,6 +55,23 @@ def install_command(*extras: str, distribution: str = "kvframework") -> str:
 def wheel_command(folder: str = "wheels") -> str:
     """Return the command that puts wheels of kvframework and of its kits into a folder, for pip's `--find-links`."""
     return f"pip wheel --no-deps --wheel-dir {folder} {requirement()} {requirement(distribution='kvframework-dev')}"
+
+
+def load_library(
+    file: Path, prefix: str, version: int, *, instead: str, load: type[ctypes.CDLL] = ctypes.CDLL
+) -> ctypes.CDLL | None:
+    """Return a compiled library of this build, an optional part of it. None where it was not built, or where its
+    function `PREFIX_abi` returns another version, which is logged with what is done `instead`. Blocking."""
+    try:
+        library = load(str(file))
+    except OSError as error:
+        log.debug("no kernel: %s", error)
+        return None
+    found = int(getattr(library, f"{prefix}_abi")())
+    if found != version:
+        log.warning("%s is of version %d, not %d: build it again; %s instead", file, found, version, instead)
+        return None
+    return library
 
 
 # What each is for, by its package and its library there.

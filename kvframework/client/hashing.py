@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, KeyHasher
+from kvframework.api.installing import load_library
 from kvframework.api.keys import CacheKey, ChunkContent, Extra, Image, Retain, sampled_parent
 from kvframework.api.transport import ArenaRange, LoadGrant, Transfer
 from kvframework.errors import BadRange, ProtocolError, RequestError
@@ -59,15 +60,9 @@ def _kernel() -> _Pack | None:
         and object.__basicsize__ == 16
     ):
         return None
-    try:
-        # With the GIL: the list must not change meanwhile.
-        library = ctypes.PyDLL(str(_LIBRARY))
-    except OSError as error:
-        log.debug("no token kernel: %s", error)
-        return None
-    found = int(library.kvf_token_ids_abi())
-    if found != _ABI:
-        log.warning("%s is of version %d, not %d: build it again; Python packs instead", _LIBRARY, found, _ABI)
+    # With the GIL: the list must not change meanwhile.
+    library = load_library(_LIBRARY, "kvf_token_ids", _ABI, instead="Python packs", load=ctypes.PyDLL)
+    if library is None:
         return None
     pack = _pack_by(library)
     if not _is_right(pack):
@@ -76,7 +71,7 @@ def _kernel() -> _Pack | None:
     return pack
 
 
-def _pack_by(library: ctypes.PyDLL) -> _Pack:
+def _pack_by(library: ctypes.CDLL) -> _Pack:
     call = library.kvf_token_ids_pack
     call.argtypes = (ctypes.py_object, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p)
     call.restype = ctypes.c_uint64

@@ -7,7 +7,6 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from kvframework.api.copying import address_of
+from kvframework.api.installing import load_library
 from kvframework.api.plugin import Buffer
-
-log = logging.getLogger(__name__)
 
 _LIBRARY = Path(__file__).with_name("native") / "libkvf_planes.so"
 _ABI = 1
@@ -103,13 +101,4 @@ def load_kernel() -> PlaneKernel:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(str(_LIBRARY))
-    except OSError as error:
-        log.debug("no plane kernel: %s", error)
-        return None
-    found = int(library.kvf_planes_abi())
-    if found != _ABI:
-        log.warning("%s is of version %d, not %d: build it again; NumPy splits instead", _LIBRARY, found, _ABI)
-        return None
-    return library
+    return load_library(_LIBRARY, "kvf_planes", _ABI, instead="NumPy splits")

@@ -8,8 +8,6 @@ the future's outcome, and one line in the log.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
@@ -22,6 +20,7 @@ from kvf_cpu_gather.transfer_steps import Ended, Steps, TaskRunner, load_from_ar
 from kvf_cpu_gather.wire_path import WirePath
 from kvframework.api.futures import Future
 from kvframework.api.layout import CANONICAL, OPAQUE, LayerTensors, Layout
+from kvframework.api.process import LogLimit
 from kvframework.api.transport import (
     EngineDrivenLink,
     LoadOutcome,
@@ -32,34 +31,6 @@ from kvframework.api.transport import (
     error_code,
 )
 from kvframework.errors import BadLayout, Cancelled, KVFrameworkError, NotRegistered
-
-# The rate limit of warnings: a server that is down must not fill the engine's log. Engine side.
-
-
-class ThrottledLog:
-    """Writes a warning per reason at most once in `interval_s` seconds, with the number left out since. Thread-safe."""
-
-    def __init__(
-        self, logger: logging.Logger, *, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._logger = logger
-        self._interval_s = interval_s
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._last: dict[str, tuple[float, int]] = {}
-
-    def warning(self, reason: str, message: str, *, error: BaseException | None = None) -> None:
-        """Log `message`, with the traceback of `error`; warnings of an equal `reason` share one limit."""
-        now = self._clock()
-        with self._lock:
-            written, left_out = self._last.get(reason, (float("-inf"), 0))
-            if now - written < self._interval_s:
-                self._last[reason] = (written, left_out + 1)
-                return
-            self._last[reason] = (now, 0)
-        suffix = f" ({left_out} more since the last such line)" if left_out else ""
-        self._logger.warning("%s%s", message, suffix, exc_info=error)
-
 
 O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
 
@@ -77,7 +48,8 @@ class CpuGather(TransferContext):
         self._path = path
         self._wire = WirePath(link)
         self._registered: RegisteredMemory | None = None
-        self._quiet = ThrottledLog(_log)
+        # A server that is down must not fill the engine's log.
+        self._limit = LogLimit(1)
         self._tasks = TaskRunner()
 
     def on_registered(self, registration: Registration, layout: Layout) -> None:
@@ -160,9 +132,8 @@ class CpuGather(TransferContext):
             why = outcome.error if isinstance(outcome, StoreOutcome) else outcome.reason
         if why:
             foreign = None if isinstance(error, KVFrameworkError) else error
-            self._quiet.warning(
-                f"{verb} {outcome.error}", f"the KV of request {request_id!r} was not {verb}: {why}", error=foreign
-            )
+            if self._limit.passes((verb, outcome.error)):
+                _log.warning("the KV of request %r was not %s: %s", request_id, verb, why, exc_info=foreign)
         return outcome
 
     def _uses_arena(self) -> bool:

@@ -8,15 +8,13 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvframework.api.driver import CopyBatch
-
-log = logging.getLogger(__name__)
+from kvframework.api.installing import load_library
 
 _LIBRARY = Path(__file__).with_name("native") / "libkvf_copy.so"
 _ABI = 1
@@ -110,16 +108,7 @@ def load_kernel(threads: int = 0) -> CopyKernel | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(str(_LIBRARY))
-    except OSError as error:
-        log.debug("no copy kernel: %s", error)
-        return None
-    found = int(library.kvf_copy_abi())
-    if found != _ABI:
-        log.warning("%s is of version %d, not %d: build it again; torch copies instead", _LIBRARY, found, _ABI)
-        return None
-    return library
+    return load_library(_LIBRARY, "kvf_copy", _ABI, instead="torch copies")
 
 
 def _address(values: array.array[int]) -> int:

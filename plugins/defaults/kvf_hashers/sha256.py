@@ -6,19 +6,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import logging
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvframework.api.copying import address_of
 from kvframework.api.hasher import DIGEST_BYTES, TOKEN_BYTES, Buffer, KeyHasher
+from kvframework.api.installing import load_library
 from kvframework.errors import RequestError
 
 # The Python side of the hash kernel (`native/sha256.c`), an optional part of the build; without it, `hashlib`.
 #
 # Blocking, without the GIL; a hash is a pure function, so any thread may call.
-
-log = logging.getLogger(__name__)
 
 _LIBRARY = Path(__file__).with_name("native") / "libkvf_sha256.so"
 _ABI = 1
@@ -72,16 +71,8 @@ def _by_kernel(library: ctypes.CDLL) -> Chain:
 
 
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(str(_LIBRARY))
-    except OSError as error:
-        log.debug("no hash kernel: %s", error)
-        return None
-    found = int(library.kvf_sha256_abi())
-    if found != _ABI:
-        log.warning("%s is of version %d, not %d: build it again; hashlib hashes instead", _LIBRARY, found, _ABI)
-        return None
-    return library if library.kvf_sha256_works() else None
+    library = load_library(_LIBRARY, "kvf_sha256", _ABI, instead="hashlib hashes")
+    return library if library is not None and library.kvf_sha256_works() else None
 
 
 def chained(
@@ -115,69 +106,52 @@ def chained(
     return bytes(digests + chain(view[begin:end], step, digest, gap))
 
 
-# The parent of a request's first chunk. A change of this, or of any byte that is hashed, changes the fingerprint.
-_ROOT = hashlib.sha256(b"kvframework/sha256/1").digest()
-_PREFIX_BYTES = 4
+class _Chained(KeyHasher):
+    """`root` is before a request's first chunk, and `gap` zero bytes between a digest and its chunk."""
 
-
-class Sha256(KeyHasher):
-    """digest = SHA-256(parent, length of the extra as u32, extra, tokens of the chunk).
-
-    The length keeps an extra from being taken for tokens; an empty extra is the same as none.
-    """
-
-    name = "sha256"
-    fingerprint = "sha256/1"
+    root: bytes
+    gap: int
 
     def chunk_digests(
-        self,
-        tokens: Buffer,
-        chunk_tokens: int,
-        *,
-        parent: bytes = b"",
-        extras: Mapping[int, bytes] | None = None,
-    ) -> bytes:
-        """See `KeyHasher`. An extra behind the last whole chunk is ignored, as its tokens are.
-
-        Raises `RequestError` for a parent that is no digest, a negative index and a chunk without tokens.
-        """
-        if len(parent) not in (0, DIGEST_BYTES):
-            raise RequestError(f"the parent has {len(parent)} bytes", available=f"0 or {DIGEST_BYTES}")
-        return chained(tokens, chunk_tokens, parent or _ROOT, _PREFIX_BYTES, extras, _folded)
-
-
-def _folded(digest: bytes, extra: bytes) -> bytes:
-    return digest + len(extra).to_bytes(_PREFIX_BYTES, "little") + extra
-
-
-_EXTRA = b"kvframework/sglang-pages/extra/1\0"
-
-
-class SglangPages(KeyHasher):
-    """digest = SHA-256(parent, tokens of the chunk); the first chunk has no parent, as in SGLang's
-    `get_storage_hash_str` for requests without an extra key and a salt.
-
-    An extra, which SGLang's pages do not have, changes the parent to SHA-256 of a prefix, the parent and the extra; an
-    empty one is the same as none.
-    """
-
-    name = "sglang"
-    fingerprint = "sglang/1"
-
-    def chunk_digests(
-        self,
-        tokens: Buffer,
-        chunk_tokens: int,
-        *,
-        parent: bytes = b"",
-        extras: Mapping[int, bytes] | None = None,
+        self, tokens: Buffer, chunk_tokens: int, *, parent: bytes = b"", extras: Mapping[int, bytes] | None = None
     ) -> bytes:
         """See `KeyHasher`. Raises `RequestError` for a parent that is no digest, a negative index and a chunk without
         tokens."""
         if len(parent) not in (0, DIGEST_BYTES):
             raise RequestError(f"the parent has {len(parent)} bytes", available=f"0 or {DIGEST_BYTES}")
-        return chained(tokens, chunk_tokens, parent, 0, extras, _page_folded)
+        return chained(tokens, chunk_tokens, parent or self.root, self.gap, extras, self.folded)
+
+    @staticmethod
+    @abstractmethod
+    def folded(digest: bytes, extra: bytes) -> bytes:
+        """What is hashed before a chunk with an extra that is not empty: an empty one is the same as none."""
 
 
-def _page_folded(digest: bytes, extra: bytes) -> bytes:
-    return hashlib.sha256(_EXTRA + len(digest).to_bytes(1, "little") + digest + extra).digest()
+class Sha256(_Chained):
+    """digest = SHA-256(parent, length of the extra as u32, extra, tokens of the chunk). The length keeps an extra from
+    being taken for tokens. A change of any byte that is hashed changes the fingerprint."""
+
+    name = "sha256"
+    fingerprint = "sha256/1"
+    root = hashlib.sha256(b"kvframework/sha256/1").digest()
+    gap = 4
+
+    @staticmethod
+    def folded(digest: bytes, extra: bytes) -> bytes:
+        return digest + len(extra).to_bytes(4, "little") + extra
+
+
+class SglangPages(_Chained):
+    """digest = SHA-256(parent, tokens of the chunk); the first chunk has no parent, as in SGLang's
+    `get_storage_hash_str` for requests without an extra key and a salt. An extra, which SGLang's pages do not have,
+    changes the parent to SHA-256 of a prefix, the parent and the extra."""
+
+    name = "sglang"
+    fingerprint = "sglang/1"
+    root = b""
+    gap = 0
+
+    @staticmethod
+    def folded(digest: bytes, extra: bytes) -> bytes:
+        prefix = b"kvframework/sglang-pages/extra/1\0"
+        return hashlib.sha256(prefix + len(digest).to_bytes(1, "little") + digest + extra).digest()

@@ -24,12 +24,6 @@ __all__ = ["both_ways"]
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imports() -> None:
-    global ThrottledLog
-    from kvf_cpu_gather.context import ThrottledLog
-
-
 BAD_IDS = {
     "too high": [[5, 2, 7, BLOCKS]],
     "negative": [[5, 2, -1, 8]],
@@ -149,18 +143,3 @@ def test_the_event_is_waited_for_before_memory_is_touched():
     with pytest.raises(KeyboardInterrupt):
         failing.store(event=Event(KeyboardInterrupt()))
     assert failing.link.open_leases == 0
-
-
-def test_the_log_is_limited_per_reason_and_counts_what_it_left_out(caplog):
-    now = [0.0]
-    quiet = ThrottledLog(logging.getLogger("quiet"), interval_s=10.0, clock=lambda: now[0])
-    for _ in range(3):
-        quiet.warning("a", "first")
-    quiet.warning("b", "second")
-    now[0] = 10.0
-    quiet.warning("a", "third")
-    assert [record.getMessage() for record in caplog.records] == [
-        "first",
-        "second",
-        "third (2 more since the last such line)",
-    ]
