@@ -51,10 +51,8 @@ from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.journal_format import Identity
 from kvframework.storage.l1.leases import NOTHING_PINNED
-from kvframework.storage.l2.full_tier import Watermarks
-from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
-from kvframework.storage.l2.tiers import AttachedTier
-from kvframework.storage.l2.writer import WRITE_POLICIES
+from kvframework.storage.l2.sealed_tier import CodecTable, L2Store, Watermarks
+from kvframework.storage.l2.writer import WRITE_POLICIES, AttachedTier
 from kvframework.storage.manager import PeerExport, StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.storage.recovery import Keeper, Recovery, free_recoverable, recover, this_machine

@@ -3,11 +3,11 @@ here, from its vendor's parts."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from kvframework.api.driver import DeviceOptions, DeviceTransportProvider, EngineDriver
@@ -17,7 +17,6 @@ from kvframework.api.plugin import Options
 from kvframework.api.requests import ClientInfo
 from kvframework.api.transport import (
     AnyTransportProvider,
-    CopyJob,
     EngineLink,
     LoadOutcome,
     Registration,
@@ -33,15 +32,10 @@ from kvframework.by_name import NamedCall
 from kvframework.devices import messages
 from kvframework.devices.handles import Views, export_memory, read_handles
 from kvframework.devices.messages import Start
-from kvframework.devices.supervisor import CopierInstance, CopierSupervisor
-from kvframework.errors import BadLayout, DeviceError, KVFrameworkError, NotRegistered, PluginWrongKind, RequestError
+from kvframework.devices.supervisor import CopierSupervisor
+from kvframework.errors import BadLayout, DeviceError, NotRegistered, PluginWrongKind, RequestError
 from kvframework.logs.form import chosen_log
 from kvframework.logs.limit import LogLimit
-
-# The engine's side of every device transport: exporting the engine's memory, recording events, sending requests.
-#
-# Called from the engine's thread; nothing here waits for the device or the server, except `gather_block` at
-# registration.
 
 O = TypeVar("O", StoreOutcome, LoadOutcome)  # noqa: E741
 
@@ -50,7 +44,8 @@ log.addFilter(LogLimit())
 
 
 class DeviceTransfer(TransferContext):
-    """See `TransferContext`. Owns `driver` and closes it. The engine's tensors keep their addresses of the
+    """The engine's side of every device transport. Owns `driver` and closes it. The engine's tensors keep their
+    addresses of the registration. Nothing here waits for the device or the server, except `gather_block` at
     registration.
 
     `faults` counts the submits at which the engine's side of the driver failed.
@@ -92,28 +87,29 @@ class DeviceTransfer(TransferContext):
 
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:
         """Load likewise. Once the future is resolved the device has written the blocks: any stream may read them."""
-        return self._sent(transfer, partial(self._send_load, skip_tokens), LoadOutcome.failed)
+
+        def send(transfer: Transfer, *, event: bytes, stream_hook: StreamHook) -> Future[LoadOutcome]:
+            return self._link.load(transfer, skip_tokens, event=event, stream_hook=stream_hook)
+
+        return self._sent(transfer, send, LoadOutcome.failed)
 
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
         registration = self._registered()
-        with self._events.recorded(self._device, None) as handle:
-            return self._link.gather_block(registration, blocks, handle)
+        event = self._events.take(self._device, None)
+        try:
+            return self._link.gather_block(registration, blocks, event[1])
+        finally:
+            self._events.give_back(event)
 
     def close(self) -> None:
         self._registration = None
         self._events.close()
         self._driver.close()
 
-    def _send_load(
-        self, skip_tokens: int, transfer: Transfer, *, event: bytes, stream_hook: StreamHook
-    ) -> Future[LoadOutcome]:
-        return self._link.load(transfer, skip_tokens, event=event, stream_hook=stream_hook)
-
     def _sent(
         self, transfer: Transfer, send: Callable[..., Future[O]], failed: Callable[[BaseException], O]
     ) -> Future[O]:
-        if self._registration is None:
-            raise NotRegistered("no instance is registered with this transport")
+        self._registered()
         caches = transfer.kv_caches
         # A tensor of the registered mapping may have been swapped: the server would copy the former one.
         if caches is not self._caches or _addresses(caches) != self._addresses:
@@ -124,11 +120,11 @@ class DeviceTransfer(TransferContext):
         except DeviceError as error:
             # The engine goes on without its cache.
             self.faults += 1
-            instance_id = transfer.registration.instance_id
-            log.error("instance %d: no event could be recorded, which is a miss: %s", instance_id, error)
+            number = transfer.registration.instance_id
+            log.error("instance %d: no event could be recorded, which is a miss: %s", number, error)
             return Future.resolved(failed(error))
         try:
-            future = send(transfer, event=event.handle, stream_hook=self._driver.block_stream)
+            future = send(transfer, event=event[1], stream_hook=self._driver.block_stream)
         except BaseException:
             self._events.give_back(event)
             raise
@@ -152,86 +148,57 @@ class DeviceTransfer(TransferContext):
             )
 
 
-class _PooledEvent:
-    """An event that a request under way refers to, from the pool."""
-
-    __slots__ = ("event", "handle")
-
-    def __init__(self, event: object, handle: bytes) -> None:
-        self.event = event
-        self.handle = handle
-
-
 class _EventPool:
-    """The pool of interprocess events, each used again only once the request that named it has ended. Thread-safe."""
+    """Interprocess events with their handles; each is used again only once the request that named it has ended.
+    Thread-safe."""
 
     def __init__(self, driver: EngineDriver[Any]) -> None:
         self._driver = driver
         self._lock = threading.Lock()
-        self._spare: list[_PooledEvent] = []
+        self._spare: list[tuple[Any, bytes]] = []
         self._closed = False
 
-    def take(self, device: str, behind: object) -> _PooledEvent:
+    def take(self, device: str, behind: object) -> tuple[Any, bytes]:
         """Return an event recorded behind `behind`, see `EngineDriver.record`."""
         with self._lock:
             pooled = self._spare.pop() if self._spare else None
         if pooled is None:
-            return self._new(device, behind)
+            pooled = self._new(device)
         try:
-            self._driver.record(pooled.event, behind)
+            self._driver.record(pooled[0], behind)
         except BaseException:
-            # Kept, since the copier has it open: a new event might get the same handle.
+            # Kept, since the copier may have it open: a new event might get the same handle.
             self.give_back(pooled, failed=True)
             raise
         return pooled
 
-    def _new(self, device: str, behind: object) -> _PooledEvent:
+    def _new(self, device: str) -> tuple[Any, bytes]:
         event = self._driver.create_event(device)
         try:
-            pooled = _PooledEvent(event, self._driver.export_event(event))
-            self._driver.record(event, behind)
+            return event, self._driver.export_event(event)
         except BaseException:
             self._destroy(event)
             raise
-        return pooled
 
-    def give_back(self, pooled: _PooledEvent, *, failed: bool = False) -> None:
+    def give_back(self, pooled: tuple[Any, bytes], *, failed: bool = False) -> None:
         """Take an event back. Events that failed are reused after those that work."""
         with self._lock:
             if not self._closed:
                 self._spare.insert(0 if failed else len(self._spare), pooled)
                 return
-        self._destroy(pooled.event)
+        self._destroy(pooled[0])
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             spare, self._spare = self._spare, []
-        for pooled in spare:
-            self._destroy(pooled.event)
-
-    def recorded(self, device: str, behind: object) -> _Recorded:
-        return _Recorded(self, device, behind)
+        for event, _ in spare:
+            self._destroy(event)
 
     def _destroy(self, event: object) -> None:
-        try:
+        # A closed driver has ended its events.
+        with contextlib.suppress(DeviceError):
             self._driver.destroy_event(event)
-        except DeviceError:
-            return  # the driver is closed already: its events ended with it
-
-
-class _Recorded:
-    """A recorded event within a `with` block."""
-
-    def __init__(self, pool: _EventPool, device: str, behind: object) -> None:
-        self._pool = pool
-        self._pooled = pool.take(device, behind)
-
-    def __enter__(self) -> bytes:
-        return self._pooled.handle
-
-    def __exit__(self, *_exc: object) -> None:
-        self._pool.give_back(self._pooled)
 
 
 def _addresses(kv_caches: Mapping[str, LayerTensors]) -> list[int]:
@@ -247,10 +214,6 @@ def _places(views: Views) -> list[tuple[int, tuple[int, ...]]]:
     return [(view.data_ptr(), tuple(view.stride())) for group in views for plane in group for view in plane]
 
 
-# The server's side of every device transport: the copier of each instance, and its copies' futures.
-#
-# Called from the serving thread; never blocks, except `close` at the end of the server.
-
 MAX_DEVICES = 64
 # A killed process ends at once, unless its driver holds it in the kernel.
 CLOSE_S = 1.0
@@ -258,6 +221,7 @@ CLOSE_S = 1.0
 
 class DeviceServerTransport(ServerTransport):
     """The server's side of `provider`'s devices, with one copier process per device, started with its first instance.
+    Called from the serving thread; never blocks, except `close` at the end of the server.
 
     Raises `PluginBroken` if another process cannot find the provider's function.
     """
@@ -270,7 +234,7 @@ class DeviceServerTransport(ServerTransport):
 
     def open(
         self, client: ClientInfo, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes]
-    ) -> DeviceContext:
+    ) -> ServerContext:
         memory = read_handles(handles, layout, desc)
         copier = self._copiers.get(memory.device)
         if copier is None:
@@ -278,8 +242,10 @@ class DeviceServerTransport(ServerTransport):
                 self._forget_idle()
             if len(self._copiers) >= MAX_DEVICES:
                 raise RequestError(f"{MAX_DEVICES} devices are in use", where="handles")
-            copier = self._copiers[memory.device] = self._start(memory.device)
-        return DeviceContext(copier, copier.open(layout, desc, handles, client.liveness_fd()))
+            start = Start(self._create, memory.device, chosen_log(), messages.SLICE_BYTES)
+            copier = CopierSupervisor(start, self._arena_fd, stall_s=self._stall_s)
+            self._copiers[memory.device] = copier
+        return copier.open(layout, desc, handles, client.liveness_fd())
 
     def status(self) -> dict[str, object]:
         return {"devices": [copier.status() for copier in list(self._copiers.values())]}
@@ -298,33 +264,6 @@ class DeviceServerTransport(ServerTransport):
             if copier.idle:
                 del self._copiers[device]
                 copier.stop()
-
-    def _start(self, device: str) -> CopierSupervisor:
-        start = Start(self._create, device, chosen_log(), messages.SLICE_BYTES)
-        return CopierSupervisor(start, self._arena_fd, stall_s=self._stall_s)
-
-
-class DeviceContext(ServerContext):
-    """One instance's memory at its copier."""
-
-    def __init__(self, copier: CopierSupervisor, instance: CopierInstance) -> None:
-        self._copier = copier
-        self._instance = instance
-
-    def copy(self, job: CopyJob) -> Future[bool]:
-        return self._copier.copy(self._instance, job)
-
-    def close(self) -> None:
-        self._copier.close_instance(self._instance)
-
-    def when_closed(self) -> Future[None] | None:
-        return self._instance.closed
-
-    def when_open(self) -> Future[None] | None:
-        return self._instance.opened
-
-    def failure(self) -> KVFrameworkError | None:
-        return self._instance.failure
 
 
 def engine_side(provider: AnyTransportProvider[Any], options: Options, link: EngineLink) -> TransferContext:

@@ -17,8 +17,7 @@ from kvframework.api.transport import ArenaRange, CopyJob, GroupBlocks
 from kvframework.by_name import NamedCall
 from kvframework.errors import KVFrameworkError
 
-_LENGTH = struct.Struct("=I")
-FRAME_HEAD = _LENGTH.size
+FRAME_HEAD = struct.Struct("=I")  # the length of the payload
 MAX_FRAME = 1 << 30
 # Drivers may block other calls of the copier while one slice of the arena is pinned.
 SLICE_BYTES = 4 << 30
@@ -137,7 +136,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 def framed(message: ToCopier | FromCopier) -> bytes:
     payload = _encoder.encode(message)
-    return _LENGTH.pack(len(payload)) + payload
+    return FRAME_HEAD.pack(len(payload)) + payload
 
 
 class Frames:
@@ -146,24 +145,17 @@ class Frames:
     def __init__(self) -> None:
         self._data = bytearray()
 
-    @property
-    def missing(self) -> int:
-        """Return the bytes missing until the current frame is whole, or until its length is known."""
-        if len(self._data) < _LENGTH.size:
-            return _LENGTH.size - len(self._data)
-        return int(_LENGTH.unpack_from(self._data)[0]) + _LENGTH.size - len(self._data)
-
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the payloads that are whole. Raises `ValueError` for an impossible length."""
         self._data += data
-        while len(self._data) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._data)
+        while len(self._data) >= FRAME_HEAD.size:
+            (length,) = FRAME_HEAD.unpack_from(self._data)
             if length > MAX_FRAME:
                 raise ValueError(f"a frame of {length} bytes")
-            end = _LENGTH.size + length
+            end = FRAME_HEAD.size + length
             if len(self._data) < end:
                 return
-            payload = bytes(self._data[_LENGTH.size : end])
+            payload = bytes(self._data[FRAME_HEAD.size : end])
             del self._data[:end]
             yield payload
 

@@ -1,8 +1,4 @@
-"""One device's copier process as the server sees it: its start, its end, and the requests to it.
-
-One thread per device starts the process, talks to it and reaps it; all calls from the serving thread only add to an
-outbox. Requests that a process left unanswered fail, but never before it is reaped: until then it might write.
-"""
+"""One device's copier process as the server sees it: its start, its end, and the requests to it."""
 
 from __future__ import annotations
 
@@ -16,30 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import KVLayout, MemoryLayoutDesc
-from kvframework.api.transport import CopyJob
-from kvframework.devices.messages import (
-    Beat,
-    Cancel,
-    Close,
-    Closed,
-    Done,
-    Frames,
-    FromCopier,
-    Lacks,
-    Lost,
-    Open,
-    Opened,
-    Ready,
-    Start,
-    ToCopier,
-    copy_message,
-    framed,
-    from_copier,
-)
+from kvframework.api.transport import CopyJob, ServerContext
+from kvframework.devices import messages as m
 from kvframework.errors import DeviceLost, KVFrameworkError
 from kvframework.logs.limit import LogLimit
 from kvframework.supervise.child import SupervisedChild, start_connected
@@ -51,46 +28,66 @@ TICK_S = 0.5
 _RECEIVE = 1 << 18
 
 
-@dataclass(eq=False)
-class CopierInstance:
-    """One engine's memory at the copier. `failure` is set, once, when it is lost or could not be opened; `closed` is
-    resolved once none of it is mapped any more, for any reason."""
+class CopierInstance(ServerContext):
+    """One engine's memory at the copier. `lost` is set, once, when it is lost or could not be opened; `closed` is
+    resolved once none of it is mapped any more, for any reason. `asked` is when its opening or its end was requested,
+    None once that is answered."""
 
-    number: int
-    opened: Promise[None] = field(default_factory=lambda: Promise(lambda: None))
-    closed: Promise[None] = field(default_factory=lambda: Promise(lambda: None))
-    failure: KVFrameworkError | None = None
-    asked: float | None = field(default_factory=time.monotonic)  # when an open or a close was requested; None: answered
+    def __init__(self, supervisor: CopierSupervisor, number: int) -> None:
+        self._supervisor = supervisor
+        self.number = number
+        self.opened: Promise[None] = Promise(lambda: None)
+        self.closed: Promise[None] = Promise(lambda: None)
+        self.lost: KVFrameworkError | None = None
+        self.asked: float | None = time.monotonic()
 
+    def copy(self, job: CopyJob) -> Future[bool]:
+        return self._supervisor.copy(self, job)
 
-@dataclass(eq=False)
-class _Pending:
-    future: Promise[bool]
-    asked: float = field(default_factory=time.monotonic)
+    def close(self) -> None:
+        self._supervisor.close_instance(self)
+
+    def when_closed(self) -> Future[None] | None:
+        return self.closed
+
+    def when_open(self) -> Future[None] | None:
+        return self.opened
+
+    def failure(self) -> KVFrameworkError | None:
+        return self.lost
+
+    def end(self, error: KVFrameworkError | None) -> None:
+        """Resolve the futures of its opening and end."""
+        self.opened.set_exception(error or DeviceLost("the instance was closed"))
+        self.closed.set_result(None)
 
 
 class CopierSupervisor(SupervisedChild):
     """The copier of one device. Starts a process when an instance is opened and none is running, with a back-off after
-    a death. `start` is the process's first message; `arena_fd` is borrowed until the end of `join`."""
+    a death. `start` is the process's first message; `arena_fd` is borrowed until the end of `join`.
 
-    def __init__(self, start: Start, arena_fd: int, *, stall_s: float) -> None:
+    The calls of other threads only add to an outbox. Requests that a process left unanswered fail, but never before it
+    is reaped: until then it might write."""
+
+    def __init__(self, start: m.Start, arena_fd: int, *, stall_s: float) -> None:
         name = f"kvf-copier-{start.device[:8]}"
         super().__init__(f"the copier of {start.device}", thread=name, ready_s=START_S, stop_s=0.0)
         self.device = start.device
-        self._start_message = framed(start)
+        self._start_message = m.framed(start)
         self._arena_fd = arena_fd
         self._stall_s = stall_s
         self._lock = threading.Lock()
         self._outbox: deque[tuple[bytes, int | None]] = deque()
         self._instances: dict[int, CopierInstance] = {}
-        self._pending: dict[int, _Pending] = {}
+        # The copies that are not done, with the time of each request.
+        self._pending: dict[int, tuple[Promise[bool], float]] = {}
         self._numbers = 0
         self.lacks: tuple[str, ...] = ()
         self._once = LogLimit.once()
         # Of the process: this end of its socket, what was received and what has yet to be sent, the time of its last
         # message, the age of its oldest launch then, and the error of its last message, if it sent one.
         self._socket: socket.socket | None = None
-        self._frames, self._unsent = Frames(), bytearray()
+        self._frames, self._unsent = m.Frames(), bytearray()
         self._heard = self._oldest_s = 0.0
         self._lost: KVFrameworkError | None = None
         self.start()
@@ -114,8 +111,6 @@ class CopierSupervisor(SupervisedChild):
                 "lacks": list(self.lacks),
             }
 
-    # the serving thread, and any thread that cancels
-
     def open(
         self, layout: KVLayout, desc: MemoryLayoutDesc, handles: Sequence[bytes], alive_fd: int | None
     ) -> CopierInstance:
@@ -123,12 +118,15 @@ class CopierSupervisor(SupervisedChild):
         instance is closed."""
         with self._lock:
             self._numbers += 1
-            instance = CopierInstance(self._numbers)
+            instance = CopierInstance(self, self._numbers)
             if self.stopping:
-                self._refuse(instance, alive_fd, DeviceLost("the server is stopping"))
+                if alive_fd is not None:
+                    os.close(alive_fd)
+                instance.lost = DeviceLost("the server is stopping")
+                instance.end(instance.lost)
                 return instance
             self._instances[instance.number] = instance
-            message = Open(instance.number, layout, desc, tuple(handles), alive_fd is not None)
+            message = m.Open(instance.number, layout, desc, tuple(handles), alive_fd is not None)
             self._send(message, alive_fd)
         return instance
 
@@ -136,22 +134,22 @@ class CopierSupervisor(SupervisedChild):
         """Start a copy. The future fails with `DeviceLost` if the process ends before the copy is done."""
         future: Promise[bool] = Promise(job.cancel)
         with self._lock:
-            if instance.failure is not None:
-                return Future.failed(instance.failure)
+            if instance.lost is not None:
+                return Future.failed(instance.lost)
             self._numbers += 1
             number = self._numbers
-            self._pending[number] = _Pending(future)
-            self._send(copy_message(number, instance.number, job))
+            self._pending[number] = future, time.monotonic()
+            self._send(m.copy_message(number, instance.number, job))
         job.on_cancel(lambda: self._cancel(number))
         return future
 
     def close_instance(self, instance: CopierInstance) -> None:
         """Request the end of the mappings once the launched copies are done. Never blocks."""
         with self._lock:
-            if instance.failure is None and instance.number in self._instances:
+            if instance.lost is None and instance.number in self._instances:
                 instance.asked = time.monotonic()
-                self._send(Close(instance.number))
-            instance.failure = instance.failure or DeviceLost("the instance was closed")
+                self._send(m.Close(instance.number))
+            instance.lost = instance.lost or DeviceLost("the instance was closed")
 
     def stop(self) -> None:
         """Kill the process; its requests fail once it has ended. Idempotent. Does not wait."""
@@ -169,10 +167,10 @@ class CopierSupervisor(SupervisedChild):
     def _cancel(self, number: int) -> None:
         with self._lock:
             if number in self._pending:
-                self._send(Cancel(number))
+                self._send(m.Cancel(number))
 
-    def _send(self, message: ToCopier, fd: int | None = None) -> None:
-        self._outbox.append((framed(message), fd))
+    def _send(self, message: m.ToCopier, fd: int | None = None) -> None:
+        self._outbox.append((m.framed(message), fd))
         self.wake()
 
     # the supervisor's thread
@@ -183,7 +181,7 @@ class CopierSupervisor(SupervisedChild):
     def spawn(self) -> subprocess.Popen[bytes]:
         popen, self._socket = start_connected("kvframework.devices.copier", self._arena_fd)
         self._socket.setblocking(False)
-        self._frames, self._unsent = Frames(), bytearray(self._start_message)
+        self._frames, self._unsent = m.Frames(), bytearray(self._start_message)
         self._heard, self._oldest_s, self._lost, self.lacks = time.monotonic(), 0.0, None, ()
         return popen
 
@@ -199,12 +197,12 @@ class CopierSupervisor(SupervisedChild):
             try:
                 data = self._socket.recv(_RECEIVE)
             except OSError:
-                return ""
+                data = b""
             if not data:
                 return ""
             self._heard = time.monotonic()
             for payload in self._frames.feed(data):
-                self._hear(from_copier(payload))
+                self._hear(m.from_copier(payload))
         if not self._send_some(self._socket, self._unsent, self.is_ready):
             return ""
         stalled = self._stalled() if self.is_ready else ""
@@ -222,7 +220,20 @@ class CopierSupervisor(SupervisedChild):
         if why:
             self.last_error = reason.fact
             log.error("%s; its instances must register again", reason)
-        self._fail_all(reason)
+        with self._lock:
+            instances, pending = list(self._instances.values()), list(self._pending.values())
+            self._instances.clear()
+            self._pending.clear()
+            for _, fd in self._outbox:
+                if fd is not None:
+                    os.close(fd)
+            self._outbox.clear()
+            for instance in instances:
+                instance.lost = instance.lost or reason
+        for future, _ in pending:
+            future.set_exception(reason)
+        for instance in instances:
+            instance.end(reason)
 
     def _send_some(self, sock: socket.socket, unsent: bytearray, ready: bool) -> bool:
         """Send as much as the socket takes; False if the other end has closed."""
@@ -251,47 +262,46 @@ class CopierSupervisor(SupervisedChild):
         except OSError:
             return False
 
-    def _hear(self, message: FromCopier) -> None:
-        if isinstance(message, Done):
+    def _hear(self, message: m.FromCopier) -> None:
+        if isinstance(message, m.Done):
             with self._lock:
                 pending = self._pending.pop(message.job, None)
             if pending is not None and message.failure is not None:
-                pending.future.set_exception(message.failure.error())
+                pending[0].set_exception(message.failure.error())
             elif pending is not None:
-                pending.future.set_result(message.ok)
-        elif isinstance(message, Opened):
+                pending[0].set_result(message.ok)
+        elif isinstance(message, m.Opened):
             with self._lock:
                 instance = self._instances.get(message.context)
-                if instance is not None and instance.failure is None:
+                if instance is None:
+                    return
+                if instance.lost is None:
                     instance.asked = None
-                if instance is not None and message.failure is not None:
-                    instance.failure = message.failure.error()
+                if message.failure is not None:
+                    instance.lost = message.failure.error()
                     del self._instances[message.context]
-            if instance is not None and message.failure is not None:
-                log.error("%s could not open an engine's memory: %s", self.title, instance.failure)
-                _end(instance, instance.failure)
-            elif instance is not None:
+            if message.failure is None:
                 instance.opened.set_result(None)
-        elif isinstance(message, Closed):
+            else:
+                log.error("%s could not open an engine's memory: %s", self.title, instance.lost)
+                instance.end(instance.lost)
+        elif isinstance(message, m.Closed):
             with self._lock:
                 instance = self._instances.pop(message.context, None)
             if instance is not None:
-                _end(instance, instance.failure)
-        elif isinstance(message, Lost):
+                instance.end(instance.lost)
+        elif isinstance(message, m.Lost):
             self._lost = message.failure.error()
             self._lost.fact = f"{self.title}: {self._lost.fact}"
-        elif isinstance(message, Beat):
+        elif isinstance(message, m.Beat):
             self._oldest_s = message.oldest_s
-        elif isinstance(message, Lacks):
-            self._hear_lacks(message.what)
-        elif isinstance(message, Ready):
+        elif isinstance(message, m.Lacks):
+            self.lacks = message.what
+            for each in self.lacks:
+                if self._once.passes(each):
+                    log.warning("%s goes without: %s", self.title, each)
+        elif isinstance(message, m.Ready):
             self.ready()
-
-    def _hear_lacks(self, what: tuple[str, ...]) -> None:
-        self.lacks = what
-        for each in what:
-            if self._once.passes(each):
-                log.warning("%s goes without: %s", self.title, each)
 
     def _stalled(self) -> str:
         """Return why the process has to be killed; "" if it need not be."""
@@ -299,35 +309,6 @@ class CopierSupervisor(SupervisedChild):
             return f"a copy has taken {self._oldest_s:.1f} s"
         with self._lock:
             asked = [each.asked for each in self._instances.values() if each.asked is not None]
-            asked += [each.asked for each in list(self._pending.values())[:1]]
+            asked += [at for _, at in list(self._pending.values())[:1]]
         silent = time.monotonic() - max(self._heard, min(asked, default=math.inf))
         return f"it has sent no message for {silent:.1f} s" if silent > self._stall_s else ""
-
-    def _fail_all(self, error: KVFrameworkError) -> None:
-        """Fail all unanswered requests, after the end of the process."""
-        with self._lock:
-            instances, pending = list(self._instances.values()), list(self._pending.values())
-            self._instances.clear()
-            self._pending.clear()
-            for _, fd in self._outbox:
-                if fd is not None:
-                    os.close(fd)
-            self._outbox.clear()
-            for instance in instances:
-                instance.failure = instance.failure or error
-        for each in pending:
-            each.future.set_exception(error)
-        for instance in instances:
-            _end(instance, error)
-
-    def _refuse(self, instance: CopierInstance, alive_fd: int | None, error: KVFrameworkError) -> None:
-        if alive_fd is not None:
-            os.close(alive_fd)
-        instance.failure = error
-        _end(instance, error)
-
-
-def _end(instance: CopierInstance, error: KVFrameworkError | None) -> None:
-    """Resolve the futures of the instance's opening and end."""
-    instance.opened.set_exception(error or DeviceLost("the instance was closed"))
-    instance.closed.set_result(None)

@@ -17,8 +17,9 @@ from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.storage.envelope import HEADER_BYTES, seal
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.leases import PinLease
-from kvframework.storage.l2.full_tier import Shares
-from kvframework.storage.l2.tiers import AttachedTier, Tiers
+from kvframework.storage.l2.sealed_tier import Shares
+from kvframework.storage.l2.tiers import Tiers
+from kvframework.storage.l2.writer import AttachedTier
 from kvframework.storage.namespaces import NamespaceRecords, is_record_key
 from kvframework.storage.recovery import NOT_RECOVERED, Recovery
 from kvframework.storage.table import AT_ONCE, Table

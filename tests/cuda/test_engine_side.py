@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
 
-from kvf_cuda_ipc.holds import Word, Words
-from kvf_cuda_ipc.identity import name_of, same, show_only
-from kvf_cuda_ipc.streams import event_of, stream_of
+from kvf_cuda_ipc.driver import name_of, same, show_only
+from kvf_cuda_ipc.engine_side import Word, Words, event_of, stream_of
 from kvframework.errors import DeviceError
 
 UUID = uuid.UUID("6f2e5ac0-22b4-4a0e-9b3c-0123456789ab")

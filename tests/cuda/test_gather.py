@@ -181,7 +181,7 @@ def test_a_fragment_beyond_what_the_kernel_counts_is_refused() -> None:
 
 
 def _compiled() -> Callable[[str, str, int], bytes]:
-    from kvf_cuda_ipc.compiling import compiled
+    from kvf_cuda_ipc.gathering import compiled
 
     try:
         compiled("", "empty.cu", 80)

@@ -286,8 +286,8 @@ def test_what_nothing_replaces_is_the_next_transports_turn(
 def test_a_driver_that_does_not_say_whether_it_shares_is_asked_by_trying(
     cuda_node: CudaNode, rig: CudaRig, client: KVClient
 ) -> None:
+    from kvf_cuda_ipc import CudaOptions
     from kvf_cuda_ipc.advice import diagnose
-    from kvf_cuda_ipc.options import CudaOptions
 
     with cuda_node.refusing("cuDeviceGetAttribute 125"):
         engine = KitEngine(rig, client, 1, NHD)

@@ -79,7 +79,7 @@ def test_a_gpu_that_falls_off_the_bus_is_a_miss_and_comes_back(
 
 BLOCKS_TWICE = """
 from kvf_cuda_ipc import create_engine
-from kvf_cuda_ipc.options import CudaOptions
+from kvf_cuda_ipc import CudaOptions
 from tests.cuda.device import CudaDevice
 for _ in range(2):
     gpu, engine = CudaDevice(), create_engine(CudaOptions())

@@ -133,7 +133,7 @@ def main(redis_url: str) -> None:
                     found = scheduler.wait(scheduler.lookup(request(), wait_s=1.0), 20)
                 assert found.hit_tokens == CHUNK
                 (loads,) = server.service.storage.tiers._prefetcher.queues
-                wait_until(lambda: len(loads.changed._waiters) == loads.threads, what="the end of the load")
+                wait_until(lambda: len(loads.changed._waiters) == loads.at_once + 1, what="the end of the load")
                 with trace.of("RETRIEVE"):
                     worker.submit_retrieve(request(), 0, CHUNK, blocks).result(20)
                     finished = server.service.finished._all  # the engine does not wait for the end

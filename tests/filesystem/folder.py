@@ -8,9 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvf_filesystem import kvf_tiers
+from kvf_filesystem import FilesystemOptions, kvf_tiers
 from kvf_filesystem.form import path_of
-from kvf_filesystem.options import FilesystemOptions
 from kvf_filesystem.root import MARKER
 from kvf_filesystem.tier import FilesystemTier
 from kvframework.api.keys import PACKED_KEY_BYTES

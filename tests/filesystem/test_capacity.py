@@ -18,8 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvf_filesystem import ledger
 from kvf_filesystem.form import LARGE
-from kvf_filesystem.ledger import Counting, Ledger
-from kvf_filesystem.listing import Lister
+from kvf_filesystem.ledger import Counting, Ledger, Lister
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError

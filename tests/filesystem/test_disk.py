@@ -214,8 +214,7 @@ def test_a_folder_that_is_deleted_underneath_is_made_good(tmp_path: Path, seed: 
 @pytest.mark.parametrize("removal", ["clear", "eviction"])
 def test_folders_that_are_links_lose_and_gain_nothing_where_they_lead(tmp_path: Path, removal: str) -> None:
     folder, outside = tmp_path / "kv", tmp_path / "outside"
-    # What is being written may count twice while the folder is counted at the start: there is room for that.
-    table = settings(folder, capacity="4MiB", high_watermark=0.9, low_watermark=0.5)
+    table = settings(folder, capacity="1MiB", high_watermark=0.9, low_watermark=0.5)
     with ServerProcess(*table) as server, Engine(server.endpoint) as engine:
         kept = prompt(range(20))
         engine.store(kept)

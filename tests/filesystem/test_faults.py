@@ -6,7 +6,6 @@ import contextlib
 import errno
 import multiprocessing
 import os
-import resource
 import subprocess
 import tempfile
 import threading
@@ -112,25 +111,6 @@ def test_a_disk_that_became_read_only_fails_writes_until_it_is_writable(small_di
         assert put(tier, other, b"value") is STORED
         assert tier.problems() == []
         assert delete(tier, key) is DELETED
-
-
-def test_a_limit_of_file_size_fails_the_key(tmp_path: Path) -> None:
-    child = SPAWN.Process(target=meet_a_limit_of_file_size, args=(tmp_path,))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-
-
-def meet_a_limit_of_file_size(folder: Path) -> None:
-    tier, key, small = open_tier(folder), fresh_key(), fresh_key()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    assert put(tier, key, bytes(2 << 20)) is FAILED
-    assert tier.problems() == [f"{folder}: File too large"]
-    parts = [[memoryview(bytes(2 << 20))], [memoryview(b"value")]]
-    assert tier.put([key, small], parts, deadline=soon()) == [FAILED, STORED]
-    assert tier.problems() == []
-    assert temporary_files(folder) == []
-    tier.close()
 
 
 def test_a_quota_that_is_used_up_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

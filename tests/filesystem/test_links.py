@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvf_filesystem import folders
-from kvf_filesystem.folders import Folders
+from kvf_filesystem import root
 from kvf_filesystem.form import FOLDERS, LARGE
-from kvf_filesystem.listing import Lister
-from kvf_filesystem.root import MARKER
+from kvf_filesystem.ledger import Lister
+from kvf_filesystem.root import MARKER, Folders
 from kvf_filesystem.tier import FilesystemTier
 from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError, TierError
@@ -253,7 +252,7 @@ def test_a_hit_costs_no_more_calls_of_the_kernel_than_before(tmp_path: Path, mon
     tier, keys = open_tier(tmp_path), [fresh_key() for _ in range(100)]
     for key in keys:
         assert put(tier, key, b"value") is STORED
-    monkeypatch.setattr(folders, "_TICK_NS", 0)  # a root that has just changed is looked at by each call
+    monkeypatch.setattr(root, "_TICK_NS", 0)  # a root that has just changed is looked at by each call
     assert set(tier.contains(keys, deadline=soon())) == {FOUND}
     made: list[str] = []
 

@@ -6,7 +6,7 @@ import ctypes
 import time
 from collections.abc import Callable, Sequence
 
-from kvf_mooncake.options import MooncakeOptions
+from kvf_mooncake import MooncakeOptions
 from kvf_mooncake.tier import MooncakeTier
 
 FULL, INVALID, NOT_READY, MISSING, DEAD_PEER, NO_MASTER = -200, -600, -703, -704, -800, -900

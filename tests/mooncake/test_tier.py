@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvf_mooncake import MooncakeOptions, kvf_tiers, place
 from kvf_mooncake import client as helper
-from kvf_mooncake import kvf_tiers
 from kvf_mooncake.client import MooncakeHelperTier, diagnose, make_tier
-from kvf_mooncake.options import MooncakeOptions, place
 from kvf_mooncake.tier import MooncakeTier
 from kvf_mooncake.writes import SEAL_BYTES, broken_seal, seal
 from kvframework.api.plugin import TableContext

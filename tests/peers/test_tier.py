@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvf_peers.bounds import Room
-from kvf_peers.handshake import admit
+from kvf_peers.holder import Room
 from kvf_peers.messages import (
     ASK_KEYS,
     LENGTH,
@@ -41,7 +40,7 @@ from kvf_peers.messages import (
 from kvf_peers.peer import Peer, _receive
 from kvf_peers.settings import Address, Settings
 from kvf_peers.tier import PeersTier
-from kvf_peers.wire import Wire
+from kvf_peers.wire import Wire, admit
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError, TierError

@@ -11,7 +11,7 @@ import pytest
 
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
-from tests.support.received import outcomes_of
+from tests.redis.rounds import rounds
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_tier import Opened, get, keys_of_every_master, soon
 from tests.support.waiting import wait_until
@@ -121,54 +121,11 @@ def test_closing_ends_a_call_that_waits_for_a_frozen_master(cluster: RedisCluste
 
 
 def test_a_master_killed_under_load_is_replaced_and_no_byte_is_wrong(cluster: RedisCluster, on_cluster: Opened) -> None:
-    tier, done = on_cluster(max_value_bytes=64 << 10), threading.Event()
-    size = 200_000
-    wrong: list[str] = []
-    rounds = {"stored": 0, "found": 0, "failed": 0}
-
-    def load(seed: int) -> None:
-        """Puts and gets until the end; every value tells its key, and has a length and pieces of its own."""
-        turn = 0
-        buffers = [bytearray(size) for _ in range(9)]
-        while not done.is_set():
-            turn += 1
-            keys = [b"%d/%d/%d" % (seed, turn % 3, index) for index in range(9)]
-            values = [(b"<%b.%d>" % (key, turn) * size)[: size - 31 * index] for index, key in enumerate(keys)]
-            try:
-                outcomes = tier.put(keys, [[memoryview(value)] for value in values], deadline=soon(2.0))
-                rounds["stored"] += all(each is STORED for each in outcomes)
-                outcomes = outcomes_of(
-                    tier.get_into(keys, [[memoryview(each)] for each in buffers], deadline=soon(2.0))
-                )
-                rounds["found"] += all(each is FOUND for each in outcomes)
-            except TierError:
-                rounds["failed"] += 1
-                continue
-            for index, (key, buffer, outcome) in enumerate(zip(keys, buffers, outcomes, strict=True)):
-                unit = bytes(buffer[: buffer.find(b">") + 1])
-                right = unit.startswith(b"<%b." % key) and buffer.startswith((unit * size)[: size - 31 * index])
-                if outcome is FOUND and not right:
-                    wrong.append(f"{key!r} began with {unit!r}")
-
-    def progress(what: str, count: int) -> None:
-        target = rounds[what] + count
-        wait_until(lambda: rounds[what] >= target, PATIENCE_S, f"{count} rounds {what}")
-
-    threads = [threading.Thread(target=load, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        progress("found", 3)
+    with rounds(on_cluster(max_value_bytes=64 << 10), 200_000, call_s=2.0, threads=2) as progress:
+        progress("found")
         victim = cluster.master_of(16000)
         replica = cluster.replica_of(victim)
         with failing_over_soon(cluster), cluster.killed(victim):
             cluster.await_promotion(replica)
-            progress("stored", 3)
-            progress("found", 3)
-        progress("stored", 3)
-        progress("found", 3)
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-    assert not wrong
+            progress("found")
+        progress("found")

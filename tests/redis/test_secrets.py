@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from rich.pretty import pretty_repr
 
-from kvf_redis.options import RedisOptions
+from kvf_redis import RedisOptions
 from kvf_redis.tier import RedisTier, open_tier
 from kvframework.api.installing import install_command
 from kvframework.api.plugin import ByteSize

@@ -153,12 +153,6 @@ def test_a_killed_server_fails_fast_and_heals_by_itself(server: RedisServer, tie
     assert put(tier, b"key", b"again") is STORED
 
 
-def test_a_restart_between_two_calls_is_not_noticed(server: RedisServer, tier: Tier) -> None:
-    assert put(tier, b"key", b"value") is STORED
-    server.restart()
-    assert put(tier, b"key", b"value") is STORED
-
-
 def test_a_kill_in_the_middle_of_a_call_fails_it_at_once(server: RedisServer, tier: Tier) -> None:
     tier.ping(deadline=soon())
     server.sigstop()
@@ -226,44 +220,6 @@ def test_stores_and_loads_go_on_through_kills_and_freezes_and_no_byte_is_wrong(
         progress("failed")
         server.start()
         progress("found")
-
-
-def test_a_late_reply_is_never_taken_for_the_next_one(server: RedisServer) -> None:
-    tier = open_redis_tier(server.url, connections=1)
-    assert put(tier, b"one", b"1" * 1000) is STORED
-    assert put(tier, b"two", b"2" * 1000) is STORED
-    server.sigstop()
-    with pytest.raises(TierError, match="deadline"):
-        get(tier, b"one", nbytes=1000, deadline=soon(0.1))
-    found: list[tuple[list[Outcome], list[bytes]]] = []
-    thread = threading.Thread(target=lambda: found.append(get(tier, b"two", nbytes=1000)))
-    thread.start()
-    thread.join(0.1)  # it asks while the first answer has not come yet
-    server.sigcont()
-    thread.join(60)
-    assert found == [([FOUND], [b"2" * 1000])]
-    tier.close()
-
-
-def test_close_ends_a_call_in_flight(server: RedisServer, tier: Tier) -> None:
-    tier.ping(deadline=soon())
-    server.sigstop()
-    errors: list[str] = []
-
-    def ask() -> None:
-        try:
-            tier.contains([b"key"], deadline=soon(30))
-        except TierError as error:
-            errors.append(error.fact)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-    tier.close()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert errors == ["the tier is closed"]
 
 
 def test_a_busy_pool_waits_no_longer_than_the_deadline(server: RedisServer) -> None:
@@ -437,12 +393,3 @@ def test_database_of_the_url_is_used(shared: RedisServer) -> None:
         client.select(3)
         assert client.exists(b"kvf:in three") == 1
     tier.close()
-
-
-def test_closing_leaves_no_connection(server: RedisServer) -> None:
-    tier = open_redis_tier(server.url)
-    tier.ping(deadline=soon())
-    with server.client() as client:
-        assert len(client.client_list()) == 2
-        tier.close()
-        wait_until(lambda: len(client.client_list()) == 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvf_s3.addresses import Address
+from kvf_s3 import Address
 from kvframework.wire import messages as m
 from tests.core.tiers.damage import KINDS, damaged
 from tests.core.tiers.engine import Engine

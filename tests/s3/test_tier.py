@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvf_s3.addresses import Address
+from kvf_s3 import Address
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import ConfigFieldError, KVFrameworkError, TierError

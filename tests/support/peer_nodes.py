@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from kvf_peers.options import PeersOptions
+from kvf_peers import PeersOptions
 from kvf_peers.tier import PeersTier, open_tier
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Loan, Node, NodeIdentity, Outcome, PackedKey, Tier

@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvf_redis import kvf_tiers
+from kvf_redis import RedisOptions, kvf_tiers
 from kvf_redis.cluster import slot_of
-from kvf_redis.options import RedisOptions
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, TableContext, Tier
 from tests.support.received import outcomes_of

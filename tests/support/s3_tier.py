@@ -15,8 +15,7 @@ WHERE = "[[l2]] #1"
 
 def open_s3_tier(endpoint: str, url: str = f"s3://{BUCKET}/tier", **options: object) -> Tier:
     """Make the tier as a server does; it connects on first use."""
-    from kvf_s3 import kvf_tiers
-    from kvf_s3.options import S3Options
+    from kvf_s3 import S3Options, kvf_tiers
 
     (provider,) = kvf_tiers()
     assert provider.probe() is None

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 
 import msgspec
 
-from kvf_peers.options import PeersOptions
+from kvf_peers import PeersOptions
 from kvf_peers.tier import open_tier
 from kvframework.storage.envelope import HEADER_BYTES
 

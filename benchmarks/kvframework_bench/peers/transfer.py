@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvf_peers.options import PeersOptions
+from kvf_peers import PeersOptions
 from kvf_peers.tier import PeersTier, open_tier
 from kvframework.api.tier import Loan, Node, NodeIdentity, PackedKey
 from kvframework.storage.envelope import HEADER_BYTES, seal, unseal

@@ -1,11 +1,9 @@
 """The queues of loads from the L2 tiers: one load for each LOOKUP that L1 could answer only in part.
 
-The steps of a load are in `loading.py`. Each tier has its own load threads (`tiers.py`); a load is always driven by
-a thread of the tier that it asks: it moves from queue to queue, so that a slow tier delays no load of another. The
-batches of a load are driven apart, several at once; the next one queues behind the batches of other loads, so loads
-take turns. A tier has one thread more than batches are fetched from it at once, so what others ask is answered
-meanwhile. A load that waits for a writer, or for its batches, holds no thread. `cancel` ends a load early:
-END_SESSION, FREE_LOOKUP_LOCKS, a dead client.
+A load, whose steps are in `loading.py`, is always driven by a thread of the tier that it asks: it moves from queue to
+queue, so that a slow tier delays no load of another. Its batches are driven apart, several at once; the next one queues
+behind the batches of other loads, so loads take turns. A tier has one thread more than batches are fetched from it at
+once, so what others ask is answered meanwhile. A load that waits for a writer, or for its batches, holds no thread.
 
 A tier that failed is passed over by loads; an idle load thread of it asks whether it answers again, so that no request
 waits for that.
@@ -17,34 +15,34 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l2.loading import AskNext, Loader, LoadSteps, LoadTask, WaitForWriters
-from kvframework.storage.l2.sealed_tier import L1, L2Store
+from kvframework.storage.l2.loading import Apart, Loader, LoadSteps, LoadTask, WaitForWriters
+from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.namespaces import NamespaceRecord
 
 MAX_TASKS = 256
 
 
+@dataclass(eq=False)
 class _Load:
     """One accepted load, or one batch of its `whole`. `task` is None for a namespace's record, and for a batch. `keys`
     are being written by others, and the load waits for them until `waits_until` at the latest; () if it does not
-    wait. `parts` wait for their turn, and `under_way` of them have begun."""
+    wait. `parts` wait for their turn, and `under_way` of them have begun. `error` is thrown into the steps when they go
+    on."""
 
-    def __init__(self, task: LoadTask | None, steps: LoadSteps[None], whole: _Load | None = None) -> None:
-        self.task = task
-        self.steps = steps
-        self.whole = whole
-        self.keys: Sequence[PackedKey] = ()
-        self.waits_until = math.inf
-        self.parts: deque[LoadSteps[None]] = deque()
-        self.under_way = 0
-        # Thrown into the steps when they go on.
-        self.error: Exception | None = None
+    task: LoadTask | None
+    steps: LoadSteps[None]
+    whole: _Load | None = None
+    keys: Sequence[PackedKey] = ()
+    waits_until: float = math.inf
+    parts: deque[LoadSteps[None]] = field(default_factory=deque)
+    under_way: int = 0
+    error: Exception | None = None
 
 
 class TierLoads:
@@ -65,11 +63,6 @@ class TierLoads:
         self._batch_next = False
 
     @property
-    def threads(self) -> int:
-        """The number of threads to drive it with."""
-        return self.at_once + 1
-
-    @property
     def closing(self) -> bool:
         """True only once no load is left: a thread of another tier may still hand one over."""
         return self._prefetcher.closing and not self._prefetcher.in_flight
@@ -80,15 +73,13 @@ class TierLoads:
             if self._questions or self._batch_may_begin:
                 return 0.0
             soonest = min((load.waits_until for load in self.waiting), default=math.inf)
-            waits_s = soonest if soonest == math.inf else max(soonest - self._prefetcher.clock(), 0.0)
-            return min(waits_s, self._probe_s)
+            return min(max(soonest - self._prefetcher.clock(), 0.0), self._probe_s)
 
     def poll(self) -> Callable[[], object] | None:
         """Return the work on the next load, until it ends, waits, or asks another tier. Several may run at once."""
         with self.changed:
-            if self.waiting:
-                now = self._prefetcher.clock()
-                self.wake(lambda load: load.waits_until <= now)
+            now = self._prefetcher.clock()
+            self.wake(lambda load: load.waits_until <= now)
             load = self._next()
             if load is not None:
                 return partial(self._drive, load)
@@ -97,19 +88,15 @@ class TierLoads:
     def add(self, load: _Load, *, first: bool = False) -> None:
         """Queue a load; with `first`, before those that have not begun. The caller holds the lock."""
         queue = self._questions if load.whole is None else self._batches
-        if first:
-            queue.appendleft(load)
-        else:
-            queue.append(load)
+        queue.insert(0 if first else len(queue), load)
         self.changed.notify()
 
     def wake(self, due: Callable[[_Load], bool]) -> None:
         """Move `due` loads that waited for writers to the front, before loads that have not begun."""
         awake = [load for load in self.waiting if due(load)]
-        if awake:
-            self.waiting = [load for load in self.waiting if load not in awake]
-            for load in reversed(awake):
-                self.add(load, first=True)
+        for load in reversed(awake):
+            self.waiting.remove(load)
+            self.add(load, first=True)
 
     @property
     def _batch_may_begin(self) -> bool:
@@ -139,29 +126,20 @@ class TierLoads:
 
 class Prefetcher:
     """Thread-safe, never blocks. `on_done` of every accepted task is called once, in a storage thread, even after a
-    failure, a cancel or `stop`; it may submit again. `queues` are those of the tiers, in their order; `at_once` batches
-    are fetched from each. `loaded` hears, in a storage thread, what came from a tier."""
+    failure, a cancel or `stop`; it may submit again. `queues` are those of the tiers, in their order."""
 
-    def __init__(
-        self,
-        l1: L1,
-        stores: Sequence[L2Store],
-        at_once: Sequence[int],
-        loaded: Callable[[Sequence[PackedKey], L2Store], None] = lambda *_: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, loader: Loader) -> None:
         self.lock = threading.RLock()
         self.closing = False
         self.refused = 0
         self.in_flight = 0
-        self.clock = clock
-        self._l1 = l1
-        self._stores = stores
-        self._loader = Loader(l1, stores, at_once, loaded, clock)
+        self.clock = loader.clock
+        self._l1 = loader.l1
+        self._stores = loader.stores
+        self._loader = loader
         self._tasks: set[LoadTask] = set()
         self.queues = tuple(
-            TierLoads(self, number, store, count)
-            for number, (store, count) in enumerate(zip(stores, at_once, strict=True))
+            TierLoads(self, number, store, loader.at_once[store]) for number, store in enumerate(loader.stores)
         )
 
     def submit(self, task: LoadTask, on_done: Callable[[], None]) -> bool:
@@ -176,9 +154,11 @@ class Prefetcher:
     def writers_ended(self, any_writing: Callable[[Sequence[PackedKey]], bool]) -> None:
         """React to writers of L1 that have committed or given up. `any_writing` says whether keys are still being
         written; the caller holds the storage lock."""
-        with self.lock:
-            for queue in self.queues:
-                queue.wake(lambda load: not any_writing(load.keys))
+        # A load that begins to wait now checks by itself.
+        if any(queue.waiting for queue in self.queues):
+            with self.lock:
+                for queue in self.queues:
+                    queue.wake(lambda load: not any_writing(load.keys))
 
     def stop(self) -> None:
         """Refuse new tasks and cancel the accepted ones, which end after their calls in flight. Does not wait."""
@@ -206,12 +186,11 @@ class Prefetcher:
                 if isinstance(step, WaitForWriters):
                     if self._wait(load, number, step):
                         return None
-                elif isinstance(step, AskNext):
-                    if self._stores[number] is not step.store:
-                        self._hand_over(load, step.store)
-                        return None
-                else:
+                elif isinstance(step, Apart):
                     self._split(load, number, step.parts)
+                    return None
+                elif self._stores[number] is not step.store:
+                    self._hand_over(load, step.store)
                     return None
         except StopIteration:
             return self._ended(load, number)

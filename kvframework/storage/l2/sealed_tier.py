@@ -1,15 +1,15 @@
-"""An attached L2 tier: envelope, codec and space around a `Tier` plugin, over its calls (`tier_calls.py`).
-
-Called from the storage threads (writes, prefetch), never from the serving thread. Each operation blocks: a call takes
-at most the tier's timeout, except for listing a full tier to make space, which may take `SCAN_S`.
-"""
+"""An attached L2 tier: envelope, codec and space around a `Tier` plugin, over its calls (`tier_calls.py`)."""
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -18,22 +18,19 @@ import msgspec
 from kvframework.api.codec import NO_CODEC, Codec
 from kvframework.api.copying import joined
 from kvframework.api.keys import PackedKey
-from kvframework.api.tier import Outcome, Tier, TierUsage
+from kvframework.api.tier import Outcome, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 from kvframework.pricing import TierSpeed
 from kvframework.storage.envelope import HEADER_BYTES, UNKNOWN_LAYOUT, checksum_in, seal, unseal
 from kvframework.storage.l1.leases import PinLease, PromptPart
-from kvframework.storage.l2.full_tier import Shares, Space, SpaceReservation, Watermarks, victims
 from kvframework.storage.l2.tier_calls import Absences, Breaker, TierCalls
-from kvframework.storage.namespaces import is_record_key
+from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, is_record_key, record_key
 
 log = logging.getLogger(__name__)
 
-# The codecs that this server may use, created on first use. Thread-safe: called from the storage threads.
-
 
 class CodecTable:
-    """Codecs by name. A name stored in L2 only selects among `makers`."""
+    """Codecs by name, created on first use. A name stored in L2 only selects among `makers`. Thread-safe."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Codec]] | None = None) -> None:
         self._makers = dict(makers or {})
@@ -57,22 +54,149 @@ class CodecTable:
         """Return the codec's name and the packed form of elements of `dtype` ("" for unknown ones); `none` and the
         unchanged data where packing does not make it smaller."""
         codec = None if name == NO_CODEC else self.get(name)
-        packed = self._encoded(name, codec, data, dtype) if codec is not None else None
-        if packed is not None and sum(part.nbytes for part in packed) < data.nbytes:
-            return name, packed
-        return NO_CODEC, [data]
-
-    def _encoded(self, name: str, codec: Codec, data: memoryview, dtype: str) -> Sequence[memoryview] | None:
-        """Pack; None if the codec fails: this value is then stored unpacked, and other values are unaffected."""
         try:
-            parts = codec.encode_elements(data, dtype)
+            parts = codec.encode_elements(data, dtype) if codec is not None else [data]
             # Tiers rely on flat bytes.
-            return [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in parts]
-        except Exception as error:  # noqa: BLE001  any error of a plugin
+            packed = [part if part.format == "B" and part.ndim == 1 else part.cast("B") for part in parts]
+        except Exception as error:  # noqa: BLE001  any error of a plugin, which costs nothing but this value's packing
             log.error("codec %s failed on %d bytes, which are stored unpacked: %r", name, data.nbytes, error)
-            return None
+            return NO_CODEC, [data]
+        return (name, packed) if sum(part.nbytes for part in packed) < data.nbytes else (NO_CODEC, [data])
 
 
+@dataclass(frozen=True)
+class Watermarks:
+    """Fractions of a tier's capacity: above `high`, values are deleted down to `low`."""
+
+    high: float = 0.95
+    low: float = 0.85
+
+    def excess(self, usage: TierUsage, sizes: Iterable[int]) -> int:
+        """Return the bytes to delete before values of `sizes` are written, 0 if there is space. Values larger than the
+        whole tier are ignored."""
+        wanted = usage.used_bytes + sum(nbytes for nbytes in sizes if nbytes <= self.high * usage.capacity_bytes)
+        if wanted <= self.high * usage.capacity_bytes:
+            return 0
+        return max(wanted - int(self.low * usage.capacity_bytes), 0)
+
+    def at_once(self, usage: TierUsage, sizes: Iterable[int]) -> int:
+        """Return how many values, the first of `sizes`, may be written before space is made again: those that fit below
+        `low`, at least one. Values larger than the whole tier take no space."""
+        space, number = self.low * usage.capacity_bytes, 0
+        for nbytes in sizes:
+            if nbytes <= self.high * usage.capacity_bytes:
+                space -= nbytes
+                if space < 0 and number:
+                    break
+            number += 1
+        return number
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares of a tier's capacity that its tenants have, by their numbers, 0 for all without a name: what others do
+    not take from each as long as they have something to give themselves, and the most that each keeps once space is
+    made. `tenant_of` returns the number for a key."""
+
+    tenant_of: Callable[[PackedKey], int] = lambda _key: 0
+    least: Sequence[float] = (0.0,)
+    most: Sequence[float] = (1.0,)
+
+
+def victims(entries: Iterable[TierEntry], nbytes: int, capacity: int, shares: Shares) -> list[PackedKey]:
+    """Return keys with at least `nbytes` in total, if there are as many: first of tenants that have more than their
+    most, then of those that have more than their least, then of any; of each the least recently used first. Memory is
+    bounded by the result and one entry, for each tenant."""
+    found = [_Oldest(nbytes) for _ in shares.least]
+    for number, entry in enumerate(entries):
+        found[shares.tenant_of(entry.key)].add(number, entry)
+    left = list(heapq.merge(*[each.sorted() for each in found], key=_used_at))
+    chosen: list[PackedKey] = []
+    all_of_it = [math.inf] * len(found)
+    for kept in (shares.most, shares.least, ()):
+        spare = [each.total - share * capacity for each, share in zip(found, kept, strict=True)] if kept else all_of_it
+        passed, left = left, []
+        for entry in passed:
+            tenant = shares.tenant_of(entry.key)
+            if nbytes <= 0 or spare[tenant] <= 0:
+                left.append(entry)
+                continue
+            nbytes -= entry.nbytes
+            spare[tenant] -= entry.nbytes
+            found[tenant].total -= entry.nbytes
+            chosen.append(entry.key)
+    return chosen
+
+
+class _Oldest:
+    """The least recently used entries of one tenant with `nbytes` in total, and the bytes of all of them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.total = 0
+        self._nbytes = nbytes
+        self._held = 0
+        self._heap: list[tuple[float, int, TierEntry]] = []
+
+    def add(self, number: int, entry: TierEntry) -> None:
+        heapq.heappush(self._heap, (-_used_at(entry), number, entry))
+        self.total += entry.nbytes
+        self._held += entry.nbytes
+        while self._heap and self._held - self._heap[0][2].nbytes >= self._nbytes:
+            self._held -= heapq.heappop(self._heap)[2].nbytes
+
+    def sorted(self) -> list[TierEntry]:
+        """Return the entries, the least recently used first."""
+        return [entry for _, _, entry in sorted(self._heap, reverse=True)]
+
+
+def _used_at(entry: TierEntry) -> float:
+    return entry.used_at or 0.0
+
+
+class Space:
+    """Bytes that the writers of one tier have taken and not given back, and bytes that they delete. Thread-safe.
+
+    Each writer asks the tier how full it is between `asking` and `take`. The tier's answer is older than what the
+    others have done meanwhile: of the bytes that they write some are not in it yet, and bytes that they delete still
+    are.
+    """
+
+    def __init__(self) -> None:
+        self._taken = 0
+        # The bytes of the tier once all that was taken is written, and all that was condemned is deleted.
+        self._level = 0
+        self._condemned = 0
+        self._deleted = 0
+        self._lock = threading.Lock()
+
+    def asking(self) -> int:
+        """Return the bytes deleted up to now, for `take`."""
+        with self._lock:
+            return self._deleted
+
+    def take(self, usage: TierUsage, sizes: Sequence[int], watermarks: Watermarks, deleted: int) -> int:
+        """Take space for values of `sizes`; return the bytes that the writer deletes first."""
+        with self._lock:
+            # What another deletes makes this space as well: two that each delete all of it would empty the tier.
+            left = max(usage.used_bytes - (self._condemned - deleted), 0)
+            level = left + min(self._taken, max(self._level - left, 0))
+            excess = watermarks.excess(TierUsage(level, usage.capacity_bytes), sizes)
+            self._level = level - excess + sum(sizes)
+            self._taken += sum(sizes)
+            self._condemned += excess
+        return excess
+
+    def deleted(self, nbytes: int) -> None:
+        """Book bytes of an excess as gone, also those that stay after all."""
+        with self._lock:
+            self._deleted += nbytes
+
+    def release(self, nbytes: int) -> None:
+        with self._lock:
+            self._taken -= nbytes
+
+
+T = TypeVar("T")
 R = TypeVar("R", bound="int | Outcome")
 # Outcomes after which the tier does not have a value.
 _ABSENT = (Outcome.MISSING, Outcome.DELETED, Outcome.DAMAGED)
@@ -86,9 +210,10 @@ MAX_PROBLEMS = 16
 MAX_DETAILS_BYTES = 64 << 10
 
 
-class L2Store:
-    """A tier as the controllers see it. Thread-safe. Raises `TierError` when the tier is down, its circuit is open, or
-    it is closed.
+class L2Store(TierCalls):
+    """A tier as the controllers see it. Thread-safe; called from the storage threads, never from the serving thread.
+    Each operation blocks: a call at most for the tier's timeout, a listing for `SCAN_S`. Raises `TierError` when the
+    tier is down, its circuit is open, or it is closed.
 
     `codec` packs written values; values read may have been packed by any of `codecs`. `layout_of` gives the fingerprint
     of a namespace's object layout, `dtype_of` the dtype of an object's elements. `breaker` is the template of the
@@ -106,30 +231,31 @@ class L2Store:
         codecs: CodecTable | None = None,
         layout_of: Callable[[bytes], bytes] = lambda _namespace: UNKNOWN_LAYOUT,
         dtype_of: Callable[[PackedKey], str] = lambda _key: "",
-        watermarks: Watermarks = Watermarks(),  # noqa: B008  frozen
+        watermarks: Watermarks = Watermarks(),
         clock: Callable[[], float] = time.monotonic,
         scale: int = 1,
     ) -> None:
-        self.name = tier.name
+        super().__init__(tier.name, timeout_s, breaker or Breaker(), clock)
         self.capabilities = frozenset(tier.capabilities())
         self.read_only = tier.read_only
+        self.lists = "scan" in self.capabilities
+        # Whether the tier may delete unused values.
+        self.wants_touches = "touch" in self.capabilities
         self._keeps_space = self.capabilities >= {"scan", "usage"}
+        # The calls that `put` makes.
+        self.writing = ("usage", "put") if self._keeps_space else ("put",)
         self._tier = tier
-        self._calls = TierCalls(tier.name, timeout_s, breaker or Breaker(), clock)
-        self.counters = self._calls.counters
-        self.count = self._calls.count
         self._codec = codec
         self._codecs = codecs or CodecTable()
         self._layout_of = layout_of
         self._dtype_of = dtype_of
-        self._watermarks = watermarks
-        self._clock = clock
+        self.watermarks = watermarks
         self.scale = scale
-        # Receives, in a storage thread, the key of each value that is unusable.
+        # These are called in a storage thread. Receives the key of each value that is unusable.
         self.on_damaged: Callable[[PackedKey], None] = lambda _key: None
-        # Receives, in a storage thread, the checksums of objects that it sends as they are.
+        # Receives the checksums of objects that it sends as they are.
         self.on_sealed: Callable[[Mapping[PackedKey, int]], None] = lambda _checksums: None
-        # Receives, in a storage thread, objects that the tier was asked about, and whether it has each.
+        # Receives objects that the tier was asked about, and whether it has each.
         self.on_seen: Callable[[Sequence[PackedKey], Sequence[bool]], None] | None = None
         # Of a tier that knows its capacity and lists its values.
         self.shares = Shares()
@@ -144,46 +270,6 @@ class L2Store:
         self._absences = Absences()
         self._remembering = threading.Lock()
 
-    @property
-    def timeout_s(self) -> float:
-        """The longest wait for a call that is given no other."""
-        return self._calls.timeout_s
-
-    def configure(self, *, timeout_s: float, watermarks: Watermarks) -> None:
-        """Change the timeout and the watermarks, from the next call on. May be called from any thread."""
-        self._calls.timeout_s = timeout_s
-        self._watermarks = watermarks
-
-    @property
-    def state(self) -> str:
-        """`closed`, `half-open` or `open`: the worse of the circuits of reads and writes."""
-        return self._calls.state
-
-    @property
-    def read_trouble(self) -> tuple[float, str]:
-        """When a load last got no answer of the tier, and why; the time is of the clock."""
-        return self._calls.read_trouble
-
-    @property
-    def wants_touches(self) -> bool:
-        """Whether the tier may delete unused values."""
-        return "touch" in self.capabilities
-
-    def wait_s(self, *calls: str) -> float:
-        """Return the seconds until the circuits admit these calls; without any, the calls that `put` makes."""
-        if not calls:
-            calls = ("usage", "put") if self._keeps_space else ("put",)
-        return max(self._calls.wait_s(name) for name in calls)
-
-    def probe_s(self) -> float:
-        """Return the seconds until `answers` may end what keeps loads from the tier; infinite if nothing does."""
-        return self._calls.probe_s()
-
-    def spare_the_request(self, name: str) -> None:
-        """Raise `CircuitOpen` unless the tier answers reads as far as is known: a request that tried it would wait,
-        which `answers` does instead."""
-        self._calls.refuse_unless_closed(name)
-
     def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
         """Delete the values under the keys of `dropped`, which have these sizes, and, if the tier can list its values,
         all that are `wanted`: (values deleted, their bytes). Blocks for a listing and several calls."""
@@ -191,34 +277,18 @@ class L2Store:
             return 0, 0
         sizes = dict(dropped)
         if self.lists:
-            sizes |= self._calls.call(
-                "scan",
-                lambda at: {each.key: each.nbytes for each in self._tier.scan(deadline=at) if wanted(each.key)},
-                timeout_s=SCAN_S,
-            )
-        keys = list(sizes)
-        deleted: list[PackedKey] = []
-        for first in range(0, len(keys), DELETE_AT_ONCE):
-            part = keys[first : first + DELETE_AT_ONCE]
-            outcomes = self._each("delete", part, partial(self._delete, part))
-            deleted += [key for key, outcome in zip(part, outcomes, strict=True) if outcome is Outcome.DELETED]
+            sizes |= self._listed(lambda found: {each.key: each.nbytes for each in found if wanted(each.key)})
+        deleted = self.delete(list(sizes))
         return len(deleted), sum(sizes[key] for key in deleted)
 
     def listed_namespaces(self) -> set[bytes]:
         """Return the namespaces of the values in a tier that can list them, else none. Blocks for a listing."""
-        if not self.lists:
-            return set()
-        return self._calls.call(
-            "scan", lambda at: {each.key[:16] for each in self._tier.scan(deadline=at)}, timeout_s=SCAN_S
-        )
+        return self._listed(lambda found: {each.key[:16] for each in found}) if self.lists else set()
 
-    @property
-    def lists(self) -> bool:
-        """Whether the tier can list its values."""
-        return "scan" in self.capabilities
-
-    def _delete(self, keys: Sequence[PackedKey], deadline: float) -> list[Outcome]:
-        return self._tier.delete(keys, deadline=deadline)
+    def record(self, namespace: bytes) -> NamespaceRecord | None:
+        """Return the namespace's record, None if the tier has none that is good."""
+        value = bytearray(RECORD_BYTES)
+        return decode_record(bytes(value)) if self.get([record_key(namespace)], [memoryview(value)])[0] else None
 
     def lacked(self, keys: Sequence[PackedKey]) -> list[bool]:
         """Return which of `keys` the tier lacked a moment ago, as `Absences` remembers it. Never calls the tier."""
@@ -257,7 +327,7 @@ class L2Store:
 
         outcomes = self._ask("get_into", keys, receive)
         if Outcome.FAILED in outcomes:
-            self._calls.read_trouble = self._clock(), "a value could not be read"
+            self.read_trouble = self._clock(), "a value could not be read"
         good = []
         for key, header, view, outcome in zip(keys, headers, ranges, outcomes, strict=True):
             good.append(self._open(key, header, view, outcome))
@@ -280,21 +350,14 @@ class L2Store:
             if name == NO_CODEC:
                 plain[key] = checksum_in(header)
         self.on_sealed(plain)
-        if not self._keeps_space:
-            return self._put_together(keys, values, parts)
+        sizes = [
+            self._stands_for(key, sum(part.nbytes for part in each)) for key, each in zip(keys, parts, strict=True)
+        ]
         stored: list[bool] = []
         while len(stored) < len(keys):
-            rest = slice(len(stored), None)
-            sizes = [
-                self._stands_for(key, sum(part.nbytes for part in each))
-                for key, each in zip(keys[rest], parts[rest], strict=True)
-            ]
-            taken = self._make_space(sizes)
-            now = slice(len(stored), len(stored) + taken.number)
-            try:
+            with self._space_for(sizes[len(stored) :]) as number:
+                now = slice(len(stored), len(stored) + number)
                 stored += self._put_together(keys[now], values[now], parts[now])
-            finally:
-                self._space.release(taken)
         return stored
 
     def _put_together(
@@ -312,21 +375,29 @@ class L2Store:
         if len(sizes) < len(keys) or self._problems:
             self._ask_for_facts()
         if len(sizes) < len(keys):
-            self._calls.last_error = "; ".join(self._problems) or "the tier does not say why"
+            self.last_error = "; ".join(self._problems) or "the tier does not say why"
             self.count(store_failed=len(keys) - len(sizes))
         return stored
 
-    def delete(self, keys: Sequence[PackedKey]) -> int:
-        outcomes = self._each("delete", keys, lambda at: self._tier.delete(keys, deadline=at))
-        return outcomes.count(Outcome.DELETED)
+    def delete(self, keys: Sequence[PackedKey]) -> list[PackedKey]:
+        """Delete values in several calls; return the keys of those that were there."""
+        deleted: list[PackedKey] = []
+        for first in range(0, len(keys), DELETE_AT_ONCE):
+            part = keys[first : first + DELETE_AT_ONCE]
+            outcomes = self._each("delete", part, partial(self._delete, part))
+            deleted += [key for key, outcome in zip(part, outcomes, strict=True) if outcome is Outcome.DELETED]
+        return deleted
+
+    def _delete(self, keys: Sequence[PackedKey], deadline: float) -> list[Outcome]:
+        return self._tier.delete(keys, deadline=deadline)
 
     def touch(self, keys: Sequence[PackedKey]) -> None:
-        self._calls.call("touch", lambda at: self._tier.touch(keys, deadline=at))
+        self.call("touch", lambda at: self._tier.touch(keys, deadline=at))
 
     def answers(self) -> bool:
         """Whether the tier answers at all, now."""
         try:
-            self._calls.call("ping", lambda at: self._tier.ping(deadline=at))
+            self.call("ping", lambda at: self._tier.ping(deadline=at))
         except TierError:
             return False
         return True
@@ -336,10 +407,10 @@ class L2Store:
         ensures that no write waits."""
         self._ask_for_facts()
         try:
-            stale = self._clock() - self._calls.answered_at >= CHECK_EVERY_S
+            stale = self._clock() - self.answered_at >= CHECK_EVERY_S
             if stale and not self.answers():
                 return
-            self._calls.presume_writable()
+            self.presume_writable()
             if "usage" in self.capabilities:
                 self._ask_usage()
         except TierError:
@@ -347,14 +418,15 @@ class L2Store:
 
     def close(self) -> None:
         """Refuse later calls and close the tier, which ends the calls in flight. Idempotent, raises nothing."""
-        if self._calls.close():
-            try:
+        with self._lock:
+            before, self._closed = self._closed, True
+        try:
+            if not before:
                 self._tier.close()
-            except Exception:
-                log.exception("tier %s: closing it failed", self.name)
+        except Exception:
+            log.exception("tier %s: closing it failed", self.name)
 
     def status(self) -> dict[str, object]:
-        """Return the known facts; never calls the tier, which may hang."""
         usage = self._usage
         with self.pricing:
             prices, queued = self.speed.prices(), self.speed.queued_bytes
@@ -369,7 +441,7 @@ class L2Store:
             "load_bytes_per_s": 1 / prices[0] if prices else 0.0,
             "load_call_s": prices[1] if prices else 0.0,
             "load_queued_bytes": queued,
-            **self._calls.status(),
+            **super().status(),
         }
 
     def _open(self, key: PackedKey, header: bytearray, place: memoryview, outcome: int | Outcome) -> bool:
@@ -434,43 +506,45 @@ class L2Store:
             self._problems.append(f"its `status` raised {type(error).__name__}")
             self._details = {}
 
-    def _make_space(self, sizes: Sequence[int]) -> SpaceReservation:
-        """Delete the least recently used values, if values of `sizes` and those of concurrent writers would fill the
-        tier beyond its high watermark. Returns the space of those that may be written now, which the caller
-        releases."""
+    @contextmanager
+    def _space_for(self, sizes: Sequence[int]) -> Iterator[int]:
+        """Yield how many values of `sizes`, the first ones, may be written in the block. Before it, delete the least
+        recently used values if these and those of concurrent writers would fill the tier beyond its high watermark."""
+        if not self._keeps_space:
+            yield len(sizes)
+            return
         deleted = self._space.asking()
         usage = self._ask_usage()
-        taken = self._space.take(usage, sizes, self._watermarks, deleted)
-        if taken.excess:
-            try:
-                self._delete_oldest(taken.excess, usage.capacity_bytes)
-            except BaseException:
-                self._space.release(taken)
-                raise
-        return taken
+        number = self.watermarks.at_once(usage, sizes)
+        excess = self._space.take(usage, sizes[:number], self.watermarks, deleted)
+        try:
+            if excess:
+                self._delete_oldest(excess, usage.capacity_bytes)
+            yield number
+        finally:
+            self._space.release(sum(sizes[:number]))
 
     def _delete_oldest(self, nbytes: int, capacity: int) -> None:
         left = nbytes
         try:
-            leaving = self._calls.call(
-                "scan",
-                lambda at: victims(self._tier.scan(deadline=at), nbytes, capacity, self.shares),
-                timeout_s=SCAN_S,
-            )
+            leaving = self._listed(lambda found: victims(found, nbytes, capacity, self.shares))
             for first in range(0, len(leaving), DELETE_AT_ONCE):
                 part = leaving[first : first + DELETE_AT_ONCE]
-                self.count(evicted=self.delete(part))
+                self.count(evicted=len(self.delete(part)))
                 gone = nbytes * len(part) // len(leaving)
                 left -= gone
                 self._space.deleted(gone)
         finally:
             self._space.deleted(left)
 
+    def _listed(self, read: Callable[[Iterable[TierEntry]], T]) -> T:
+        return self.call("scan", lambda at: read(self._tier.scan(deadline=at)), timeout_s=SCAN_S)
+
     def _stands_for(self, key: PackedKey, nbytes: int) -> int:
         return nbytes if self.scale == 1 or is_record_key(key) else nbytes * self.scale
 
     def _ask_usage(self) -> TierUsage:
-        self._usage = self._calls.call("usage", lambda at: self._tier.usage(deadline=at))
+        self._usage = self.call("usage", lambda at: self._tier.usage(deadline=at))
         return self._usage
 
     def _ask(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> list[R]:
@@ -480,7 +554,7 @@ class L2Store:
             question = self._absences.ask()
         try:
             outcomes = self._each(name, keys, operation)
-            missing += [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISSING]
+            missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISSING]
             return outcomes
         finally:
             with self._remembering:
@@ -493,45 +567,26 @@ class L2Store:
                 raise TierError(f"the tier answered {len(outcomes)} outcomes for {len(keys)} keys", where=self.name)
             return outcomes
 
-        outcomes = self._calls.call(name, checked)
+        outcomes = self.call(name, checked)
         if self.on_seen is not None:
-            self._see(self.on_seen, keys, outcomes)
+            # A failure says nothing of its value.
+            sure = [(key, each) for key, each in zip(keys, outcomes, strict=True) if each is not Outcome.FAILED]
+            self.on_seen([key for key, _ in sure], [each not in _ABSENT for _, each in sure])
         return outcomes
-
-    @staticmethod
-    def _see(
-        on_seen: Callable[[Sequence[PackedKey], Sequence[bool]], None],
-        keys: Sequence[PackedKey],
-        outcomes: Sequence[int | Outcome],
-    ) -> None:
-        """Report what the outcomes of any call say of the values; a failure says nothing."""
-        sure = [(key, each) for key, each in zip(keys, outcomes, strict=True) if each is not Outcome.FAILED]
-        on_seen([key for key, _ in sure], [each not in _ABSENT for _, each in sure])
-
-
-# The operations of L1 that writers and loads use. `kvframework.storage.table` provides them, above this room.
 
 
 class L1(Protocol):
-    """All methods are thread-safe; pins and reservations belong to the server itself and end with the writer or
-    load."""
+    """The operations of L1 that writers and loads use, which `kvframework.storage.table` provides. All are thread-safe;
+    pins and reservations belong to the server itself and end with the writer or load."""
 
     def which_present(self, keys: Sequence[PackedKey]) -> list[bool]: ...
-
     def any_writing(self, keys: Sequence[PackedKey]) -> bool: ...
-
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]: ...
-
     def release(self, leases: Sequence[PinLease]) -> None: ...
-
     def bytes_of(self, lease: PinLease) -> memoryview: ...
-
     def reserve_load(
         self, key: PackedKey, nbytes: int, prompt: PromptPart, client: int
     ) -> tuple[str, memoryview] | None: ...
-
     def finish_load(self, lease_id: str, good: bool) -> PinLease | None: ...
-
     def sealed(self, checksums: Mapping[PackedKey, int]) -> None: ...
-
     def damaged(self, key: PackedKey) -> None: ...

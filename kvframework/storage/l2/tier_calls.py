@@ -1,9 +1,4 @@
-"""The calls to one tier: admission by circuits, deadlines, the conclusion from each result, durations, and calls that
-do not end.
-
-Two circuits: `put` has its own, since a store that no longer accepts writes (full, read-only) may be readable for long.
-Thread-safe; no call is made under the lock.
-"""
+"""The calls to one tier: circuits that admit them, deadlines, durations, and what the tier lacked a moment ago."""
 
 from __future__ import annotations
 
@@ -25,13 +20,11 @@ from kvframework.text import described
 
 log = logging.getLogger(__name__)
 
-# A circuit breaker of a tier. A pure state machine: the caller passes the time.
-
 
 class Breaker:
-    """Closed: calls pass. After `threshold` failures in a row open: calls are refused for a while that doubles up to
-    `max_backoff_s`, which is short, since no request is the call that decides. Then half open: one call passes and
-    decides.
+    """A circuit breaker, pure. Closed: calls pass. After `threshold` failures in a row open: calls are refused for a
+    while that doubles up to `max_backoff_s`, which is short, since no request is the call that decides. Then half open:
+    one call passes and decides.
 
     The results of calls that began before the circuit opened are ignored. `since` is the time at which the circuit
     closed, or left the closed state.
@@ -62,9 +55,7 @@ class Breaker:
         decides."""
         if self.state == "closed":
             return 0.0
-        if self._probing:
-            return self._first_backoff_s
-        return self._backoff.left(now)
+        return self._first_backoff_s if self._probing else self._backoff.left(now)
 
     def succeeded(self, call: int, now: float) -> None:
         if call != self._openings:
@@ -95,12 +86,6 @@ class Breaker:
         self._backoff.delay(now)
 
 
-# What a tier lacked a moment ago: a prompt that is looked up again, or by several requests at once, is not asked for
-# each time. A pure state machine: no I/O, no clock, no lock (its caller serialises).
-#
-# An answer is remembered for `hold_s` at most, since other nodes write to a shared tier; what this server writes is
-# forgotten at once, also by questions that were under way at that time.
-
 # What another node writes is seen this much later at worst; the connector of vLLM holds a miss for as long by itself.
 HOLD_S = 0.5
 MOST = 1 << 14
@@ -114,7 +99,12 @@ class Question:
 
 
 class Absences:
-    """The keys that the tier lacked, at most `most` of them: the oldest answers are forgotten first."""
+    """The keys that a tier lacked a moment ago, so that a prompt that several requests look up is not asked for each
+    time. Pure; its caller serialises.
+
+    An answer is remembered for `hold_s` at most, since other nodes write to a shared tier. What this server writes is
+    forgotten at once, also by questions that are under way. Of more than `most` keys the oldest are forgotten.
+    """
 
     def __init__(self, hold_s: float = HOLD_S, most: int = MOST) -> None:
         self._hold_s = hold_s
@@ -127,11 +117,9 @@ class Absences:
         return len(self._until)
 
     def lacked(self, key: PackedKey, now: float) -> bool:
-        """Whether the tier lacked the key a moment ago, and nothing was written here since."""
         return self._until.get(key, now) > now
 
     def ask(self) -> Question:
-        """Begin a question; `answered` ends it."""
         question = Question()
         self._under_way.add(question)
         return question
@@ -149,7 +137,6 @@ class Absences:
             del self._until[next(iter(self._until))]
 
     def written(self, keys: Sequence[PackedKey]) -> None:
-        """The tier may have these now."""
         for key in keys:
             self._until.pop(key, None)
         for question in self._under_way:
@@ -164,8 +151,6 @@ LOADING = ("contains", "get_into")
 OPERATIONS = (*LOADING, "put", "delete", "touch", "ping", "usage", "scan")
 # From the best to the worst.
 STATES = ("closed", "half-open", "open")
-# The operations that each of the two circuits stops.
-_CALLS = ("reads", "writes")
 
 
 class Call(NamedTuple):
@@ -182,8 +167,9 @@ class CircuitOpen(TierError):
 
 
 class TierCalls:
-    """The calls to one tier. `breaker` is fresh, and the template of both circuits. `clock` is that of the tier's
-    deadlines."""
+    """The calls to one tier. Thread-safe; no call is made under the lock. `breaker` is fresh, and the template of both
+    circuits: `put` has its own, since a store that no longer accepts writes (full, read-only) may be readable for long.
+    `clock` is that of the tier's deadlines; `timeout_s` may be changed at any time."""
 
     def __init__(self, name: str, timeout_s: float, breaker: Breaker, clock: Callable[[], float]) -> None:
         self.name = name
@@ -191,7 +177,7 @@ class TierCalls:
         self.last_error = ""
         # The last success of a call in the circuit of reads.
         self.answered_at = 0.0
-        # The last call of a load that had no result: its time, and what happened.
+        # The last call of a load that had no result: its time by the clock, and what happened.
         self.read_trouble = (-math.inf, "")
         self.timeout_s = timeout_s
         self._clock = clock
@@ -207,47 +193,36 @@ class TierCalls:
 
     @property
     def state(self) -> str:
-        """The worse state of the two circuits."""
+        """`closed`, `half-open` or `open`: the worse state of the two circuits."""
         return self._worst().state
 
-    def wait_s(self, name: str) -> float:
-        """Return the seconds until the circuit admits a call of `name`."""
-        circuit = self._circuit_of[name]
-        if circuit.state == "closed":  # one read of one field: true at some moment of this call
-            return 0.0
+    def wait_s(self, *names: str) -> float:
+        """Return the seconds until the circuits admit these calls."""
         with self._lock:
-            return circuit.wait_s(self._clock())
+            now = self._clock()
+            return max(self._circuit_of[name].wait_s(now) for name in names)
 
     def probe_s(self) -> float:
-        """Return the seconds until a call may show whether the tier answers reads again; infinite while it does, and
+        """Return the seconds until a ping may show whether the tier answers reads again; infinite while it does, and
         once it is closed."""
-        circuit = self._circuit_of["ping"]
-        if self._closed or circuit.state == "closed":
-            return math.inf
         with self._lock:
+            circuit = self._circuit_of["ping"]
             return math.inf if self._closed or circuit.state == "closed" else circuit.wait_s(self._clock())
 
     def refuse_unless_closed(self, name: str) -> None:
         """Raise `CircuitOpen` unless the circuit is closed, also where it would admit this call as the one that
-        decides."""
-        if self._circuit_of[name].state != "closed":
-            with self._lock:
-                if self._circuit_of[name].state != "closed":
-                    raise self._refused(name)
+        decides: a request that tried it would wait, which an idle thread's ping does instead."""
+        with self._lock:
+            if self._circuit_of[name].state != "closed":
+                raise self._refused(name)
 
     def count(self, **amounts: int) -> None:
-        counters = self.counters
         with self._lock:
             for name, amount in amounts.items():
-                counters[name] += amount
-
-    def close(self) -> bool:
-        """Refuse later calls; return False if already closed."""
-        with self._lock:
-            self._closed, before = True, self._closed
-            return not before
+                self.counters[name] += amount
 
     def status(self) -> dict[str, object]:
+        """Return the known facts; never calls the tier, which may hang."""
         with self._lock:
             worst, now = self._worst(), self._clock()
             late = min(self._pending.values(), key=lambda call: call.deadline, default=None)
@@ -267,20 +242,20 @@ class TierCalls:
             }
 
     def call(self, name: str, operation: Callable[[float], R], timeout_s: float | None = None) -> R:
-        """Call the operation with its deadline. Raises `TierError`; `CircuitOpen` if the call was
-        refused."""
+        """Call the operation with its deadline. Raises `TierError`; `CircuitOpen` if the call was refused."""
         call = self._begin(name, timeout_s or self.timeout_s)
         try:
             result = operation(call.deadline)
-        except BaseException as error:
+        except TierError as error:
+            self._failed(call, error)
+            raise
+        except Exception as error:
+            failure = self._failure_of(name, error)
+            self._failed(call, failure)
+            raise failure from error
+        finally:
             with self._lock:
                 del self._pending[id(call)]
-            if not isinstance(error, Exception):
-                raise
-            if isinstance(error, TierError):
-                self._failed(name, call.number, error)
-                raise
-            raise self._bug(name, call.number, error) from error
         self._succeeded(call)
         return result
 
@@ -315,25 +290,19 @@ class TierCalls:
         self._note(name, "its circuit is open")
         return CircuitOpen("the circuit is open after failures", where=self.name, hint=self.last_error)
 
-    def _failed(self, name: str, number: int, error: Exception) -> None:
+    def _failed(self, call: Call, error: TierError) -> None:
         with self._lock:
-            circuit = self._circuit_of[name]
+            circuit = self._circuit_of[call.name]
             was, quiet = circuit.state, self._closed
-            circuit.failed(number, self._clock())
+            circuit.failed(call.number, self._clock())
             opened = was == "closed" != circuit.state
             self.counters["errors"] += 1
             self.last_error = str(error)
-            self._note(name, "a call failed")
+            self._note(call.name, "a call failed")
         if opened and not quiet:
-            log.error("tier %s is down for %s: %s", self.name, _CALLS[name == "put"], error)
+            log.error("tier %s is down for %s: %s", self.name, _stopped_with(call), error)
         else:
             log.log(logging.DEBUG if quiet or was != "closed" else logging.WARNING, "tier %s: %s", self.name, error)
-
-    def _bug(self, name: str, number: int, error: Exception) -> TierError:
-        """Record a failed call like `_failed`; return the error to raise."""
-        failure = self._failure_of(name, error)
-        self._failed(name, number, failure)
-        return failure
 
     def _note(self, name: str, what: str) -> None:
         if name in LOADING:
@@ -345,31 +314,31 @@ class TierCalls:
         if isinstance(error, KVFrameworkError):
             return TierError(error.fact, where=error.where or self.name, hint=error.hint)
         cause = described(error)
-        with self._lock:
-            self.counters["bugs"] += 1
-            quiet = self._closed
-        if self._once.passes((name, type(error))) and not quiet:
+        self.count(bugs=1)
+        if self._once.passes((name, type(error))) and not self._closed:
             log.error("tier %s: %s raised %s, a bug in the plugin", self.name, name, cause, exc_info=error)
         return TierError(f"{name} raised {cause}, a bug in the plugin", where=self.name, hint="ask the plugin's author")
 
     def _succeeded(self, call: Call) -> None:
-        name, number, began, _ = call
         with self._lock:
-            del self._pending[id(call)]
             ended = self._clock()
-            circuit = self._circuit_of[name]
+            circuit = self._circuit_of[call.name]
             was, since = circuit.state, circuit.since
-            if name == "usage":
+            if call.name == "usage":
                 # A usage may come from memory, and is asked before every put: it proves nothing.
-                circuit.undecided(number)
+                circuit.undecided(call.number)
             else:
-                circuit.succeeded(number, ended)
-                if name != "put":
+                circuit.succeeded(call.number, ended)
+                if call.name != "put":
                     self.answered_at = ended
             back = was != "closed" == circuit.state
-            self._durations[name].add(ended - began)
+            self._durations[call.name].add(ended - call.began)
         if back:
-            log.warning("tier %s is back for %s after %.0f s", self.name, _CALLS[name == "put"], ended - since)
+            log.warning("tier %s is back for %s after %.0f s", self.name, _stopped_with(call), ended - since)
+
+
+def _stopped_with(call: Call) -> str:
+    return "writes" if call.name == "put" else "reads"
 
 
 def _in_ms(durations: Histogram) -> dict[str, float]:

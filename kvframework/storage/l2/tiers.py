@@ -1,7 +1,4 @@
-"""All L2 tiers in their order, with their writers, loads and threads.
-
-Events come from the serving thread and the storage threads; of the methods only `clear`, `learn` and `drain` block.
-"""
+"""All L2 tiers in their order, with their writers, loads and threads."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -23,26 +19,15 @@ from kvframework.overdue import call_within
 from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.storage.l1.entries import NO_CLIENT
 from kvframework.storage.l1.leases import NO_PROMPT, PromptPart
-from kvframework.storage.l2.full_tier import Watermarks
-from kvframework.storage.l2.loading import LoadTask, Located
+from kvframework.storage.l2.loading import Loader, LoadTask, Located
 from kvframework.storage.l2.prefetch import Prefetcher
-from kvframework.storage.l2.sealed_tier import L1, L2Store
-from kvframework.storage.l2.writer import TierWriter, WriteNothing, WritePolicy, WriteThrough
-from kvframework.storage.namespaces import (
-    RECORD_BYTES,
-    NamespaceRecord,
-    NamespaceRecords,
-    decode_record,
-    record_key,
-)
+from kvframework.storage.l2.sealed_tier import L1, L2Store, Watermarks
+from kvframework.storage.l2.writer import AttachedTier, TierWriter
+from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
 
 log = logging.getLogger(__name__)
 
-# The storage threads of each tier, for its writes and its loads: each calls what its controller gives it; the
-# controllers make all decisions.
-
-
-# A unit of work: it blocks as long as the tier does, and runs to completion.
+# It blocks as long as the tier does, and runs to completion.
 Work = Callable[[], object]
 
 
@@ -61,27 +46,6 @@ class Controller(Protocol):
 
     def poll(self) -> Work | None:
         """Return the next unit of work, None when idle."""
-
-
-class StorageThreads:
-    """Threads that start at once; each ends when its controller is closing and has no more work."""
-
-    def __init__(self, controllers: Iterable[tuple[Controller, int]]) -> None:
-        """Take each controller with the number of its threads."""
-        self._threads = [
-            threading.Thread(target=_drive, args=(controller,), name=f"kvf-{controller.name}-{number}", daemon=True)
-            for controller, count in controllers
-            for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the threads to end; return False if one is still running after `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0.0))
-        return not any(thread.is_alive() for thread in self._threads)
 
 
 def _drive(controller: Controller) -> None:
@@ -105,23 +69,9 @@ def _next(controller: Controller) -> Work | None:
             controller.changed.wait(None if wait_s == math.inf else wait_s)
 
 
-@dataclass(frozen=True)
-class AttachedTier:
-    """One `[[l2]]`: a store and its write and read settings. `promote` means that it also receives values found in a
-    later tier. `loads` and `writes` bound the batches that are loaded and written at once; `shares` are the least and
-    the most of its capacity that each tenant has, see `Shares`."""
-
-    store: L2Store
-    policy: WritePolicy = field(default_factory=WriteThrough)
-    write_queue: int = 1024
-    promote: bool = True
-    loads: int = 2
-    writes: int = 1
-    shares: tuple[Sequence[float], Sequence[float]] = ((0.0,), (1.0,))
-
-
 class Tiers:
-    """The tiers; see the module. Closes the stores."""
+    """The tiers, whose stores it closes. Events come from the serving thread and the storage threads; of the methods
+    only `clear`, `learn`, `drain`, `join` and `close` block."""
 
     def __init__(
         self,
@@ -139,45 +89,36 @@ class Tiers:
         for tier, store in enumerate(self.stores, 1) if ring.wanted else ():
             if not store.read_only:  # others announce what is theirs
                 store.on_seen = partial(ring.accessed, tier)
-        self.writers = [
-            TierWriter(
-                l1,
-                tier.store,
-                records,
-                policy=WriteNothing() if tier.store.read_only else tier.policy,
-                queue=tier.write_queue,
-                promote=tier.promote,
-                writers=tier.writes,
-                clock=clock,
-            )
-            for tier in attached
-        ]
-        self._prefetcher = Prefetcher(l1, self.stores, [tier.loads for tier in attached], self.loaded, clock)
+        self.writers = [TierWriter(l1, tier, records, clock) for tier in attached]
+        self._prefetcher = Prefetcher(Loader(l1, self.stores, [tier.loads for tier in attached], self.loaded, clock))
+        self.writers_ended = self._prefetcher.writers_ended
         self._records = records
         writing = [(writer, tier.writes) for writer, tier in zip(self.writers, attached, strict=True)]
-        loading = [(queue, queue.threads) for queue in self._prefetcher.queues]
+        loading = [(queue, queue.at_once + 1) for queue in self._prefetcher.queues]
         # Each with the number of its threads.
         self.controllers: list[tuple[Controller, int]] = [*writing, *loading]
-        self._threads: StorageThreads | None = None
+        self._threads: list[threading.Thread] = []
         self._watching_uses = [writer for writer in self.writers if writer.watches_uses]
+        # Whether `used` has an effect.
+        self.watches_uses = bool(self._watching_uses)
         self._watching_l1 = [writer for writer in self.writers if writer.watches_removals]
 
     def start(self) -> None:
-        """Start the threads."""
-        self._threads = StorageThreads(self.controllers)
+        """Start the threads; each ends when its controller is closing and has no more work."""
+        self._threads = [
+            threading.Thread(target=_drive, args=(controller,), name=f"kvf-{controller.name}-{number}", daemon=True)
+            for controller, count in self.controllers
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def configure(self, tables: Sequence[L2Keys]) -> None:
         """Change what each tier's keys say and its objects allow, see `kvframework.running_config`."""
         for writer, keys in zip(self.writers, tables, strict=True):
             writer.configure(queue=keys.write_queue, promote=keys.promote)
-            writer.store.configure(
-                timeout_s=keys.timeout_s, watermarks=Watermarks(keys.high_watermark, keys.low_watermark)
-            )
-
-    @property
-    def watches_uses(self) -> bool:
-        """Whether `used` has an effect."""
-        return bool(self._watching_uses)
+            writer.store.timeout_s = keys.timeout_s
+            writer.store.watermarks = Watermarks(keys.high_watermark, keys.low_watermark)
 
     def lacked(self, key: PackedKey) -> bool:
         """Return whether every tier answered a moment ago that it lacks the object, see `Absences`. Calls no tier."""
@@ -234,12 +175,6 @@ class Tiers:
                 on_done()
 
         return self._prefetcher.submit_record(namespace, finish)
-
-    def writers_ended(self, any_writing: Callable[[Sequence[PackedKey]], bool]) -> None:
-        """See `Prefetcher.writers_ended`."""
-        # A load that begins to wait now checks by itself.
-        if any(queue.waiting for queue in self._prefetcher.queues):
-            self._prefetcher.writers_ended(any_writing)
 
     @property
     def at_rest(self) -> bool:
@@ -298,12 +233,9 @@ class Tiers:
         `TierError`."""
         for store in self.stores:
             for namespace in store.listed_namespaces():
-                if records.get(namespace) is None:
-                    value = bytearray(RECORD_BYTES)
-                    (there,) = store.get([record_key(namespace)], [memoryview(value)])
-                    record = decode_record(bytes(value)) if there else None
-                    if record is not None:
-                        records.add(namespace, record, learned=True)
+                record = store.record(namespace) if records.get(namespace) is None else None
+                if record is not None:
+                    records.add(namespace, record, learned=True)
 
     def status(self) -> dict[str, object]:
         return {
@@ -329,7 +261,10 @@ class Tiers:
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads to end; return False if one is still running after `timeout_s`."""
-        return self._threads is None or self._threads.join(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def close(self, timeout_s: float) -> None:
         """Close the tiers, which ends their calls in flight; wait for that up to `timeout_s`."""

@@ -1,9 +1,7 @@
-"""The writer of one L2 tier: reports of L1 enter its queue, and batches leave it for the tier.
+"""The writer of one L2 tier: its write policy, the queue of objects that wait, and the batches that are sent.
 
-The write policy decides which objects are written, and when. Objects are pinned only while they are being sent; waiting
-ones may be evicted and are then counted as lost. A full queue drops new objects with a count, so a slow or dead tier
-never delays a STORE. Driven by one or several storage threads (`tiers.py`), each with its own batch. Lock order: the
-storage lock, then `changed`.
+Objects are pinned only while they are being sent; waiting ones may be evicted and are then counted as lost. A full
+queue drops new objects with a count, so a slow or dead tier never delays a STORE.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ import logging
 import math
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvframework.api.keys import PackedKey
@@ -26,29 +24,25 @@ from kvframework.storage.namespaces import NamespaceRecords, record_key
 
 log = logging.getLogger(__name__)
 
-# The write policies: which objects go to an L2 tier, and when. Pure: no I/O, no lock, no clock.
-#
-# The writer of one tier reports every event to its policy and queues the keys that the policy returns.
-
 # Keys that left L1 after one use, remembered so that another store counts as the second use.
 MAX_GHOSTS = 1 << 14
 
 
-class WritePolicy(ABC):
-    """Base class of the policies. Every method returns the keys to write now."""
+class WritePolicy:
+    """Which objects go to an L2 tier, and when: each method takes an event of L1 and returns the keys to write now.
+    Pure; this base class writes everything as soon as it is committed."""
 
-    name: str
-    # False if only `committed` and `promoted` matter to the policy: `leaving`, `removed` and `written`
-    # are not called then.
+    name = "write_through"
+    # Whether `used`, `leaving`, `removed` and `written` matter to the policy; they are not called otherwise.
     watches_l1 = True
 
-    @abstractmethod
     def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
         """Objects that an engine stored."""
+        return keys
 
-    @abstractmethod
     def promoted(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
         """Objects that were loaded from a later tier."""
+        return keys
 
     def used(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
         """Objects of L1 that were looked up, read, or stored again."""
@@ -68,20 +62,13 @@ class WritePolicy(ABC):
 
 
 class WriteThrough(WritePolicy):
-    """Every object, as soon as it is committed: `write_through`."""
+    """Every object, as soon as it is committed."""
 
-    name = "write_through"
     watches_l1 = False
-
-    def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        return keys
-
-    def promoted(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        return keys
 
 
 class WriteThroughSelective(WritePolicy):
-    """An object at its second use: `write_through_selective`. An object used only once costs the tier nothing."""
+    """An object at its second use, so that an object used only once costs the tier nothing."""
 
     name = "write_through_selective"
 
@@ -95,9 +82,6 @@ class WriteThroughSelective(WritePolicy):
             del self._ghosts[key]
         self._once.update(set(keys).difference(again))
         return again
-
-    def promoted(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        return keys
 
     def used(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
         again = [key for key in keys if key in self._once]
@@ -114,7 +98,7 @@ class WriteThroughSelective(WritePolicy):
 
 
 class WriteBack(WritePolicy):
-    """An object at its eviction from L1: `write_back`. The tier holds objects that L1 does not."""
+    """An object at its eviction from L1: the tier holds objects that L1 does not."""
 
     name = "write_back"
 
@@ -139,29 +123,10 @@ class WriteBack(WritePolicy):
         return lost
 
 
-class WriteNothing(WritePolicy):
-    """No object: for tiers that are read only."""
-
-    name = "none"
-    watches_l1 = False
-
-    def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        return ()
-
-    promoted = committed
-
-
 WRITE_POLICIES: dict[str, type[WritePolicy]] = {
     policy.name: policy for policy in (WriteThrough, WriteThroughSelective, WriteBack)
 }
 
-
-# The write queue of one L2 tier: objects that wait, are being sent, or were refused and wait for another attempt. A
-# pure state machine: no I/O, no clock, no lock (the writer serialises calls).
-#
-# Each accepted object ends in one way: written, lost (it left L1 before), or given up. Objects offered beyond the bound
-# are dropped. Several batches may be in flight; an object is in one of them at most, so that no two writers ever send
-# the same key.
 
 BATCH_OBJECTS = 16
 # How often a batch of one object may fail as a whole, and how often the tier may refuse one object of a batch.
@@ -178,10 +143,12 @@ class Batch:
 
 
 class WriteQueue:
-    """`count` adds to counters by name: `write_dropped`, `write_lost`, `write_given_up`.
+    """Objects that wait, are being sent, or were refused and wait for another attempt. Pure; its caller serialises.
 
-    `bound` is the number of objects that may wait; `writers` batches may be in flight. Objects that a batch could not
-    send wait again beyond the bound, so at most the bound and the batches in flight are pending.
+    Each accepted object ends in one way: written, lost (it left L1 before), or given up; objects offered beyond the
+    `bound` of those that wait are dropped. `writers` batches may be in flight, and an object is in one of them at most.
+    Objects that a batch could not send wait again beyond the bound, so at most the bound and the batches in flight are
+    pending. `count` adds to counters by name: `write_dropped`, `write_lost`, `write_given_up`.
     """
 
     def __init__(self, policy: WritePolicy, bound: int, count: Callable[..., None], writers: int = 1) -> None:
@@ -194,7 +161,7 @@ class WriteQueue:
         self._sending: dict[PackedKey, Batch] = {}
         # The time of each next attempt, the soonest first; and the number of refusals.
         self._refused: dict[PackedKey, float] = {}
-        self._refusals: dict[PackedKey, int] = {}
+        self._refusals: Counter[PackedKey] = Counter()
         self._at_once = BATCH_OBJECTS
         # For keys of batches that failed as a whole: the size of their next batch, and how often each failed alone.
         self._most: dict[PackedKey, int] = {}
@@ -216,12 +183,11 @@ class WriteQueue:
 
     def offer(self, keys: Iterable[PackedKey]) -> None:
         for key in keys:
-            if self._holds(key):
-                continue
-            if self.space:
-                self._waiting[key] = None
-            else:
-                self._count(write_dropped=1)
+            if not self._holds(key):
+                if self.space:
+                    self._waiting[key] = None
+                else:
+                    self._count(write_dropped=1)
 
     def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
         """Return those of `keys` that L1 must keep until they are written; queued, as far as there is space."""
@@ -235,8 +201,7 @@ class WriteQueue:
         if self.policy.removed(key):
             self._waiting.pop(key, None)
             self._sending.pop(key, None)
-            self._forget_failures(key)
-            self._count(write_lost=1)
+            self._lost([key])
 
     def take(self, now: float) -> Batch:
         """Return the next batch, a fair share of what waits for each of the writers; its keys count as being sent until
@@ -265,9 +230,7 @@ class WriteQueue:
         lost = [key for key in self._unsettled(batch) if key not in here]
         for key in lost:
             del self._sending[key]
-            self._forget_failures(key)
-        if lost:
-            self._count(write_lost=len(lost))
+        self._lost(lost)
         mine = [key for key in keys if self._sending.get(key) is batch or key in self._waiting]
         for key in mine:
             # Includes a key that was lost and stored again since the batch was taken.
@@ -279,18 +242,16 @@ class WriteQueue:
         """Record the tier's answer for each key. The caller still pins them: an object that may be evicted and counts
         as unwritten would be sent again, or counted as lost."""
         self._at_once = min(self._at_once * 2, BATCH_OBJECTS)
-        given_up = 0
         for key, ok in zip(keys, stored, strict=True):
-            refusals = 0 if ok else self._refusals.get(key, 0) + 1
-            if not ok and refusals < MAX_REFUSALS:
-                del self._sending[key]
-                self._refusals[key] = refusals
-                self._refused[key] = now + REFUSED_PAUSE_S
+            if ok:
+                self._settle(key)
                 continue
-            given_up += not ok
-            self._settle(key)
-        if given_up:
-            self._count(write_given_up=given_up)
+            self._refusals[key] += 1
+            if self._refusals[key] < MAX_REFUSALS:
+                del self._sending[key]
+                self._refused[key] = now + REFUSED_PAUSE_S
+            else:
+                self.give_up([key])
 
     def failed(self, keys: Sequence[PackedKey]) -> bool:
         """Record that the tier failed at all of these as a whole. Smaller batches fit a slow tier's deadline, and
@@ -312,6 +273,12 @@ class WriteQueue:
     def give_up_batch(self, batch: Batch) -> None:
         """Give up a batch that met a bug, and would meet it again."""
         self.give_up(self._unsettled(batch))
+
+    def _lost(self, keys: Sequence[PackedKey]) -> None:
+        for key in keys:
+            self._forget_failures(key)
+        if keys:
+            self._count(write_lost=len(keys))
 
     def put_back(self, batch: Batch) -> None:
         """End a batch; its unsettled keys are sent next."""
@@ -343,34 +310,48 @@ BATCH_BYTES = 64 << 20
 RECORD_EVERY_S = 30.0
 IDLE_WORK_EVERY_S = 5.0
 MAX_TOUCHES = 1 << 16
+# So that no more than this comes between two writes.
 TOUCH_AT_ONCE = 1024
 
 
+@dataclass(frozen=True)
+class AttachedTier:
+    """One `[[l2]]`: a store and its settings. `promote` means that it also receives values found in a later tier.
+    `loads` and `writes` bound the batches that are loaded and written at once; `shares` are the least and the most of
+    its capacity that each tenant has, see `Shares`."""
+
+    store: L2Store
+    policy: WritePolicy = field(default_factory=WriteThrough)
+    write_queue: int = 1024
+    promote: bool = True
+    loads: int = 2
+    writes: int = 1
+    shares: tuple[Sequence[float], Sequence[float]] = ((0.0,), (1.0,))
+
+
 class TierWriter:
-    """Thread-safe; only `drain` blocks. Events may be reported under the storage lock."""
+    """Thread-safe; only `drain` blocks. L1 reports events, also under the storage lock, which comes before `changed`.
+    One or several storage threads (`tiers.py`) drive it, each with its own batch."""
 
     def __init__(
         self,
         l1: L1,
-        store: L2Store,
+        tier: AttachedTier,
         records: NamespaceRecords,
-        *,
-        policy: WritePolicy | None = None,
-        queue: int = 1024,
-        promote: bool = True,
-        writers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.store = store = tier.store
         self.name = f"writer-{store.name}"
-        self.store = store
-        self.promote = promote
+        self.promote = tier.promote
         self.changed = threading.Condition()
         self.closing = False
         self._l1 = l1
         self._records = records
-        self._policy = policy or WriteThrough()
-        self._queue = WriteQueue(self._policy, queue, store.count, writers)
+        self._policy = tier.policy
+        self._queue = WriteQueue(self._policy, tier.write_queue, store.count, tier.writes)
         self._clock = clock
+        self.watches_removals = self._policy.watches_l1 and not store.read_only
+        self.watches_uses = self.watches_removals or store.wants_touches
         # Time of the last put of each namespace's record, or of its beginning.
         self._record_put: dict[bytes, float] = {}
         self._touches: dict[PackedKey, None] = {}
@@ -385,21 +366,14 @@ class TierWriter:
         return self._queue.pending
 
     def status(self) -> dict[str, object]:
-        return {"write_policy": self._policy.name, "promote": self.promote, "write_pending": self.pending}
+        policy = "none" if self.store.read_only else self._policy.name
+        return {"write_policy": policy, "promote": self.promote, "write_pending": self.pending}
 
     def configure(self, *, queue: int, promote: bool) -> None:
         """Change the bound of the queue, whose objects stay, and whether promoted objects are written."""
         with self.changed:
             self._queue.bound = queue
             self.promote = promote
-
-    @property
-    def watches_removals(self) -> bool:
-        return self._policy.watches_l1
-
-    @property
-    def watches_uses(self) -> bool:
-        return self._policy.watches_l1 or self.store.wants_touches
 
     def committed(self, keys: Sequence[PackedKey]) -> None:
         """Objects that an engine stored."""
@@ -441,13 +415,11 @@ class TierWriter:
             self.closing = True
             self.changed.notify_all()
 
-    # driven by storage threads
-
     def wait_s(self) -> float:
         """Return the seconds until there is work that a circuit admits."""
         now = self._clock()
         with self.changed:
-            return min(self._sending_s(now), math.inf if self._in_background else self._background_s(now))
+            return min(self._sending_s(now), math.inf if self._in_background else max(self._idle_work_at - now, 0.0))
 
     def poll(self) -> Callable[[], None] | None:
         """Return the next unit of work for this caller, None when idle. Several may run at once."""
@@ -456,17 +428,13 @@ class TierWriter:
             if self.closing:
                 return None
             batch = self._queue.take(now) if self._sending_s(now) <= 0 else None
-            background = not self._in_background and self._background_s(now) <= 0
+            background = not self._in_background and self._idle_work_at <= now
             self._in_background |= background
             return partial(self._turn, batch, background) if batch is not None or background else None
 
     def _sending_s(self, now: float) -> float:
         waiting_s = self._queue.wait_s(now)
-        return waiting_s if waiting_s == math.inf else max(waiting_s, self.store.wait_s())
-
-    def _background_s(self, now: float) -> float:
-        idle_s = max(self._idle_work_at - now, 0.0)
-        return min(idle_s, self.store.wait_s("touch")) if self._touching else idle_s
+        return waiting_s if waiting_s == math.inf else max(waiting_s, self.store.wait_s(*self.store.writing))
 
     def _turn(self, batch: Batch | None, background: bool) -> None:
         try:
@@ -481,14 +449,24 @@ class TierWriter:
                     self.changed.notify_all()
 
     def _work_in_background(self) -> None:
-        if self._touching and self.store.wait_s("touch") <= 0:
-            self._send_touches()
-        elif self._clock() >= self._idle_work_at:
+        """Check the tier, or send one batch of touches: of used objects and of their namespaces' records, which the
+        tier must keep."""
+        if not self._touching:
             self.store.check()
-            self._collect_touches()
-            self._idle_work_at = self._clock() + IDLE_WORK_EVERY_S
+            with self.changed:
+                touches, self._touches = self._touches, {}
+            self._touching = [*map(record_key, sorted(_namespaces(touches))), *touches]
+        batch, self._touching = self._touching[:TOUCH_AT_ONCE], self._touching[TOUCH_AT_ONCE:]
+        try:
+            if batch:
+                self.store.touch(batch)
+        except TierError:
+            self._touching = []
+        self._idle_work_at = self._clock() + (0.0 if self._touching else IDLE_WORK_EVERY_S)
 
     def _offer(self, keys: Sequence[PackedKey]) -> None:
+        if self.store.read_only:
+            return
         if self.closing:
             self.store.count(write_dropped=len(keys))
         elif keys:
@@ -496,15 +474,12 @@ class TierWriter:
             self.changed.notify_all()
 
     def _send_batch(self, batch: Batch) -> None:
-        leases: list[PinLease] = []
+        leases: dict[PackedKey, PinLease] = {}
         try:
-            leases = self._l1.pin_present(batch.keys)
+            leases = {lease.objects[0].key: lease for lease in self._l1.pin_present(batch.keys)}
             with self.changed:
-                mine = set(self._queue.found(batch, [lease.objects[0].key for lease in leases]))
-            if len(mine) < len(leases):
-                others = [lease for lease in leases if lease.objects[0].key not in mine]
-                leases = [lease for lease in leases if lease.objects[0].key in mine]
-                self._l1.release(others)
+                mine = set(self._queue.found(batch, list(leases)))
+            self._l1.release([leases.pop(key) for key in [*leases] if key not in mine])
             answered = True
             while leases and answered and not self.closing:
                 answered = self._send_group(_take_bytes(leases, BATCH_BYTES // self.store.scale))
@@ -513,7 +488,7 @@ class TierWriter:
                 self._queue.give_up_batch(batch)
             raise
         finally:
-            self._l1.release(leases)
+            self._l1.release(list(leases.values()))
             with self.changed:
                 self._queue.put_back(batch)
                 self.changed.notify_all()
@@ -541,26 +516,21 @@ class TierWriter:
     def _put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
         try:
             for namespace in sorted(_namespaces(keys)):
-                if self._wants_record(namespace):
-                    self._put_record(namespace)
+                self._put_record(namespace)
             return self.store.put(keys, values)
         finally:
             for value in values:
                 value.release()
 
-    def _wants_record(self, namespace: bytes) -> bool:
-        """Whether to put the namespace's record now; if so, it counts as put."""
+    def _put_record(self, namespace: bytes) -> None:
+        """Put the namespace's record, unless that was done lately."""
         now = self._clock()
         with self.changed:
             if now - self._record_put.get(namespace, -math.inf) < RECORD_EVERY_S:
-                return False
+                return
             self._record_put = {each: at for each, at in self._record_put.items() if now - at < RECORD_EVERY_S}
             # Set at once, so that no two writers put it: the older record might be written last.
             self._record_put[namespace] = now
-            return True
-
-    def _put_record(self, namespace: bytes) -> None:
-        """Put the namespace's record."""
         stored = False
         try:
             record = self._records.encoded(namespace)
@@ -571,30 +541,17 @@ class TierWriter:
                 with self.changed:
                     self._record_put.pop(namespace, None)
 
-    def _collect_touches(self) -> None:
-        """Collect the used objects and their namespaces' records, which the tier must keep."""
-        with self.changed:
-            touches, self._touches = self._touches, {}
-        self._touching = [*map(record_key, sorted(_namespaces(touches))), *touches]
-
-    def _send_touches(self) -> None:
-        """Send one batch of touches, so that no more than this comes between two writes."""
-        batch, self._touching = self._touching[:TOUCH_AT_ONCE], self._touching[TOUCH_AT_ONCE:]
-        try:
-            self.store.touch(batch)
-        except TierError:
-            self._touching = []
-
 
 def _namespaces(keys: Iterable[PackedKey]) -> set[bytes]:
     return {key[:16] for key in keys}
 
 
-def _take_bytes(leases: list[PinLease], most: int) -> list[PinLease]:
+def _take_bytes(leases: dict[PackedKey, PinLease], most: int) -> list[PinLease]:
     """Move as many leases as have `most` bytes, at least one."""
-    group = [leases.pop(0)]
-    total = group[0].objects[0].length
-    while leases and total + leases[0].objects[0].length <= most:
-        total += leases[0].objects[0].length
-        group.append(leases.pop(0))
+    group: list[PinLease] = []
+    for lease in [*leases.values()]:
+        most -= lease.objects[0].length
+        if group and most < 0:
+            break
+        group.append(leases.pop(lease.objects[0].key))
     return group

@@ -72,11 +72,6 @@ class OpensWithoutASize(PlantedCopier):
         return super().open(structs.replace(allocation, nbytes=0))
 
 
-class TakesTheFirstDevice(PlantedCopier):
-    def open(self, allocation: Allocation) -> int:
-        return self._runtime.open_memory(self._runtime.devices[0], allocation.handle, allocation.nbytes)
-
-
 class KnowsNoLoss(PlantedCopier):
     def reached(self, event: Event) -> bool:
         try:
@@ -120,13 +115,6 @@ class OffsetsOf20Bits(PlantedCopier):
     def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
         addresses, offsets, run = batch.fragments()
         _copy(self, stream, addresses, [offset & 0xFFFFF for offset in offsets], run, to_arena)
-
-
-class LoadsTheFirstLaneOnly(PlantedCopier):
-    def copy(self, stream: Stream, batch: CopyBatch, *, to_arena: bool) -> None:
-        if not to_arena:
-            batch = replace(batch, lane_addresses=batch.lane_addresses[:1], lane_offsets=batch.lane_offsets[:1])
-        super().copy(stream, batch, to_arena=to_arena)
 
 
 class PinsTheFirstSlice(PlantedCopier):
@@ -220,15 +208,6 @@ class ExportsEachTensor(PlantedEngine):
     def export(self, address: int) -> Exported:
         found = super().export(address)
         return found._replace(allocation=structs.replace(found.allocation, nbytes=found.offset + 1))
-
-
-class OffsetOfTheFirst(PlantedEngine):
-    first: Exported | None = None
-
-    def export(self, address: int) -> Exported:
-        found = super().export(address)
-        self.first = self.first or found
-        return found._replace(offset=self.first.offset)
 
 
 class TakesTheDefaultStream(PlantedEngine):

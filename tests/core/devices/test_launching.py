@@ -17,8 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvframework.api.driver import CopyBatch
 from kvframework.by_name import NamedCall
-from kvframework.devices.copier import Pinning
-from kvframework.devices.launching import Job, Launcher
+from kvframework.devices.copier import Job, Launcher, Pinning
 from kvframework.devices.messages import Beat, Done, Failure, Frames, Start, framed, from_copier
 from kvframework.devices.supervisor import CopierSupervisor
 from kvframework.errors import DeviceError, DeviceLost
@@ -156,7 +155,7 @@ def test_a_job_waits_until_its_part_of_the_arena_is_pinned(setting: Setting) -> 
 def test_a_cancelled_job_ends_with_what_was_launched(setting: Setting) -> None:
     job = setting.job(1, 60, 60, 60)
     setting.launcher.step()
-    setting.launcher.cancel(1)
+    setting.launcher.cancel(number=1)
     setting.launcher.step()
     assert setting.done == []
     setting.driver.finish("stores")
@@ -217,7 +216,7 @@ class Launching(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.jobs)
     def cancel(self, data: st.DataObject) -> None:
-        self.setting.launcher.cancel(data.draw(st.integers(0, len(self.jobs) - 1)))
+        self.setting.launcher.cancel(number=data.draw(st.integers(0, len(self.jobs) - 1)))
 
     @rule(data=st.data())
     @precondition(lambda self: self.jobs)

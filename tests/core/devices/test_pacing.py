@@ -19,8 +19,7 @@ from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
 from kvf_dev.testing.transport.node import client_of, serving
 from kvframework.api.driver import DeviceOptions
 from kvframework.api.plugin import ByteSize
-from kvframework.devices.copier import Copier
-from kvframework.devices.launching import Launcher
+from kvframework.devices.copier import Copier, Launcher
 from kvframework.devices.messages import Done, Frames, from_copier
 from tests.core.devices.engines import works
 from tests.core.devices.rigs import simdev
@@ -129,7 +128,7 @@ def test_without_a_pace_all_go_at_once() -> None:
 def test_a_job_that_waits_for_its_pace_is_cancelled_at_once(paced: Paced) -> None:
     paced.add(1, 1000, 1000)
     paced.run(until=0.1)
-    paced.launcher.cancel(1)
+    paced.launcher.cancel(number=1)
     paced.launcher.step()
     assert paced.done == [1]
 

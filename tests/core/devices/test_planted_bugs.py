@@ -20,7 +20,6 @@ BUGS = {
     "merges_neighbours": (NEIGHBOURS, "a store over the borders of allocations failed"),
     "copies_so_many": ("test_a_long_request_is_copied_whole[dim_before_token]", "a request of 24 chunks"),
     "offsets_of_20_bits": (ANYWHERE, "after others were stored"),
-    "loads_the_first_lane_only": (f"{CONTENT}[nhd]", "a byte is wrong"),
     "pins_the_first_slice": (ANYWHERE, "pin registers each slice of the arena"),
     "has_one_copy_stream": ("test_a_load_does_not_wait_for_a_store_that_stands_still", "a load stood behind a store"),
     "opens_any_device": ("test_memory_of_another_device_is_refused", "`open` of memory of another device raises no"),
@@ -30,7 +29,6 @@ BUGS = {
     "records_before": ("test_nothing_is_answered_while_a_copy_stands_still", "ended while its copy stood still"),
     "keeps_streams": (LEFT, "the end of all streams of an instance"),
     "exports_each_tensor": ("test_tensors_of_one_allocation_are_found[latent]", "a view of 27 blocks"),
-    "offset_of_the_first": (f"{CONTENT}[nhd]", "a view of 27 blocks"),
     "takes_the_default_stream": (
         "test_what_is_no_stream_is_not_taken_for_the_current_one",
         "raise DeviceError for what is no stream",
@@ -50,7 +48,6 @@ BUGS = {
     "copies_after_cancel": ("test_what_is_cancelled_is_answered_once_it_touches_nothing[load]", "ended while its copy"),
     "keeps_memory_open": ("test_after_the_end_of_an_instance_nothing_is_open", "once the memory is closed"),
     "exports_no_offset": (f"{CONTENT}[nhd]", "(?i)assert"),
-    "takes_the_first_device": (f"{CONTENT}[nhd]", "open: memory of"),
     "opens_without_a_size": ("test_memory_smaller_than_it_says_is_refused", "smaller than its `nbytes`"),
     "loses_at_once": ("test_a_copy_that_fails_is_one_miss[store]", "the copier ended"),
     "knows_no_loss": ("test_a_poisoned_context_ends_its_copier_and_the_next_one_works", "raise DeviceLost once"),

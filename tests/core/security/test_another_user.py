@@ -109,7 +109,7 @@ def test_the_arena_cannot_be_reached_through_proc(server: ServerProcess) -> None
 
 @needs_root
 def test_secret_keys_and_the_tier_of_files_are_their_owners(tmp_path: Path) -> None:
-    from kvf_filesystem.options import FilesystemOptions
+    from kvf_filesystem import FilesystemOptions
     from kvf_filesystem.tier import open_tier
 
     for folder in (tmp_path, *tmp_path.parents[:2]):
@@ -162,8 +162,7 @@ def test_a_client_that_finds_no_directory_says_that_nobody_serves(tmp_path: Path
 
 
 def test_a_folder_that_everybody_may_write_to_is_no_tier(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from kvf_filesystem import kvf_tiers
-    from kvf_filesystem.options import FilesystemOptions
+    from kvf_filesystem import FilesystemOptions, kvf_tiers
 
     (provider,) = kvf_tiers()
     folder = tmp_path / "shared"

@@ -69,7 +69,7 @@ def test_pieces_that_no_writer_makes_are_not_asked_for(server: RedisServer, tier
 
 def test_a_fan_out_folder_may_be_anything(tmp_path: Path) -> None:
     """Names are the server's own; what stands in their place is not followed out of the folder."""
-    from kvf_filesystem.options import FilesystemOptions
+    from kvf_filesystem import FilesystemOptions
     from kvf_filesystem.tier import open_tier
 
     tier = open_tier(FilesystemOptions(path=str(tmp_path / "tier")), where="[[l2]] #1")

@@ -11,8 +11,7 @@ from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.tier_calls import Breaker
-from kvframework.storage.l2.tiers import AttachedTier
-from kvframework.storage.l2.writer import WRITE_POLICIES
+from kvframework.storage.l2.writer import WRITE_POLICIES, AttachedTier
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from tests.core.storage.memory import OrderedLru, PlainMemory, content

@@ -17,8 +17,7 @@ from kvframework.api.codec import Codec
 from kvframework.api.tier import Outcome, PackedKey, TierEntry, TierUsage
 from kvframework.errors import TierError
 from kvframework.storage.envelope import HEADER_BYTES
-from kvframework.storage.l2.full_tier import Shares, Watermarks, victims
-from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
+from kvframework.storage.l2.sealed_tier import CodecTable, L2Store, Shares, Watermarks, victims
 from tests.core.storage.memory import packed_key
 from tests.core.storage.tier import MemoryTier, in_envelope
 
@@ -210,6 +209,27 @@ def test_two_writers_do_not_make_the_same_room_twice(steps_before: int, steps_be
     assert {K[10], K[11]} <= set(tier.values)
     assert 5 <= store.counters["evicted"] <= 6
     assert sum(map(len, tier.values.values())) <= 6000
+
+
+def test_what_another_has_written_and_not_given_back_is_counted_once() -> None:
+    """As two writers of a filesystem tier that waited for its first count: the tier then knows of the other's value."""
+
+    class Overlapping(Small):
+        def put(
+            self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
+        ) -> list[Outcome]:
+            stored = super().put(keys, parts, deadline=deadline)
+            if K[11] not in self.values:
+                assert store.put(K[11:12], [value]) == [True]
+            return stored
+
+    tier = Overlapping({K[number]: bytes(1000) for number in range(7)})
+    store = store_of(tier, watermarks=Watermarks(0.9, 0.5))
+    value = memoryview(bytes(1000 - HEADER_BYTES))
+    assert store.put(K[10:11], [value]) == [True]
+    assert store.counters["evicted"] == 0, "9000 bytes fit"
+    assert store.put(K[12:13], [value]) == [True]
+    assert store.counters["evicted"] == 5
 
 
 class _Stepwise(threading.Thread):

@@ -328,7 +328,9 @@ def test_the_threads_of_a_tier_get_as_much_each(objects: int, mib: float, thread
     store = L2Store(MemoryTier(), timeout_s=1.0)
     indices = range(objects)
     sizes = [int(mib * (1 << 20))] * objects
-    batches = loading._batches(indices, dict.fromkeys(indices, store), sizes, {store: threads})
+    batches = loading._batches(
+        indices, dict.fromkeys(indices, store), sizes, {store: loading._batch_bytes(sum(sizes), threads)}
+    )
     assert [len(batch) for batch in batches] == lengths
     assert [index for batch in batches for index in batch] == list(indices)
 

@@ -14,7 +14,14 @@ from kvframework.storage.envelope import HEADER_BYTES, unseal
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
-from kvframework.storage.l2.writer import BATCH_OBJECTS, MAX_ATTEMPTS, MAX_REFUSALS, RECORD_EVERY_S, TierWriter
+from kvframework.storage.l2.writer import (
+    BATCH_OBJECTS,
+    MAX_ATTEMPTS,
+    MAX_REFUSALS,
+    RECORD_EVERY_S,
+    AttachedTier,
+    TierWriter,
+)
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, record_key
 from tests.core.storage.memory import NAMESPACE, content, packed_key
 from tests.core.storage.node import DESC, SIZE, Node
@@ -72,7 +79,7 @@ def test_while_the_circuit_is_open_nothing_spins(node: Node) -> None:
             node.stores[0].put(K[100:101], [memoryview(b"value")])
     node.tier.stall("put")
     node.tier.down = False
-    wait_until(lambda: node.stores[0].wait_s() == 0)
+    wait_until(lambda: node.stores[0].wait_s("put") == 0)
     other = threading.Thread(target=node.stores[0].put, args=(K[100:101], [memoryview(b"value")]))
     other.start()
     node.wait_stalled()
@@ -167,7 +174,7 @@ def test_a_circuit_of_writes_that_nothing_waits_for_does_not_stay_open(node: Nod
         with pytest.raises(OSError):
             node.stores[0].put(K[:1], [memoryview(b"value")])
     assert node.stores[0].state == "open"
-    wait_until(lambda: node.stores[0].wait_s() == 0)
+    wait_until(lambda: node.stores[0].wait_s("put") == 0)
     node.stores[0].check()
     assert node.stores[0].state == "closed"
 
@@ -313,7 +320,7 @@ def test_namespaces_of_long_ago_are_forgotten() -> None:
     tier = MemoryTier()
     store = L2Store(tier, timeout_s=5.0, clock=lambda: now)
     records = NamespaceRecords()
-    writer = TierWriter(Held(), store, records, clock=lambda: now)
+    writer = TierWriter(Held(), AttachedTier(store), records, clock=lambda: now)
     for number in range(50):
         now += RECORD_EVERY_S / 4
         namespace = number.to_bytes(16, "big")

@@ -11,9 +11,8 @@ from contextlib import suppress
 
 import pytest
 
-from kvf_mooncake import client
+from kvf_mooncake import MooncakeOptions, client
 from kvf_mooncake.client import MooncakeHelperTier
-from kvf_mooncake.options import MooncakeOptions
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
 from tests.mooncake.real.store import MooncakeStore

@@ -9,8 +9,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from kvf_mooncake import kvf_tiers
-from kvf_mooncake.options import MooncakeOptions
+from kvf_mooncake import MooncakeOptions, kvf_tiers
 from kvframework.api.plugin import TableContext
 from kvframework.api.tier import Outcome, Tier
 from tests.mooncake.real.store import MooncakeStore

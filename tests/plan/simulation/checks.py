@@ -135,6 +135,6 @@ def _absences(world: World) -> None:
                 tier.from_others[key] = world.now
             elif seen_at is not None and world.now >= seen_at + HOLD_S:
                 del tier.from_others[key]
-        if not any(call.name == "put" for call in store._calls._pending.values()):
+        if not any(call.name == "put" for call in store._pending.values()):
             here = [key for key in tier.values if key not in tier.from_others]
             must(not any(store.lacked(here)), "what is there is taken for absent")

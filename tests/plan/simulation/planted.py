@@ -244,12 +244,12 @@ def a_load_that_waited_goes_on_twice(original: Any, queue: TierLoads, due: Any) 
 
 @plant(Loader, "_fetch")
 def a_load_that_fails_keeps_its_place(original: Any, loader: Loader, *arguments: Any) -> Any:
-    finish = loader._l1.finish_load
-    loader._l1.finish_load = lambda lease, good: finish(lease, good) if good else None  # type: ignore[method-assign]
+    finish = loader.l1.finish_load
+    loader.l1.finish_load = lambda lease, good: finish(lease, good) if good else None  # type: ignore[method-assign]
     try:
         return original(loader, *arguments)
     finally:
-        loader._l1.finish_load = finish  # type: ignore[method-assign]
+        loader.l1.finish_load = finish  # type: ignore[method-assign]
 
 
 @plant(Table, "finish_load")

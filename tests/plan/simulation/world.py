@@ -17,10 +17,8 @@ from kvframework.service.records import RequestLog
 from kvframework.storage import manager
 from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
-from kvframework.storage.l2.full_tier import Watermarks
-from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.tiers import AttachedTier
-from kvframework.storage.l2.writer import WRITE_POLICIES
+from kvframework.storage.l2.sealed_tier import L2Store, Watermarks
+from kvframework.storage.l2.writer import WRITE_POLICIES, AttachedTier
 from kvframework.storage.namespaces import NamespaceRecords
 from tests.plan.simulation.dice import Dice
 from tests.plan.simulation.jobs import Job, Turns

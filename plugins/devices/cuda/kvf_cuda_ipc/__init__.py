@@ -9,7 +9,6 @@ import ctypes
 import importlib.util
 from typing import TYPE_CHECKING
 
-from kvf_cuda_ipc.options import INSTALL, CudaOptions
 from kvframework.api.driver import Arena, CopierDriver, DeviceTransportProvider, EngineDriver, TableContext, hookimpl
 from kvframework.api.plugin import Finding
 
@@ -17,6 +16,31 @@ if TYPE_CHECKING:
     from kvf_cuda_ipc.copier_side import Stream
     from kvf_cuda_ipc.driver import Event
     from kvf_cuda_ipc.engine_side import PooledEvent
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from kvframework.api.driver import DeviceOptions
+from kvframework.api.installing import install_command
+from kvframework.api.plugin import ByteSize
+
+# The bindings and the compiler, for the texts that miss them.
+INSTALL = f"{install_command('cuda13', distribution='kvframework-cuda')}, or [cuda12] for a driver of CUDA 12"
+
+
+class CudaOptions(DeviceOptions, frozen=True):
+    """The options beside those of every device transport; the server's choose how it copies, an engine needs none."""
+
+    engine: Annotated[
+        Literal["auto", "dma", "kernel"],
+        Meta(description="what copies: the GPU's copy engines, a kernel, or each where it is faster"),
+    ] = "auto"
+    kernel_below: Annotated[
+        ByteSize, Meta(description="with `auto`: fragments that are smaller than this are copied by the kernel")
+    ] = ByteSize(28 << 10)
+    kernel_blocks: Annotated[
+        int, Meta(ge=1, le=1024, description="blocks of 512 threads of the kernel: how much of the GPU it may take")
+    ] = 32
 
 
 def create_engine(_options: CudaOptions) -> EngineDriver[PooledEvent]:
@@ -31,8 +55,7 @@ def create_copier(options: CudaOptions, device: str, arena: Arena) -> CopierDriv
     """Make the half in the copier process of `device`, a UUID as engines send it. Raises `DeviceError` if the GPU is
     not here."""
     from kvf_cuda_ipc.copier_side import CudaCopier
-    from kvf_cuda_ipc.driver import Driver
-    from kvf_cuda_ipc.identity import show_only
+    from kvf_cuda_ipc.driver import Driver, show_only
 
     show_only(device)
     return CudaCopier(Driver(), options, device, arena)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvf_cuda_ipc.compiling import compiled
-from kvf_cuda_ipc.driver import Driver
-from kvf_cuda_ipc.gathering import source
-from kvf_cuda_ipc.identity import name_of
-from kvf_cuda_ipc.options import CudaOptions
+from kvf_cuda_ipc import CudaOptions
+from kvf_cuda_ipc.driver import Driver, name_of
+from kvf_cuda_ipc.gathering import compiled, source
 from kvframework.api.plugin import Finding
 from kvframework.errors import DeviceError
 

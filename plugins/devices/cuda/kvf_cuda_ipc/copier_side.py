@@ -9,11 +9,10 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvf_cuda_ipc import INSTALL, CudaOptions
 from kvf_cuda_ipc.batched import BatchedCopies
-from kvf_cuda_ipc.driver import MEMORY_HANDLE_BYTES, Driver, Event, RawStream
+from kvf_cuda_ipc.driver import MEMORY_HANDLE_BYTES, Driver, Event, RawStream, name_of, same
 from kvf_cuda_ipc.gathering import GatherKernel
-from kvf_cuda_ipc.identity import name_of, same
-from kvf_cuda_ipc.options import INSTALL, CudaOptions
 from kvframework.api.driver import Allocation, Arena, CopierDriver, CopyBatch
 from kvframework.errors import DeviceError, DeviceLost
 

@@ -6,17 +6,126 @@ Works in the primary contexts of the GPUs that the engine uses, as torch does, a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvf_cuda_ipc.driver import DEFAULT_STREAM, Context, Driver, Event, RawStream
-from kvf_cuda_ipc.holds import Words
-from kvf_cuda_ipc.identity import name_of
-from kvf_cuda_ipc.streams import event_of, stream_of
+from kvf_cuda_ipc.driver import DEFAULT_STREAM, Context, Driver, Event, RawStream, name_of
 from kvframework.api.driver import Allocation, EngineDriver, Exported
 from kvframework.errors import DeviceError, DeviceLost
+
+_WORD = 4
+_CYCLE = 1 << 32
+
+
+class Words:
+    """The words of one page at `address` here and `device_address` on the device, which the owner frees."""
+
+    NBYTES = 4096
+
+    def __init__(self, address: int, device_address: int) -> None:
+        ctypes.memset(address, 0, self.NBYTES)
+        count = self.NBYTES // _WORD
+        self._memory = (ctypes.c_uint32 * count).from_address(address)
+        self._device_address = device_address
+        self._lock = threading.Lock()
+        self._spare = list(range(count))
+
+    def take(self) -> Word:
+        """Return a free word. Raises `DeviceError` if all are in use."""
+        with self._lock:
+            if not self._spare:
+                raise DeviceError(f"{len(self._memory)} transfers are waited for by streams at once", where="cuda_ipc")
+            index = self._spare.pop()
+        return Word(self, index, (self._memory[index] + 1) % _CYCLE, self._device_address + index * _WORD)
+
+    def release(self, index: int, value: int) -> None:
+        self._memory[index] = value
+        with self._lock:
+            self._spare.append(index)
+
+
+class Word:
+    """The condition of one wait: the word at `device_address` is `value`."""
+
+    def __init__(self, words: Words, index: int, value: int, device_address: int) -> None:
+        self._words = words
+        self._index = index
+        self._lock = threading.Lock()
+        self._released = False
+        self.value = value
+        self.device_address = device_address
+
+    def release(self) -> None:
+        """Release the stream. Idempotent, from any thread."""
+        with self._lock:
+            if self._released:
+                return
+            self._released = True
+        self._words.release(self._index, self.value)
+
+
+def event_of(ready: object) -> Event:
+    """Return the `CUevent` of the event that an engine gave with a submit: `torch.cuda.Event`, `torch.Event`, an event
+    of cuda.core, or an integer. Raises `DeviceError` for anything else, and for one without a handle, which torch makes
+    at the first record. An event with a handle that was never recorded cannot be recognised: it is reached at once, a
+    copy too early."""
+    for attribute in ("cuda_event", "event_id", "handle"):
+        found = getattr(ready, attribute, None)
+        if found is not None:
+            return Event(_recorded(found, ready))
+    if isinstance(ready, int) and not isinstance(ready, bool):
+        return Event(_recorded(ready, ready))
+    raise DeviceError(
+        f"the engine's event is a {type(ready).__name__}",
+        where="cuda_ipc",
+        available="None, torch.cuda.Event, torch.Event, an event of cuda.core, a CUevent as an integer",
+    )
+
+
+def stream_of(stream: object) -> RawStream:
+    """Return the `CUstream` of `torch.cuda.Stream`, of anything with `__cuda_stream__`, or of an integer; 0 is the
+    legacy default stream. Raises `DeviceError` for anything else."""
+    found = getattr(stream, "cuda_stream", None)
+    if found is not None:
+        return RawStream(_handle(found, stream))
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if callable(protocol):
+        _version, handle = protocol()
+        return RawStream(_handle(handle, stream))
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        return RawStream(_handle(stream, stream))
+    raise DeviceError(
+        f"the stream is a {type(stream).__name__}",
+        where="cuda_ipc",
+        available="None, torch.cuda.Stream, a stream of cuda.core, a CUstream as an integer",
+    )
+
+
+def _recorded(found: object, event: object) -> int:
+    handle = _handle(found, event)
+    if handle == 0:
+        raise DeviceError(
+            f"the engine's {type(event).__name__} was never recorded",
+            where="cuda_ipc",
+            hint="record it behind the work that fills the blocks, then submit",
+        )
+    return handle
+
+
+def _handle(found: object, of: object) -> int:
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        handle = int(found)  # type: ignore[call-overload]
+        if 0 <= handle < 1 << 64:
+            return handle  # type: ignore[no-any-return]
+    raise DeviceError(
+        f"the handle of the engine's {type(of).__name__} is none of the driver's",
+        where="cuda_ipc",
+        available="0 to 2**64 - 1",
+    )
+
 
 _EXPORT_HINT = (
     "take expandable_segments:True out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, start vLLM without sleep mode"

@@ -7,13 +7,67 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
+from typing import Any
 
+from cuda.bindings import nvrtc
+
+from kvf_cuda_ipc import INSTALL
 from kvf_cuda_ipc.driver import Driver, Function, RawStream
 from kvf_cuda_ipc.trial import prove
 from kvframework.api.driver import CopyBatch, Step
 from kvframework.errors import DeviceError
+
+
+def compiled(source: str, name: str, capability: int) -> bytes:
+    """Return machine code for GPUs of a compute capability such as 90; for a GPU newer than the compiler PTX, which the
+    driver translates. Raises `DeviceError` with the compiler's log, or if there is no compiler."""
+    architecture = _architecture(capability, _call(nvrtc.nvrtcGetSupportedArchs))
+    program = _call(nvrtc.nvrtcCreateProgram, source.encode(), name.encode(), 0, [], [])
+    options = [f"--gpu-architecture={architecture}".encode(), b"--std=c++17"]
+    try:
+        try:
+            _call(nvrtc.nvrtcCompileProgram, program, len(options), options)
+        except DeviceError as error:
+            log = _filled(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).rstrip(b"\0 \n").decode()
+            raise DeviceError(f"{name} for {architecture}: {log or error.fact}", where="cuda_ipc") from None
+        if architecture.startswith("sm_"):
+            return _filled(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        return _filled(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+    finally:
+        _call(nvrtc.nvrtcDestroyProgram, program)
+
+
+def _architecture(capability: int, known: Sequence[int]) -> str:
+    if capability in known:
+        return f"sm_{capability}"
+    older = [each for each in known if each < capability]
+    if not older:
+        raise DeviceError(
+            f"NVRTC compiles for no GPU as old as compute capability {capability}",
+            where="cuda_ipc",
+            available=f"{min(known)} and later",
+            hint='set engine = "dma"',
+        )
+    return f"compute_{max(older)}"
+
+
+def _filled(program: Any, size: Any, get: Any) -> bytes:
+    data = bytearray(_call(size, program))
+    _call(get, program, data)
+    return bytes(data)
+
+
+def _call(function: Any, *arguments: object) -> Any:
+    try:
+        status, *values = function(*arguments)
+    except RuntimeError as error:
+        raise DeviceError(f"NVRTC cannot be used: {error}", where="cuda_ipc", hint=INSTALL) from None
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise DeviceError(f"{function.__name__}: {status.name}", where="cuda_ipc")
+    return values[0] if values else None
+
 
 # The same as in gather.cu.
 PAIRS = 240
@@ -54,8 +108,6 @@ class GatherKernel:
     def built(cls, driver: Driver, blocks: int, ordinal: int = 0) -> GatherKernel:
         """Compile for a GPU, whose context is the current one, and prove it by a trial: some 0.2 s. Raises
         `DeviceError` without NVRTC, and if the trial fails."""
-        from kvf_cuda_ipc.compiling import compiled
-
         image = compiled(source(), "gather.cu", driver.compute_capability(ordinal))
         names = {size: f"kvf_copy_{size}" for size in _SIZES}
         made = cls(driver, driver.load_functions(image, names), blocks)

@@ -3,10 +3,55 @@
 from __future__ import annotations
 
 import os
+from typing import Annotated, Literal
 
-from kvf_filesystem.options import FilesystemOptions
-from kvframework.api.plugin import Finding
+from msgspec import Meta
+
+from kvframework.api.plugin import ByteSize, Finding, Options
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
+
+
+class FilesystemOptions(Options, frozen=True):
+    """Options of the `filesystem` tier; each field has a description."""
+
+    path: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="the folder; made with mode 0700 if it is missing. One that holds anything else, or that "
+            "any user may write to, is refused",
+        ),
+    ]
+    capacity: Annotated[ByteSize, Meta(description="bytes of values that the folder may hold")] = ByteSize(10 << 30)
+    fsync: Annotated[
+        Literal["none", "data", "full"],
+        Meta(
+            description='what is on the disk before a put returns: "none", nothing for sure; "data", the file; "full", '
+            "also its name. Only a power failure or a crash of the kernel makes a difference, and what it tears "
+            "is found by its checksum"
+        ),
+    ] = "none"
+    direct: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="which large values (1 MiB and more) bypass the page cache: auto, those written to a folder "
+            "that is not shared, where the file system can do it; on, all, written and read"
+        ),
+    ] = "auto"
+    shared: Annotated[
+        bool,
+        Meta(
+            description="several servers use the folder at the same time, for example by NFS; all of them set it. "
+            "Without it a second server is refused"
+        ),
+    ] = False
+    recount_s: Annotated[
+        float, Meta(gt=0, le=86400, description="with shared: seconds between two counts of the bytes in the folder")
+    ] = 60.0
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ValueError("capacity is at least 1 byte, found 0")
 
 
 def _probe() -> str | None:

@@ -12,18 +12,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from kvf_filesystem.form import (
-    HEAD_BYTES,
-    LARGE,
-    PAGE,
-    REFUSALS,
-    lead_bytes,
-    pack_head,
-    place_of,
-    start_for,
-    start_in,
-    value_bytes,
-)
+from kvf_filesystem import form
 from kvf_filesystem.root import Root
 from kvframework.api.plugin import Buffer
 from kvframework.api.tier import Outcome, PackedKey
@@ -111,10 +100,10 @@ class AlignedValue:
     def __init__(self, lead: Sequence[memoryview], bulk: Sequence[memoryview], nbytes: int) -> None:
         self._lead = lead
         self._nbytes = nbytes
-        self._start = start_for(nbytes, sum(part.nbytes for part in lead))
+        self._start = form.start_for(nbytes, sum(part.nbytes for part in lead))
         front = self._start + sum(part.nbytes for part in lead)
-        tail = bulk[-1].nbytes % PAGE
-        pages = memoryview(mmap.mmap(-1, front + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        tail = bulk[-1].nbytes % form.PAGE
+        pages = memoryview(mmap.mmap(-1, front + form.PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self._front, self._page = pages[:front], pages[front:]
         self._tail = bulk[-1][bulk[-1].nbytes - tail :]
         self._views = [self._front, *bulk[:-1], bulk[-1][: bulk[-1].nbytes - tail]]
@@ -124,7 +113,7 @@ class AlignedValue:
     def write(self, fd: int, check: Callable[[], None]) -> bool:
         """Writes head and value at the beginning of the file; False if the kernel refuses direct I/O: then any part may
         have been written. Raises `OSError`."""
-        self._front[:HEAD_BYTES] = pack_head(self._start, self._nbytes)
+        self._front[: form.HEAD_BYTES] = form.pack_head(self._start, self._nbytes)
         offset = self._start
         for part in self._lead:
             self._front[offset : offset + part.nbytes] = part
@@ -137,7 +126,7 @@ class AlignedValue:
         these parts need: the parts then hold undefined bytes. Raises `OSError`."""
         if not self._move(os.preadv, fd, check):
             return False
-        if start_in(bytes(self._front[:HEAD_BYTES]), self._nbytes) != self._start:
+        if form.start_in(bytes(self._front[: form.HEAD_BYTES]), self._nbytes) != self._start:
             return False
         offset = self._start
         for part in self._lead:
@@ -152,7 +141,7 @@ class AlignedValue:
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
             moved = move(operation, fd, self._views, check, enough=enough)
         except OSError as error:
-            if error.errno not in REFUSALS:
+            if error.errno not in form.REFUSALS:
                 raise
             moved = 0
         fcntl.fcntl(fd, fcntl.F_SETFL, 0)
@@ -162,13 +151,13 @@ class AlignedValue:
 def align(parts: Sequence[memoryview], nbytes: int) -> AlignedValue | None:
     """The value of `parts` (of bytes, none empty, `nbytes` together); None if their memory is not aligned for direct
     I/O."""
-    lead, index = lead_bytes(parts), 0
-    while index < len(parts) and parts[index].nbytes < PAGE:
+    lead, index = form.lead_bytes(parts), 0
+    while index < len(parts) and parts[index].nbytes < form.PAGE:
         index += 1
     bulk = parts[index:]
-    if not bulk or lead > PAGE or any(_address(part) % PAGE for part in bulk):
+    if not bulk or lead > form.PAGE or any(_address(part) % form.PAGE for part in bulk):
         return None
-    if any(part.nbytes % PAGE for part in bulk[:-1]):
+    if any(part.nbytes % form.PAGE for part in bulk[:-1]):
         return None
     return AlignedValue(parts[:index], bulk, nbytes)
 
@@ -185,7 +174,7 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO)  # a symbolic link, a socket
 
 def look(root: Root, key: PackedKey) -> Outcome:
     """FOUND, MISSING, or DAMAGED if the path is not a file. Raises `OSError`."""
-    folder, name = place_of(key)
+    folder, name = form.place_of(key)
     try:
         found = os.stat(name, dir_fd=root.folders.at(folder), follow_symlinks=False)
     except FileNotFoundError:
@@ -198,7 +187,7 @@ def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callabl
 
     Raises `OSError` for errors that do not concern this file alone, and the errors of `check`.
     """
-    folder, name = place_of(key)
+    folder, name = form.place_of(key)
     try:
         fd = os.open(name, _FLAGS, dir_fd=root.folders.at(folder))
     except FileNotFoundError:
@@ -211,7 +200,7 @@ def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callabl
         raise
     try:
         found = os.fstat(fd)
-        nbytes = value_bytes(found.st_size) if stat.S_ISREG(found.st_mode) else None
+        nbytes = form.value_bytes(found.st_size) if stat.S_ISREG(found.st_mode) else None
         if nbytes is None or nbytes > sum(part.nbytes for part in parts):
             return Outcome.DAMAGED
         whole = _read(fd, trimmed(parts, nbytes), nbytes, root.direct_reads, check)
@@ -222,17 +211,17 @@ def load(root: Root, key: PackedKey, parts: Sequence[memoryview], check: Callabl
 
 def _read(fd: int, parts: Sequence[memoryview], nbytes: int, direct: bool, check: Callable[[], None]) -> bool:
     """False if the file is not as it was written."""
-    head = bytearray(HEAD_BYTES)
-    if nbytes < LARGE:
-        whole = HEAD_BYTES + nbytes
+    head = bytearray(form.HEAD_BYTES)
+    if nbytes < form.LARGE:
+        whole = form.HEAD_BYTES + nbytes
         moved = move(os.preadv, fd, [memoryview(head), *parts], check, enough=whole)
-        return moved == whole and start_in(bytes(head), nbytes) == HEAD_BYTES
+        return moved == whole and form.start_in(bytes(head), nbytes) == form.HEAD_BYTES
     aligned = align(parts, nbytes) if direct else None
     if aligned is not None and aligned.read(fd, check):
         return True
     # A read of its own, also because it makes the kernel read ahead: without it the first large read waits for the
     # disk.
-    if os.preadv(fd, [head], 0) != HEAD_BYTES:
+    if os.preadv(fd, [head], 0) != form.HEAD_BYTES:
         return False
-    start = start_in(bytes(head), nbytes)
+    start = form.start_in(bytes(head), nbytes)
     return start is not None and move(os.preadv, fd, parts, check, offset=start, enough=nbytes) == nbytes

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
+from kvf_filesystem import FilesystemOptions
 from kvf_filesystem.form import FOLDERS
-from kvf_filesystem.ledger import Counting, Ledger, Limit
-from kvf_filesystem.listing import Lister
-from kvf_filesystem.options import FilesystemOptions
+from kvf_filesystem.ledger import Counting, Ledger, Limit, Lister
 from kvf_filesystem.reading import load, look
 from kvf_filesystem.root import Root, open_again_at, open_root
 from kvf_filesystem.shared_root import SharedRoot
@@ -72,7 +71,6 @@ class FilesystemTier(Tier):
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
-        _check_lengths(keys, parts)
         return self._each(
             lambda root, index, limit: load(root, keys[index], _flat(parts[index]), limit.check), len(keys), deadline
         )
@@ -82,7 +80,6 @@ class FilesystemTier(Tier):
     ) -> list[Outcome]:
         """Nothing can be stored before the folder's bytes are counted (a while after the start): the call waits for
         that for half of its time, and then every key is FAILED."""
-        _check_lengths(keys, parts)
 
         def store(root: Root, index: int, limit: Limit) -> Outcome:
             counted = self._counting.wait(limit.remaining() / 2)
@@ -169,11 +166,6 @@ class FilesystemTier(Tier):
             limit = Limit(time.monotonic() + 600, lambda: self._shared_root.closed)
             with self._shared_root.borrow() as root:
                 self._lister.entries(root, limit, folder=folder)
-
-
-def _check_lengths(keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]]) -> None:
-    if len(keys) != len(parts):
-        raise ValueError(f"{len(keys)} keys, but parts for {len(parts)}")
 
 
 def _flat(parts: Sequence[memoryview]) -> list[memoryview]:

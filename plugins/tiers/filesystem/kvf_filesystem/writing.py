@@ -10,17 +10,7 @@ import os
 import stat
 from collections.abc import Sequence
 
-from kvf_filesystem.form import (
-    LARGE,
-    counted_bytes,
-    file_bytes,
-    folder_name,
-    lead_bytes,
-    pack_head,
-    place_of,
-    start_for,
-    temporary_name,
-)
+from kvf_filesystem import form
 from kvf_filesystem.ledger import Ledger, Limit
 from kvf_filesystem.reading import align, move
 from kvf_filesystem.root import Root
@@ -51,7 +41,7 @@ class Writer:
         is removed then.
         """
         nbytes = sum(part.nbytes for part in parts)
-        folder, name = place_of(key)
+        folder, name = form.place_of(key)
         try:
             if not self._ledger.reserve(nbytes, _bytes_at(self._made(root, folder), name)):
                 return Outcome.FAILED
@@ -68,7 +58,7 @@ class Writer:
     def remove(self, root: Root, key: PackedKey, limit: Limit) -> Outcome:
         """Removes the file, or an empty folder in its place: DELETED, MISSING or FAILED. Raises `OSError` and
         `TierError`."""
-        folder, name = place_of(key)
+        folder, name = form.place_of(key)
         try:
             with limit.holding(self._ledger.locks[folder]):
                 fd = root.folders.now(folder)
@@ -89,7 +79,7 @@ class Writer:
     def _write_and_publish(
         self, root: Root, folder: int, name: str, parts: Sequence[memoryview], nbytes: int, limit: Limit
     ) -> Outcome:
-        temporary, folder_fd = temporary_name(self._token, next(self._numbers)), root.folders.at(folder)
+        temporary, folder_fd = form.temporary_name(self._token, next(self._numbers)), root.folders.at(folder)
         fd = os.open(temporary, _FLAGS, 0o600, dir_fd=folder_fd)
         published = False
         try:
@@ -119,7 +109,7 @@ class Writer:
             return root.folders.now(folder)
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(folder_name(folder), 0o700, dir_fd=root.fd)
+                os.mkdir(form.folder_name(folder), 0o700, dir_fd=root.fd)
         if self._syncs_names:
             os.fsync(root.fd)
         return root.folders.now(folder)
@@ -144,7 +134,7 @@ class Writer:
 
 def touch(root: Root, key: PackedKey) -> None:
     """Sets the time of the file, unless it has a second name, which may be outside of the folder. Raises `OSError`."""
-    folder, name = place_of(key)
+    folder, name = form.place_of(key)
     with contextlib.suppress(FileNotFoundError):
         fd = root.folders.at(folder)
         found = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -153,15 +143,15 @@ def touch(root: Root, key: PackedKey) -> None:
 
 
 def _write(fd: int, parts: Sequence[memoryview], nbytes: int, direct: bool, limit: Limit) -> None:
-    aligned = align(parts, nbytes) if direct and nbytes >= LARGE else None
+    aligned = align(parts, nbytes) if direct and nbytes >= form.LARGE else None
     if aligned is None or not aligned.write(fd, limit.check):
-        start = start_for(nbytes, lead_bytes(parts))
-        front = memoryview(pack_head(start, nbytes).ljust(start, b"\0"))
+        start = form.start_for(nbytes, form.lead_bytes(parts))
+        front = memoryview(form.pack_head(start, nbytes).ljust(start, b"\0"))
         whole = start + nbytes
         if move(os.pwritev, fd, [front, *parts], limit.check, enough=whole) < whole:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-    if nbytes >= LARGE:
-        os.ftruncate(fd, file_bytes(nbytes))
+    if nbytes >= form.LARGE:
+        os.ftruncate(fd, form.file_bytes(nbytes))
 
 
 def _rename(folder_fd: int, temporary: str, name: str) -> None:
@@ -180,4 +170,4 @@ def _bytes_at(folder_fd: int, name: str) -> int:
 
 
 def _counted(found: os.stat_result) -> int:
-    return counted_bytes(found.st_size) if stat.S_ISREG(found.st_mode) else 0
+    return form.counted_bytes(found.st_size) if stat.S_ISREG(found.st_mode) else 0

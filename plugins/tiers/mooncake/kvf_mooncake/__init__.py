@@ -6,11 +6,50 @@ Importing this module imports nothing of Mooncake.
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
+from typing import Annotated, Literal
 
-from kvf_mooncake.options import MooncakeOptions
-from kvframework.api.plugin import Finding
+from msgspec import Meta
+
+from kvframework.api.plugin import Finding, Options
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
+
+_PLACE = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,5})")
+
+
+class MooncakeOptions(Options, frozen=True):
+    """Options of the `mooncake` tier."""
+
+    master: Annotated[str, Meta(description="where mooncake_master answers: host:port")]
+    host: Annotated[
+        str,
+        Meta(description="this node's address or name for the peers; empty: the address from which it reaches master"),
+    ] = ""
+    metadata_server: Annotated[
+        str, Meta(min_length=1, description="the one that the peers name; P2PHANDSHAKE: none, they ask each other")
+    ] = "P2PHANDSHAKE"
+    protocol: Annotated[Literal["tcp", "rdma"], Meta(description="how values travel between nodes")] = "tcp"
+    devices: Annotated[
+        str, Meta(description="RDMA devices, separated by commas; empty: Mooncake chooses; for protocol rdma")
+    ] = ""
+    replicas: Annotated[int, Meta(ge=1, le=16, description="copies of each value, on as many peers")] = 1
+    prefix: Annotated[
+        str, Meta(max_length=64, description="comes before each key, which is its 72 bytes in hexadecimal")
+    ] = "kvf:"
+
+    def __post_init__(self) -> None:
+        place(self.master)
+        if self.devices and self.protocol != "rdma":
+            raise ValueError(f'devices are for protocol = "rdma", found {self.protocol!r}')
+
+
+def place(master: str) -> tuple[str, int]:
+    """Host and port. Raises `ValueError`."""
+    found = _PLACE.fullmatch(master)
+    if found is None or not 0 < int(found["port"]) < 1 << 16:
+        raise ValueError(f'master is "host:port", such as "10.0.0.7:50051", found {master!r}')
+    return found["host"].strip("[]"), int(found["port"])
 
 
 def _probe() -> str | None:

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-from kvf_mooncake.options import MooncakeOptions, place
+from kvf_mooncake import MooncakeOptions, place
 from kvf_mooncake.tier import MooncakeTier
 from kvf_mooncake.writes import SEAL_BYTES, in_words
 from kvframework.api.helper_tier import HelperTier

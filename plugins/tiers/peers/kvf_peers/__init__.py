@@ -3,9 +3,78 @@ loans to other nodes in threads of its own."""
 
 from __future__ import annotations
 
-from kvf_peers.options import PeersOptions
-from kvframework.api.plugin import Finding
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvframework.api.plugin import ByteSize, Finding, Options, SecretUrl
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
+
+# More nodes than that are found by hints: each is asked about each prompt that L1 lacks.
+MOST_ASKED = 8
+
+
+class PeersOptions(Options, frozen=True):
+    """Options of the `peers` tier; each field has a description."""
+
+    token_file: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="file with the secret that all nodes share, 16 bytes or more; read for each new connection. No "
+            "other user may read it",
+        ),
+    ]
+    listen: Annotated[str, Meta(description="HOST:PORT at which this node lends to others; empty: it only borrows")] = (
+        ""
+    )
+    peers: Annotated[
+        list[str],
+        Meta(
+            max_length=MOST_ASKED,
+            description='the nodes to ask, up to 8: ["HOST:PORT", ...], what they have in listen; this one may be one '
+            "of them, so that all nodes have the same list",
+        ),
+    ] = []  # noqa: RUF012  msgspec gives each its own
+    trusted_network: Annotated[
+        bool,
+        Meta(
+            description="values go in plain text, also over addresses that are not of this machine; without it they "
+            "need TLS"
+        ),
+    ] = False
+    tls_ca: Annotated[str, Meta(description="certificates that sign those of the nodes, a PEM file; turns TLS on")] = ""
+    tls_cert: Annotated[str, Meta(description="this node's certificate, for both directions, a PEM file")] = ""
+    tls_key: Annotated[str, Meta(description="its private key, a PEM file")] = ""
+    hints: Annotated[
+        SecretUrl,
+        Meta(
+            description="redis://HOST:PORT/DB of a Redis that knows which node has what, for more than 8 nodes; needs "
+            "redis-py. empty: all peers are asked"
+        ),
+    ] = ""
+    advertise: Annotated[
+        str, Meta(description="with hints: HOST:PORT at which other nodes reach this one; empty: what listen says")
+    ] = ""
+    hint_ttl_s: Annotated[int, Meta(ge=2, le=3600, description="seconds that a hint lives unless it is renewed")] = 900
+    ask_s: Annotated[
+        float, Meta(gt=0, le=10, description="longest wait, in seconds, for the answers who has a prompt")
+    ] = 0.25
+    connections: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="connections that this node serves at once; a further one ends that which is idle for longest",
+        ),
+    ] = 64
+    lent_bytes: Annotated[
+        ByteSize,
+        Meta(
+            description="bytes that may be on their way to other nodes at once, and a quarter of L1 at most; what is "
+            "asked beyond waits for a moment, and is refused then"
+        ),
+    ] = ByteSize(256 << 20)
 
 
 def _create(options: PeersOptions, context: TableContext) -> Tier:

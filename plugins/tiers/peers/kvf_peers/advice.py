@@ -9,12 +9,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from kvf_peers.handshake import NotTrusted, introduce
+from kvf_peers import PeersOptions
 from kvf_peers.holder import bound
 from kvf_peers.messages import ProtocolError, Welcome
-from kvf_peers.options import PeersOptions
 from kvf_peers.settings import Address, Settings, read_settings
-from kvf_peers.wire import Wire, explain
+from kvf_peers.wire import NotTrusted, Wire, explain, introduce
 from kvframework.api.plugin import Finding, TableContext
 
 _MOST_S = 2.0

@@ -21,9 +21,8 @@ from typing import TypeVar
 
 from redis.exceptions import RedisError
 
-from kvf_peers.directory import Directory
 from kvf_peers.messages import BOOT_BYTES
-from kvf_peers.peer import Peer
+from kvf_peers.peer import Directory, Peer
 from kvf_peers.settings import Address, Settings, parse_address
 from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Node

@@ -14,34 +14,143 @@ import socket
 import ssl
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvf_peers.bounds import Connections, Room, Served
-from kvf_peers.handshake import NotTrusted, admit
-from kvf_peers.messages import (
-    ASK_KEYS,
-    BUSY,
-    GET_KEYS,
-    MISSING,
-    MOST_REASON,
-    TOO_LONG,
-    VALUE,
-    VALUE_HEAD,
-    Ask,
-    Found,
-    FromReader,
-    Get,
-    ProtocolError,
-    split_keys,
-)
+from kvf_peers import messages as m
 from kvf_peers.settings import Address, Settings
-from kvf_peers.wire import Wire, explain
+from kvf_peers.wire import NotTrusted, Wire, admit, explain
 from kvframework.api.keys import PackedKey
-from kvframework.api.process import visible
+from kvframework.api.process import LogLimit, visible
 from kvframework.api.tier import Node
 from kvframework.errors import ConfigFieldError
 
 log = logging.getLogger(__name__)
+
+_STRANGERS, _STRANGERS_OF_A_HOST = 32, 8
+# A connection that has asked for nothing for so long makes place for another.
+_IDLE_ENOUGH_S = 1.0
+_REFUSED_TOLD = 8
+_TELL_EVERY_S = 1.0
+
+
+@dataclass
+class Served:
+    """A connection from `host`: a stranger's; one that waits for a request since `idle_since`; or one that is
+    answered."""
+
+    host: str
+    thread: threading.Thread | None = None
+    is_stranger: bool = True
+    idle_since: float | None = None
+
+
+class Refused(NamedTuple):
+    """A host that was refused: why the last time, how often, when last."""
+
+    reason: str
+    times: int
+    at: float
+
+
+class Connections:
+    """At most `most`, and strangers, who have not proved themselves yet, besides."""
+
+    def __init__(self, most: int, place: str) -> None:
+        self.counts = Counter(full=0, strangers=0)
+        self._most = most
+        self._place = place
+        self._served: dict[Wire, Served] = {}
+        self._refused: OrderedDict[str, Refused] = OrderedDict()
+        self._limit = LogLimit(1, _TELL_EVERY_S)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def all(self) -> dict[Wire, Served]:
+        """Returns those of now."""
+        with self._lock:
+            return dict(self._served)
+
+    def add(self, wire: Wire, stranger: Served) -> bool:
+        """Returns whether there is place for one more stranger."""
+        with self._lock:
+            hosts = [each.host for each in self._served.values() if each.is_stranger]
+            if len(hosts) >= _STRANGERS or hosts.count(stranger.host) >= _STRANGERS_OF_A_HOST:
+                self.counts["full"] += 1
+                return False
+            self._served[wire] = stranger
+            return True
+
+    def welcome(self, wire: Wire) -> None:
+        """A stranger has proved itself. Ends the connection that is idle for longest, if there are too many. Raises
+        `ProtocolError` if all of them are used."""
+        with self._lock:
+            known = {each: served.idle_since for each, served in self._served.items() if not served.is_stranger}
+            if len(known) >= self._most:
+                idle = {each: since for each, since in known.items() if since is not None}
+                oldest = min(idle, key=idle.__getitem__, default=None)
+                if oldest is None or idle[oldest] > time.monotonic() - _IDLE_ENOUGH_S:
+                    self.counts["full"] += 1
+                    raise m.ProtocolError("all connections are in use")
+                del self._served[oldest]
+                oldest.cut()
+            self._served[wire].is_stranger = False
+
+    def end(self, wire: Wire) -> None:
+        """Closes a connection."""
+        with self._lock:
+            self._served.pop(wire, None)
+        wire.close()
+
+    def refuse(self, host: str, reason: str) -> None:
+        """Remembers a stranger that was refused; the log has it once for each reason, however often it comes."""
+        now = time.monotonic()
+        with self._lock:
+            self.counts["strangers"] += 1
+            before = self._refused.pop(host, None)
+            self._refused[host] = Refused(reason, before.times + 1 if before else 1, now)
+            if len(self._refused) > _REFUSED_TOLD:
+                self._refused.popitem(last=False)
+        if (before is None or before.reason != reason) and self._limit.passes("refused"):
+            log.warning("%s was refused at %s: %s", host, self._place, reason)
+
+    def refused(self) -> list[dict[str, object]]:
+        """Returns the hosts that were refused last, for the status."""
+        now = time.monotonic()
+        with self._lock:
+            return [
+                {"node": host, "reason": each.reason, "count": each.times, "ago_s": round(now - each.at, 1)}
+                for host, each in reversed(self._refused.items())
+            ]
+
+
+class Room:
+    """Bytes on their way, at most `most` of them, or one larger value. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self.taken = 0
+        self._most = most
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def held(self, nbytes: int, until: float) -> Iterator[bool]:
+        """Yields whether there is room, which it waits for; `nbytes` of it are taken meanwhile."""
+        size = min(nbytes, self._most)
+        with self._changed:
+            there = self._changed.wait_for(lambda: self.taken + size <= self._most, max(until - time.monotonic(), 0.0))
+            self.taken += size if there else 0
+        try:
+            yield there
+        finally:
+            if there:
+                with self._changed:
+                    self.taken -= size
+                    self._changed.notify_all()
+
 
 # For TLS and the proofs; for one more request; for an answer without a value.
 _HELLO_S, _IDLE_S, _ANSWER_S = 2.0, 120.0, 5.0
@@ -166,10 +275,10 @@ class Holder:
             self._connections.welcome(wire)
             while not self._closing.is_set():
                 served.idle_since = time.monotonic()
-                request: Ask | Get = wire.read(FromReader, time.monotonic() + _IDLE_S)  # type: ignore[arg-type]
+                request: m.Ask | m.Get = wire.read(m.FromReader, time.monotonic() + _IDLE_S)  # type: ignore[arg-type]
                 served.idle_since = None
                 self._answer(wire, request)
-        except (OSError, EOFError, ProtocolError) as error:
+        except (OSError, EOFError, m.ProtocolError) as error:
             log.debug("a connection to %s ended: %s", self._listen, explain(error))
         except Exception:
             log.exception("a loan failed")
@@ -184,21 +293,21 @@ class Holder:
             self._connections.refuse(host, error.fact)
         except ssl.SSLEOFError:
             raise
-        except (ProtocolError, ssl.SSLError) as error:
+        except (m.ProtocolError, ssl.SSLError) as error:
             reason = explain(error) if isinstance(error, NotTrusted) else f"it is no node: {explain(error)}"
-            self._connections.refuse(host, visible(reason[:MOST_REASON]))
+            self._connections.refuse(host, visible(reason[: m.MOST_REASON]))
         else:
             return True
         return False
 
-    def _answer(self, wire: Wire, request: Ask | Get) -> None:
-        if isinstance(request, Ask):
-            held = self._node.holds(split_keys(request.keys, ASK_KEYS))
-            wire.write(Found(bytes(held)), time.monotonic() + _ANSWER_S)
+    def _answer(self, wire: Wire, request: m.Ask | m.Get) -> None:
+        if isinstance(request, m.Ask):
+            held = self._node.holds(m.split_keys(request.keys, m.ASK_KEYS))
+            wire.write(m.Found(bytes(held)), time.monotonic() + _ANSWER_S)
             return
-        keys = split_keys(request.keys, GET_KEYS)
+        keys = m.split_keys(request.keys, m.GET_KEYS)
         if len(keys) != len(request.rooms):
-            raise ProtocolError(f"{len(keys)} keys with {len(request.rooms)} rooms")
+            raise m.ProtocolError(f"{len(keys)} keys with {len(request.rooms)} rooms")
         deadline = time.monotonic() + min(request.left_ms / 1e3, _MOST_S)
         for key, room in zip(keys, request.rooms, strict=True):
             self._push(wire, key, room, deadline)
@@ -207,20 +316,20 @@ class Holder:
         # Room first: what is pinned is on its way.
         now = time.monotonic()
         with self._room.held(room, now + min((deadline - now) / 4, _WAIT_S)) as there:
-            status, loan = BUSY, None
+            status, loan = m.BUSY, None
             if there:
-                status, loan = MISSING, self._node.lend(key)
+                status, loan = m.MISSING, self._node.lend(key)
             else:
                 self._count(busy=1)
             if loan is None:
-                wire.send([memoryview(VALUE_HEAD.pack(status, 0))], deadline)
+                wire.send([memoryview(m.VALUE_HEAD.pack(status, 0))], deadline)
                 return
             with loan:
                 if loan.nbytes > room:
-                    wire.send([memoryview(VALUE_HEAD.pack(TOO_LONG, 0))], deadline)
+                    wire.send([memoryview(m.VALUE_HEAD.pack(m.TOO_LONG, 0))], deadline)
                     return
                 header, *rest = loan.parts()
-                head = VALUE_HEAD.pack(VALUE, loan.nbytes) + header
+                head = m.VALUE_HEAD.pack(m.VALUE, loan.nbytes) + header
                 wire.send([memoryview(head), *rest], deadline)
                 self._count(values=1, nbytes=loan.nbytes)
 

@@ -10,33 +10,16 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
-from kvf_peers.handshake import introduce
-from kvf_peers.messages import (
-    ANSWER_BYTES,
-    ASK_KEYS,
-    BUSY,
-    GET_KEYS,
-    LENGTH,
-    MISSING,
-    TOO_LONG,
-    VALUE,
-    VALUE_HEAD,
-    Ask,
-    Found,
-    Get,
-    ProtocolError,
-    Welcome,
-    decoded,
-    joined_keys,
-)
+from kvf_peers import messages as m
 from kvf_peers.settings import Address, Settings
-from kvf_peers.wire import Wire, explain
+from kvf_peers.wire import Wire, explain, introduce
 from kvframework.api.process import Backoff
-from kvframework.api.tier import Outcome, PackedKey
+from kvframework.api.tier import Node, Outcome, PackedKey
 from kvframework.errors import ConfigFieldError, TierError
 
 log = logging.getLogger(__name__)
@@ -50,7 +33,7 @@ _DISTRUSTED_S = 60.0
 _OLD_S = 60.0
 _MOST_IDLE = 8
 _MOST_MS = 600_000
-_OUTCOMES = {MISSING: Outcome.MISSING, BUSY: Outcome.FAILED, TOO_LONG: Outcome.DAMAGED}
+_OUTCOMES = {m.MISSING: Outcome.MISSING, m.BUSY: Outcome.FAILED, m.TOO_LONG: Outcome.DAMAGED}
 
 # The family and the address of a socket.
 Place = tuple[int, tuple[object, ...]]
@@ -64,7 +47,7 @@ class Verdict(NamedTuple):
     problem: str = ""
 
 
-Judge = Callable[[Welcome], Verdict]
+Judge = Callable[[m.Welcome], Verdict]
 
 
 @dataclass
@@ -87,7 +70,7 @@ class Peer:
 
     def __init__(self, address: Address, settings: Settings, judge: Judge) -> None:
         self.address = address
-        self.who: Welcome | None = None
+        self.who: m.Welcome | None = None
         self.problem = ""
         self.state: State = "connecting"
         self.changed = threading.Condition()
@@ -131,9 +114,9 @@ class Peer:
         """Sends the question which of `keys` it has. Raises `TierError`."""
         wire = self._take(until)
         try:
-            for first in range(0, len(keys), ASK_KEYS):
-                wire.write(Ask(joined_keys(keys[first : first + ASK_KEYS])), until)
-        except (OSError, EOFError, ProtocolError) as error:
+            for first in range(0, len(keys), m.ASK_KEYS):
+                wire.write(m.Ask(m.joined_keys(keys[first : first + m.ASK_KEYS])), until)
+        except (OSError, EOFError, m.ProtocolError) as error:
             raise self._failed(wire, error) from None
         return Question(self, wire, len(keys))
 
@@ -148,15 +131,15 @@ class Peer:
         `TierError`: the connection is closed then, and nothing arrives any more; what is noted is right."""
         wire = self._take(deadline)
         try:
-            for first in range(0, len(keys), GET_KEYS):
-                some = range(first, min(first + GET_KEYS, len(keys)))
+            for first in range(0, len(keys), m.GET_KEYS):
+                some = range(first, min(first + m.GET_KEYS, len(keys)))
                 rooms = [sum(part.nbytes for part in parts[index]) for index in some]
                 left_ms = min(max(int((deadline - time.monotonic()) * 1e3), 1), _MOST_MS)
-                wire.write(Get(joined_keys([keys[index] for index in some]), rooms, left_ms), deadline)
+                wire.write(m.Get(m.joined_keys([keys[index] for index in some]), rooms, left_ms), deadline)
                 for index, room in zip(some, rooms, strict=True):
                     outcomes[index] = outcome = _receive(wire, parts[index], room, deadline)
                     self._count(outcome)
-        except (OSError, EOFError, ProtocolError) as error:
+        except (OSError, EOFError, m.ProtocolError) as error:
             raise self._failed(wire, error) from None
         self._give_back(wire)
 
@@ -278,14 +261,14 @@ class Peer:
         self.start()
         return TierError(why, where=str(self.address))
 
-    def _connect(self, deadline: float) -> tuple[Wire, Welcome]:
+    def _connect(self, deadline: float) -> tuple[Wire, m.Welcome]:
         """A connection whose other side has proved itself, for a load. Raises `TierError`."""
         try:
             return self._opened(min(deadline, time.monotonic() + _CONNECT_S), self._place)
-        except (OSError, EOFError, ProtocolError, ConfigFieldError) as error:
+        except (OSError, EOFError, m.ProtocolError, ConfigFieldError) as error:
             raise self._lost(_said(error)) from None
 
-    def _opened(self, deadline: float, place: Place | None) -> tuple[Wire, Welcome]:
+    def _opened(self, deadline: float, place: Place | None) -> tuple[Wire, m.Welcome]:
         """A connection to `place`, or to the first address of its name that takes one."""
         places = [place] if place is not None else _places(self.address)
         for number, each in enumerate(places, 1):
@@ -312,7 +295,7 @@ class Peer:
             try:
                 wire, who = self._opened(time.monotonic() + _CONNECT_S, None)
                 self._settle_as(who)
-            except (OSError, EOFError, ProtocolError, ConfigFieldError) as error:
+            except (OSError, EOFError, m.ProtocolError, ConfigFieldError) as error:
                 self._is_down(_said(error))
             except Exception as error:  # a bug, which must not leave the node without this thread
                 log.exception("connecting to %s failed", self.address)
@@ -336,7 +319,7 @@ class Peer:
             pause_s = _USELESS_S if self.state == "useless" else pause_s
             self.changed.wait_for(lambda: self._closed or self.state in ("up", "connecting"), pause_s)
 
-    def _settle_as(self, who: Welcome) -> None:
+    def _settle_as(self, who: m.Welcome) -> None:
         useless, problem = self._judge(who)
         with self.changed:
             restarted = self.who is not None and self.who.boot_id != who.boot_id
@@ -378,10 +361,10 @@ class Question:
                 found = self._message()
                 if found is None:
                     return None
-                if len(found.here) != min(self._keys - len(self._here), ASK_KEYS):
-                    raise ProtocolError(f"{len(found.here)} answers to {self._keys} keys")
+                if len(found.here) != min(self._keys - len(self._here), m.ASK_KEYS):
+                    raise m.ProtocolError(f"{len(found.here)} answers to {self._keys} keys")
                 self._here += found.here
-        except (OSError, EOFError, ProtocolError) as error:
+        except (OSError, EOFError, m.ProtocolError) as error:
             raise self.peer._failed(self._wire, error) from None
         self.peer._answered(self._wire)
         return self._here
@@ -390,17 +373,17 @@ class Question:
         """The answer would come too late."""
         self.peer._unanswered(self._wire, time.monotonic() - self._asked_at)
 
-    def _message(self) -> Found | None:
+    def _message(self) -> m.Found | None:
         while True:
-            whole = LENGTH.size
-            if len(self._came) >= LENGTH.size:
-                (size,) = LENGTH.unpack_from(self._came)
-                if size > ANSWER_BYTES:
-                    raise ProtocolError(f"an answer of {size} bytes, expected at most {ANSWER_BYTES}")
+            whole = m.LENGTH.size
+            if len(self._came) >= m.LENGTH.size:
+                (size,) = m.LENGTH.unpack_from(self._came)
+                if size > m.ANSWER_BYTES:
+                    raise m.ProtocolError(f"an answer of {size} bytes, expected at most {m.ANSWER_BYTES}")
                 whole += size
                 if len(self._came) == whole:
-                    body, self._came = bytes(self._came[LENGTH.size :]), bytearray()
-                    return decoded(body, Found)
+                    body, self._came = bytes(self._came[m.LENGTH.size :]), bytearray()
+                    return m.decoded(body, m.Found)
             piece = self._wire.available(whole - len(self._came))
             if piece is None:
                 return None
@@ -413,13 +396,13 @@ def _places(address: Address) -> list[Place]:
 
 
 def _receive(wire: Wire, parts: Sequence[memoryview], room: int, deadline: float) -> int | Outcome:
-    head = bytearray(VALUE_HEAD.size)
+    head = bytearray(m.VALUE_HEAD.size)
     wire.receive_into(memoryview(head), deadline)
-    status, nbytes = VALUE_HEAD.unpack(head)
+    status, nbytes = m.VALUE_HEAD.unpack(head)
     if status in _OUTCOMES and not nbytes:
         return _OUTCOMES[status]
-    if status != VALUE or nbytes > room:
-        raise ProtocolError(f"{nbytes} bytes with status {status} into {room}")
+    if status != m.VALUE or nbytes > room:
+        raise m.ProtocolError(f"{nbytes} bytes with status {status} into {room}")
     left = int(nbytes)
     for part in parts:
         wanted = min(left, part.nbytes)
@@ -430,3 +413,56 @@ def _receive(wire: Wire, parts: Sequence[memoryview], room: int, deadline: float
 
 def _said(error: BaseException) -> str:
     return error.fact if isinstance(error, ConfigFieldError) else explain(error)
+
+
+class Directory(ABC):
+    """Thread-safe. What it says is a hint: the nodes are asked before anything is loaded."""
+
+    @abstractmethod
+    def peers(self) -> Sequence[Peer]:
+        """Returns the nodes that are known now."""
+
+    @abstractmethod
+    def candidates(self, keys: Sequence[PackedKey], until: float) -> Mapping[Peer, Sequence[int]]:
+        """Returns the nodes to ask, each with the indices of the keys to ask it for. Blocks until `until` at most.
+        Raises `TierError` if it cannot say."""
+
+    def attach(self, node: Node) -> None:
+        """Tells others from now on what this node has, where that is the directory's work."""
+        return
+
+    def ping(self, until: float) -> None:
+        """Raises `TierError` if what it asks besides the nodes does not answer."""
+        return
+
+    def problems(self) -> Sequence[str]:
+        """Returns what keeps it from working, see `Tier.problems`."""
+        return ()
+
+    def status(self) -> Mapping[str, object]:
+        """What other nodes learned of this one since `attach`, for the server's status."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the nodes, too."""
+
+
+class AskAll(Directory):
+    """A fixed list of nodes, all of which are asked."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self._peers = tuple(peers)
+
+    def peers(self) -> Sequence[Peer]:
+        return self._peers
+
+    def candidates(self, keys: Sequence[PackedKey], until: float) -> Mapping[Peer, Sequence[int]]:
+        everything = range(len(keys))
+        for peer in self._peers:
+            peer.start()
+        return {peer: everything for peer in self._peers if peer.settle(until)}
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()

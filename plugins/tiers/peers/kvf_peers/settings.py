@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from kvf_peers.options import PeersOptions
+from kvf_peers import PeersOptions
 from kvframework.api.installing import install_command
 from kvframework.errors import ConfigFieldError
 

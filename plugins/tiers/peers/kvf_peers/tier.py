@@ -11,11 +11,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 
-from kvf_peers.directory import AskAll, Directory
+from kvf_peers import PeersOptions
 from kvf_peers.holder import Holder
 from kvf_peers.messages import Welcome
-from kvf_peers.options import PeersOptions
-from kvf_peers.peer import Peer, Question, Verdict
+from kvf_peers.peer import AskAll, Directory, Peer, Question, Verdict
 from kvf_peers.settings import Address, Settings, read_settings
 from kvframework.api.process import LogLimit
 from kvframework.api.tier import Node, Outcome, PackedKey, Tier
@@ -74,8 +73,6 @@ class PeersTier(Tier):
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
         self._check(deadline)
-        if len(keys) != len(parts):
-            raise ValueError(f"{len(keys)} keys, but parts for {len(parts)}")
         with self._lock:
             known = {index: self._sources[key] for index, key in enumerate(keys) if key in self._sources}
         outcomes: list[int | Outcome] = [Outcome.MISSING] * len(keys)

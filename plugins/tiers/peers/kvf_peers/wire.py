@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
+import os
 import select
 import socket
 import ssl
@@ -18,7 +20,10 @@ from typing import TypeVar
 
 import msgspec
 
-from kvf_peers.messages import LENGTH, MOST_BYTES, ProtocolError, decoded, encoded
+from kvf_peers import messages as m
+from kvf_peers.settings import Settings
+from kvframework.api.process import visible
+from kvframework.api.tier import Node
 
 M = TypeVar("M")
 # A piece of a value: one system call, so a deadline is seen between two.
@@ -52,18 +57,18 @@ class Wire:
         self._is_tls = True
 
     def write(self, message: msgspec.Struct, deadline: float) -> None:
-        self.send([memoryview(encoded(message))], deadline)
+        self.send([memoryview(m.encoded(message))], deadline)
 
-    def read(self, kind: type[M], deadline: float, most: int = MOST_BYTES) -> M:
+    def read(self, kind: type[M], deadline: float, most: int = m.MOST_BYTES) -> M:
         """Receives one message of at most `most` bytes. Raises `EOFError` if the other side has ended between two."""
-        head = bytearray(LENGTH.size)
+        head = bytearray(m.LENGTH.size)
         self.receive_into(memoryview(head), deadline, may_end=True)
-        (size,) = LENGTH.unpack(head)
+        (size,) = m.LENGTH.unpack(head)
         if size > most:
-            raise ProtocolError(f"a message of {size} bytes, expected at most {most}")
+            raise m.ProtocolError(f"a message of {size} bytes, expected at most {most}")
         body = bytearray(size)
         self.receive_into(memoryview(body), deadline)
-        return decoded(bytes(body), kind)
+        return m.decoded(bytes(body), kind)
 
     def send(self, parts: Sequence[memoryview], deadline: float) -> None:
         """Sends all of `parts`, borrowed until it returns."""
@@ -151,3 +156,60 @@ def explain(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
+
+
+class NotTrusted(m.ProtocolError):
+    """One of the two sides does not know the token of the other, or speaks another version."""
+
+
+def introduce(wire: Wire, settings: Settings, host: str, deadline: float) -> m.Welcome:
+    """The reader's side: returns who the holder is. Raises `OSError`, `EOFError`, `ProtocolError`."""
+    if settings.tls is not None:
+        wire.start_tls(settings.tls.contexts()[0], deadline, host=host)
+    token = settings.token()
+    greeting = wire.read(m.Greeting, deadline, m.STRANGER_BYTES)
+    if greeting.version != m.VERSION:
+        raise NotTrusted(f"it speaks version {greeting.version} of the protocol, this node {m.VERSION}")
+    nonce = os.urandom(m.NONCE_BYTES)
+    said = m.proof(token, b"reader", greeting.nonce, nonce)
+    wire.write(m.Hello(m.VERSION, nonce, said), deadline)
+    answer: m.Welcome | m.Refused = wire.read(m.FromHolder, deadline)  # type: ignore[arg-type]
+    if isinstance(answer, m.Refused):
+        raise NotTrusted(f"it refuses this node: {visible(answer.reason[: m.MOST_REASON])}")
+    if not hmac.compare_digest(answer.proof, m.proof(token, b"holder", greeting.nonce, nonce)):
+        raise NotTrusted("it does not know the token")
+    return answer
+
+
+def admit(wire: Wire, settings: Settings, node: Node, deadline: float) -> None:
+    """The holder's side. Raises `OSError`, `EOFError`, `ProtocolError`, the latter to one that does not know the token,
+    which has got the reason."""
+    if settings.tls is not None:
+        wire.start_tls(settings.tls.contexts()[1], deadline)
+    nonce = os.urandom(m.NONCE_BYTES)
+    wire.write(m.Greeting(m.VERSION, nonce), deadline)
+    hello = wire.read(m.FromStranger, deadline, m.STRANGER_BYTES)
+    token = settings.token()
+    if hello.version != m.VERSION:
+        wire.write(m.Refused(f"version {m.VERSION} of the protocol is spoken here"), deadline)
+        raise NotTrusted(f"version {hello.version} of the protocol")
+    if not hmac.compare_digest(hello.proof, m.proof(token, b"reader", nonce, hello.nonce)):
+        wire.write(m.Refused("it has another token"), deadline)
+        raise NotTrusted("another token")
+    identity = node.identity
+    wire.write(
+        m.Welcome(
+            m.proof(token, b"holder", nonce, hello.nonce),
+            identity.boot_id,
+            identity.chunk_size,
+            identity.hasher,
+            told_models(node),
+        ),
+        deadline,
+    )
+
+
+def told_models(node: Node) -> dict[str, list[bytes]]:
+    """The models of a node, as many as a message tells."""
+    models = sorted(node.models().items())[: m.MOST_MODELS]
+    return {name: sorted(namespaces)[: m.MOST_NAMESPACES] for name, namespaces in models}

@@ -7,11 +7,91 @@ Importing this module does not import redis-py, so that a list of plugins stays 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Annotated, Literal
 
-from kvf_redis.options import RedisOptions
+from msgspec import Meta
+
 from kvframework.api.installing import install_command
-from kvframework.api.plugin import Finding
+from kvframework.api.plugin import ByteSize, Finding, Options, SecretUrl
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
+
+_YEAR_S = 365 * 24 * 3600
+
+# Redis closes the connection at a longer value (proto-max-bulk-len), which would fail the whole batch.
+MOST_VALUE_BYTES = ByteSize(512 << 20)
+LEAST_VALUE_BYTES = ByteSize(64 << 10)
+
+
+class RedisOptions(Options, frozen=True):
+    """Options of the `redis` tier. Its repr holds no password: `url` is shown without user, password and query."""
+
+    url: Annotated[
+        SecretUrl,
+        Meta(
+            min_length=1,
+            description="redis://host:6379/0, rediss://host:6379/0 (TLS) or unix:///path/redis.sock?db=0, with "
+            "redis-py's other parameters; with a topology: the first node of the cluster, or the first sentinel",
+        ),
+    ]
+    topology: Annotated[
+        Literal["single", "sentinel", "cluster"], Meta(description="one server, Redis Sentinel or Redis Cluster")
+    ] = "single"
+    nodes: Annotated[
+        list[str],
+        Meta(
+            description='more nodes of the cluster, or more sentinels: ["host:port", ...]; one that lives is enough to '
+            "find all"
+        ),
+    ] = []  # noqa: RUF012  msgspec gives each its own
+    master_name: Annotated[str, Meta(description="what the sentinels call the master; for topology sentinel")] = ""
+    username: Annotated[str, Meta(description="ACL user; takes precedence over the one in url")] = ""
+    password_env: Annotated[
+        str,
+        Meta(
+            description="name of the environment variable that holds the password, read when the server starts; takes "
+            "precedence over the one in url"
+        ),
+    ] = ""
+    password_file: Annotated[
+        str,
+        Meta(
+            description="file that holds the password, read for each new connection, so that it may be rotated; takes "
+            "precedence over the one in url"
+        ),
+    ] = ""
+    sentinel_password_env: Annotated[
+        str, Meta(description="name of the environment variable that holds the password of the sentinels themselves")
+    ] = ""
+    tls_ca: Annotated[str, Meta(description="certificates to trust, a PEM file; empty: those of the system")] = ""
+    tls_cert: Annotated[str, Meta(description="the client's certificate, a PEM file")] = ""
+    tls_key: Annotated[str, Meta(description="the client's private key, a PEM file")] = ""
+    prefix: Annotated[str, Meta(description="comes before the 72 bytes of every key")] = "kvf:"
+    ttl_s: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10 * _YEAR_S,
+            description="seconds after which a key that is neither stored nor used expires; 0: never, "
+            "leave it to the server's maxmemory-policy",
+        ),
+    ] = 0
+    max_value_bytes: Annotated[
+        ByteSize,
+        Meta(
+            description="larger values are stored in pieces; 64 KiB to 512 MiB, and no more than the server's "
+            "proto-max-bulk-len"
+        ),
+    ] = MOST_VALUE_BYTES
+    connections: Annotated[
+        int,
+        Meta(ge=1, le=64, description="connections to each server at most; a call uses one of each server it needs"),
+    ] = 8
+
+    def __post_init__(self) -> None:
+        if not LEAST_VALUE_BYTES <= self.max_value_bytes <= MOST_VALUE_BYTES:
+            raise ValueError(
+                f"max_value_bytes is between {LEAST_VALUE_BYTES} and {MOST_VALUE_BYTES}, found {self.max_value_bytes}"
+            )
 
 
 def _probe() -> str | None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-from kvf_redis.connect import Connector
-from kvf_redis.options import RedisOptions
+from kvf_redis import RedisOptions
+from kvf_redis.connect import Connector, Sentinels
 from kvf_redis.resp import Place
-from kvf_redis.sentinel import Sentinels
 from kvf_redis.settings import Settings, read_settings
 from kvframework.api.plugin import ByteSize, Finding, TableContext
 from kvframework.errors import TierError
@@ -41,9 +39,8 @@ def diagnose(options: RedisOptions, context: TableContext, deadline: float) -> l
         fact = f"{name} is older than Redis 4" if version else "its user may not read INFO"
         advice = "use Redis 4 or newer" if version else "allow +info to the user, for this check only"
         return [*findings, Finding("redis.version", "fail" if version else "warn", fact, advice)]
-    asked = partial(_setting, connector, place, deadline)
-    written = _writes(facts, asked("save") or "")
-    return [*findings, *_room(facts), *_policy(facts, options), written, _threads(asked("io-threads"))]
+    written = _writes(facts, _saves(connector, place, deadline))
+    return [*findings, *_room(facts), *_policy(facts, options), written]
 
 
 def _first_answer(options: RedisOptions, settings: Settings, where: str, deadline: float) -> tuple[Place | None, float]:
@@ -113,19 +110,12 @@ def _writes(facts: dict[str, str], save: str) -> Finding:
     return Finding("redis.persistence", "ok", "appendonly and save are off")
 
 
-def _threads(threads: str | None) -> Finding:
-    if threads is None:
-        return Finding("redis.io-threads", "ok", "not known to this version, or CONFIG is refused: the tier needs none")
-    many = "" if threads != "1" else ": more of them move more bytes, where the server has cores to spare"
-    return Finding("redis.io-threads", "ok", f"io-threads is {threads}{many}")
-
-
-def _setting(connector: Connector, place: Place | None, deadline: float, name: str) -> str | None:
-    """The value of a setting; None if the server knows none of that name, or refuses CONFIG."""
+def _saves(connector: Connector, place: Place | None, deadline: float) -> str:
+    """When the server forks to write to a disk; "" for never, and where CONFIG is refused."""
     try:
-        return connector.ask(place, "CONFIG", "GET", name, read=_second, deadline=deadline)
+        return connector.ask(place, "CONFIG", "GET", "save", read=_second, deadline=deadline) or ""
     except TierError:
-        return None
+        return ""
 
 
 def _second(reply: Any) -> str | None:

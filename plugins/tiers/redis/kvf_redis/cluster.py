@@ -16,8 +16,8 @@ from redis.cluster import parse_cluster_slots
 from redis.crc import key_slot
 
 from kvf_redis.commands import Command, Ping
-from kvf_redis.connect import Connector, NoAnswer
-from kvf_redis.node import Node, Router, answered_error, rebuilt
+from kvf_redis.connect import Connector, NoAnswer, rebuilt
+from kvf_redis.node import Node, Router, answered_error
 from kvf_redis.resp import Place, parse_redirect
 from kvframework.errors import TierError
 

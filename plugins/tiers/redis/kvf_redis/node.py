@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvf_redis.commands import Command, Oversized, Ping
-from kvf_redis.connect import NoAnswer
+from kvf_redis.connect import NoAnswer, rebuilt
 from kvf_redis.resp import Place, ProtocolSurprise, Refused, Wire, error_code
 from kvframework.api.plugin import Buffer
 from kvframework.errors import TierError
@@ -292,11 +292,6 @@ def answered_error(command: Command, where: str) -> TierError:
     return TierError(
         f"the server answers: {command.error}", where=where, hint=_HINTS.get(error_code(command.error), "")
     )
-
-
-def rebuilt(error: TierError) -> TierError:
-    """The same error, without traceback and context."""
-    return type(error)(error.fact, where=error.where, hint=error.hint)
 
 
 def _explain(error: Exception) -> tuple[str, str]:

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from redis.connection import Connection, SSLConnection, UnixDomainSocketConnection, parse_url
 from redis.exceptions import RedisError
 
+from kvf_redis import RedisOptions
 from kvf_redis.connect import Connector
-from kvf_redis.options import RedisOptions
 from kvf_redis.resp import Place
 from kvframework.errors import ConfigFieldError, TierError
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 
+from kvf_redis import LEAST_VALUE_BYTES, RedisOptions
 from kvf_redis.cluster import Cluster
 from kvf_redis.commands import TRAILER_BYTES, Command, Count, Length, Page, Tail, parse_trailer
-from kvf_redis.node import Node, OneNode, Router, rebuilt
-from kvf_redis.options import LEAST_VALUE_BYTES, RedisOptions
-from kvf_redis.sentinel import Sentinels
+from kvf_redis.connect import Sentinels, rebuilt
+from kvf_redis.node import Node, OneNode, Router
 from kvf_redis.settings import Settings, read_settings
 from kvf_redis.values import Borrowed, Reading, Writing, other_pieces, piece_ttl
 from kvframework.api.keys import PACKED_KEY_BYTES
@@ -115,7 +115,7 @@ class RedisTier(Tier):
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
         self._check(deadline)
-        with _borrowed(keys, parts) as values:
+        with _borrowed(parts) as values:
             readings = [
                 Reading(self._prefix + key, value, least=_LEAST_PIECE_BYTES)
                 for key, value in zip(keys, values, strict=True)
@@ -133,7 +133,7 @@ class RedisTier(Tier):
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
         self._check(deadline)
-        with _borrowed(keys, parts) as values:
+        with _borrowed(parts) as values:
             writings = [
                 Writing(self._prefix + key, value, max_bytes=self._max_bytes, ttl_s=self._ttl_s)
                 for key, value in zip(keys, values, strict=True)
@@ -230,8 +230,6 @@ def _expire(key: bytes, ttl_s: int) -> Count:
 
 
 @contextmanager
-def _borrowed(keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]]) -> Iterator[list[Borrowed]]:
-    if len(keys) != len(parts):
-        raise ValueError(f"{len(keys)} keys, but parts for {len(parts)}")
+def _borrowed(parts: Sequence[Sequence[memoryview]]) -> Iterator[list[Borrowed]]:
     with ExitStack() as stack:
         yield [stack.enter_context(Borrowed(each)) for each in parts]

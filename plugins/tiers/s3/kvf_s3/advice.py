@@ -7,9 +7,8 @@ import asyncio
 import time
 from typing import Any
 
-from kvf_s3.addresses import Address
+from kvf_s3 import Address, S3Options
 from kvf_s3.failures import Failure, understood
-from kvf_s3.options import S3Options
 from kvf_s3.settings import read_settings
 from kvf_s3.sweep import LEASE, first_page
 from kvframework.api.plugin import ByteSize, Finding, TableContext

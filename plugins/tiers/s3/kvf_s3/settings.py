@@ -14,9 +14,8 @@ from typing import Any
 
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from kvf_s3.addresses import Address
+from kvf_s3 import Address, S3Options
 from kvf_s3.failures import understood
-from kvf_s3.options import S3Options
 from kvframework.errors import ConfigFieldError
 
 _AGAIN_AFTER = timedelta(minutes=5)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-from kvf_s3.addresses import Address
+from kvf_s3 import Address
 from kvf_s3.failures import understood
 from kvframework.api.process import LogLimit
 from kvframework.api.tier import TierEntry

@@ -9,10 +9,9 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from kvf_s3.batches import ask_each, settled
+from kvf_s3 import S3Options
 from kvf_s3.failures import LATE, Failure, understood
-from kvf_s3.loop_thread import LoopThread
-from kvf_s3.options import S3Options
+from kvf_s3.loop_thread import LoopThread, ask_each, settled
 from kvf_s3.settings import Settings, read_settings
 from kvf_s3.sweep import Sweeper, first_page, pages
 from kvf_s3.values import find, receive, remove, send
@@ -80,7 +79,6 @@ class S3Tier(Tier):
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
-        _check_lengths(keys, parts)
 
         async def get(index: int) -> int | Outcome | Failure:
             answer = await receive(self._store, self._address.name_of(keys[index]), parts[index], deadline)
@@ -92,7 +90,6 @@ class S3Tier(Tier):
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        _check_lengths(keys, parts)
         each = list(parts)
 
         async def put(index: int) -> Outcome | Failure:
@@ -225,8 +222,3 @@ class S3Tier(Tier):
             if entries is None:
                 return
             yield from entries
-
-
-def _check_lengths(keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]]) -> None:
-    if len(keys) != len(parts):
-        raise ValueError(f"{len(keys)} keys, but parts for {len(parts)}")

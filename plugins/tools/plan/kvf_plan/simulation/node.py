@@ -21,10 +21,8 @@ from kvframework.registry.check import Creator, resolve_table
 from kvframework.registry.registry import PluginRegistry
 from kvframework.service.lifecycle import CacheService
 from kvframework.service.registration import AttachedTransport
-from kvframework.storage.l2.full_tier import Watermarks
-from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.l2.tiers import AttachedTier
-from kvframework.storage.l2.writer import WRITE_POLICIES
+from kvframework.storage.l2.sealed_tier import L2Store, Watermarks
+from kvframework.storage.l2.writer import WRITE_POLICIES, AttachedTier
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.wire import messages as m
