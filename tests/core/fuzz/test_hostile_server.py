@@ -16,11 +16,12 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvf_hashers.sha256 import Sha256
 from kvframework.api.keys import CacheKey
 from kvframework.api.layout import KVLayout, LayerGroup, canonical_desc
 from kvframework.api.plugin import Message
 from kvframework.api.transport import LoadGrant, Registration, StoreOutcome
-from kvframework.client import KVClient, SchedulerAdapter
+from kvframework.client import KVClient, RequestHashes, SchedulerAdapter
 from kvframework.client.hashing import granted_ranges
 from kvframework.client.transfers import bare_transfer, check_complete, check_ranges
 from kvframework.errors import KVFrameworkError
@@ -195,8 +196,14 @@ def test_a_grant_of_nonsense_is_refused(offsets: bytes, objects: bytes) -> None:
 @given(st.integers(-(1 << 63), (1 << 64) - 1))
 def test_a_hit_of_more_than_was_asked_for_is_a_miss(hit: int) -> None:
     class Liar:
-        usable, one_way = True, False
+        usable, maps_arena = True, False
         deadlines = ClientDeadlines()
+
+        def has(self, feature: str) -> bool:
+            return False
+
+        def free_soon(self, *tickets: str) -> None:
+            assert tickets == ()
 
         def request(self, name: str, payload: Message, response: object, **_: object) -> m.LookupReply:
             return m.LookupReply(hit, "ticket", pending=name == "LOOKUP")
@@ -204,14 +211,10 @@ def test_a_hit_of_more_than_was_asked_for_is_a_miss(hit: int) -> None:
         def lost(self, kind: str, code: str) -> None:
             assert kind == "lookups"
 
-    class Hashes:
-        hashed_tokens, request_id, cache_salt, trace, retain = 512, "r", "", "", ()
-
-        def digests(self, end: int) -> bytes:
-            return bytes(end // 256 * 32)
-
+    request = RequestHashes(Sha256(), 256, request_id="r")
+    request.extend(range(512))
     scheduler = SchedulerAdapter(Liar(), model_name="m", namespace=bytes(16), chunk_tokens=256)  # type: ignore[arg-type]
-    found = scheduler.lookup(Hashes(), 256)  # type: ignore[arg-type]
+    found = scheduler.lookup(request, 256)
     assert found.hit_tokens == (hit if 0 <= hit <= 256 else 0)
     assert scheduler.poll(found).hit_tokens == found.hit_tokens
     assert bool(scheduler.failures) == (not 0 <= hit <= 256)
