@@ -67,8 +67,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Problem(Part, frozen=True):
-    """A problem that keeps the server from working as configured now."""
-
     where: str = ""
     fact: str = ""
 
@@ -96,8 +94,6 @@ class Server(Part, frozen=True):
 
 
 class Instance(Part, frozen=True):
-    """A registered instance of an engine."""
-
     instance_id: int = 0
     session_id: int = 0
     pid: int = 0
@@ -192,8 +188,6 @@ class Use(Part, frozen=True):
 
 
 class Device(Part, frozen=True):
-    """A device's copier process."""
-
     device: str = ""
     pid: int | None = None
     starts: int = 0
@@ -227,8 +221,6 @@ class Recovered(Part, frozen=True):
 
 
 class Evicted(Part, frozen=True):
-    """Evicted objects by the cause."""
-
     room: Annotated[int, Counter("objects", "were evicted for the place of another object", False, _EVICTIONS)] = 0
     watermark: Annotated[int, Counter("objects", "were evicted to get below the watermark", False, _EVICTIONS)] = 0
     tenant: Annotated[int, Counter("objects", "were evicted by the share of a tenant", False, _EVICTIONS)] = 0
@@ -302,8 +294,6 @@ class Latency(Part, frozen=True):
 
 
 class TierCounters(Part, frozen=True):
-    """What is counted of the calls of one tier; part of `Tier`."""
-
     hits: Annotated[int, Counter("values", "were found", False, _VALUES, "hit")] = 0
     misses: Annotated[int, Counter("values", "were not found", False, _VALUES, "miss")] = 0
     stored: Annotated[int, Counter("values", "were stored", False, _VALUES)] = 0
@@ -354,8 +344,6 @@ class Tier(TierCounters, frozen=True):
 
 
 class LostBy(Part, frozen=True):
-    """What one client lost lately."""
-
     session_id: int = 0
     client: str = ""
     pid: int = 0
@@ -447,8 +435,6 @@ class MessagingCounters(Part, frozen=True):
 
 
 class Descriptors(Part, frozen=True):
-    """Open descriptors of the server, and what it accepts."""
-
     in_use: int = 0
     limit: int = 0
     sessions: bool = True
@@ -457,8 +443,6 @@ class Descriptors(Part, frozen=True):
 
 
 class Session(Part, frozen=True):
-    """A connected client."""
-
     session_id: int = 0
     pid: int = 0
     name: str = ""
@@ -491,8 +475,6 @@ class Messaging(Part, frozen=True):
 
 
 class Status(Part, frozen=True):
-    """The whole document."""
-
     server: Server = Server()
     problems: tuple[Problem, ...] = ()
     instances: tuple[Instance, ...] = ()

@@ -14,7 +14,7 @@ from kvframework.api.command import Endpoint, EndpointConfig, examples
 from kvframework.api.console import stderr
 from kvframework.api.plugin import ByteSize
 from kvframework.cli.console import print_document, print_text
-from kvframework.cli.serving import Format, Level, ServeOptions, run_server
+from kvframework.cli.serving import ServeOptions, run_server
 from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides
 from kvframework.client.status_source import server_endpoint
 from kvframework.config import (
@@ -24,6 +24,7 @@ from kvframework.config import (
     prepare_private_directory,
     trusted_server_uid,
 )
+from kvframework.config.schema import LogFormat, LogLevel
 from kvframework.errors import EndpointError
 from kvframework.keeper.sockets import CONTROL_SUFFIX, ask
 from kvframework.keeper.supervisor import PATHS, become_supervisor
@@ -44,8 +45,8 @@ serve_app, hold_app = typer.Typer(), typer.Typer()
 def serve(
     config: ConfigFile = None,
     overrides: Overrides = None,
-    log_level: Annotated[Level | None, typer.Option(help="Instead of [log] level.")] = None,
-    log_format: Annotated[Format | None, typer.Option(help="Instead of [log] format.")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="Instead of [log] level.")] = None,
+    log_format: Annotated[LogFormat | None, typer.Option(help="Instead of [log] format.")] = None,
     takeover: Annotated[
         bool, typer.Option("--takeover", help="Take the place and L1 of the server that runs at the endpoint.")
     ] = False,
@@ -59,7 +60,8 @@ def serve(
     With `--takeover` it checks all that can be checked, has the running server drain and hand over what it holds in L1,
     and goes on in its place; engines connect again by themselves.
     """
-    run_server(ServeOptions(config, overrides or (), log_level, log_format, takeover))
+    log = {name: value for name, value in (("level", log_level), ("format", log_format)) if value}
+    run_server(ServeOptions(config, overrides or (), log, takeover))
 
 
 @hold_app.command(
@@ -118,7 +120,7 @@ def _become(context: typer.Context, serve: list[str]) -> NoReturn:
     chosen = commands.get_command(context.parent, "serve").make_context("serve", [*serve], parent=context.parent).params
     # Earlier releases of typer leave them strings.
     settings = load_config(chosen["config"] and Path(chosen["config"]), chosen["overrides"] or ())
-    form = Format(chosen["log_format"]).value if chosen["log_format"] else settings.log.format
+    form = chosen["log_format"] or settings.log.format
     base = keeper_path(settings.server.endpoint)
     prepare_private_directory(Path(base).parent, shared=bool(settings.server.admit_uids))
     program = PATHS + "from kvframework.cli.main import main; main()"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
 import gc
 import logging
 import os
@@ -12,7 +11,7 @@ import resource
 import select
 import socket
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,42 +34,31 @@ log = logging.getLogger(__name__)
 _SWITCH_S = 0.0005
 # Of glibc's mallopt.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-
-
-class Level(str, enum.Enum):
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-
-
-class Format(str, enum.Enum):
-    human = "human"
-    json = "json"
+_LOG = {"--log-level": ("debug", "info", "warning", "error"), "--log-format": ("human", "json")}
 
 
 class ServeOptions(NamedTuple):
-    """What `kvframework.cli.serve` documents, read here: a keeper starts a server again within a second, and the
-    imports that a whole command line needs are a tenth of it."""
+    """What `kvframework.cli.serve` documents. `log` has the keys of `[log]` that the command line sets."""
 
-    config: Path | None = None
-    overrides: Sequence[str] = ()
-    log_level: Level | None = None
-    log_format: Format | None = None
-    takeover: bool = False
+    config: Path | None
+    overrides: Sequence[str]
+    log: Mapping[str, str]
+    takeover: bool
 
 
 def plain_options(arguments: Sequence[str]) -> ServeOptions | None:
     """Return the options of a command line that is `serve` with options in their usual form; None for any other, wrong
-    ones and --help included, which is for the whole command line to read."""
+    ones and --help included, which is for the whole command line to read: its imports take a tenth of the second in
+    which a keeper starts a server again."""
     if arguments[:1] != ["serve"]:
         return None
+    config, takeover = None, False
     overrides: list[str] = []
-    options = ServeOptions(overrides=overrides)
+    log: dict[str, str] = {}
     words = iter(arguments[1:])
     for word in words:
         if word == "--takeover":
-            options = options._replace(takeover=True)
+            takeover = True
             continue
         name, equals, value = word.partition("=")
         if not equals:
@@ -78,16 +66,14 @@ def plain_options(arguments: Sequence[str]) -> ServeOptions | None:
         if not value or value.startswith("-"):
             return None
         if name == "--config":
-            options = options._replace(config=Path(value))
+            config = Path(value)
         elif name == "--set":
             overrides.append(value)
-        elif name == "--log-level" and value in Level.__members__:
-            options = options._replace(log_level=Level[value])
-        elif name == "--log-format" and value in Format.__members__:
-            options = options._replace(log_format=Format[value])
+        elif value in _LOG.get(name, ()):
+            log[name.removeprefix("--log-")] = value
         else:
             return None
-    return options
+    return ServeOptions(config, overrides, log, takeover)
 
 
 def run_server(options: ServeOptions) -> None:
@@ -103,15 +89,23 @@ def run_server(options: ServeOptions) -> None:
     # Before any other process starts.
     keeper = Keeper.from_environment()
 
+    def read() -> Config:
+        from msgspec.structs import replace
+
+        from kvframework.config import load_config
+
+        config = load_config(options.config, options.overrides)
+        return replace(config, log=replace(config.log, **options.log))
+
     def read_again() -> Config:
         if Path(settings.source).is_fifo():  # it would wait for a writer, and with it each later SIGHUP
             raise ConfigFileError("a pipe cannot be read again", where=settings.source, hint="write a file")
-        return _read(options)
+        return read()
 
     with StopSignals() as signals, ReloadSignal() as reloads:
         json_log = False
         try:
-            settings = _read(options)
+            settings = read()
             json_log = settings.log.format == "json"
             configure_logging(settings.log.level, settings.log.format)
             with bounded(partial(_end_at_once, json_log)):
@@ -132,17 +126,6 @@ def run_server(options: ServeOptions) -> None:
             sys.exit(EXIT_ERROR if foreseen else EXIT_UNFORESEEN)
         finally:
             end_logging()
-
-
-def _read(options: ServeOptions) -> Config:
-    import msgspec
-
-    from kvframework.config import load_config
-
-    config = load_config(options.config, options.overrides)
-    chosen = {"level": options.log_level, "format": options.log_format}
-    changed = {name: each.value for name, each in chosen.items() if each}
-    return msgspec.structs.replace(config, log=msgspec.structs.replace(config.log, **changed))
 
 
 def _end_at_once(json_log: bool, error: KVFrameworkError) -> None:

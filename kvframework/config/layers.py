@@ -17,15 +17,27 @@ _HINT = "write table.key=value, for example l1.capacity=4GiB or l2.0.url=redis:/
 
 def apply_override(raw: dict[str, object], override: str) -> None:
     """Sets one value in `raw`, and creates missing tables. A number indexes an array of tables; one past its end
-    appends.
-
-    Raises `ConfigFieldError` if the override is malformed or its path does not exist.
-    """
+    appends. Raises `ConfigFieldError` if the override is malformed or its path does not exist."""
     keys, text = override_keys(override), override.partition("=")[2]
     node: object = raw
     for key, following in pairwise(keys):
-        node = _descend(node, key, [] if following.isdecimal() else {}, override)
-    _place(node, keys[-1], parse_value(text.strip()), override)
+        empty: object = [] if following.isdecimal() else {}
+        if isinstance(node, dict):
+            node = node.setdefault(key, empty)
+        elif isinstance(node, list):
+            index = _index(node, key, override)
+            node[index:] = node[index:] or [empty]
+            node = node[index]
+        else:
+            raise _refusal(override, f"goes through {key!r}, but its parent is a value, not a table")
+    value, last = parse_value(text.strip()), keys[-1]
+    if isinstance(node, dict):
+        node[last] = value
+    elif isinstance(node, list):
+        index = _index(node, last, override)
+        node[index : index + 1] = [value]
+    else:
+        raise _refusal(override, f"sets {last!r} in a value that is not a table")
 
 
 def override_keys(override: str) -> tuple[str, ...]:
@@ -47,27 +59,6 @@ def parse_value(text: str) -> object:
         return text
     # A line break in the text could have smuggled in further keys.
     return parsed["value"] if len(parsed) == 1 else text
-
-
-def _descend(node: object, key: str, empty: object, override: str) -> object:
-    if isinstance(node, dict):
-        return node.setdefault(key, empty)
-    if isinstance(node, list):
-        index = _index(node, key, override)
-        if index == len(node):
-            node.append(empty)
-        return node[index]
-    raise _refusal(override, f"goes through {key!r}, but its parent is a value, not a table")
-
-
-def _place(node: object, key: str, value: object, override: str) -> None:
-    if isinstance(node, dict):
-        node[key] = value
-    elif isinstance(node, list):
-        index = _index(node, key, override)
-        node[index:] = [value, *node[index + 1 :]]
-    else:
-        raise _refusal(override, f"sets {key!r} in a value that is not a table")
 
 
 def _index(node: list[object], key: str, override: str) -> int:

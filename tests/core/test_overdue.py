@@ -53,7 +53,7 @@ def test_a_call_that_returned_is_never_overdue(monkeypatch: pytest.MonkeyPatch) 
     with bounded(said.append), timed("codec.slow", "its probe"):
         end = time.monotonic() + 1.5 * BOUND_S
         wait_until(lambda: time.monotonic() > end, 30, "three quarters of its time")
-    wait_until(lambda: not any(isinstance(each, threading.Timer) for each in threading.enumerate()), 30, "its end")
+    wait_until(lambda: not any(each.name == "kvf-overdue" for each in threading.enumerate()), 30, "its end")
     assert not said
 
 

@@ -1,50 +1,120 @@
-"""What docs/plugins tells the authors of memories, eviction policies, hashers, codecs and listeners works."""
+"""What docs/plugins tells the authors of plugins works as it stands there."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 
 import pytest
 
+from kvf_dev.testing import TierConformance
+from kvf_dev.testing.faults import WIRE_FAULTS
+from kvf_dev.testing.tier import TierKit
 from kvframework.api import hookspecs
+from kvframework.api.plugin import Finding
+from kvframework.api.tier import OPTIONAL_METHODS
+from kvframework.config import load_config
+from kvframework.registry import PluginRegistry, check_config
 from tests.core.registry.fake_distributions import install
 from tests.core.registry.test_hook_examples import example
 from tests.docs import shown
 
 PLUGINS = Path(__file__).resolve().parents[2] / "docs" / "plugins"
-GUIDES: dict[str, Callable[[], object]] = {
-    "memory.md": hookspecs.kvf_memories,
-    "eviction.md": hookspecs.kvf_eviction_policies,
-    "hashers.md": hookspecs.kvf_key_hashers,
-    "codecs.md": hookspecs.kvf_codecs,
-    "listeners.md": hookspecs.kvf_listeners,
+# The hook whose example a page shows, and how many cases its proof passes at least.
+GUIDES: dict[str, tuple[Callable[[], object] | None, int]] = {
+    "memory.md": (hookspecs.kvf_memories, 8),
+    "tiers.md": (hookspecs.kvf_tiers, 81),
+    "eviction.md": (hookspecs.kvf_eviction_policies, 10),
+    "hashers.md": (hookspecs.kvf_key_hashers, 10),
+    "codecs.md": (hookspecs.kvf_codecs, 10),
+    "listeners.md": (hookspecs.kvf_listeners, 4),
+    "layouts.md": (None, 10),
 }
+OF_TORCH = {"layouts.md"}
+TIERS = (PLUGINS / "tiers.md").read_text()
 
 
 def blocks(guide: str, language: str) -> list[str]:
     return shown.blocks((PLUGINS / guide).read_text(), language)
 
 
-@pytest.mark.parametrize("guide", GUIDES)
+def saved_as(guide: str) -> list[str]:
+    """The names of the modules that it says to save."""
+    return re.findall(r"[Ss]ave\s+(?:it|this)\s+as\s+`(\w+)\.py`", (PLUGINS / guide).read_text())
+
+
+@pytest.mark.parametrize("guide", [guide for guide, (hook, _) in GUIDES.items() if hook])
 def test_its_plugin_is_the_hooks_example(guide: str) -> None:
-    entry_point, code = example(GUIDES[guide])
+    hook = GUIDES[guide][0]
+    assert hook is not None
+    entry_point, code = example(hook)
     assert blocks(guide, "python")[0].strip() == code.strip()
     (package,) = blocks(guide, "toml")
     assert f'"{entry_point}" = "{saved_as(guide)[0]}"' in package
 
 
-@pytest.mark.parametrize("guide", GUIDES)
+@pytest.mark.parametrize(
+    "guide", [pytest.param(guide, marks=pytest.mark.torch if guide in OF_TORCH else ()) for guide in GUIDES]
+)
 def test_its_plugin_package_and_proof_work_together(guide: str, tmp_path: Path) -> None:
-    plugin, proof = blocks(guide, "python")
-    (package,) = blocks(guide, "toml")
-    module, test = saved_as(guide)
-    install(tmp_path, "guide", shown.entry_points(package), {module: plugin})
+    if guide in OF_TORCH:
+        pytest.importorskip("torch")
+    plugin, proof, *_ = blocks(guide, "python")
+    module, test, *_ = saved_as(guide)
+    install(tmp_path, "guide", shown.entry_points(blocks(guide, "toml")[0]), {module: plugin})
     (tmp_path / f"{test}.py").write_text(proof)
-    assert shown.prove(tmp_path) >= {"memory.md": 8, "listeners.md": 4}.get(guide, 10)
+    assert shown.prove(tmp_path) >= GUIDES[guide][1]
 
 
-def saved_as(guide: str) -> list[str]:
-    """The names of the modules that it says to save."""
-    return re.findall(r"[Ss]ave\s+(?:it|this)\s+as\s+`(\w+)\.py`", (PLUGINS / guide).read_text())
+# layouts
+
+
+def test_the_layout_its_package_and_its_toml_fit_together(site: Path, tmp_path: Path) -> None:
+    package, toml = blocks("layouts.md", "toml")
+    install(site, "kvf-pair", shown.entry_points(package), {"kvf_pair": blocks("layouts.md", "python")[0]})
+    (tmp_path / "kvf.toml").write_text(toml)
+    check_config(load_config(tmp_path / "kvf.toml"), PluginRegistry())
+
+
+@pytest.mark.torch
+def test_the_two_special_memories_pass_their_proof(tmp_path: Path) -> None:
+    """x-packed keys, and K and V of different strides."""
+    pytest.importorskip("torch")
+    _, _, apart, proof = blocks("layouts.md", "python")
+    (tmp_path / "kvf_apart.py").write_text(apart)
+    (tmp_path / "test_special.py").write_text(proof)
+    assert shown.prove(tmp_path) >= 20
+
+
+# tiers
+
+
+def test_the_diagnosis_of_a_tier_gives_findings(tmp_path: Path) -> None:
+    (code,) = [block for block in blocks("tiers.md", "python") if "def diagnose" in block]
+    (tmp_path / "shown.py").write_text(code)
+    names = run_path(str(tmp_path / "shown.py"))
+    for capacity, level in ((1, "ok"), (1 << 62, "warn")):
+        (found,) = names["diagnose"](SimpleNamespace(path=str(tmp_path), capacity=capacity), None, 0.0)
+        assert isinstance(found, Finding)
+        assert found.level == level
+
+
+def test_all_that_the_kit_of_tiers_takes_is_named() -> None:
+    attributes = [name for name in inspect.get_annotations(TierKit) if not name.startswith("_")]
+    for name in [*attributes, "tier_options", "tier", "ttl_tier", "small_tier", "faulty_tier"]:
+        assert f"| `{name}` |" in TIERS
+        assert f"`{name}`" in (TierConformance.__doc__ or "")
+    for name in attributes:
+        default = repr(getattr(TierKit, name)).replace("'", '"')
+        assert f"| `{name}` | `{default}` |" in TIERS
+
+
+def test_the_tables_of_tiers_are_complete() -> None:
+    for name, meaning in WIRE_FAULTS.items():
+        assert f"| `{name}` | {meaning} |" in TIERS
+    for name in OPTIONAL_METHODS:
+        assert f"| `{name}` |" in TIERS

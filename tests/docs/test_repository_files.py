@@ -11,7 +11,6 @@ import pytest
 from kvframework.api import installing
 from kvframework.api.installing import install_command, requirement
 from tests.docs.install_commands import in_step
-from tests.docs.prose import PAGES
 from tests.docs.shown import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,12 +67,6 @@ ON_AN_INDEX = {"kvframework": "kvframework", "kvframework-bench": "kvframework-b
 def test_no_source_spells_a_command_of_its_own() -> None:
     named = re.compile(r"pip install [^`\n]*(?:DIR-OF-CLONE|(?<![\w./-])\"?kvframework(?:\[|\"|`| |$))", re.MULTILINE)
     assert [str(file.relative_to(ROOT)) for file in SOURCES if named.search(file.read_text())] == []
-
-
-def test_every_page_is_in_step() -> None:
-    assert [
-        str(page) for page in PAGES if page.name != "CHANGELOG.md" and in_step(page.read_text()) != page.read_text()
-    ] == []
 
 
 def test_the_day_of_the_release_is_one_change(monkeypatch: pytest.MonkeyPatch) -> None:

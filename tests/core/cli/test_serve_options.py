@@ -46,7 +46,8 @@ def whole(arguments: Sequence[str]) -> ServeOptions:
     parent = command.make_context("kvframework", ["serve"], obj=Settings())
     read = command.get_command(parent, "serve").make_context("serve", list(arguments), parent=parent).params
     config = Path(read["config"]) if read["config"] else None
-    return ServeOptions(**{**read, "config": config, "overrides": list(read["overrides"] or [])})
+    log = {name: read[f"log_{name}"] for name in ("level", "format") if read[f"log_{name}"]}
+    return ServeOptions(config, list(read["overrides"] or []), log, read["takeover"])
 
 
 @pytest.mark.parametrize("arguments", USUAL)
