@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
-from kvf_observe.dashboard import dashboard
+from kvframework.api.toml import read_toml
 from tests.docs import (
-    alert_rules,
     configuration_tables,
     counter_table,
     engine_table,
@@ -34,9 +35,11 @@ def generated() -> dict[Path, str]:
     files[DOCS / "commands.md"] = reference_tables.commands(files[DOCS / "commands.md"])
     files[DOCS / "configuration.md"] = configuration_tables.renewed(files[DOCS / "configuration.md"])
     files[DOCS / "status.md"] = counter_table.renewed(files[DOCS / "status.md"])
-    files[ROOT / "deploy" / "grafana" / "kvframework.json"] = dashboard()
-    files[ROOT / "deploy" / "prometheus" / "kvframework.rules.yml"] = alert_rules.prometheus()
-    files[ROOT / "deploy" / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = alert_rules.kubernetes()
+    deploy, alerts = ROOT / "deploy", _generator("prometheus/alerts.py")
+    documentation = read_toml(ROOT / "pyproject.toml")["project"]["urls"]["Documentation"]
+    files[deploy / "grafana" / "kvframework.json"] = _generator("grafana/dashboard.py").dashboard()
+    files[deploy / "prometheus" / "kvframework.rules.yml"] = alerts.prometheus(documentation)
+    files[deploy / "kubernetes" / "monitoring" / "prometheusrule.yaml"] = alerts.kubernetes(documentation)
     files[DOCS / "metrics.md"] = NOTE + reference_tables.metrics()
     engines = DOCS / "engines" / "README.md"
     files[engines] = engine_table.renewed(files[engines])
@@ -45,6 +48,16 @@ def generated() -> dict[Path, str]:
     files |= {readme: option_tables.renewed(readme, offers) for readme, offers in option_tables.readmes().items()}
     files[DOCS / "ttft.svg"] = ttft_plot.drawn(files[DOCS / "benchmarks.md"])
     return {file: in_step(text) for file, text in files.items()}
+
+
+def _generator(script: str) -> ModuleType:
+    """The generator of files of `deploy/`, which is beside them and in no package."""
+    spec = spec_from_file_location(script.rpartition("/")[2].removesuffix(".py"), ROOT / "deploy" / script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvf_observe.alerts import ALERTS
 from kvf_observe.app import family
 from kvf_observe.metrics import METRICS, OWN, own_document
 from kvf_observe.poller import Observed
@@ -20,6 +19,18 @@ from tests.observe.documents import NOW
 
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "kvframework.rules.yml"
 NEEDED = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
+
+
+class Alert(NamedTuple):
+    """A rule of the file; `row` is the anchor of its row in docs/operations.md."""
+
+    name: str
+    expr: str
+    row: str
+
+
+_ALERT = re.compile(r"- alert: (\w+)\n +expr: (.+)\n(?: .+\n)+? +runbook_url: .+/docs/operations.md#(\S+)\n")
+ALERTS = [Alert(name, json.loads(expr), row) for name, expr, row in _ALERT.findall(RULES.read_text())]
 _NAMES = {name for alert in ALERTS for name in re.findall(r"kvframework_\w+", alert.expr)}
 
 

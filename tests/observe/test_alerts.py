@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvf_observe.alerts import ALERTS
 from kvf_observe.poller import Observed
 from tests.observe.documents import answered, document
 from tests.observe.failures import AWAY, LOST, REFUSED, ROWS
-from tests.observe.promtool import NEEDED, Timeline, complaints
+from tests.observe.promtool import ALERTS, NEEDED, Timeline, complaints
 
 pytestmark = NEEDED
 

@@ -14,8 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
-from kvf_observe.alerts import ALERTS
-from tests.observe.promtool import RULES
+from tests.observe.promtool import ALERTS, RULES
 from tests.support.certificates import make_certificate
 from tests.support.observe_process import SLOW_S, ObserveProcess, get
 from tests.support.ports import free_port

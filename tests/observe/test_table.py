@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from kvf_observe.alerts import ALERTS
 from kvf_observe.app import exposition
 from kvf_observe.health import CHECKS, check_of
 from kvf_observe.history import LOADING
@@ -20,12 +16,12 @@ from kvf_observe.metrics import METRICS, TABLE
 from kvframework.status import COUNTERS, REASONS
 from tests.docs.test_links import anchors
 from tests.observe.documents import NOW, answered, document
+from tests.observe.promtool import ALERTS, NEEDED, RULES
 from tests.support import doc_tables
 
 ROOT = Path(__file__).resolve().parents[2]
 STATUS = (ROOT / "docs" / "status.md").read_text()
 OPERATIONS = ROOT / "docs" / "operations.md"
-RULES = ROOT / "deploy" / "prometheus" / "kvframework.rules.yml"
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "kvframework.json").read_text())
 NAME = re.compile(r"\bkvframework_[a-z0-9_]+")
 SUFFIXES = ("", "_bucket", "_sum", "_count")
@@ -133,15 +129,12 @@ def test_no_two_panels_lie_on_each_other() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-def test_each_alert_links_to_its_row_and_has_a_name_of_its_own() -> None:
-    text = RULES.read_text()
-    for alert in ALERTS:
-        assert f"- alert: {alert.name}\n" in text
-        assert f"/docs/operations.md#{alert.row}\n" in text
+def test_every_alert_has_a_name_of_its_own() -> None:
+    assert len(ALERTS) == RULES.read_text().count("- alert: ") > 20
     assert len({alert.name for alert in ALERTS}) == len(ALERTS)
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
+@NEEDED
 def test_promtool_reads_the_rules() -> None:
     done = subprocess.run(
         ["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, timeout=240, check=False

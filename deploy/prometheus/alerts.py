@@ -1,4 +1,5 @@
-"""The alerts, each with the row of docs/operations.md that says what to do, and the rule file for Prometheus. Pure."""
+"""The alerts, each with the row of docs/operations.md that says what to do, and the files of rules for Prometheus and
+for its operator. `python -m tests.docs.generate` writes them. Pure."""
 
 from __future__ import annotations
 
@@ -234,8 +235,29 @@ ALERTS = (
 )
 
 
-def rules(documentation: str) -> str:
+_NOTE = "# Made from deploy/prometheus/alerts.py; renew with python -m tests.docs.generate\n"
+_KUBERNETES = """\
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: kvframework
+  labels: {app.kubernetes.io/name: kvframework}
+spec:
+"""
+
+
+def prometheus(documentation: str) -> str:
     """The rule file, in YAML; `documentation` is the URL of the folder of the docs."""
+    return _NOTE + "".join(_rules(documentation))
+
+
+def kubernetes(documentation: str) -> str:
+    """The same rules as a resource of Prometheus's operator."""
+    return _NOTE + _KUBERNETES + "".join(f"  {line}" for line in _rules(documentation))
+
+
+def _rules(documentation: str) -> list[str]:
+    """The lines of the file."""
     lines = ["groups:", "  - name: kvframework", "    rules:"]
     for alert in ALERTS:
         lines += [
@@ -248,4 +270,4 @@ def rules(documentation: str) -> str:
             f"          summary: {json.dumps(alert.summary)}",
             f"          runbook_url: {documentation}/operations.md#{alert.row}",
         ]
-    return "\n".join([*lines, ""])
+    return [f"{line}\n" for line in lines]

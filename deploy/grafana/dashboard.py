@@ -1,4 +1,5 @@
-"""The dashboard for Grafana: an overview, and a panel for each metric of the table. Pure."""
+"""The dashboard for Grafana: an overview, and a panel for each metric of the table. `python -m tests.docs.generate`
+writes it. Pure."""
 
 from __future__ import annotations
 
