@@ -53,9 +53,8 @@ def test_every_capacity_is_as_the_object_table(seed: int, join: int) -> None:
     for chunks in (20, 25, 50, 100, 200, 400, 800):
         hits = table_hits(prompts, chunks)
         assert hits == [curve.hits_of(index, chunks) for index in range(len(hits))], chunks
-        assert curve.hit_rate(chunks) == sum(hits) / prompts.uses
         assert curve.token_hit_rate(chunks) == sum(hits) * prompts.chunk_tokens / prompts.tokens
-    assert 0 < curve.hit_rate(20) < curve.hit_rate(100) < curve.hit_rate(10**9)
+    assert 0 < curve.token_hit_rate(20) < curve.token_hit_rate(100) < curve.token_hit_rate(10**9)
 
 
 @given(traces(), st.integers(1, 40))
@@ -70,7 +69,7 @@ def test_it_is_the_stack_of_all_prefixes(trace: MadeTrace, chunks: int) -> None:
             found += 1
         hits += found
         stack = [*prompt.nodes, *(node for node in stack if node not in set(prompt.nodes))]
-    assert curve.hit_rate(chunks) == (hits / prompts.uses if prompts.uses else 0.0)
+    assert curve.token_hit_rate(chunks) == (hits * prompts.chunk_tokens / prompts.tokens if prompts.uses else 0.0)
 
 
 @given(traces(), st.floats(0.01, 1.0))
@@ -86,4 +85,4 @@ def test_the_least_capacity_for_a_hit_rate(trace: MadeTrace, wanted: float) -> N
 
 def test_a_cache_of_nothing_has_nothing() -> None:
     curve = lru_curve(prompts_of([], 16))
-    assert (curve.hit_rate(5), curve.token_hit_rate(5)) == (0.0, 0.0)
+    assert curve.token_hit_rate(5) == 0.0

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from kvf_plan.trace import conversations
-from kvf_plan.trace.form import BAILIAN, KV_CACHE_TESTER, KVFRAMEWORK, MAX_ID, MOONCAKE, UNKNOWN, Header, Request
+from kvf_plan.trace.form import KV_CACHE_TESTER, KVFRAMEWORK, MAX_ID, MOONCAKE, UNKNOWN, Header, Request
 from kvf_plan.trace.reading import open_trace
 
 _MOONCAKE = """\
@@ -35,20 +35,6 @@ def test_mooncakes_form_with_chunks_of_another_size(tmp_path: Path) -> None:
     trace = open_trace(_written(tmp_path, line), chunk_tokens=16)
     assert trace.header.chunk_tokens == 16
     assert list(trace) == [Request(0.0, 33, 1, [1, 2, 3])]
-
-
-def test_bailians_times_are_seconds_and_its_ids_become_those_of_prefixes(tmp_path: Path) -> None:
-    row = {"chat_id": 1, "parent_chat_id": -1, "input_length": 40, "output_length": 5, "type": "text", "turn": 1}
-    rows = [(61.114, [7, 8, 9]), (62.114, [7, 8, 8]), (62.114, [8, 8, 9])]
-    text = "".join(json.dumps({**row, "timestamp": at, "hash_ids": ids}) + "\n" for at, ids in rows)
-    trace = open_trace(_written(tmp_path, text))
-    assert trace.header == Header(16, "trace.jsonl", BAILIAN)
-    first, second, third = trace
-    assert [each.at for each in (first, second, third)] == [0.0, 1.0, 1.0]
-    assert first.chunks[:2] == second.chunks[:2]
-    assert len({*first.chunks, *second.chunks, *third.chunks}) == 7
-    assert all(0 <= chunk <= MAX_ID for chunk in first.chunks)
-    assert list(trace) == [first, second, third]
 
 
 def test_a_trace_of_ours(tmp_path: Path) -> None:

@@ -29,10 +29,6 @@ class LruCurve(msgspec.Struct, frozen=True):
     tokens: int
     found: list[list[tuple[int, int]]]
 
-    def hit_rate(self, chunks: int) -> float:
-        """Return the share of the uses that a cache of so many chunks has."""
-        return self._at(chunks) / self.uses if self.uses else 0.0
-
     def token_hit_rate(self, chunks: int) -> float:
         """Return the share of all tokens of prompts; those that fill no chunk are never hit."""
         return self._at(chunks) * self.chunk_tokens / self.tokens if self.tokens else 0.0

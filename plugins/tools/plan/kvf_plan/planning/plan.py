@@ -15,7 +15,7 @@ from kvf_plan.planning.lru_curve import LruCurve, lru_curve
 from kvf_plan.planning.offers import Prices, TierOffer
 from kvf_plan.planning.prompts import Prompts, joined, prompts_of
 from kvf_plan.planning.search import Combination, Search, capacities, first_enough
-from kvf_plan.trace.reading import Trace
+from kvf_plan.trace.form import Trace
 from kvf_plan.trace.summary import LiveSet
 from kvframework.api.plugin import ByteSize
 from kvframework.config.schema import WritePolicyName

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from kvf_plan.errors import SimulationError
+from kvf_plan.trace.form import Request
 from kvframework.api.keys import DIGEST_BYTES
-
-
-class Prompt(Protocol):
-    """What of a trace's request is simulated; see `kvf_plan.trace.form.Request`."""
-
-    @property
-    def at(self) -> float: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def chunks(self) -> Sequence[int]: ...
 
 
 class Chunks:
@@ -43,7 +28,7 @@ class Chunks:
         self._merged = max(ours // theirs, 1)
         self._parts = max(theirs // ours, 1)
 
-    def digests(self, prompt: Prompt) -> list[bytes]:
+    def digests(self, prompt: Request) -> list[bytes]:
         """Return the digests of a prompt's chunks, in order."""
         ids, merged, parts = prompt.chunks, self._merged, self._parts
         if self._whole:

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from kvf_plan.simulation.chunks import Chunks, Prompt
+from kvf_plan.simulation.chunks import Chunks
 from kvf_plan.simulation.engines import Fleet
 from kvf_plan.simulation.node import MODEL, Node, Session
 from kvf_plan.simulation.sizes import Sizes
+from kvf_plan.trace.form import Request
 from kvframework.api.futures import Future
 from kvframework.api.keys import CacheKey
 from kvframework.wire import messages as m
@@ -97,7 +98,7 @@ class Requests:
         self._ttft: list[float] = []
         self._first = self._last = node.time.now
 
-    def arrived(self, prompt: Prompt) -> None:
+    def arrived(self, prompt: Request) -> None:
         """A request has come, now."""
         digests = self._chunks.digests(prompt)
         first = min(prompt.start // self._chunks.tokens, len(digests))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
-from kvf_plan.simulation.chunks import Chunks, Prompt
+from kvf_plan.simulation.chunks import Chunks
 from kvf_plan.simulation.engines import Fleet
 from kvf_plan.simulation.events import VirtualTime
 from kvf_plan.simulation.node import Node
 from kvf_plan.simulation.requests import Outcome, Requests
 from kvf_plan.simulation.settings import Settings
 from kvf_plan.simulation.sizes import sizes_of
+from kvf_plan.trace.form import Trace
 from kvframework.registry.registry import PluginRegistry
 
 # Times of 0 mean "never" to some parts of a server.
@@ -23,20 +23,6 @@ START = 1000.0
 REST_S = 60.0
 # Requests between two collections of garbage.
 COLLECT_EVERY = 10_000
-
-
-class Header(Protocol):
-    @property
-    def chunk_tokens(self) -> int: ...
-
-
-class Trace(Protocol):
-    """See `kvf_plan.trace.reading.open_trace`."""
-
-    @property
-    def header(self) -> Header: ...
-
-    def __iter__(self) -> Iterator[Prompt]: ...
 
 
 def simulate(trace: Trace, settings: Settings, registry: PluginRegistry | None = None) -> Outcome:
@@ -82,7 +68,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _run(trace: Iterable[Prompt], node: Node, requests: Requests) -> None:
+def _run(trace: Trace, node: Node, requests: Requests) -> None:
     time = node.time
     node.settle()
     for number, prompt in enumerate(trace, 1):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -151,6 +150,3 @@ class VirtualTier(Tier):
             return Outcome.MISSING
         self.used_bytes -= int(value[0])
         return Outcome.DELETED
-
-
-ENDLESS = math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -13,7 +14,7 @@ from kvf_plan.errors import TraceError
 RECORD = "record one: kvframework trace record --for 10m -o trace.jsonl"
 _READ = (
     "a trace of `kvframework trace record`, of Mooncake (JSON lines with `timestamp`, `input_length`, `hash_ids`), "
-    "of Qwen's Bailian, or of kv-cache-tester (a JSON file with `requests`, or a folder of them)"
+    "or of kv-cache-tester (a JSON file with `requests`, or a folder of them)"
 )
 
 
@@ -71,7 +72,17 @@ class Header(msgspec.Struct, frozen=True):
     recorded_at: float = 0.0
 
 
+class Trace(Protocol):
+    """A trace in a file. It can be iterated as often as you like: each time reads the file again."""
+
+    @property
+    def header(self) -> Header: ...
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests in the order of time. Raises `TraceError` at the first mistake."""
+        ...
+
+
 KVFRAMEWORK = "kvframework"
 MOONCAKE = "mooncake"
-BAILIAN = "bailian"
 KV_CACHE_TESTER = "kv-cache-tester"

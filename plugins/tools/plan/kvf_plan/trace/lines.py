@@ -1,9 +1,9 @@
-"""Traces in JSON lines: ours, Mooncake's and Bailian's. One line is in memory at a time."""
+"""Traces in JSON lines: ours and Mooncake's. One line is in memory at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, BinaryIO, NamedTuple
+from typing import Annotated, BinaryIO
 
 import msgspec
 
@@ -16,7 +16,7 @@ MAX_TOKENS = 1 << 30
 MAX_CHUNK_TOKENS = 1 << 20
 # Ten years: beyond it a time is of another unit.
 MAX_SPAN_S = 10 * 366 * 86400.0
-_MAX_SINCE_1970_S = 1e12
+_MAX_SINCE_1970_MS = 1e15
 
 FORM = (
     "a JSON object on each line: `timestamp` in ms, in the order of time, `input_length` and `output_length` in "
@@ -73,19 +73,7 @@ def read_lines(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-class Unit(NamedTuple):
-    """Of the times of a form."""
-
-    name: str
-    a_second: int
-
-
-MILLISECONDS, SECONDS = Unit("ms", 1000), Unit("s", 1)
-
-
-def requests(
-    lines: Iterator[tuple[int, bytes]], name: str, chunk_tokens: int, unit: Unit = MILLISECONDS
-) -> Iterator[Request]:
+def requests(lines: Iterator[tuple[int, bytes]], name: str, chunk_tokens: int) -> Iterator[Request]:
     """Yield the requests of the lines. Raises `TraceError` at the first line that is wrong."""
     first: float | None = None
     before = 0.0
@@ -93,20 +81,20 @@ def requests(
         where = f"{name}:{number}"
         line = decoded(text, where)
         now = line.timestamp
-        if not 0 <= now <= _MAX_SINCE_1970_S * unit.a_second:
-            raise _wrong_time(where, f"`timestamp` is {now:g} {unit.name}", unit)
+        if not 0 <= now <= _MAX_SINCE_1970_MS:
+            raise _wrong_time(where, f"`timestamp` is {now:g} ms")
         if first is None:
             first = before = now
         if now < before:
             raise TraceError(
-                f"`timestamp` is {_time(now)} {unit.name}, after a line with {_time(before)} {unit.name}",
+                f"`timestamp` is {_time(now)} ms, after a line with {_time(before)} ms",
                 where=where,
                 available="lines in the order of time",
                 hint=f"sort it: jq -s -c 'sort_by(.timestamp)[]' {name}",
             )
-        at = (now - first) / unit.a_second
+        at = (now - first) / 1000
         if at > MAX_SPAN_S:
-            raise _wrong_time(where, f"`timestamp` is {at / 86400:.0f} days after the first", unit)
+            raise _wrong_time(where, f"`timestamp` is {at / 86400:.0f} days after the first")
         before = now
         check_chunks(line.input_length, len(line.hash_ids), chunk_tokens, where, "`hash_ids`", "`input_length`")
         if line.start % chunk_tokens or line.start > line.input_length:
@@ -127,17 +115,6 @@ def requests(
             line.model,
             line.lost,
         )
-
-
-def of_prefixes(requests: Iterator[Request]) -> Iterator[Request]:
-    """Yield requests whose ids stand for the prompt up to there, from such whose ids stand for a chunk alone."""
-    for request in requests:
-        prefix = 0
-        ids = []
-        for chunk in request.chunks:
-            prefix = hash((prefix, chunk)) & MAX_ID  # of integers: the same in every process
-            ids.append(prefix)
-        yield msgspec.structs.replace(request, chunks=ids)
 
 
 def decoded(text: bytes, where: str) -> Line:
@@ -182,10 +159,10 @@ def _time(value: float) -> str:
     return f"{value:.3f}".rstrip("0").rstrip(".")
 
 
-def _wrong_time(where: str, fact: str, unit: Unit) -> TraceError:
+def _wrong_time(where: str, fact: str) -> TraceError:
     return TraceError(
         fact,
         where=where,
-        available=f"{unit.name} since the first or since 1970, never negative, within ten years",
-        hint=f"convert the times to {unit.name}",
+        available="ms since the first or since 1970, never negative, within ten years",
+        hint="convert the times to ms",
     )

@@ -17,7 +17,7 @@ app = typer.Typer(cls=QuickGroup, help="Traces: when requests came, and what the
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A trace, or a folder of kv-cache-tester's.")]
 ChunkTokens = Annotated[
     int,
-    typer.Option(min=0, max=1 << 20, help="Tokens of a chunk, where the file does not say it; 0: 512, Bailian: 16."),
+    typer.Option(min=0, max=1 << 20, help="Tokens of a chunk, where the file does not say it; 0: 512."),
 ]
 PerHour = Annotated[
     float,
