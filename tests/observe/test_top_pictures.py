@@ -14,15 +14,14 @@ from rich.cells import cell_len
 
 from kvf_observe.top.command import View
 from kvf_observe.top.minute import APART_S, SPAN_S, Minute, Window
-from kvf_observe.top.picture import GAP, Moments, Shown, clamped, fitting, frame, picture
-from kvf_observe.top.screen import Keys
-from kvf_observe.top.state import State, pressed
-from kvf_observe.top.views import NAMES, OTHER, TABLES, Sorting, ordered
+from kvf_observe.top.picture import GAP, Moments, Shown, fitting, frame, picture
+from kvf_observe.top.screen import keys_of
+from kvf_observe.top.views import NAMES, OTHER, TABLES, Sorting, State, ordered, pressed
 from tests.observe.documents import answered, document, unanswered
 
 HOSTILE = "a\x1b[2J\nvery \N{RIGHT-TO-LEFT OVERRIDE}[bold]bad[/] \u4e16\u754c :bomb: name"
 FIELDS = ("bytes", "objects", "lookups", "asked_tokens", "hit_tokens", "stored_objects", "evicted_objects")
-KEYS = [*"123456789qhprkj<>,.? x", "tab", "backtab", "left", "right", "up", "down", "pageup", "pagedown"]
+KEYS = [*"123456789qr<>,.? x", "tab", "backtab", "left", "right", ""]
 BUSY: dict[str, Any] = {
     "server__uptime_s": 9000.0,
     "lookups__by_model": {"m": {"lookups": 9, "asked_tokens": 1000, "l1_tokens": 300, "l2_tokens": 200}},
@@ -164,23 +163,20 @@ def test_any_keys_lead_to_a_state_that_can_be_drawn(keys: Sequence[str]) -> None
     state = State()
     for key in keys:
         before, state = state, pressed(state, key)
-        state = clamped(state, shown(), 80, 24)
         assert state.ended == (before.ended or key == "q")
         assert state.view in NAMES
         assert (state.table is None) == (state.sorting is None)
         if state.table is not None and state.sorting is not None:
             assert 0 <= state.sorting.column < len(state.table.columns)
-        if key in ("p", " ") and not before.helping:
-            assert state.paused != before.paused
     assert len(picture(state, shown(), 80, 24)) == 24
 
 
-@given(st.sampled_from(NAMES), st.sampled_from([("r", "r"), ("left", "right"), ("tab", "backtab"), ("h", "x")]))
+@given(st.sampled_from(NAMES), st.sampled_from([("r", "r"), ("left", "right"), ("tab", "backtab")]))
 def test_keys_undo_each_other(view: str, pair: tuple[str, str]) -> None:
     state = State(view=view)
     there = pressed(state, pair[0])
     back = pressed(there, pair[1])
-    assert (back.view, back.sorting, back.helping) == (state.view, state.sorting, False)
+    assert (back.view, back.sorting) == (state.view, state.sorting)
 
 
 def test_each_view_keeps_its_order() -> None:
@@ -198,43 +194,35 @@ def test_the_views_are_those_of_the_option() -> None:
 # The keys.
 
 
-@given(st.lists(st.sampled_from(["q", "\x1b[A", "\x1bOC", "\x1b[Z", "\x1b[5~", "\t", "7", "\x1b[1;5D", "\x1b[24~"])))
-def test_keys_come_out_of_any_pieces(typed: list[str]) -> None:
-    names = {
-        "\x1b[A": "up",
+def test_keys_are_letters_and_names() -> None:
+    typed = {
+        "q": "q",
         "\x1bOC": "right",
         "\x1b[Z": "backtab",
-        "\x1b[5~": "pageup",
         "\t": "tab",
+        "7": "7",
         "\x1b[1;5D": "left",
+        "\x1b[24~": "",
     }
-    expected = [names.get(key, key) for key in typed if key != "\x1b[24~"]
-    sent = "".join(typed).encode()
-    whole, bits = Keys(), Keys()
-    assert whole.feed(sent) == expected
-    assert [key for byte in sent for key in bits.feed(bytes([byte]))] == expected
+    assert keys_of("".join(typed).encode()) == list(typed.values())
 
 
-@given(st.lists(st.binary(max_size=40), max_size=10))
-def test_any_bytes_are_keys_or_nothing(pieces: list[bytes]) -> None:
-    keys = Keys()
-    for piece in pieces:
-        for key in keys.feed(piece):
-            pressed(State(view="models"), key)
-    keys.feed(b"m" + b"\x1b[" + b"0" * 99)
-    assert keys.feed(b"q") == ["q"], "a sequence without an end is none"
+@given(st.binary(max_size=40))
+def test_any_bytes_are_keys_or_nothing(typed: bytes) -> None:
+    for key in keys_of(typed):
+        pressed(State(view="models"), key)
+    assert keys_of(b"\x00\xff\x1b[" + b"0" * 99 + b"\x00q")[-1] == "q"
 
 
 # The lines.
 
 
-@given(st.sampled_from([*NAMES, "help"]), st.integers(1, 200), st.integers(1, 60), st.data())
+@given(st.sampled_from(NAMES), st.integers(1, 200), st.integers(1, 60), st.data())
 def test_a_picture_is_as_large_as_its_screen(view: str, width: int, height: int, data: st.DataObject) -> None:
-    state = State(helping=True) if view == "help" else State(view=view, first=data.draw(st.integers(0, 99)))
-    for key in data.draw(st.lists(st.sampled_from(["left", "right", "r", "p", "down"]), max_size=6)):
+    state = State(view=view)
+    for key in data.draw(st.lists(st.sampled_from(["left", "right", "r"]), max_size=6)):
         state = pressed(state, key)
     seen = data.draw(st.sampled_from([shown(), shown(seconds=0), shown()._replace(silent_since=1.7e9, error=HOSTILE)]))
-    state = clamped(state, seen, width, height)
     lines = picture(state, seen, width, height)
     assert len(lines) == height
     assert max(cell_len(line.plain) for line in lines) <= width
@@ -266,16 +254,6 @@ def test_the_column_that_is_sorted_by_is_in_sight(
     assert whole <= width or len(chosen) <= 2
     if sum(widths) + GAP * (len(widths) - 1) <= width:
         assert (chosen, made) == (list(range(len(widths))), widths)
-
-
-def test_rows_are_moved_through() -> None:
-    state = State(view="models")
-    for _ in range(9):
-        state = clamped(pressed(state, "pagedown"), shown(), 80, 24)
-    lines = [line.plain for line in picture(state, shown(), 80, 24)]
-    assert state.first == 30 - 19
-    assert lines[-2].rstrip().endswith("0.0333"), "the row with the least"
-    assert clamped(pressed(state, "up"), shown(), 80, 24).first == state.first - 1
 
 
 def test_the_overview_says_what_is_wrong_and_what_to_do() -> None:

@@ -1,7 +1,7 @@
 """The HTTP server: bounded connections, each with deadlines for its request and for its answer.
 
-h11 parses and writes HTTP/1.1; what is here is the I/O. uvicorn has no deadline for the head of a request, so that a
-hundred clients who send a byte a minute would shut everyone else out.
+h11 parses and writes HTTP/1.1; what is here is the I/O, and its bounds, which no server that was found has: see
+docs/observe.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import typer
 from kvframework.api.command import Endpoint, EndpointConfig, examples
 
 _EPILOG = examples(
-    "kvframework top                            h shows the keys, q quits",
+    "kvframework top                            the last line names the keys",
     "kvframework top --view tenants --interval 5",
     "kvframework top --once --view models       one picture as text",
     "kvframework top --frames 10 > top.txt",

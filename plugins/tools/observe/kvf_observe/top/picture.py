@@ -15,8 +15,7 @@ from kvf_observe.health import check_of
 from kvf_observe.poller import Document, Observed
 from kvf_observe.readings import found_tokens, l1_bytes
 from kvf_observe.top.minute import Minute, Window, reach
-from kvf_observe.top.state import ABOUT, HELP, State, in_sight
-from kvf_observe.top.views import NAMES, TIERS, Sorting, Table, ordered, percent, share, size
+from kvf_observe.top.views import KEYS, NAMES, TIERS, Sorting, State, Table, ordered, percent, share, size
 from kvframework.api.console import counted, short_count, short_duration
 from kvframework.api.process import one_line
 
@@ -24,13 +23,10 @@ from kvframework.api.process import one_line
 GAP = 1
 # Texts are cut down to as many cells where the columns do not all fit.
 LEAST_TEXT = 12
-ABOVE_ROWS = 2
 
 
-def table_lines(
-    table: Table, window: Window, width: int, sorting: Sorting, first: int = 0, room: int | None = None
-) -> Iterator[Text]:
-    """A table: its head, and the rows from the first one on for which there is room."""
+def table_lines(table: Table, window: Window, width: int, sorting: Sorting) -> Iterator[Text]:
+    """A table: its head, and its rows."""
     rows = ordered(table, window, sorting)
     cells = [[column.shown(value) for column, value in zip(table.columns, row, strict=True)] for row in rows]
     heads = [column.head for column in table.columns]
@@ -48,8 +44,7 @@ def table_lines(
     )
     if not rows:
         yield Text("nothing yet", style="dim")
-    end = None if room is None else first + max(room - ABOVE_ROWS, 0)
-    for row, shown in list(zip(rows, cells, strict=True))[first:end]:
+    for row, shown in zip(rows, cells, strict=True):
         style = "red" if table.failing(row) else ""
         yield _line([(shown[at], style) for at in chosen], chosen, widths, texts)
 
@@ -172,9 +167,6 @@ def _l1(document: Document, width: int) -> Iterator[Text]:
     yield Text(f"   {said}  of {size(whole)}, {objects}")
 
 
-_KEYS = "h help  q quit  p hold  < > sort  r reverse  1-7 views"
-
-
 class Shown(NamedTuple):
     """What there is to show. `window` is None until a server has answered; `silent_since` is of the wall clock and None
     while one answers, `error` why none does; `at` is when it was so."""
@@ -188,38 +180,27 @@ class Shown(NamedTuple):
 
 def picture(state: State, shown: Shown, width: int, height: int) -> list[Text]:
     """The lines of a screen: the last one names the keys."""
-    lines = [*_head(state, shown, width), _tabs(state, width)]
+    lines = [*_head(shown, width), _tabs(state, width)]
     room = max(height - len(lines) - 1, 0)
-    body = list(_help(width) if state.helping else _body(state, shown, width, room))[:room]
+    body = list(_body(state, shown, width))[:room]
     lines += [*body, *(Text() for _ in range(room - len(body)))]
-    return [_cut(line, width) for line in [*lines[: height - 1], Text(_KEYS, style="dim")]]
+    return [_cut(line, width) for line in [*lines[: height - 1], Text(KEYS, style="dim")]]
 
 
 def frame(state: State, shown: Shown, width: int) -> list[Text]:
     """The lines of a picture that no screen bounds below."""
-    return [_cut(line, width) for line in (*_head(state, shown, width), *_body(state, shown, width, None))]
+    return [_cut(line, width) for line in (*_head(shown, width), *_body(state, shown, width))]
 
 
-def clamped(state: State, shown: Shown, width: int, height: int) -> State:
-    """The state of a screen that shows as many rows as it can."""
-    if shown.window is None:
-        return state
-    room = height - len(_head(state, shown, width)) - 2
-    if state.table is None:
-        return in_sight(state, len(list(overview(shown.window, width))), room)
-    return in_sight(state, len(list(state.table.rows(shown.window))), room - ABOVE_ROWS)
-
-
-def _head(state: State, shown: Shown, width: int) -> list[Text]:
+def _head(shown: Shown, width: int) -> list[Text]:
     clock = time.strftime("%H:%M:%S", time.localtime(shown.at))
-    held = "  [held]" if state.paused else ""
     where = one_line(shown.endpoint)
     lines = []
     if shown.silent_since is not None:
         since = time.strftime("%H:%M:%S", time.localtime(shown.silent_since))
         past = short_duration(max(shown.at - shown.silent_since, 0))
-        lines.append(Text(f"{clock}{held}  no answer since {since}, {past}: {where}", style="bold red"))
-        lines += [Text(line) for line in _wrapped(one_line(shown.error), width)[:2]]
+        lines.append(Text(f"{clock}  no answer since {since}, {past}: {where}", style="bold red"))
+        lines += [Text(line) for line in textwrap.wrap(one_line(shown.error), max(width, 20))[:2]]
     elif shown.window is not None:
         window = shown.window
         problems = len(reach(window.now, "problems") or ())
@@ -227,14 +208,14 @@ def _head(state: State, shown: Shown, width: int) -> list[Text]:
         over = f"rates of {short_duration(window.seconds)}" if window.seconds else "no rates yet"
         lines.append(
             Text.assemble(
-                (f"{clock}{held}", "bold"),
+                (clock, "bold"),
                 f"  up {up}  {over}  ",
                 (counted(problems, "problems"), "bold red" if problems else ""),
                 f"  kvframework {one_line(str(reach(window.now, 'server', 'version')))} at {where}",
             )
         )
     else:
-        lines.append(Text(f"{clock}{held}  asking {where}"))
+        lines.append(Text(f"{clock}  asking {where}"))
     return lines
 
 
@@ -249,28 +230,12 @@ def _tabs(state: State, width: int) -> Text:
     return tabs
 
 
-def _body(state: State, shown: Shown, width: int, room: int | None) -> Iterator[Text]:
-    if shown.window is None:
-        return
-    if state.table is None or state.sorting is None:
-        lines = list(overview(shown.window, width))
-        yield from lines[state.first if room is not None else 0 :]
-        return
-    yield from table_lines(state.table, shown.window, width, state.sorting, state.first, room)
-
-
-def _help(width: int) -> Iterator[Text]:
-    yield Text()
-    for keys, meaning in HELP:
-        first, *others = _wrapped(meaning, width - 20) or [""]
-        yield Text.assemble((f"  {keys:<18}", "bold"), first)
-        yield from (Text(" " * 20 + line) for line in others)
-    yield Text()
-    yield from (Text(f"  {line}") for line in _wrapped(ABOUT, width - 2))
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, max(width, 20))
+def _body(state: State, shown: Shown, width: int) -> Iterator[Text]:
+    if shown.window is not None:
+        if state.table is None or state.sorting is None:
+            yield from overview(shown.window, width)
+        else:
+            yield from table_lines(state.table, shown.window, width, state.sorting)
 
 
 def _cut(line: Text, width: int) -> Text:

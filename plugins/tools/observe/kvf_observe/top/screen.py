@@ -12,56 +12,21 @@ import time
 from collections import deque
 
 from kvf_observe.poller import Observed, Poller
-from kvf_observe.top.picture import Moments, Shown, clamped, frame, picture
-from kvf_observe.top.state import State, pressed
+from kvf_observe.top.picture import Moments, Shown, frame, picture
 from kvf_observe.top.terminal import HungUp, Terminal
+from kvf_observe.top.views import State, pressed
 from kvframework.api.console import print_view, stdout
 from kvframework.client import StatusSource
 
-_ESCAPE = 0x1B
-# What a terminal sends for a key without a letter: CSI or SS3, numbers, and a last byte.
-_SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*([@-~])|O([@-~]))")
-_OPEN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?")
-_NAMES = {b"A": "up", b"B": "down", b"C": "right", b"D": "left", b"Z": "backtab"}
-_NUMBERED = {b"\x1b[5~": "pageup", b"\x1b[6~": "pagedown"}
-_LONGEST = 32
+# What a terminal sends for a key: CSI or SS3, numbers and a last byte, or a letter.
+_KEY = re.compile(rb"\x1b[\[O][0-?]*([@-~])|([\t -~])")
+_NAMES = {"C": "right", "D": "left", "Z": "backtab"}
 
 
-class Keys:
-    """A decoder. A sequence may come in pieces; one that means nothing here is no key."""
-
-    def __init__(self) -> None:
-        self._left = b""
-
-    def feed(self, received: bytes) -> list[str]:
-        """The keys that are complete: letters as they are, others by name."""
-        data, self._left = self._left + received, b""
-        keys = []
-        at = 0
-        while at < len(data):
-            if data[at] != _ESCAPE:
-                keys += _letter(data[at])
-                at += 1
-            elif found := _SEQUENCE.match(data, at):
-                keys += _sequence(found)
-                at = found.end()
-            elif _OPEN.fullmatch(data, at) and len(data) - at < _LONGEST:
-                self._left = data[at:]
-                return keys
-            else:
-                at += 1  # an Esc alone
-        return keys
-
-
-def _letter(code: int) -> list[str]:
-    if code == 0x09:
-        return ["tab"]
-    return [chr(code)] if 0x20 <= code < 0x7F else []
-
-
-def _sequence(found: re.Match[bytes]) -> list[str]:
-    name = _NUMBERED.get(found[0]) or _NAMES.get(found[1] or found[2])
-    return [name] if name else []
+def keys_of(received: bytes) -> list[str]:
+    """The keys that were typed: letters as they are, others by name."""
+    found = [(last.decode(), letter.decode()) for last, letter in _KEY.findall(received)]
+    return [_NAMES.get(last, "") if last else letter.replace("\t", "tab") for last, letter in found]
 
 
 _KEYBOARD = 0
@@ -81,9 +46,7 @@ def watch(source: StatusSource, interval: float, view: str) -> None:
 class _Screen:
     def __init__(self, source: StatusSource, interval: float, view: str) -> None:
         self._moments = Moments(source.endpoint, time.time())
-        self._shown: Shown = self._moments.latest
         self._state = State(view=view)
-        self._keys = Keys()
         self._terminal = Terminal()
         self._polled: deque[Observed] = deque()
         self._poller = Poller(source, self._hear, every_s=interval)
@@ -107,8 +70,9 @@ class _Screen:
 
     def _take_signals(self) -> None:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-        for number in (signal.SIGWINCH, signal.SIGCONT, signal.SIGTSTP):
+        for number in (signal.SIGWINCH, signal.SIGCONT):
             signal.signal(number, _note)
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             if signal.getsignal(number) != signal.SIG_IGN:
                 # They also end a write that the terminal does not take.
@@ -122,38 +86,17 @@ class _Screen:
 
     def _draw(self) -> None:
         width, height = self._terminal.size()
-        self._state = clamped(self._state, self._shown, width, height)
-        self._terminal.draw(picture(self._state, self._shown, width, height))
+        self._terminal.draw(picture(self._state, self._moments.latest, width, height))
 
     def _wait(self) -> None:
         readable, _, _ = select.select([_KEYBOARD, self._woken], [], [])
-        if self._woken in readable:
-            numbers = os.read(self._woken, 4096)
-            if signal.SIGTSTP in numbers:
-                self._stop()
-            elif signal.SIGCONT in numbers:
-                self._terminal.enter()
+        if self._woken in readable and signal.SIGCONT in os.read(self._woken, 4096):
+            self._terminal.enter()  # a shell may have changed it
         while self._polled:
-            shown = self._moments.take(self._polled.popleft())
-            if not self._state.paused:
-                self._shown = shown
+            self._moments.take(self._polled.popleft())
         if _KEYBOARD in readable:
-            self._type()
-
-    def _type(self) -> None:
-        held = self._state.paused
-        for key in self._keys.feed(self._terminal.read()):
-            self._state = pressed(self._state, key)
-        if held and not self._state.paused:
-            self._shown = self._moments.latest
-
-    def _stop(self) -> None:
-        """Stop as a Ctrl-Z does, with the terminal as the shell wants it; go on after `fg`."""
-        self._terminal.leave()
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, _note)
-        self._terminal.enter()
+            for key in keys_of(self._terminal.read()):
+                self._state = pressed(self._state, key)
 
 
 def _note(_number: int, _frame: object) -> None:

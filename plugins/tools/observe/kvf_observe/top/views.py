@@ -1,8 +1,9 @@
-"""The tables of `kvframework top`: the columns of each view, and its rows out of a window. Pure."""
+"""The views of `kvframework top`: the columns of each table, its rows out of a window, and what keys do to it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from kvf_observe.readings import tiers
@@ -225,3 +226,43 @@ TABLES: dict[str, Table | None] = {
     "prefixes": PREFIXES,
 }
 NAMES: Sequence[str] = tuple(TABLES)
+
+KEYS = "q quit   1-7, Tab views   < > sort by another column   r from the other end"
+_LEFT, _RIGHT = ("left", "<", ","), ("right", ">", ".")
+
+
+@dataclass(frozen=True)
+class State:
+    """The view that is looked at, how each view is sorted if not as at first, and whether that was enough."""
+
+    view: str = NAMES[0]
+    sortings: dict[str, Sorting] = field(default_factory=dict)
+    ended: bool = False
+
+    @property
+    def table(self) -> Table | None:
+        return TABLES[self.view]
+
+    @property
+    def sorting(self) -> Sorting | None:
+        return self.sortings.get(self.view, self.table.sorting) if self.table else None
+
+
+def pressed(state: State, key: str) -> State:
+    """The state after a key. Keys without a meaning change nothing."""
+    table, sorting = state.table, state.sorting
+    if key == "q":
+        return replace(state, ended=True)
+    if key.isdecimal() and 1 <= int(key) <= len(NAMES):
+        return replace(state, view=NAMES[int(key) - 1])
+    if key in ("tab", "backtab"):
+        step = 1 if key == "tab" else -1
+        return replace(state, view=NAMES[(NAMES.index(state.view) + step) % len(NAMES)])
+    if table is None or sorting is None:
+        return state
+    if key in _LEFT or key in _RIGHT:
+        step = -1 if key in _LEFT else 1
+        sorting = Sorting((sorting.column + step) % len(table.columns))
+    elif key == "r":
+        sorting = sorting._replace(reverse=not sorting.reverse)
+    return replace(state, sortings=state.sortings | {state.view: sorting})
