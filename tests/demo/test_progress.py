@@ -1,4 +1,4 @@
-"""The demo over a long text: how far it is, how long it will take, and its own end."""
+"""The demo over a long text: the pieces that it is computed in, and its own end."""
 
 from __future__ import annotations
 
@@ -7,19 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvf_demo.child import uninterrupted
-from kvf_demo.prefix import Progress
 from kvf_demo.processes import DemoFailed, EngineProcess
-
-
-def test_the_estimate_grows_with_the_position() -> None:
-    progress = Progress(0, 4000, 100.0)
-    assert progress.at(1000, 110.0) == "1000 of 4000 tokens, about 150 s left".replace("150 s", "2 min")
-    assert progress.at(2000, 130.0) == "2000 of 4000 tokens, about 80 s left"
-    assert progress.at(4000, 210.0) == "4000 of 4000 tokens"
-
-
-def test_a_hit_is_no_work() -> None:
-    assert Progress(3000, 4000, 0.0).at(3500, 13.0) == "3500 of 4000 tokens, about 15 s left"
 
 
 def test_an_engine_whose_time_is_over_is_told_apart_from_one_that_failed(tmp_path: Path) -> None:

@@ -16,29 +16,6 @@ from kvf_demo.processes import DemoFailed, EngineProcess
 from kvf_demo.result import DemoResult, EngineRun
 from kvf_demo.stage import DemoStage, StageOptions, check_stage, check_text
 from kvf_demo.view import DemoView, moved
-from kvframework.api.console import short_duration
-
-
-class Progress:
-    """`first` tokens of `total` are there at the time `began`. The rest is estimated from the latest piece; the work
-    for a token grows with its position, so the estimate is rather high than low."""
-
-    def __init__(self, first: int, total: int, began: float) -> None:
-        self._done = first
-        self._total = total
-        self._at = began
-
-    def at(self, done: int, now: float) -> str:
-        """Return the text for a moment at which `done` tokens are there."""
-        text = f"{done} of {self._total} tokens"
-        if self._done < done < self._total:
-            per_token = (now - self._at) / (done - self._done)
-            middle, ahead = (self._done + done) / 2, (done + self._total) / 2
-            left_s = per_token * (self._total - done) * ahead / middle
-            text += f", about {short_duration(left_s)} left"
-        self._done, self._at = done, now
-        return text
-
 
 ENGINE_TIMEOUT_S = 900.0
 # The server's default.
@@ -125,11 +102,10 @@ def _run_engine(
             run.asked_s = time.monotonic() - asked
             step.done(moved(run) if run.hit_tokens else "a miss")
         with view.step(f"{name}: computes {run.prompt_tokens - run.hit_tokens} tokens of the prompt") as step:
-            progress = Progress(run.hit_tokens, run.prompt_tokens, time.monotonic())
             for event in events:
                 run.take(event)
                 if event["event"] == "computed":
-                    step.say(progress.at(event["tokens"], time.monotonic()))
+                    step.say(f"{event['tokens']} of {run.prompt_tokens} tokens")
                 if event["event"] == "first_token":
                     break
             step.done(f"TTFT {run.ttft_s:.2f} s in all")

@@ -55,15 +55,16 @@ def route(
     from kvframework.api.process import configure_logging, end_logging
 
     check_extra()
-    from kvf_route import process
+    from kvf_route.app import check
+    from kvf_route.app import route as serve
 
     files = {"client_key": client_key, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file}
     asked = {"listen": listen, "blocks": blocks, **{name: str(file) for name, file in files.items() if file}}
     given = {name: value for name, value in asked.items() if value is not None}
     config = configured(node or (), "" if nodes is None else str(nodes), given)
-    process.check(config)
+    check(config)
     configure_logging("info", "human")
     try:
-        process.route(config)
+        serve(config)
     finally:
         end_logging()
