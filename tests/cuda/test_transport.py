@@ -13,7 +13,8 @@ import pytest
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import EngineProgram, ServerProgram, client_of, endpoint_in, serving
+from kvf_dev.testing.transport.node import client_of, serving
+from kvf_dev.testing.transport.programs import Program, endpoint_in
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
 from tests.cuda.building import KERNELS_VARIABLE, environment
@@ -127,9 +128,9 @@ def test_it_works_where_there_are(
             monkeypatch.setenv(name, value)
         spec = RigSpec("tests.cuda.rig:make_simulated", {"node": str(node.path), **options})
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        server = ServerProgram(spec, endpoint_in(tmp_path))
+        server = Program("server", spec, endpoint_in(tmp_path))
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen.format(*node.devices))
-        engine = EngineProgram(spec, endpoint_in(tmp_path), 1, "hybrid")
+        engine = Program("engine", spec, endpoint_in(tmp_path), "1", "hybrid")
         assert engine.ask("store", 1) is True
         assert engine.ask("load", 1) is True
         assert engine.ask("check", 1) == []

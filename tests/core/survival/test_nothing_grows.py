@@ -17,7 +17,7 @@ import pytest
 
 from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.transport import RigSpec
-from kvf_dev.testing.transport.node import ServerProgram, endpoint_in
+from kvf_dev.testing.transport.programs import Program, endpoint_in
 from kvframework.wire import messages as m
 from tests.core.survival import traced_server
 from tests.core.survival.holdings import held
@@ -62,7 +62,7 @@ class Turns(LineProcess):
         return Traced(**json.loads(self.ask(str(turns))))
 
 
-class TracedServerProgram(ServerProgram):
+class TracedServerProgram(Program):
     module = traced_server.__name__
 
 
@@ -81,7 +81,7 @@ def server_for(kind: str, directory: Path) -> Iterator[tuple[int, str, str]]:
     devices.mkdir()
     with SimulatedNode(devices, max_delay_s=0.0005) as node:
         spec = RigSpec("tests.core.devices.rigs:simdev", {"node": str(node.path)})
-        server_program = TracedServerProgram(spec, endpoint_in(folder))
+        server_program = TracedServerProgram("server", spec, endpoint_in(folder))
         try:
             rig = json.dumps([spec.factory, dict(spec.arguments)])
             yield server_program.process.pid, endpoint_in(folder), rig

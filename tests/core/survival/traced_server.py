@@ -1,4 +1,4 @@
-"""`kvframework serve`, traced. With the arguments of the transport kit's server program it is that one, traced.
+"""`kvframework serve`, traced. With the arguments of the transport kit's programs it is that one, traced.
 
 What has a bound is full at once: else its growth up to there would pass for a leak.
 """
@@ -16,7 +16,7 @@ def main() -> None:
     if "serve" in sys.argv:
         from kvframework.cli.main import main as serve
     else:
-        from kvf_dev.testing.transport.server_program import main as serve
+        from kvf_dev.testing.transport.programs import main as serve
     finished.MOST = form.RECENT = counts.ENTRIES = 16
     counts.MOST = 32
     traced.start()

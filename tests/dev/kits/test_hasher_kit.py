@@ -261,7 +261,7 @@ BUGS: dict[str, tuple[type[KeyHasher], str, str]] = {
     "any parent": (type("Bug", (Right,), {"refuse": lambda self, parent, chunk: None}), "test_a_parent_that_is_no_digest_is_refused[5]", "a parent of 5 bytes raises no"),
     "divides by no tokens": (type("Bug", (Right,), {"refuse": lambda self, parent, chunk: None}), "test_a_chunk_without_tokens_is_refused[0]", "raises ZeroDivisionError instead of RequestError"),
     "chunks below zero": (call(lambda right, t, c, p, e: right(t, c, p, e) if c >= 0 else b""), "test_a_chunk_without_tokens_is_refused[-1]", "chunks of -1 tokens raises no"),
-    "keeps the digest for an instant": (type("Bug", (Right,), {"one": lambda self, *each: setattr(self, "kept", Right.one(self, *each)) or self.kept}), "test_threads_do_not_disturb_each_other_at_any_step", "threads disturb each other"),
+    "keeps the digest for an instant": (type("Bug", (Right,), {"one": lambda self, *each: setattr(self, "kept", Right.one(self, *each)) or self.kept}), "test_a_call_is_not_disturbed_at_any_step", "threads disturb each other"),
     "keeps the parent in itself": (KeepsTheParentInItself, "test_threads_do_not_disturb_each_other[50]", "threads disturb each other"),
     # names
     "another fingerprint each time": (CountedFingerprint, NAMES, "engines and the server compare fingerprints"),

@@ -38,7 +38,7 @@ def test_what_a_fixture_does_not_give_is_skipped_with_the_reason(correct: Result
     assert "give `reopen(tier)`" in results["test_values_outlive_the_tier"].text
     assert "give `ttl_options`" in results["test_a_value_expires"].text
     assert "the tier has no usage" in results["test_usage_follows_what_is_stored_and_deleted"].text
-    assert "the tier is not shared" in results["test_each_sees_what_the_other_stores"].text
+    assert "the tier is not shared" in results["test_each_sees_what_the_other_does"].text
     assert "the tier has no scan" in results["test_it_lists_what_is_there_with_its_size"].text
     assert "give a fixture `faulty_tier`" in results["test_no_wrong_byte_passes_a_faulty_wire"].text
     assert results["test_closing_gives_files_and_threads_back"].outcomes == {"passed"}

@@ -145,22 +145,23 @@ T = TypeVar("T")
 # Seconds. Frequent switches expose state that threads must not share, and values that are visible too early.
 _SWITCH_S = 1e-6
 
-# Steps of a call between which threads change. A call of more goes on without.
-_STEPS = 2000
+
+# Steps of a call before which another one runs, and the seconds for which that may wait for a lock of the first.
+_STEPS, _LOCKED_S = 1000, 0.05
 
 
-def stepped(work: Callable[[], T]) -> T:
-    """Return what `work` returns. Between its steps, instructions of Python, other threads get their turn: what a call
-    keeps in its object for an instant is seen by the others."""
-    left = _STEPS
+def interleaved(work: Callable[[], T], other: Callable[[], object]) -> T:
+    """Return what `work` returns. Before each of its steps, instructions of Python, `other` runs as a whole in another
+    thread: it writes over what the call keeps in its object for an instant."""
+    others: list[threading.Thread] = []
 
     def step(frame: FrameType, event: str, _arg: object) -> Callable[..., Any] | None:
-        nonlocal left
         frame.f_trace_opcodes = True
-        if event == "opcode":
-            left -= 1
-            time.sleep(0)
-        return step if left > 0 else None
+        if event == "opcode" and not (others and others[-1].is_alive()):
+            others.append(threading.Thread(target=other, daemon=True))
+            others[-1].start()
+            others[-1].join(_LOCKED_S)
+        return step if len(others) < _STEPS else None
 
     before = sys.gettrace()
     sys.settrace(step)

@@ -16,7 +16,7 @@ or give a fixture that returns a factory, which makes a new codec at each call:
             return lambda: MyCodec(level=3)
 
 The kit does not judge the ratio: the server stores an object unpacked if packing does not make it smaller. Needs
-pytest and hypothesis.
+pytest alone.
 """
 
 from __future__ import annotations

@@ -41,9 +41,6 @@ class CodecKit(NamedKit):
 
     _descriptor = CodecProvider
 
-    examples: ClassVar[int] = 60
-    """How many generated objects, and kinds of damage, are tried."""
-
     detects_damage: ClassVar[bool] = True
     """Whether changed packed bytes are refused, and not only those of another length. Where False, the checksum that
     the server puts over them is the only protection.

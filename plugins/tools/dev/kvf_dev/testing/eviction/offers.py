@@ -1,10 +1,8 @@
-"""Tests of the victims on offer, and of a policy as the core uses it: a walk stops anywhere, pinned objects are
-skipped, several threads call."""
+"""Tests of the victims on offer, and of a policy as the core uses it: a walk stops anywhere, several threads call."""
 
 from __future__ import annotations
 
 import itertools
-import random
 from itertools import islice
 from typing import ClassVar
 
@@ -16,9 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from kvf_dev.testing.eviction.kit import MIB, EvictionKit, MakePolicy, WatchedPolicy, fresh_keys, insert, must_offer
 from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
-from kvframework.storage.l1.leases import NO_DEADLINE, PinLease
-from kvframework.storage.l1.objects import ObjectTable
 
 
 class OfferTests(EvictionKit):
@@ -28,13 +23,6 @@ class OfferTests(EvictionKit):
         self.must_be_named(policy.name)
 
     # which keys are offered
-
-    def test_nothing_is_offered_where_nothing_is(self, policy: EvictionPolicy) -> None:
-        must_offer(policy, [])
-        (key,) = fresh_keys(1)
-        policy.on_insert(key, MIB)
-        policy.on_remove(key)
-        must_offer(policy, [])
 
     def test_all_that_is_in_is_offered_once(self, policy: EvictionPolicy) -> None:
         keys = fresh_keys(300)
@@ -69,27 +57,6 @@ class OfferTests(EvictionKit):
                 pytest.fail(f"{len(batch)} keys at once: victim {at} is another than one by one")
             must_offer(at_once, keys)
 
-    def test_a_key_that_comes_again_is_in_once(self, policy: EvictionPolicy) -> None:
-        keys = fresh_keys(20)
-        for turn in range(4):
-            insert(policy, keys, nbytes=MIB << turn)
-            for key in keys[turn:]:
-                policy.on_access(key)
-            must_offer(policy, keys)
-            for key in list(policy.victims()) if turn % 2 else keys:
-                policy.on_remove(key)
-            must_offer(policy, [])
-
-    def test_keys_are_equal_by_their_bytes(self, policy: EvictionPolicy) -> None:
-        keys = fresh_keys(10)
-        insert(policy, keys)
-        copies = [bytes(bytearray(key)) for key in keys]
-        for key in copies:
-            policy.on_access(key)
-        for key in copies[:5]:
-            policy.on_remove(key)
-        must_offer(policy, keys[5:])
-
     def test_keys_that_differ_in_one_byte_are_different(self, policy: EvictionPolicy) -> None:
         """Keys of one chunk differ in rank, layer group or salt alone."""
         keys = [bytes(index == at for index in range(PACKED_KEY_BYTES)) for at in range(PACKED_KEY_BYTES)]
@@ -97,15 +64,6 @@ class OfferTests(EvictionKit):
         policy.on_access(keys[0])
         policy.on_remove(keys[-1])
         must_offer(policy, keys[:-1])
-
-    def test_any_size_is_taken(self, policy: EvictionPolicy) -> None:
-        keys = fresh_keys(8)
-        for key, nbytes in zip(keys, (1, 1 << 40, 4096, 1, 3, 1 << 40, MIB, 1), strict=True):
-            policy.on_insert(key, nbytes)
-        must_offer(policy, keys)
-        while len(keys) > 1:
-            policy.on_remove(keys.pop(1))
-            must_offer(policy, keys)
 
     def test_two_policies_have_nothing_in_common(self, make_policy: MakePolicy) -> None:
         one, other = (WatchedPolicy(make_policy()) for _ in range(2))
@@ -117,60 +75,8 @@ class OfferTests(EvictionKit):
         must_offer(one, keys)
 
 
-_OWNER = 1
-
-
 class ServingTests(EvictionKit):
-    """The policy behind the server's own object table, and compared with a set."""
-
-    def test_asking_may_end_anywhere_and_changes_nobody(self, policy: EvictionPolicy) -> None:
-        """A walk ends early when every object it offered is pinned. An abandoned walk may stay open or be closed."""
-        keys = fresh_keys(30)
-        insert(policy, keys)
-        left_off = []
-        for count in (0, 1, 7, 29, 30):
-            walk = policy.victims()
-            offered = list(islice(walk, count))
-            assert len(set(offered)) == count, f"{len(set(offered))} different keys are offered, of {count}"
-            left_off.append(walk)
-            must_offer(policy, keys)
-            policy.on_remove(keys.pop())
-            policy.on_access(keys[0])
-            new = fresh_keys(1)
-            insert(policy, new)
-            keys += new
-        del left_off
-        must_offer(policy, keys)
-
-    def test_it_serves_the_servers_object_table(self, policy: EvictionPolicy) -> None:
-        """Stores that evict others, pins, drops and clears, in the order of calls that the server makes."""
-        allocator = RangeAllocator()
-        allocator.grow(40 * ALIGNMENT)
-        table, chance = ObjectTable(allocator, policy), random.Random(7)  # noqa: S311  a fixed sequence
-        keys, pins = fresh_keys(60), list[PinLease]()
-        for _ in range(500):
-            chosen = chance.sample(keys, chance.randint(1, 4))
-            action = chance.choices(["store", "pin", "unpin", "drop", "low", "clear"], [60, 30, 20, 10, 5, 1])[0]
-            if action == "store":
-                items = [(key, chance.randint(1, 3 * ALIGNMENT)) for key in chosen]
-                lease = table.reserve(items, owner=_OWNER, request_id="", deadline=NO_DEADLINE).lease
-                if lease is not None:
-                    table.commit(lease.id, owner=_OWNER, now=0.0)
-            elif action == "pin":
-                found = [key for key in chosen if key in table]
-                held = table.pin(found, owner=_OWNER, request_id="", deadline=NO_DEADLINE)
-                assert held is not None
-                pins.append(held)
-            elif action == "unpin" and pins:
-                table.unpin(pins.pop(chance.randrange(len(pins))).id, owner=_OWNER, now=0.0)
-            elif action == "drop":
-                table.drop(chosen[0])
-            elif action == "low":
-                table.evict(table.candidates(table.used_bytes * 2 // 3)[::2])
-            elif action == "clear":
-                table.drop_unused(table.objects())
-            must_offer(policy, [key for key in keys if key in table])
-        assert table.evictions > 50, f"the table evicted {table.evictions} objects: victims() offers too few"
+    """The policy compared with a set, and called by several threads."""
 
     def test_it_behaves_like_a_set(self, make_policy: MakePolicy) -> None:
         class Machine(_Machine):
@@ -215,6 +121,11 @@ class ServingTests(EvictionKit):
         must_offer(policy, keys[1:])
 
 
+def _key(number: int) -> PackedKey:
+    """Another object each time: keys are equal by their bytes."""
+    return bytes([number]) * PACKED_KEY_BYTES
+
+
 class _Machine(RuleBasedStateMachine):
     """One policy, and the set of keys that it should hold."""
 
@@ -223,12 +134,11 @@ class _Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._policy = WatchedPolicy(type(self).make())
-        self._keys = [bytes([number]) * PACKED_KEY_BYTES for number in range(8)]
         self._inside: set[PackedKey] = set()
 
-    @rule(number=st.integers(0, 7), nbytes=st.sampled_from([1, MIB, 3 * MIB]))
+    @rule(number=st.integers(0, 7), nbytes=st.sampled_from([1, 4096, MIB, 3 * MIB, 1 << 40]))
     def insert_or_access(self, number: int, nbytes: int) -> None:
-        key = self._keys[number]
+        key = _key(number)
         if key in self._inside:
             self._policy.on_access(key)
         else:
@@ -237,7 +147,7 @@ class _Machine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 7))
     def remove(self, number: int) -> None:
-        if (key := self._keys[number]) in self._inside:
+        if (key := _key(number)) in self._inside:
             self._policy.on_remove(key)
             self._inside.remove(key)
 

@@ -353,7 +353,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(batch=SIZED_BATCHES)
     def get(self, batch: list[tuple[int, int]]) -> None:
-        keys, buffers = [self._keys[index] for index, _ in batch], [bytearray(nbytes) for _, nbytes in batch]
+        keys, buffers = [self._keys[index] for index, _ in batch], [bytearray(b"\xa5" * nbytes) for _, nbytes in batch]
         outcomes = self._tier.get_into(keys, self._kit.parts_of(buffers), deadline=self._kit.soon())
         assert outcomes == [self._expected(key, len(buffer)) for key, buffer in zip(keys, buffers, strict=True)]
         for key, buffer, outcome in zip(keys, buffers, outcomes, strict=True):

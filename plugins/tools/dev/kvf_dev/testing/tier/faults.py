@@ -20,7 +20,6 @@ from kvf_dev.testing.tier.watched import due, said
 from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
-from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.tier_calls import Breaker
 
@@ -111,29 +110,6 @@ class FaultTests(TierKit):
         faulty.stop()
         assert not any(load(store, keys)), "a value that was spoilt in the store is loaded"
         assert store.contains(keys) == [False] * len(keys), "a spoilt value could not be deleted"
-        must_heal(store, keys, self.patience_s)
-
-    @pytest.mark.parametrize("kept", [0.0, 0.5, 0.999])
-    def test_a_truncated_value_is_damage_even_where_its_own_bytes_lay_before(self, watched: Tier, kept: float) -> None:
-        """A place of L1 may have held the same object before: bytes that were not received are then there already."""
-        store = L2Store(watched, timeout_s=self.patience_s)
-        keys = self.fresh_keys(6)
-        save(store, keys)
-        for key in keys:
-            whole = bytearray(HEADER_BYTES + len(value_of(key)))
-            assert watched.get_into([key], [[memoryview(whole)]], deadline=self.soon()) == [len(whole)]
-            self.store(watched, key, bytes(whole[: int(kept * len(whole))]))
-        places = [bytearray(value_of(key)) for key in keys]
-        found = store.get(keys, [memoryview(place) for place in places])
-        assert not any(found), (
-            f"{sum(found)} of {len(keys)} values that were cut pass for whole: get_into answers the bytes that it"
-            " received, never those that were expected"
-        )
-        damaged = store.counters["corrupt"]
-        assert damaged == len(keys), (
-            f"{len(keys) - damaged} of {len(keys)} values that were cut to {kept:.1%} are missing, no damage: a short"
-            " value, and an empty one, is a value"
-        )
         must_heal(store, keys, self.patience_s)
 
 

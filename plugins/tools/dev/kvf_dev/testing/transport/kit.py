@@ -14,7 +14,8 @@ import pytest
 from kvf_dev.testing.kit import Kit, wait_until
 from kvf_dev.testing.transport.cases import NHD, GroupCase
 from kvf_dev.testing.transport.engine import KitEngine, failed_copies_noted, promise_of
-from kvf_dev.testing.transport.node import ServerProgram, client_of, endpoint_in, held_by, serving, status_of
+from kvf_dev.testing.transport.node import client_of, held_by, serving, status_of
+from kvf_dev.testing.transport.programs import Program, endpoint_in
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
 from kvframework.client import KVClient
 from kvframework.server import Server
@@ -107,10 +108,10 @@ class TransportKit(Kit):
             pytest.fail(f"no mistake is noted by the device: {promise_of(found[0])}", pytrace=False)
 
     @contextmanager
-    def doomed(self, spec: RigSpec, rig: TransportRig) -> Iterator[tuple[ServerProgram, KVClient, KitEngine]]:
+    def doomed(self, spec: RigSpec, rig: TransportRig) -> Iterator[tuple[Program, KVClient, KitEngine]]:
         """A server process for the test to kill, and an engine at it."""
         with tempfile.TemporaryDirectory(prefix="kvf-") as directory, ExitStack() as stack:
-            server = ServerProgram(spec, endpoint_in(Path(directory)))
+            server = Program("server", spec, endpoint_in(Path(directory)))
             stack.callback(server.close)
             client = stack.enter_context(client_of(rig, server.endpoint))
             engine = KitEngine(rig, client, 1, NHD, seed=1)

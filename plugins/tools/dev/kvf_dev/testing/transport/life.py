@@ -14,7 +14,8 @@ from kvf_dev.testing.kit import wait_until
 from kvf_dev.testing.transport.cases import NHD
 from kvf_dev.testing.transport.engine import PATIENCE_S, WRONG, KitEngine, must_miss, must_succeed
 from kvf_dev.testing.transport.kit import MakeEngine, TransportKit
-from kvf_dev.testing.transport.node import EngineProgram, ServerProgram, endpoint_in, status_of
+from kvf_dev.testing.transport.node import status_of
+from kvf_dev.testing.transport.programs import Program, endpoint_in
 from kvf_dev.testing.transport.rig import RigSpec, TransportRig
 from kvframework.client import KVClient
 from kvframework.server import Server
@@ -26,10 +27,10 @@ class Life(TransportKit):
     def test_engine_processes_share_what_one_server_process_keeps(self, spec: RigSpec) -> None:
         with tempfile.TemporaryDirectory(prefix="kvf-") as directory, contextlib.ExitStack() as stack:
             endpoint = endpoint_in(Path(directory))
-            stack.callback(ServerProgram(spec, endpoint).close)
+            stack.callback(Program("server", spec, endpoint).close)
             engines = []
             for instance_id in (1, 2):
-                engines.append(EngineProgram(spec, endpoint, instance_id, "hybrid"))
+                engines.append(Program("engine", spec, endpoint, str(instance_id), "hybrid"))
                 stack.callback(engines[-1].close)
             for number, (one, other) in enumerate((engines, engines[::-1]), start=1):
                 assert one.ask("store", number) is True, "a store of another process failed"
@@ -78,7 +79,7 @@ class Life(TransportKit):
     ) -> None:
         seed = next(numbers)
         open_before, instances_before = rig.open_elsewhere(), _instances(client)
-        doomed = EngineProgram(spec, server.endpoint, seed, "nhd")
+        doomed = Program("engine", spec, server.endpoint, str(seed), "nhd")
         try:
             if what == "load":
                 assert doomed.ask("store", seed) is True, "a store of another process failed"
@@ -103,14 +104,14 @@ class Life(TransportKit):
             self._kill_in_mid_load(rig, server, engine)
             # The blocks may have any content now, but no copy writes to them any more.
             engine.overwrite()
-            stack.callback(ServerProgram(spec, server.endpoint).close)
+            stack.callback(Program("server", spec, server.endpoint).close)
             wait_until(lambda: client.usable and _instances(client) == {1}, "the registration at the new server")
             engine.must_be_right()
             must_miss(engine.load(request, engine.target()), "a new server is empty")
             engine.must_load(engine.stored(request))
             engine.close()
 
-    def _kill_in_mid_load(self, rig: TransportRig, server: ServerProgram, engine: KitEngine) -> None:
+    def _kill_in_mid_load(self, rig: TransportRig, server: Program, engine: KitEngine) -> None:
         with self.holding(rig) as held:
             answered: list[bool] = []
 

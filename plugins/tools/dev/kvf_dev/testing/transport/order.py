@@ -119,15 +119,6 @@ class Order(TransportKit):
             must_work(engine, request=request)
 
     @asynchronous
-    def test_a_waiting_transfer_is_cancelled(self, engine: KitEngine) -> None:
-        request = engine.request()
-        future = engine.store(request, engine.source(), event=engine.overwrite(later=True))
-        future.cancel()
-        must_miss(future)
-        assert engine.hit(request) == 0, "a cancelled store was published"
-        engine.must_be_right()
-
-    @asynchronous
     def test_a_submit_does_not_wait_for_the_engines_work(self, rig: TransportRig, engine: KitEngine) -> None:
         futures: list[Future[StoreOutcome]] = []
         with self.entered(rig.holding_writes()) as held:
