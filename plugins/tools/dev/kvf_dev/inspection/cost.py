@@ -23,19 +23,8 @@ _ATTEMPTS = 3
 # Packages of an accelerator or an engine: their import takes memory of the device, threads, or seconds.
 _HEAVY = frozenset(
     (
-        "cuda",
-        "cupy",
-        "flash_attn",
-        "jax",
-        "numba",
-        "pycuda",
-        "pynvml",
-        "tensorflow",
-        "torch",
-        "torch_npu",
-        "transformers",
-        "triton",
-        "vllm",
+        *("cuda", "cupy", "flash_attn", "jax", "numba", "pycuda", "pynvml"),
+        *("tensorflow", "torch", "torch_npu", "transformers", "triton", "vllm"),
     )
 )
 _HINT = "import it inside `create`, or in a module that only `create` imports"

@@ -204,18 +204,14 @@ def write_out(plan: Plan, file: Path) -> None:
 
 def about(plan: Plan, row: Row) -> list[str]:
     """Return why the configuration is as it is, in lines."""
-    engine, figures, goal = plan.engine, row.figures, plan.goal
-    part = "a part of the sessions of " if row.sampled else ""
-    speed = f"{engine.tokens_per_s:,.0f} tokens of prompts/s ({engine.basis})"
-    trace = f"{part}{plan.trace}: {plan.requests:,} requests in {plan.seconds / 60:.0f} minutes."
-    wanted = f"goal: {goal.at} {short_number(goal.ttft_s or 0)} s."
-    mean, p99 = (short_number(figures.ttft_s[at]) for at in ("mean", "p99"))
+    figures, goal = row.figures, plan.goal
+    found = f"Found of prompts: {figures.l1_hit:.1%} in L1, {figures.l2_hit:.1%} in L2."
     lines = [
-        f"Planned by kvframework {__version__} for {trace}",
-        f"{plan.engines} x {engine.words}: {speed},",
-        f"{ByteSize(engine.bytes_per_token)} of KV a token.",
-        f"Found of prompts: {figures.l1_hit:.1%} in L1, {figures.l2_hit:.1%} in L2.",
-        f"Time to the first token: mean {mean} s, p99 {p99} s; {wanted}",
+        f"Planned by kvframework {__version__}{' from a part of the sessions' if row.sampled else ''}.",
+        _load(plan),
+        _speed(plan.engine),
+        found,
+        f"{_said(row)}; goal: {goal.at} {short_number(goal.ttft_s or 0)} s.",
     ]
     if row.setting.tier is not None:
         written, read = (short_number(rate / 1e9) for rate in (figures.written_per_s, figures.read_per_s))

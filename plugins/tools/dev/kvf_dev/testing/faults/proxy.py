@@ -2,150 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import select
 import shutil
 import socket
 import struct
 import tempfile
 import threading
-import time
 from collections import Counter
 from types import TracebackType
 from typing import NamedTuple
 
 _PIECE = 1 << 18
-_RESET = struct.pack("ii", 1, 0)  # linger for no time: close() sends a reset
-
-
-class Fault(NamedTuple):
-    """A kind of `WIRE_FAULTS` and its amount; the kind is "" for no fault."""
-
-    kind: str
-    amount: float
-
-
-class Connection:
-    """A client's connection to the proxy, and the proxy's connection to the target."""
-
-    def __init__(self, outer: socket.socket, inner: socket.socket) -> None:
-        self.open = True
-        self._sockets = (outer, inner)
-        for sock in self._sockets:
-            sock.setblocking(False)
-            if sock.family == socket.AF_INET:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._requests, self._replies = _Pipe(outer, inner), _Pipe(inner, outer)
-
-    def begin(self) -> None:
-        """Reset the byte count and delay at the start or end of a fault."""
-        self._replies.count, self._replies.ready_at = 0, 0.0
-
-    def wants(self, wanted: dict[socket.socket, int], *, stalled: bool) -> float | None:
-        """Add the events to poll for; returns the seconds until a delayed piece is due, None without one."""
-        if stalled:
-            return None
-        self._requests.wants(wanted)
-        return self._replies.wants(wanted)
-
-    def turn(self, ready: dict[socket.socket, int], fault: Fault, injected: Counter[str]) -> None:
-        """Move the available bytes, subject to the fault."""
-        if fault.kind == "stall":
-            return
-        try:
-            self._requests.turn(ready)
-            if self._replies.read(ready):
-                self._spoil(fault, injected)
-            if self.open:
-                self._replies.write(ready)
-        except OSError:
-            self.close()
-        if self.open and fault.kind == "cut" and self._replies.count >= fault.amount and not self._replies.pending:
-            injected["cut"] += 1
-            self.close()
-        if self.open and self._requests.ended and self._replies.ended:
-            self.close()
-
-    def _spoil(self, fault: Fault, injected: Counter[str]) -> None:
-        """Apply the fault to a piece of a reply that was just read."""
-        pipe = self._replies
-        first, pipe.count = pipe.count, pipe.count + len(pipe.pending)
-        if fault.kind == "slow":
-            injected["slow"] += 1
-            pipe.ready_at = time.monotonic() + fault.amount
-        elif fault.kind == "cut":
-            del pipe.pending[max(int(fault.amount) - first, 0) :]
-        elif fault.kind == "flip":
-            every = max(int(fault.amount), 1)
-            for at in range(every - 1 - first % every, len(pipe.pending), every):
-                injected["flip"] += 1
-                pipe.pending[at] ^= 0x10
-        elif fault.kind == "reset":
-            injected["reset"] += 1
-            self.reset()
-
-    def reset(self) -> None:
-        self.open = False
-        for sock in self._sockets:
-            reset(sock)
-
-    def close(self) -> None:
-        self.open = False
-        for sock in self._sockets:
-            sock.close()
-
-
-class _Pipe:
-    """One direction. Reads only when all earlier bytes have been written."""
-
-    def __init__(self, source: socket.socket, sink: socket.socket) -> None:
-        self.pending = bytearray()
-        self.ready_at = 0.0
-        self.count = 0
-        self.ended = False
-        self._source = source
-        self._sink = sink
-
-    def wants(self, wanted: dict[socket.socket, int]) -> float | None:
-        late = self.ready_at - time.monotonic()
-        if self.pending and late > 0:
-            return late
-        if self.pending:
-            wanted[self._sink] = wanted.get(self._sink, 0) | select.POLLOUT
-        elif not self.ended:
-            wanted[self._source] = wanted.get(self._source, 0) | select.POLLIN
-        return None
-
-    def turn(self, ready: dict[socket.socket, int]) -> None:
-        self.read(ready)
-        self.write(ready)
-
-    def read(self, ready: dict[socket.socket, int]) -> bool:
-        """Read one piece; True if there was one."""
-        if self.pending or self.ended or not ready.get(self._source, 0) & ~select.POLLOUT:
-            return False
-        try:
-            self.pending += self._source.recv(_PIECE)
-        except BlockingIOError:
-            return False
-        if not self.pending:
-            self.ended = True
-            self._sink.shutdown(socket.SHUT_WR)
-        return bool(self.pending)
-
-    def write(self, ready: dict[socket.socket, int]) -> None:
-        if self.pending and time.monotonic() >= self.ready_at:
-            with contextlib.suppress(BlockingIOError):
-                del self.pending[: self._sink.send(self.pending)]
-
-
-def reset(sock: socket.socket) -> None:
-    """Close a connection by a TCP reset; a Unix socket is closed plainly."""
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-    sock.close()
-
+_RESET = struct.pack("ii", 1, 0)  # linger for no time: a close sends a reset
+_CONNECT_S = 1.0
+_SWITCH_S = 10.0
 
 WIRE_FAULTS = {
     "slow": "every piece of a reply waits for `amount` seconds",
@@ -157,10 +29,27 @@ WIRE_FAULTS = {
 }
 _AMOUNTS = {"slow": 0.01, "cut": 100.0, "flip": 100.0}
 
-_CONNECT_S = 1.0
-_SWITCH_S = 10.0
-
 Address = tuple[str, int] | str
+
+
+class Fault(NamedTuple):
+    """A kind of `WIRE_FAULTS` and its amount; the kind is "" for no fault."""
+
+    kind: str
+    amount: float
+
+
+class _Connection:
+    """A client's connection to the proxy, and the proxy's to the target. `count` is of bytes of replies since the last
+    switch."""
+
+    def __init__(self, outer: asyncio.StreamWriter, inner: asyncio.StreamWriter) -> None:
+        self.writers = (outer, inner)
+        self.count = 0
+
+    def reset(self) -> None:
+        for writer in self.writers:
+            _reset(writer)
 
 
 class FaultProxy:
@@ -176,13 +65,12 @@ class FaultProxy:
         self._target = target
         self._directory = ""
         self._listener = self._listen()
-        self._listener.setblocking(False)
         self.address: Address = self._listener.getsockname()
-        self._bell, self._rope = socket.socketpair()
         self._fault = Fault("", 0.0)
-        self._begun = threading.Event()
-        self._connections: list[Connection] = []
-        self._stop = False
+        self._connections: set[_Connection] = set()
+        self._loop = asyncio.new_event_loop()
+        self._stop, self._flows = asyncio.Event(), asyncio.Event()
+        self._flows.set()
         self._thread = threading.Thread(target=self._run, name="fault proxy", daemon=True)
 
     @property
@@ -208,15 +96,15 @@ class FaultProxy:
 
     def close(self) -> None:
         """Close all connections and end the thread. Idempotent; blocks for a moment."""
-        if not self._stop:
-            self._stop = True
-            self._rope.send(b"!")
-            if self._thread.ident is not None:
-                self._thread.join()
-            for sock in (self._listener, self._bell, self._rope):
-                sock.close()
-            if self._directory:
-                shutil.rmtree(self._directory, ignore_errors=True)
+        if self._loop.is_closed():
+            return
+        if self._thread.ident is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+        self._loop.close()
+        self._listener.close()
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def __enter__(self) -> FaultProxy:
         self.start()
@@ -237,72 +125,104 @@ class FaultProxy:
         return listener
 
     def _switch(self, fault: Fault) -> None:
-        self._begun.clear()
-        self._fault = fault
-        self._rope.send(b"!")
-        if not self._begun.wait(_SWITCH_S):
-            raise TimeoutError("the proxy does not run")
+        asyncio.run_coroutine_threadsafe(self._begin(fault), self._loop).result(_SWITCH_S)
 
     def _run(self) -> None:
-        fault = self._fault
-        while not self._stop:
-            if fault is not self._fault:
-                fault = self._fault
-                self._begin(fault)
-                self._begun.set()
-            wanted: dict[socket.socket, int] = {self._bell: select.POLLIN, self._listener: select.POLLIN}
-            timeout_s = None
-            for connection in self._connections:
-                wait_s = connection.wants(wanted, stalled=fault.kind == "stall")
-                if wait_s is not None:
-                    timeout_s = wait_s if timeout_s is None else min(timeout_s, wait_s)
-            ready = _poll(wanted, timeout_s)
-            if self._bell in ready:
-                self._bell.recv(4096)
-            if self._listener in ready:
-                self._accept(fault)
-            for connection in self._connections:
-                connection.turn(ready, fault, self.injected)
-            self._connections = [connection for connection in self._connections if connection.open]
-        for connection in self._connections:
-            connection.close()
+        self._loop.run_until_complete(self._serve())
 
-    def _begin(self, fault: Fault) -> None:
+    async def _serve(self) -> None:
+        if isinstance(self._target, str):
+            server = await asyncio.start_unix_server(self._accepted, sock=self._listener)
+        else:
+            server = await asyncio.start_server(self._accepted, sock=self._listener)
+        await self._stop.wait()
+        server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _begin(self, fault: Fault) -> None:
+        self._fault = fault
         for connection in self._connections:
-            connection.begin()
+            connection.count = 0
             if fault.kind == "refuse":
-                self.injected["refuse"] += 1
                 connection.reset()
-            if fault.kind == "stall":
-                self.injected["stall"] += 1
-        self._connections = [connection for connection in self._connections if connection.open]
-
-    def _accept(self, fault: Fault) -> None:
-        try:
-            outer, _ = self._listener.accept()
-        except OSError:  # the client has already disconnected
-            return
-        if fault.kind == "refuse":
-            self.injected["refuse"] += 1
-            reset(outer)
-            return
-        inner = socket.socket(socket.AF_UNIX if isinstance(self._target, str) else socket.AF_INET)
-        inner.settimeout(_CONNECT_S)
-        try:
-            inner.connect(self._target)
-        except OSError:
-            inner.close()
-            reset(outer)
-            return
+        if fault.kind in ("refuse", "stall"):
+            self.injected[fault.kind] += len(self._connections)
         if fault.kind == "stall":
-            self.injected["stall"] += 1
-        self._connections.append(Connection(outer, inner))
+            self._flows.clear()
+        else:
+            self._flows.set()
+
+    async def _accepted(self, reader: asyncio.StreamReader, outer: asyncio.StreamWriter) -> None:
+        if self._fault.kind in ("refuse", "stall"):
+            self.injected[self._fault.kind] += 1
+        if self._fault.kind == "refuse":
+            _reset(outer)
+            return
+        try:
+            inner_reader, inner = await asyncio.wait_for(self._opened(), _CONNECT_S)
+        except (OSError, asyncio.TimeoutError):
+            _reset(outer)
+            return
+        connection = _Connection(outer, inner)
+        self._connections.add(connection)
+        try:
+            with contextlib.suppress(OSError):
+                await asyncio.gather(
+                    self._relay(connection, reader, inner, is_reply=False),
+                    self._relay(connection, inner_reader, outer, is_reply=True),
+                )
+        finally:
+            self._connections.discard(connection)
+            for writer in connection.writers:
+                writer.close()
+
+    async def _opened(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if isinstance(self._target, str):
+            return await asyncio.open_unix_connection(self._target)
+        return await asyncio.open_connection(*self._target)
+
+    async def _relay(
+        self, connection: _Connection, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_reply: bool
+    ) -> None:
+        """One direction, piece by piece. Raises `ConnectionError` once a fault has ended the connection."""
+        while data := await source.read(_PIECE):
+            await self._flows.wait()
+            if is_reply:
+                data = await self._spoilt(connection, data)
+            sink.write(data)
+            await sink.drain()
+            if is_reply and self._fault.kind == "cut" and connection.count >= self._fault.amount:
+                self.injected["cut"] += 1
+                raise ConnectionAbortedError
+        sink.write_eof()
+
+    async def _spoilt(self, connection: _Connection, data: bytes) -> bytes:
+        """Apply the fault to a piece of a reply."""
+        fault, first = self._fault, connection.count
+        connection.count += len(data)
+        if fault.kind == "slow":
+            self.injected["slow"] += 1
+            await asyncio.sleep(fault.amount)
+        elif fault.kind == "cut":
+            return data[: max(int(fault.amount) - first, 0)]
+        elif fault.kind == "flip":
+            every, spoilt = max(int(fault.amount), 1), bytearray(data)
+            for at in range(every - 1 - first % every, len(data), every):
+                self.injected["flip"] += 1
+                spoilt[at] ^= 0x10
+            return bytes(spoilt)
+        elif fault.kind == "reset":
+            self.injected["reset"] += 1
+            connection.reset()
+            raise ConnectionAbortedError
+        return data
 
 
-def _poll(wanted: dict[socket.socket, int], timeout_s: float | None) -> dict[socket.socket, int]:
-    poller = select.poll()
-    by_number = {sock.fileno(): sock for sock in wanted}
-    for sock, events in wanted.items():
-        poller.register(sock, events)
-    found = poller.poll(None if timeout_s is None else timeout_s * 1000 + 1)
-    return {by_number[number]: events for number, events in found}
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close a connection by a TCP reset; a Unix socket is closed plainly."""
+    with contextlib.suppress(OSError):
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    writer.transport.abort()
