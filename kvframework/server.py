@@ -104,7 +104,7 @@ class Server:
             },
             observe_status=self._observer.status if self._observer else dict,
             messaging_status=lambda: self._messaging_status(),
-            request_durations=lambda: self._messages.durations.status(),
+            request_durations=lambda: self._messages.durations(),
             tenants=config.tenants,
             listeners=self._listeners,
         )

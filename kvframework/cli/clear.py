@@ -13,10 +13,8 @@ from kvframework.cli.console import confirm, print_document, print_text
 from kvframework.cli.usage import AsJson
 from kvframework.client import KVClient
 from kvframework.client.status_source import quiet_connection, server_endpoint
-from kvframework.errors import VersionMismatch
 from kvframework.status import Status
 from kvframework.wire import messages as m
-from kvframework.wire.protocol import CLEAR_MODEL
 
 app = typer.Typer()
 
@@ -52,12 +50,6 @@ def clear(
             places = " and of ".join(["L1", *(tier.name for tier in status.l2 if l2)])
             what = f"the objects of {model!r}" if model else used
             confirm(f"Drop {what} of {places} at {status.server.endpoint}?")
-        if model and CLEAR_MODEL not in client.hello.features:
-            raise VersionMismatch(
-                "this server is older: it clears all models or none",
-                where=client.endpoint,
-                hint="install this release beside the server, or clear all without --model",
-            )
         cleared = client.request("CLEAR", m.Clear(l2=l2, model=model), m.Cleared, timeout=timeout)
     if as_json:
         print_document(msgspec.structs.asdict(cleared))

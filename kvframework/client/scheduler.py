@@ -23,7 +23,7 @@ from kvframework.logs.limit import LogLimit
 from kvframework.pricing import EngineSpeed
 from kvframework.wire import messages as m
 from kvframework.wire.messages import MAX_GRANTS
-from kvframework.wire.protocol import LOOKUP_GRANT, LOOKUP_PRICE, LOOKUP_WAIT, ONE_WAY
+from kvframework.wire.protocol import SINCE_0_3
 
 log = logging.getLogger(__name__)
 log.addFilter(LogLimit())
@@ -119,9 +119,9 @@ class SchedulerAdapter:
         if speed is not None:
             speed.check()
             prefill_s = speed.prefill_s(start, last)
-            speed = speed if client.has(LOOKUP_PRICE) else None
-        freed = client.take_freed() if client.has(ONE_WAY) else ()
-        grant = self._instances if client.maps_arena and client.has(LOOKUP_GRANT) else ()
+            speed = speed if client.has(SINCE_0_3) else None
+        freed = client.take_freed() if client.has(SINCE_0_3) else ()
+        grant = self._instances if client.maps_arena and client.has(SINCE_0_3) else ()
         asked = LookupResult(0, asked_tokens=last - start, start=start, key=key)
         began, brief_s = time.monotonic(), client.deadlines.lookup_s + held_s
         wait = brief_s if began < self._brief_until else client.deadlines.of_lookup(prefill_s) + held_s
@@ -175,7 +175,7 @@ class SchedulerAdapter:
     def release_ticket(self, ticket: str) -> None:
         """Free a ticket that no caller waits for any more, also of a plugin's request. Never blocks, never raises:
         callbacks of the connection may call it."""
-        if ticket and self._client.has(ONE_WAY):
+        if ticket and self._client.has(SINCE_0_3):
             self._client.free_soon(ticket)
         elif ticket:
             self._client.send("FREE_LOOKUP_LOCKS", m.TicketRef(ticket))
@@ -200,7 +200,7 @@ class SchedulerAdapter:
 
     def _held_s(self, wait_s: float) -> float:
         """Return for how long the server may hold an answer back: 0 if it cannot."""
-        return min(wait_s, HELD_S) if wait_s > 0 and self._client.has(LOOKUP_WAIT) else 0.0
+        return min(wait_s, HELD_S) if wait_s > 0 and self._client.has(SINCE_0_3) else 0.0
 
     def _query(self, result: LookupResult, held_s: float = 0.0, more_than: int = -1) -> LookupResult:
         payload = m.PrefetchQuery(result.ticket, held_s, more_than)

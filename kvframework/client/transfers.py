@@ -36,7 +36,7 @@ from kvframework.errors import BadBlockIds, BadRange, DeadlineExceeded, KVFramew
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging.client.link import Answer
 from kvframework.wire import messages as m
-from kvframework.wire.protocol import ONE_WAY
+from kvframework.wire.protocol import SINCE_0_3
 from kvframework.wire.transfer_blocks import checked_blocks, pack_block_ids, pack_indices, unpack_indices
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ class KVClient(ServerSession, EngineLink):
         """End a load whose pins were asked for at `began`, and last until that time, of the monotonic clock, if neither
         the end of this session nor an END_SESSION ends them sooner."""
         # Where it is known that they held, the answer is of no use.
-        if self.has(ONE_WAY) and arena is not None and self._arena is arena:
+        if self.has(SINCE_0_3) and arena is not None and self._arena is arena:
             held = time.monotonic() < until and arena.is_served and self._connection.released_nothing_since(began)
             if held and self._connection.post("COMMIT_RETRIEVE", commit):
                 return Future.resolved(_HELD)

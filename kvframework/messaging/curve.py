@@ -29,6 +29,9 @@ _PUBLIC, _SECRET = "curve-public", "curve-secret"
 _KEY_CHARACTERS = 40
 _MAX_FILE_BYTES = 4096
 LOOK_AGAIN_S = 0.5
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_VERSION = b"1.0"
+_ZAP_PER_ROUND = 64
 SECRET_VARIABLE = "KVFRAMEWORK_CURVE_SECRET"  # noqa: S105 - a name
 SERVER_VARIABLE = "KVFRAMEWORK_CURVE_SERVER"
 
@@ -86,6 +89,45 @@ class AdmittedClients:
             except CurveKeyError as error:
                 logger.error("a client key is ignored: %s", error)
         return names
+
+
+class ZapHandler:
+    """What libzmq asks at every CURVE handshake: admits the clients whose keys are listed. A handshake waits for the
+    answer, and delays no other client. Must be made before the socket that it guards, and closed after it.
+
+    Not `zmq.auth`: its authenticators need a thread or an asyncio loop, and read the directory of clients once.
+    """
+
+    def __init__(self, context: zmq.Context[Any], admitted: AdmittedClients, counters: dict[str, int]) -> None:
+        self._admitted = admitted
+        self._counters = counters
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(_ZAP_ADDRESS)
+
+    def serve(self) -> None:
+        """Answer the waiting requests, a bounded number. Never blocks."""
+        for _ in range(_ZAP_PER_ROUND):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.socket.send_multipart(self._decide(frames))
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+    def _decide(self, frames: list[bytes]) -> list[bytes]:
+        request_id = frames[1] if len(frames) > 1 else b""
+        name = None
+        if len(frames) == 7 and frames[0] == _ZAP_VERSION and frames[5] == b"CURVE":
+            name = self._admitted.name_of(frames[6])
+        if name is None:
+            self._counters["curve_refused"] += 1
+            where = frames[3].decode("ascii", "replace") if len(frames) > 3 else "?"
+            logger.warning("a client at %s was refused: its public key is not among those admitted", where)
+            return [_ZAP_VERSION, request_id, b"400", b"not admitted", b"", b""]
+        return [_ZAP_VERSION, request_id, b"200", b"", name.encode()[:255], b""]
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,13 @@ def outgoing(frames: Sequence[Buffer]) -> list[Any]:
         raise MessageTooLarge(f"the payload has {len(frames[2])} bytes", available=f"at most {MAX_PAYLOAD_BYTES}")
     if len(frames) == HEAD_FRAMES:
         return list(frames)
-    if len(frames) - HEAD_FRAMES > MAX_BUFFERS:
-        raise MessageTooLarge(f"{len(frames) - HEAD_FRAMES} buffers", available=f"at most {MAX_BUFFERS}")
-    size = sum(memoryview(buffer).nbytes for buffer in frames[HEAD_FRAMES:])
+    buffers = frames[HEAD_FRAMES:]
+    if len(buffers) > MAX_BUFFERS:
+        raise MessageTooLarge(f"{len(buffers)} buffers", available=f"at most {MAX_BUFFERS}")
+    size = sum(memoryview(buffer).nbytes for buffer in buffers)
     if size > MAX_BUFFER_BYTES:
         raise MessageTooLarge(f"the buffers have {size} bytes", available=f"at most {MAX_BUFFER_BYTES} together")
-    return [*frames[:HEAD_FRAMES], *(_wrap(index, buffer) for index, buffer in enumerate(frames[HEAD_FRAMES:]))]
+    return [*frames[:HEAD_FRAMES], *(_wrap(index, buffer) for index, buffer in enumerate(buffers))]
 
 
 def _wrap(index: int, buffer: Buffer) -> bytes | zmq.Frame:
@@ -89,10 +90,8 @@ def send(socket: Socket, frames: Sequence[Any]) -> None:
 
 
 def receive(socket: Socket, head: int) -> list[Buffer] | None:
-    """Return the next message, None if there is none: the first `head` frames copied, the others borrowed from ZMQ.
-
-    Of a message with more frames than the protocol allows only the first ones are kept (enough to be refused).
-    """
+    """Return the next message, None if there is none: the first `head` frames copied, the others borrowed from ZMQ. Of
+    one with more frames than the protocol allows only the first ones are kept (enough to be refused)."""
     try:
         frame = socket.recv(_NOBLOCK, copy=False)
     except zmq.Again:
@@ -113,17 +112,20 @@ def readable(socket: Socket) -> bool:
     return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
-# A DEALER that several threads use: each sends for itself, and one of them at a time waits for incoming messages.
-#
-# A thread that waits for an answer receives it by itself, unless another thread already waits: a wake-up by another
-# thread costs as much as the round trip to the server. ZMQ's sockets are not thread-safe, so a lock guards every use,
-# and threads wait on the socket's descriptor. It is edge-triggered, and a send may consume the notice of a message that
-# has come in: then the waiting thread is interrupted here.
+def milliseconds(until: float) -> int:
+    """Return the milliseconds from now to `until`, rounded up, for a poll; `math.inf` means no limit."""
+    return -1 if until == math.inf else max(0, math.ceil((until - time.monotonic()) * 1000))
 
 
 class SharedDealer:
-    """A shared DEALER, which owns its socket and closes it. Thread-safe. The leader is the one thread that waits for
-    messages."""
+    """A DEALER that several threads use, which owns its socket and closes it. Each thread sends for itself, and one at
+    a time, the leader, waits for messages. Thread-safe.
+
+    A thread that waits for an answer receives it by itself, unless another one already waits: a wake-up by another
+    thread costs as much as the round trip to the server. ZMQ's sockets are not thread-safe, so a lock guards every use,
+    and the leader waits on the socket's descriptor. It is edge-triggered, and a send may consume the notice of a
+    message that has come in: then the leader is interrupted.
+    """
 
     def __init__(self, dealer: Socket) -> None:
         self._dealer = dealer
@@ -205,8 +207,3 @@ class SharedDealer:
         with self._leading:
             self._dealer.close(0)
             self._interrupt.close()
-
-
-def milliseconds(until: float) -> int:
-    """Return the milliseconds from now to `until`, rounded up, for a poll; `math.inf` means no limit."""
-    return -1 if until == math.inf else max(0, math.ceil((until - time.monotonic()) * 1000))

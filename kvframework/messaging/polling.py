@@ -3,6 +3,7 @@ This process may take so many more, a forked child closes some, and a Unix socke
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import heapq
 import os
@@ -18,6 +19,14 @@ from kvframework.errors import OutOfResources
 
 K = TypeVar("K", bound=Hashable)
 _SLACK = 64
+# Twice the descriptors of another connection: other threads of the engine may take some of those counted.
+FOR_A_CONNECTION = 16
+_OPEN = "/proc/self/fd"
+_NO_LIMIT = 1 << 30
+_RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+# Sent with the arena's descriptor, or without one.
+WITH_ARENA = b"\x01"
+WITHOUT_ARENA = b"\x00"
 
 
 class Deadlines(Generic[K]):
@@ -60,7 +69,8 @@ class Deadlines(Generic[K]):
 
 
 class Wakeup:
-    """`signal()` makes `fd` readable until `drain()`. Its lock is reentrant, so a signal handler may use it.
+    """An eventfd: `signal()` makes `fd` readable until `drain()`. A signal's handler may use it, as its lock is
+    reentrant.
 
     The owner closes it: an object of a reference cycle, or of a traceback that is kept, would hold the descriptor until
     the garbage collector runs, which an engine may have switched off.
@@ -103,16 +113,8 @@ class Wakeup:
             self.close()
 
 
-# The descriptors and threads that this process may still take from the kernel. For server and client.
-#
-# libzmq ends the process when it gets none, so they are counted beforehand.
-
-# Twice the descriptors of another connection: other threads of the engine may take some of those counted.
-FOR_A_CONNECTION = 16
-
-_OPEN = "/proc/self/fd"
-_NO_LIMIT = 1 << 30
-_RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+# The descriptors and threads that this process may still take from the kernel. libzmq ends the process when it gets
+# none, so they are counted beforehand.
 
 
 def descriptor_limit() -> int:
@@ -150,15 +152,10 @@ def need(*, descriptors: int, threads: int = 0) -> None:
             f"fewer than {descriptors} of this process's {limit} descriptors are free",
             hint="raise the limit: ulimit -n, LimitNOFILE under systemd",
         )
-    if threads:
-        _need_threads(threads)
-
-
-def _need_threads(count: int) -> None:
     end = threading.Event()
     started: list[threading.Thread] = []
     try:
-        for _ in range(count):
+        for _ in range(threads):
             thread = threading.Thread(target=end.wait, name="kvf-room", daemon=True)
             thread.start()
             started.append(thread)
@@ -173,9 +170,8 @@ def _need_threads(count: int) -> None:
             thread.join()
 
 
-# Descriptors in a forked child: it closes its inherited copies, so that only the parent's life counts.
-#
-# A liveness socket shows that this process lives; a copy in a child would still show that after the parent's death.
+# Descriptors in a forked child: it closes its inherited copies. A liveness socket shows that this process lives; a copy
+# in a child would still show that after the parent's death.
 
 
 class ClosedInChild(Protocol):
@@ -193,19 +189,12 @@ def close_after_fork(resource: ClosedInChild) -> None:
 
 def _after_fork_in_child() -> None:
     for each in list(_resources):
-        try:
+        with contextlib.suppress(OSError):  # it was closed already; the others must still be closed
             each.close_in_child()
-        except OSError:
-            continue  # it was closed already; the others must still be closed
     _resources.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-# Sent with the arena's descriptor, or without one.
-WITH_ARENA = b"\x01"
-WITHOUT_ARENA = b"\x00"
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from kvframework.api.hasher import KeyHasher
 from kvframework.api.keys import PackedKey
 from kvframework.api.listener import ChunkShape, Listener, ListenerContext, ServerTerms
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.listener_sockets import ListenerDoors, ListenerSockets
+from kvframework.messaging.server.sockets import ListenerDoors, ListenerSockets
 from kvframework.record_ring import RecordRing, RingReader
 from kvframework.wire.protocol import SALTED_TOKEN_IDS, TOKEN_IDS
 

@@ -18,6 +18,8 @@ from kvframework.api.transport import ArenaRange, StoreOutcome
 from kvframework.pricing import EngineSpeed
 from kvframework.status import MAX_RECENT, Finished, RecentReply, TierCall
 
+__all__ = ["MAX_RECENT", "Finished", "RecentReply", "TierCall"]  # those of `status`, beside what is defined here
+
 PROTOCOL_VERSION = 1
 MAX_HANDLES = 4096
 # Ranges that one plan may hold.
@@ -37,6 +39,7 @@ InstanceId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Names = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
 PerGroup = Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_GROUPS)]
 LostCount = Annotated[int, msgspec.Meta(ge=0, le=MOST_LOST)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 Tickets = Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_FREED)]
 WaitSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT_S)]
 Ranges = Annotated[tuple[ArenaRange, ...], msgspec.Meta(max_length=MAX_RANGES)]
@@ -49,9 +52,8 @@ class Empty(Message, frozen=True):
 
 class Hello(Message, frozen=True):
     """The first request on every connection. `session` joins a further socket to a session; `replaces` names a session
-    of the same client that ends first, because its connection was lost; `min_version` and `max_version` bound the
-    versions that the client speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its
-    release.
+    of the same client that ends first, as its connection was lost; `min_version` and `max_version` bound the versions
+    that the client speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its release.
 
     Read before any version is agreed upon, so every version reads every other's: `client` and `pid` never change, and a
     client without versions speaks 1.
@@ -69,35 +71,35 @@ class Hello(Message, frozen=True):
 
 class HelloReply(Message, frozen=True):
     """`session` names the client session (16 secret bytes, presented on the liveness socket). `liveness` is the path of
-    that socket, "" when there is none (over TCP). `boot_id` changes with every start of a server. `features` names what
-    this server understands, and an older one of the same protocol version would ignore; `token_ids` among them asks for
-    the `content` of transfers, `token_ids.salted` for that of salted ones. `tp_lcm` and `pp_lcm` are the server's
-    settings of the same names, 1 for objects named by rank."""
+    that socket, "" over TCP. `boot_id` changes with every start of a server. `features` names what an older server of
+    the same protocol version would ignore; `token_ids` among them asks for the `content` of transfers,
+    `token_ids.salted` for that of salted ones. `tp_lcm` and `pp_lcm` are the server's settings, 1 for objects named by
+    rank."""
 
     version: int
     boot_id: bytes
     session: bytes
-    chunk_size: Annotated[int, msgspec.Meta(ge=1)]
+    chunk_size: Positive
     hasher: str
     hasher_fingerprint: str
     transports: Names
     liveness: str = ""
     features: Names = ()
-    tp_lcm: Annotated[int, msgspec.Meta(ge=1)] = 1
-    pp_lcm: Annotated[int, msgspec.Meta(ge=1)] = 1
+    tp_lcm: Positive = 1
+    pp_lcm: Positive = 1
 
 
 class Goodbye(Message, frozen=True):
-    """GOODBYE ends the session. A client that cannot use this server sends the reason, with the error's code, for the
-    server's operator."""
+    """Ends the session. A client that cannot use this server sends the error's code and the reason, for the
+    operator."""
 
     code: str = ""
     reason: str = ""
 
 
 class Lost(Message, frozen=True):
-    """Calls of a client that failed with the error `code`, since its session began: each lookup was a miss, each load
-    was computed, each store failed or has an unknown result. `nbytes` is the size of the failed loads and stores."""
+    """Calls of a client that failed with the error `code` since its session began. `nbytes` is the size of the failed
+    loads and stores."""
 
     code: Annotated[str, msgspec.Meta(max_length=MAX_LOST_CODE)]
     lookups: LostCount = 0
@@ -112,8 +114,8 @@ LOST_CALLS = LOST_AMOUNTS[:3]
 
 
 class Ping(Message, frozen=True):
-    """PING. `lost` is the report of this session, by code; () if nothing was added since the last one that was
-    answered. `free` is that of `Lookup`."""
+    """`lost` is the report of this session, by code; () if nothing was added since the last one that was answered.
+    `free` is that of `Lookup`."""
 
     lost: Annotated[tuple[Lost, ...], msgspec.Meta(max_length=MAX_LOST)] = ()
     free: Tickets = ()
@@ -130,15 +132,14 @@ class GetChunkSize(Message, frozen=True):
 
 
 class ChunkSize(Message, frozen=True):
-    chunk_size: Annotated[int, msgspec.Meta(ge=1)]
+    chunk_size: Positive
 
 
 class RegisterKvCache(Message, frozen=True):
     """Registers an instance with a declared layout. `handles` come from the transport's engine half.
 
     `ranks`, of an instance whose objects are shards: the ranks of `world_size` that it holds, `rank` first, whose layer
-    groups the layout lists rank by rank. (): `rank` alone. `model_dtype` is what the model computes in, for the status:
-    a layout of opaque bytes does not say it.
+    groups the layout lists rank by rank. (): `rank` alone. `model_dtype` is what the model computes in, for the status.
     """
 
     instance_id: InstanceId
@@ -195,8 +196,8 @@ class TransferRequest(Message, frozen=True):
 
 
 class GatherBlock(Message, frozen=True):
-    """GATHER_BLOCK of a server-driven transport, for the canary: one block id per layer group, packed like `block_ids`
-    of a transfer, with one id each."""
+    """GATHER_BLOCK of a server-driven transport, for the canary: one block id per layer group, each packed like
+    `block_ids` of a transfer."""
 
     instance_id: InstanceId
     block_ids: PerGroup
@@ -216,8 +217,8 @@ class TransferReply(Message, frozen=True):
 
 
 class Prepare(Message, frozen=True):
-    """PREPARE_STORE and PREPARE_RETRIEVE. `first_chunks`, of a store only: the number of chunks at the beginning of the
-    range that are not stored, per layer group; () for none. Only a window or state may leave out any."""
+    """PREPARE_STORE and PREPARE_RETRIEVE. `first_chunks`, of a store only: how many chunks at the beginning of the
+    range are not stored, per layer group; () for none. Only a window or state may leave out any."""
 
     key: CacheKey
     instance_id: InstanceId
@@ -225,10 +226,10 @@ class Prepare(Message, frozen=True):
 
 
 class StorePlan(Message, frozen=True):
-    """The answer to PREPARE_STORE: write `ranges`, then commit `lease`.
+    """The answer to PREPARE_STORE: write `ranges`, then commit `lease`, which is "" when there is nothing to write.
 
-    `lease` is "" when there is nothing to write. The ranges belong to the caller until COMMIT, ABORT or its end; after
-    `lease_s` seconds they are quarantined: still the caller's to write, but never published.
+    The ranges belong to the caller until COMMIT, ABORT or its end; after `lease_s` seconds they are quarantined: still
+    the caller's to write, but never published.
     """
 
     lease: str
@@ -239,10 +240,7 @@ class StorePlan(Message, frozen=True):
 
 class RetrievePlan(Message, frozen=True):
     """The answer to PREPARE_RETRIEVE: read `ranges`, then commit `lease`. Empty and `hit` False when anything is
-    missing.
-
-    The ranges are pinned for `lease_s` seconds; COMMIT_RETRIEVE says whether they were pinned throughout.
-    """
+    missing. The ranges are pinned for `lease_s` seconds; COMMIT_RETRIEVE says whether they were pinned throughout."""
 
     hit: bool
     lease: str = ""
@@ -259,8 +257,8 @@ class LeaseRef(Message, frozen=True):
 
 class Commit(Message, frozen=True):
     """COMMIT_STORE and COMMIT_RETRIEVE. `content` is that of the tokens of the key that was prepared, for a server that
-    asks for it; without it the objects are the same, and routers do not hear of them. `took_s`, of a load by a grant:
-    for how long it has lasted, since the server heard nothing of its begin."""
+    asks for it; without it routers do not hear of the objects. `took_s`, of a load by a grant: for how long it has
+    lasted, since the server heard nothing of its begin."""
 
     lease: str
     content: ChunkContent | None = None
@@ -324,14 +322,10 @@ class Lookup(Message, frozen=True):
     """ONE key, worker id None. The hit counts from `key.start`.
 
     The answer is held back until it is known whether L2 has more than L1, for `wait_s` at most; the load of what it has
-    is not waited for. Sent to servers with the feature `lookup.wait`. With a `speed`, sent to those with
-    `lookup.price`, the hit is cut where the engine computes the rest sooner than a tier loads it.
-
-    The tickets `free` end first, as by FREE_LOOKUP_LOCKS; those that have ended already are passed over. Sent to
-    servers with `one_way`.
-
-    `grant` are the instances for whose loads the hit is prepared at once, as by PREPARE_RETRIEVE; `free` then has the
-    leases of grants that no load uses, too. Sent to servers with `lookup.grant`.
+    is not waited for. With a `speed` the hit is cut where the engine computes the rest sooner than a tier loads it. The
+    tickets `free` end first, as by FREE_LOOKUP_LOCKS; those that have ended already are passed over. `grant` are the
+    instances for whose loads the hit is prepared at once, as by PREPARE_RETRIEVE; `free` then has the leases of grants
+    that no load uses, too. These fields are for servers with the feature that `wire.protocol` names beside each.
     """
 
     key: CacheKey
@@ -345,8 +339,8 @@ class Grant(Message, frozen=True):
     """The objects of one instance that a LOOKUP has found, pinned under a `lease` of the session that registered the
     instance: it reads them, then sends COMMIT_RETRIEVE, by which the server hears of the load.
 
-    `offsets` are their places in the arena, packed little-endian u64. `objects` names them in the same order: ascending
-    packed u32 that count chunk by chunk from the key's `start`, in each chunk by layer group; b"" for all.
+    `offsets` are their places in the arena, packed little-endian u64. `objects` names them in the same order, like
+    those of `StoreCpuChunks`; b"" for all.
     """
 
     instance_id: InstanceId
@@ -359,10 +353,8 @@ class LookupReply(Message, frozen=True):
     """`hit_tokens` from the key's `start`, pinned under `ticket` ("" when nothing is pinned or in progress).
 
     `pending` True: a load from L2 is in progress; ask by QUERY_PREFETCH_STATUS with the ticket. The hit grows with what
-    arrives.
-
-    `grants`, of an answer that is not pending: those that were asked for, pinned for `lease_s` seconds, whatever
-    becomes of the ticket. An instance without one prepares its load.
+    arrives. `grants`, of an answer that is not pending: those that were asked for, pinned for `lease_s` seconds,
+    whatever becomes of the ticket. An instance without one prepares its load.
     """
 
     hit_tokens: int
@@ -374,7 +366,7 @@ class LookupReply(Message, frozen=True):
 
 class PrefetchQuery(Message, frozen=True):
     """QUERY_PREFETCH_STATUS. The answer is held back until the load has ended, for `wait_s` at most; with a `more_than`
-    of 0 or more only until the hit is longer than so many tokens. Sent to servers with the feature `lookup.wait`."""
+    of 0 or more only until the hit is longer than so many tokens."""
 
     ticket: str
     wait_s: WaitSeconds = 0.0
@@ -527,62 +519,3 @@ class StatusReply(Message, frozen=True):
     """The JSON document that `kvframework status --json` prints; docs/status.md lists its fields."""
 
     document: bytes
-
-
-__all__ = [
-    "MAX_RECENT",
-    "PROTOCOL_VERSION",
-    "Aborted",
-    "ApplyConfig",
-    "Cancel",
-    "CancelReply",
-    "ChunkSize",
-    "ChunksSent",
-    "ChunksStored",
-    "Clear",
-    "Cleared",
-    "Commit",
-    "Committed",
-    "ConfigApplied",
-    "ConfigChange",
-    "DumpReply",
-    "Empty",
-    "EndSession",
-    "Finished",
-    "Freed",
-    "GatherBlock",
-    "GatheredBlock",
-    "GetChunkSize",
-    "Goodbye",
-    "Grant",
-    "Hello",
-    "HelloReply",
-    "LeaseRef",
-    "Lookup",
-    "LookupReply",
-    "Lost",
-    "Ping",
-    "Pong",
-    "Prepare",
-    "Recent",
-    "RecentReply",
-    "RegisterKvCache",
-    "RegisterNonGpuContextPayload",
-    "Registered",
-    "RetrieveCommitted",
-    "RetrieveCpuChunks",
-    "RetrievePlan",
-    "SessionEnded",
-    "StatusReply",
-    "StoreCpuChunks",
-    "StoreOutcome",
-    "StorePlan",
-    "TicketRef",
-    "TierCall",
-    "Trace",
-    "TraceReply",
-    "TracedLookup",
-    "TransferReply",
-    "TransferRequest",
-    "Unregister",
-]

@@ -57,20 +57,11 @@ ROOM_REQUESTS = frozenset({"PREPARE_STORE", "STORE", "STORE_CPU_CHUNKS", "CLEAR"
 
 REQUESTS: dict[str, RequestSpec] = {spec.name: spec for spec in _SPECS}
 
-
 MIN_VERSION = 1
-# Fields that change what a request does: a client sends one only to a server that says that it reads it.
-CLEAR_MODEL = "clear.model"
-# `wait_s` of LOOKUP and QUERY_PREFETCH_STATUS: an older server answers at once.
-LOOKUP_WAIT = "lookup.wait"
-# `speed` of LOOKUP: an older server cuts no hit.
-LOOKUP_PRICE = "lookup.price"
-# Requests with the id `NO_ANSWER`, and `free` of LOOKUP and PING: an older server answers the ones and passes over the
-# others.
-ONE_WAY = "one_way"
-# `grant` of LOOKUP: an older server grants nothing.
-LOOKUP_GRANT = "lookup.grant"
-FEATURES = (CLEAR_MODEL, LOOKUP_WAIT, LOOKUP_PRICE, ONE_WAY, LOOKUP_GRANT)
+# Named by a server that reads what 0.2 passes over or answers otherwise: requests with the id `NO_ANSWER`, `free` of
+# LOOKUP and PING, `speed` and `grant` of LOOKUP, `wait_s` of LOOKUP and QUERY_PREFETCH_STATUS.
+SINCE_0_3 = "0.3"
+FEATURES = (SINCE_0_3,)
 # Named by a server that tells routers: it wants the content of what is stored and loaded, see `ChunkContent`; of
 # prompts with a salt only by the second name.
 TOKEN_IDS = "token_ids"  # noqa: S105
@@ -160,40 +151,23 @@ class ClientDeadlines:
     def scaled(self, scale: float) -> ClientDeadlines:
         """A copy with the deadlines for waits on a server's loop multiplied by `scale`. Deadlines that must outlast one
         of the server's own stay unchanged, and so does the pace of PINGs."""
-        return dataclasses.replace(self, **{name: getattr(self, name) * scale for name in SCALED})
+        scaled = {name: value * scale for name, value in vars(self).items() if name not in NOT_SCALED}
+        return dataclasses.replace(self, **scaled)
 
 
 LOCAL = ClientDeadlines()
 TCP = ClientDeadlines(lookup_s=0.3, load_s=3.0, store_s=5.0, setup_s=10.0, hello_s=3.0, ping_every_s=0.5, silent_s=1.5)
 # The kinds of requests; all others are setup. STORE_CPU_CHUNKS is the query for missing objects here, bytes take
 # `of_bulk`.
-KINDS = {
-    "LOOKUP": "lookup_s",
-    "QUERY_PREFETCH_STATUS": "lookup_s",
-    "FREE_LOOKUP_LOCKS": "release_s",
-    "END_SESSION": "release_s",
-    "ABORT": "release_s",
-    "PREPARE_RETRIEVE": "load_s",
-    "COMMIT_RETRIEVE": "load_s",
-    "PREPARE_STORE": "store_s",
-    "COMMIT_STORE": "store_s",
-    "STORE_CPU_CHUNKS": "store_s",
-    "STORE": "transfer_s",
-    "RETRIEVE": "transfer_s",
+_REQUESTS_OF = {
+    "lookup_s": ("LOOKUP", "QUERY_PREFETCH_STATUS"),
+    "release_s": ("FREE_LOOKUP_LOCKS", "END_SESSION", "ABORT"),
+    "load_s": ("PREPARE_RETRIEVE", "COMMIT_RETRIEVE"),
+    "store_s": ("PREPARE_STORE", "COMMIT_STORE", "STORE_CPU_CHUNKS"),
+    "transfer_s": ("STORE", "RETRIEVE"),
 }
-SCALED = (
-    "engine_s",
-    "lookup_s",
-    "lookup_most_s",
-    "load_s",
-    "store_s",
-    "release_s",
-    "setup_s",
-    "bulk_s",
-    "hello_s",
-    "silent_s",
-    "gone_s",
-)
+KINDS = {request: kind for kind, requests in _REQUESTS_OF.items() for request in requests}
+NOT_SCALED = ("lookup_tokens_per_s", "bulk_bytes_per_s", "transfer_s", "export_s", "ping_every_s")
 
 
 def deadlines_for(endpoint: str, scale: float | None = None) -> ClientDeadlines:

@@ -12,7 +12,7 @@ from kvf_events.history import Numbered
 from kvf_events.options import EventsOptions
 from kvf_events.sockets import EventSockets
 from kvframework.errors import EndpointError
-from kvframework.messaging.server import listener_sockets
+from kvframework.messaging.server import sockets as listener_sockets
 from tests.support.listener_context import listener_context
 from tests.support.ports import free_port
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from kvf_hashers.sha256 import Sha256
 from kvframework.api.listener import ServerTerms
 from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.server.listener_sockets import ListenerDoors
+from kvframework.messaging.server.sockets import ListenerDoors
 from kvframework.service.listeners import ServerContext
 
 

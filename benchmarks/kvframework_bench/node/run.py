@@ -21,7 +21,7 @@ from kvframework.api.keys import NAMESPACE_BYTES, CacheKey
 from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join
-from kvframework.wire.protocol import LOOKUP_GRANT, ONE_WAY
+from kvframework.wire.protocol import SINCE_0_3
 from kvframework_bench.console import Stage, no_progress
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.node.clients import CHUNK_TOKENS, MODEL, Client, Echoed, Scheduler, Worker, digests
@@ -86,10 +86,9 @@ def bench_node(sizes: Sizes, *, seed: int, stage: Stage = no_progress) -> NodeFi
         echoes = [Echoed(context, peer.endpoint, nbytes) for _ in sessions]
         ways: dict[str, tuple[Sequence[Client], int]] = {"bare echo": (echoes, peer.pid)}
         ways["all answered"] = (sessions, server.child.pid)
-        if ONE_WAY in sessions[0].features:
-            ways["one way back"] = (sessions, server.child.pid)
         schedulers = [session for session in sessions if isinstance(session, Scheduler)]
-        if LOOKUP_GRANT in sessions[0].features:
+        if SINCE_0_3 in sessions[0].features:
+            ways["one way back"] = (sessions, server.child.pid)
             ways["granted"] = (schedulers, server.child.pid)
         with stage("serving a node", sizes.rounds) as advance:
             for _ in range(sizes.rounds):

@@ -10,9 +10,12 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -20,22 +23,33 @@ import zmq
 
 from kvframework.api.futures import Future
 from kvframework.api.requests import Buffer, Message, RequestSpec
+from kvframework.config import (
+    FULL_SUFFIX,
+    Endpoint,
+    check_private_directory,
+    ipc_path,
+    parse_endpoint,
+    trusted_server_uid,
+)
 from kvframework.errors import (
     DeadlineExceeded,
     KVFrameworkError,
     MalformedFrames,
     OutOfResources,
+    ProtocolError,
+    ServerFull,
     ServerGone,
     UnknownRequest,
+    VersionMismatch,
 )
-from kvframework.messaging.client.dial import BULK, CONTROL, BulkSocket, dial, make_context
-from kvframework.messaging.client.link import Answer, Link, OnLate, RequestFuture
+from kvframework.messaging import frames_io
+from kvframework.messaging.client.link import Answer, Link, OnLate, Request
 from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, Reports
 from kvframework.messaging.curve import LoadedKeys
-from kvframework.messaging.frames_io import Socket
 from kvframework.messaging.polling import FOR_A_CONNECTION, as_out_of_resources, need
 from kvframework.supervise.state import Backoff
-from kvframework.wire.messages import CancelReply, Hello, HelloReply
+from kvframework.wire.frames import ERROR_TYPE, Envelope, ErrorPayload, decode, error_from, join, split
+from kvframework.wire.messages import CancelReply, Goodbye, Hello, HelloReply
 from kvframework.wire.protocol import LOCAL, ClientDeadlines
 
 logger = logging.getLogger(__name__)
@@ -48,41 +62,16 @@ _REFUSED_PAUSE_S = 2.0
 _LATER_S = 0.01
 _CLOSE_S = 10.0
 LOG_AGAIN_S = 60.0
-
-
-class WhyDown:
-    """`error` is that of the last attempt, None after a successful one; `unanswered` is the error of the present
-    attempt if its HELLO gets no answer."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.error: Exception | None = None
-        self.unanswered: ServerGone | None = None
-        self._endpoint = endpoint
-        self._log_again_at = 0.0
-
-    @property
-    def most_telling(self) -> Exception | None:
-        """The most specific reason: a refusal before silence, silence before a server that was not found."""
-        if self.error is not None and not isinstance(self.error, ServerGone):
-            return self.error
-        return self.unanswered or self.error
-
-    def note(self, error: Exception, *, quiet: bool) -> None:
-        """Record the error of an attempt. Unless `quiet`, log it: loudly, unless there is just no server; again after a
-        while, since a cache without hits is easily overlooked."""
-        now = time.monotonic()
-        if not quiet and (str(error) != str(self.error) or now >= self._log_again_at):
-            self._log_again_at = now + LOG_AGAIN_S
-            if isinstance(error, ServerGone):
-                logger.info("no server at %s: %s", self._endpoint, error.fact)
-            elif isinstance(error, OutOfResources):
-                logger.warning("no connection to %s for now: %s", self._endpoint, error)
-            elif isinstance(error, KVFrameworkError):
-                logger.error("the server at %s cannot be used: %s", self._endpoint, error)
-            else:
-                logger.error("connecting to %s failed", self._endpoint, exc_info=error)
-        self.error = error
-        self.unanswered = None
+_HELLO_ID, _GOODBYE_ID = 0, 1
+_GOODBYE_MS = 200
+_POLL_S = 0.05
+# The I/O threads of a client's context, as bit masks: big frames never delay small ones, even while they are encrypted.
+CONTROL, BULK = 0b01, 0b10
+IO_THREADS = 2
+# Twice the need of a context with its first connection, see `FOR_A_CONNECTION`.
+_FOR_A_CONTEXT = {"descriptors": 2 * FOR_A_CONNECTION, "threads": 4}
+# The control socket monitors whether the server lives; a PING would wait behind the bulk.
+_BULK_PING_S = 3600.0
 
 
 class Connection:
@@ -108,7 +97,11 @@ class Connection:
         keys: LoadedKeys | None = None,
     ) -> None:
         self.reports = Reports()
-        self._why = WhyDown(endpoint)
+        # The error of the last attempt to connect, or the reason for the connection's end; None while it is up.
+        self.last_error: Exception | None = None
+        # That of the present attempt, if its HELLO gets no answer.
+        self.unanswered: ServerGone | None = None
+        self._log_again_at = 0.0
         self._endpoint = endpoint
         self._hello = hello
         self._table = table
@@ -124,13 +117,24 @@ class Connection:
         self._changed = threading.Condition()
         self._starting = threading.Lock()
         self._start_again_at = math.inf
-        self._thread = self._supervisor()
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start to connect. Returns at once; may be called once. If the process gets no thread now, a later read of
-        `state` starts it."""
-        with self._starting:
-            self._start_thread()
+        """Start to connect, unless it has begun. Returns at once. If the process gets no thread now, a later read of
+        `state` tries again."""
+        if not self._starting.acquire(blocking=False):
+            return
+        try:
+            if self._thread is None and not self._closing.is_set():
+                self._start_again_at = math.inf
+                self._thread = threading.Thread(target=self._supervise, name="kvf-connection", daemon=True)
+                self._thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            self._note(error)
+            self._start_again_at = time.monotonic() + _UNREACHABLE_PAUSE_S
+        finally:
+            self._starting.release()
 
     def wait_up(self, timeout: float) -> bool:
         """Wait until the state is "up", at most `timeout` seconds; return whether it is."""
@@ -148,10 +152,10 @@ class Connection:
         "down": there is no server."""
         link = self._link
         if link is None or not self._welcomed or not link.alive or os.getpid() != self._pid:
-            if time.monotonic() >= self._start_again_at:
-                self._start_again()
+            if time.monotonic() >= self._start_again_at and os.getpid() == self._pid:
+                self.start()
             return "down"
-        return "suspect" if link.suspect else "up"
+        return "suspect" if link.silence.suspect else "up"
 
     @property
     def was_up(self) -> bool:
@@ -165,14 +169,11 @@ class Connection:
         return link.boot_id if link is not None and link.alive else None
 
     @property
-    def last_error(self) -> Exception | None:
-        """The error of the last attempt to connect, or the reason for the connection's end; None while it is up."""
-        return self._why.error
-
-    @property
     def why_down(self) -> Exception | None:
-        """The most specific known reason, see `WhyDown`."""
-        return self._why.most_telling
+        """The most specific reason: a refusal before silence, silence before a server that was not found."""
+        if self.last_error is not None and not isinstance(self.last_error, ServerGone):
+            return self.last_error
+        return self.unanswered or self.last_error
 
     def liveness_fd(self) -> int | None:
         """Return a descriptor that, while it is open, keeps the server from taking this process for dead (None over
@@ -217,7 +218,7 @@ class Connection:
         the server has been silent for less than `silence_s`). Its callbacks run in the thread that receives the answer:
         the I/O thread, or a caller's that waits. Big buffers are sent without a copy: they must stay unchanged until an
         answer. `cancel()` on it sends CANCEL; the future then resolves with the server's answer to the request.
-        `on_late` is called in the I/O thread with a response that arrives after the timeout; it must release what the
+        `on_late` is called, like a callback, with a response that arrives after the timeout; it must release what the
         response grants, since nothing else can.
 
         `bulk` sends it over the session's second socket, which is reserved for big frames, and blocks for a handshake
@@ -234,8 +235,8 @@ class Connection:
         return link.begin(spec, payload, buffers, timeout=timeout, turn=turn, on_late=on_late)
 
     def post(self, name: str, payload: Message) -> bool:
-        """Send a request of `ONE_WAY_REQUESTS` that the server does not answer: to one with the feature `one_way`.
-        False if it could not be sent. Never blocks."""
+        """Send a request of `ONE_WAY_REQUESTS` that the server does not answer: to one of 0.3 or later. False
+        if it could not be sent. Never blocks."""
         try:
             return self._usable(urgent=True).post(self._spec(name), payload)
         except ServerGone:
@@ -253,7 +254,7 @@ class Connection:
         """Whether no END_SESSION of this session can have released what was pinned from `began` on, of the monotonic
         clock."""
         link = self._link
-        return link is not None and link.releases.none_since(began)
+        return link is not None and link.released_at < began
 
     def cancel(self, future: Future[Answer]) -> Future[Answer]:
         """Send CANCEL for a request made here, even one whose future has failed with `DeadlineExceeded` already.
@@ -261,7 +262,7 @@ class Connection:
         The returned future resolves to `CancelReply` once the server no longer touches anything for the request, or
         fails with `ServerGone` if the connection of the request has ended.
         """
-        if not isinstance(future, RequestFuture):  # it never left this process
+        if not isinstance(future, Request):  # it never left this process
             return Future.resolved(Answer(CancelReply(found=False)))
         if os.getpid() != self._pid:
             return Future.failed(ServerGone("the connection belongs to the parent process"))
@@ -274,35 +275,15 @@ class Connection:
         if os.getpid() != self._pid:
             return
         self._closing.set()
-        link = self._link
+        link, thread = self._link, self._thread
         if link is not None:
             if not link.runs_here():
                 link.say_goodbye()
             link.close()
         self._notify()
-        within = threading.current_thread() is self._thread or (link is not None and link.runs_here())
-        if self._thread.ident is not None and not within:
-            self._thread.join(_CLOSE_S)
-
-    def _supervisor(self) -> threading.Thread:
-        return threading.Thread(target=self._supervise, name="kvf-connection", daemon=True)
-
-    def _start_thread(self) -> None:
-        try:
-            self._thread.start()
-            self._start_again_at = math.inf
-        except RuntimeError as error:
-            self._thread = self._supervisor()
-            self._note(as_out_of_resources(error) or error)
-            self._start_again_at = time.monotonic() + _UNREACHABLE_PAUSE_S
-
-    def _start_again(self) -> None:
-        if os.getpid() == self._pid and self._starting.acquire(blocking=False):
-            try:
-                if time.monotonic() >= self._start_again_at and not self._closing.is_set():
-                    self._start_thread()
-            finally:
-                self._starting.release()
+        within = threading.current_thread() is thread or (link is not None and link.runs_here())
+        if thread is not None and not within:
+            thread.join(_CLOSE_S)
 
     def _bulk_of_session(self) -> BulkSocket:
         bulk = self._bulk
@@ -311,15 +292,13 @@ class Connection:
         return bulk
 
     def _usable(self, urgent: bool, silence_s: float = 0.0) -> Link:
-        """Return the link that a request may use now. Raises `ServerGone`."""
         link, state = self._link, self.state
         allowed = state == "up" or (urgent and os.getpid() == self._pid)
-        if link is None or not (allowed or (state == "suspect" and link.silent_s() < silence_s)):
+        if link is None or not (allowed or (state == "suspect" and link.silence.seconds() < silence_s)):
             raise ServerGone(f"the connection is {state}", where=self._endpoint)
         return link
 
     def _spec(self, name: str, buffers: Sequence[Buffer] = ()) -> RequestSpec:
-        """Return the spec of a request. Raises `UnknownRequest` and `MalformedFrames`."""
         spec = self._table.get(name)
         if spec is None:
             raise UnknownRequest(f"there is no request {name!r}")
@@ -340,7 +319,7 @@ class Connection:
                     self._closing.wait(_FIRST_PAUSE_S)
                 except Exception as error:  # noqa: BLE001 (kept, logged and tried again)
                     # This frame keeps no name for the error: its traceback would keep the sockets of the attempt.
-                    most = self._note(as_out_of_resources(error) or error)
+                    most = self._note(error)
                     self._closing.wait(min(backoff.delay(time.monotonic()), most))
         finally:
             if context is not None:
@@ -349,8 +328,9 @@ class Connection:
     def _connect_once(self, context: zmq.Context[Any]) -> None:
         """Run one connection, from HELLO to its end. Raises if it did not come up."""
         deadlines = self._deadlines
-        dealer, reply = self._dial(context, self._hello, CONTROL, self._closing.is_set, self._wait_for_hello)
-        self._why.unanswered = None
+        reach = partial(dial, context, self._endpoint, timeout=deadlines.hello_s, keys=self._keys)
+        dealer, reply = reach(self._hello, closing=self._closing.is_set, waiting=self._wait_for_hello)
+        self.unanswered = None
         self._hello = msgspec.structs.replace(self._hello, replaces=reply.session)
         with contextlib.ExitStack() as undo:
             undo.callback(dealer.close, 0)
@@ -374,13 +354,13 @@ class Connection:
             link.start()
             undo.pop_all()
         joining = msgspec.structs.replace(self._hello, session=reply.session, replaces=b"")
-        bulk = BulkSocket(link, lambda: self._dial(context, joining, BULK, lambda: not link.alive)[0])
+        bulk = BulkSocket(link, lambda: reach(joining, closing=lambda: not link.alive, io_thread=BULK)[0])
         self._link, self._bulk = link, bulk
         if self._closing.is_set():
             link.close()
         try:
             self._on_up(reply, arena_fd)
-            self._why.error = None
+            self.last_error = None
             self._welcomed = self._was_up = True
             logger.info("connected to the server at %s, boot %s", self._endpoint, reply.boot_id.hex()[:8])
             self._notify()
@@ -395,45 +375,228 @@ class Connection:
             self._link = self._bulk = None
             bulk.close()
         if up:
-            self._went_down(link)
-
-    def _dial(
-        self,
-        context: zmq.Context[Any],
-        hello: Hello,
-        io_thread: int,
-        closing: Callable[[], bool],
-        waiting: Callable[[ServerGone], None] = lambda _: None,
-    ) -> tuple[Socket, HelloReply]:
-        return dial(
-            context,
-            self._endpoint,
-            hello,
-            timeout=self._deadlines.hello_s,
-            closing=closing,
-            keys=self._keys,
-            io_thread=io_thread,
-            waiting=waiting,
-        )
+            if not self._closing.is_set():
+                self.last_error = link.gone()
+                logger.warning("lost the server at %s: %s", self._endpoint, self.last_error.fact)
+            try:
+                self._on_down()
+            except Exception as error:
+                self.last_error = error
+                logger.exception("on_down failed")
 
     def _wait_for_hello(self, unanswered: ServerGone) -> None:
-        self._why.unanswered = unanswered
-
-    def _went_down(self, link: Link) -> None:
-        if not self._closing.is_set():
-            self._why.error = link.gone()
-            logger.warning("lost the server at %s: %s", self._endpoint, link.gone().fact)
-        try:
-            self._on_down()
-        except Exception as error:
-            self._why.error = error
-            logger.exception("on_down failed")
+        self.unanswered = unanswered
 
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     def _note(self, error: Exception) -> float:
-        """Record and log the error of an attempt; return the longest pause before the next one, in seconds."""
-        self._why.note(error, quiet=self._closing.is_set())
+        """Record the error of an attempt; return the longest pause before the next one, in seconds. Log it: loudly,
+        unless there is just no server; again after a while, since a cache without hits is easily overlooked."""
+        error, now = as_out_of_resources(error) or error, time.monotonic()
+        if not self._closing.is_set() and (str(error) != str(self.last_error) or now >= self._log_again_at):
+            self._log_again_at = now + LOG_AGAIN_S
+            if isinstance(error, ServerGone):
+                logger.info("no server at %s: %s", self._endpoint, error.fact)
+            elif isinstance(error, OutOfResources):
+                logger.warning("no connection to %s for now: %s", self._endpoint, error)
+            elif isinstance(error, KVFrameworkError):
+                logger.error("the server at %s cannot be used: %s", self._endpoint, error)
+            else:
+                logger.error("connecting to %s failed", self._endpoint, exc_info=error)
+        self.last_error, self.unanswered = error, None
         return _UNREACHABLE_PAUSE_S if isinstance(error, (ServerGone, OutOfResources)) else _REFUSED_PAUSE_S
+
+
+class BulkSocket:
+    """The second socket of a session, for bulk: no small request waits behind big frames. Thread-safe.
+
+    The first thread that needs it opens it: `join()` makes a DEALER that has joined the session, and blocks for one
+    handshake. Any failure on it discards it: its requests in flight fail with `ServerGone`, and no late frame of it can
+    pass for another answer. It ends with the `control` link.
+    """
+
+    def __init__(self, control: Link, join: Callable[[], frames_io.Socket]) -> None:
+        self._control = control
+        self._join = join
+        self._lock = threading.Lock()
+        self._link: Link | None = None
+        self._closed = False
+
+    def begin(self, spec: RequestSpec, payload: Message, buffers: Sequence[Buffer], timeout: float) -> Future[Answer]:
+        """Send a request like `Link.begin`, after a handshake if there is no socket. Never raises."""
+        try:
+            link = self._opened()
+        except Exception as error:
+            failure = error if isinstance(error, KVFrameworkError) else as_out_of_resources(error)
+            if failure is None:
+                raise
+            # These errors would refuse a new session too.
+            if not isinstance(failure, (ServerGone, ServerFull, OutOfResources)):
+                self._control.close()  # the session refuses another socket: only a new session can help
+            return Future.failed(failure.with_traceback(None))
+        return link.begin(spec, payload, buffers, timeout=timeout)
+
+    def close(self) -> None:
+        """Close the socket. Idempotent. Waits for a handshake in progress."""
+        with self._lock:
+            self._closed = True
+            if self._link is not None:
+                self._link.close()
+
+    def _opened(self) -> Link:
+        with self._lock:
+            if self._closed or not self._control.alive:
+                raise ServerGone("the connection was closed")
+            link = self._link
+            if link is not None and link.alive and not link.silence.suspect:
+                return link
+            if link is not None:
+                link.close()
+            need(descriptors=FOR_A_CONNECTION)
+            heartbeat = Heartbeat(_BULK_PING_S, _BULK_PING_S, time.monotonic())
+            dealer = self._join()
+            try:
+                link = Link(dealer, None, self._control.boot_id, heartbeat, lambda: None)
+                link.start()
+            except BaseException:
+                dealer.close(0)
+                raise
+            self._link = link
+            return link
+
+
+def make_context() -> zmq.Context[Any]:
+    """Return a context whose threads run. Raises `OutOfResources` and `zmq.ZMQError`; ZMQ ends the process if it lacks
+    descriptors or threads while it starts, so a surplus is required."""
+    need(**_FOR_A_CONTEXT)
+    context = zmq.Context(IO_THREADS)
+    try:
+        context.socket(zmq.DEALER).close(0)
+    except zmq.ZMQError:
+        context.destroy(0)
+        raise
+    return context
+
+
+def dial(
+    context: zmq.Context[Any],
+    endpoint: str,
+    hello: Hello,
+    *,
+    timeout: float,
+    closing: Callable[[], bool],
+    keys: LoadedKeys | None = None,
+    io_thread: int = CONTROL,
+    waiting: Callable[[ServerGone], None] = lambda _: None,
+) -> tuple[frames_io.Socket, HelloReply]:
+    """One attempt to reach a server, blocking: return a connected DEALER, which the caller owns, and HELLO's answer.
+    `context` has `IO_THREADS`. The DEALER never reconnects, so that no message for one server reaches another.
+
+    Raises `ServerGone` without a listener, without an answer in time, or on `closing()`; `EndpointError` for an ipc://
+    endpoint in a directory that others may write to; else the server's refusal. `waiting` is called once HELLO has been
+    sent, with the error that is raised if no answer comes.
+    """
+    address = _probe(endpoint, timeout)
+    unanswered = ServerGone("no answer to HELLO", where=endpoint, hint=_hint(address, keys))
+    dealer = context.socket(zmq.DEALER)
+    # A process that is killed still accepts connections for a moment: without this, the caller would wait in vain.
+    hung_up = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        frames_io.bound(dealer)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        dealer.setsockopt(zmq.AFFINITY, io_thread)
+        if address is not None:
+            frames_io.over_tcp(dealer, address.host)
+            if keys is not None:
+                keys.apply(dealer)
+        dealer.connect(endpoint)
+        frames_io.send(dealer, join(_HELLO_ID, "HELLO", hello))
+        deadline = time.monotonic() + timeout
+        waiting(unanswered)
+        poller = zmq.Poller()
+        poller.register(dealer, zmq.POLLIN)
+        poller.register(hung_up, zmq.POLLIN)
+        while dealer not in dict(poller.poll(int(_POLL_S * 1000))):
+            gone = hung_up.poll(0) and not dealer.poll(0)
+            if gone or closing() or time.monotonic() >= deadline:
+                raise unanswered
+        envelope = split(frames_io.receive(dealer, frames_io.HEAD_FRAMES) or [])
+        if envelope.type == ERROR_TYPE:
+            raise error_from(decode(envelope.payload, ErrorPayload, where="HELLO"))
+        try:
+            return dealer, _accepted(envelope, hello)
+        except ProtocolError as error:
+            with contextlib.suppress(zmq.ZMQError):
+                frames_io.send(dealer, join(_GOODBYE_ID, "GOODBYE", Goodbye(error.code, error.fact)))
+            dealer.close(_GOODBYE_MS)
+            raise
+    except zmq.Again:
+        # The server hung up before HELLO was sent, as it does with clients that have no keys.
+        dealer.close(0)
+        raise unanswered from None
+    except zmq.ZMQError as error:
+        dealer.close(0)
+        raise ServerGone(f"cannot connect: {error}", where=endpoint) from None
+    except BaseException:
+        dealer.close(0)
+        raise
+    finally:
+        if not dealer.closed:
+            dealer.disable_monitor()
+        hung_up.close(0)
+
+
+def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:
+    if address is None:
+        return "a process listens there but does not answer: is it stopped or blocked?"
+    if keys is None:
+        return "a server with CURVE keys does not answer clients without keys: see `kvframework keys new --help`"
+    return "check that it is this server's public key, and that the server admits this client's public key"
+
+
+def _probe(endpoint: str, timeout: float) -> Endpoint | None:
+    """Raise if there is no listener, which ZMQ would not report; return the address of a tcp:// endpoint."""
+    address = None
+    if endpoint.startswith("ipc://"):
+        path = ipc_path(endpoint)
+        if os.path.exists(path + FULL_SUFFIX) and not os.path.exists(path):
+            raise ServerFull("the server accepts no client at the moment: its descriptors run low", where=endpoint)
+        _knock(socket.AF_UNIX, path, endpoint, 0.0)
+        try:
+            # A user who may write there could replace the socket by that of another server.
+            check_private_directory(Path(path).parent, owner=trusted_server_uid())
+        except OSError as error:
+            raise ServerGone(f"no server listens: {error.strerror}", where=endpoint) from None
+    else:
+        address = parse_endpoint(endpoint)
+        try:
+            family, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise ServerGone(f"there is no such host: {error.strerror}", where=endpoint) from None
+        _knock(family, place, endpoint, timeout)
+    return address
+
+
+def _knock(family: socket.AddressFamily, place: Any, endpoint: str, timeout: float) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.settimeout(timeout)
+        try:
+            probe.connect(place)
+        except OSError as error:
+            raise ServerGone(f"no server listens: {error.strerror or error}", where=endpoint) from None
+
+
+def _accepted(envelope: Envelope, hello: Hello) -> HelloReply:
+    if (envelope.request_id, envelope.type) != (_HELLO_ID, "HELLO"):
+        raise ProtocolError(f"the server answered HELLO with {envelope.type!r}")
+    reply = decode(envelope.payload, HelloReply, where="HELLO")
+    if not hello.min_version <= reply.version <= hello.max_version:
+        raise VersionMismatch(
+            f"the server chose protocol version {reply.version}",
+            available=f"{hello.min_version} to {hello.max_version}",
+            hint="install the same kvframework release beside the engine and the server",
+        )
+    return reply

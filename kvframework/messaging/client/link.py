@@ -1,7 +1,7 @@
 """`Link`: one connection to one boot of a server, from HELLO to its end, and the I/O thread that serves it.
 
-The I/O thread owns the liveness socket, the heartbeat and all deadlines except those of callers that wait, which send
-and receive by themselves. Other callers append to an outbox and wake the I/O thread, which receives the answers that no
+The I/O thread owns the liveness socket, the PINGs and all deadlines except those of callers that wait, which send and
+receive by themselves. Other callers append to an outbox and wake the I/O thread, which receives the answers that no
 caller waits for. Any thread sends what is in the outbox ahead of a message of its own, so that the requests of one
 thread keep their order. When the link ends, for any reason, every future of it fails with `ServerGone`; a link is never
 used again.
@@ -39,7 +39,7 @@ from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, Repor
 from kvframework.messaging.frames_io import SharedDealer, milliseconds
 from kvframework.messaging.polling import Deadlines, Wakeup
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, Envelope, ErrorPayload, decode, error_from, join, split
-from kvframework.wire.messages import Cancel, Goodbye, Ping, Pong
+from kvframework.wire.messages import Cancel, Goodbye, Ping
 from kvframework.wire.protocol import HINT, REQUESTS, ROOM_REQUESTS
 
 logger = logging.getLogger(__name__)
@@ -64,16 +64,30 @@ class Answer(NamedTuple):
     buffers: Sequence[memoryview] = ()
 
 
-class RequestFuture(Promise[Answer]):
-    """The future of a request that was sent. `cancel()` asks the server, which answers the request as always."""
+class Request(Promise[Answer]):
+    """A request and the future of its answer; `deadline` is on the monotonic clock. `on_late` receives an answer that
+    arrives after it. `cancel()` asks the server, which answers the request as always."""
 
-    __slots__ = ("_send_cancel", "request_id", "resting")
+    __slots__ = ("_send_cancel", "deadline", "frames", "on_late", "request_id", "resting", "spec", "timeout")
 
-    def __init__(self, send_cancel: Callable[[int], Future[Answer]], request_id: int) -> None:
+    def __init__(
+        self,
+        request_id: int,
+        frames: list[Any],
+        spec: RequestSpec,
+        timeout: float,
+        on_late: OnLate | None,
+        send_cancel: Callable[[int], Future[Answer]],
+    ) -> None:
         super().__init__()
-        self._send_cancel = send_cancel
         self.request_id = request_id
+        self.frames = frames
+        self.spec = spec
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout
+        self.on_late = on_late
         self.resting = False  # whether its caller only waits, so that a signal may interrupt it without harm
+        self._send_cancel = send_cancel
 
     def cancel(self) -> None:
         if not self.query():
@@ -90,18 +104,6 @@ class RequestFuture(Promise[Answer]):
         self.wait(max(timeout, 0.0))
         self.resting = False
 
-
-class Outgoing(NamedTuple):
-    """A request; `deadline` is on the monotonic clock. `on_late` receives an answer that arrives after it."""
-
-    request_id: int
-    frames: list[Any]
-    spec: RequestSpec
-    future: RequestFuture
-    timeout: float
-    deadline: float
-    on_late: OnLate | None = None
-
     def answer(self, envelope: Envelope) -> Answer:
         """Return the server's response. Raises the error that it named, and `ProtocolError` or `InvalidPayload` for a
         reply that does not answer this request."""
@@ -109,41 +111,40 @@ class Outgoing(NamedTuple):
             raise error_from(decode(envelope.payload, ErrorPayload, where=self.spec.name))
         if envelope.type != self.spec.name:
             raise ProtocolError(f"the server answered with {envelope.type!r}", where=self.spec.name)
-        return Answer(self.response(envelope), envelope.buffers)
-
-    def response(self, envelope: Envelope) -> Message:
-        return decode(envelope.payload, self.spec.response, where=f"response of {self.spec.name}")
+        response = decode(envelope.payload, self.spec.response, where=f"response of {self.spec.name}")
+        return Answer(response, envelope.buffers)
 
     def resolve(self, outcome: Answer | KVFrameworkError) -> None:
-        """Resolve the future, in the calling thread. A callback that fails is logged."""
+        """Resolve it, in the calling thread. A callback that fails is logged."""
         try:
             if isinstance(outcome, KVFrameworkError):
-                self.future.set_exception(outcome)
+                self.set_exception(outcome)
             else:
-                self.future.set_result(outcome)
+                self.set_result(outcome)
         except Exception:
             logger.exception("a callback of a %s future failed", self.spec.name)
 
     def expire(self) -> None:
-        """Fail the future, as its deadline has passed."""
         self.resolve(DeadlineExceeded(f"no answer within {self.timeout:.4g} s", where=self.spec.name, hint=HINT))
 
 
 class Pending:
-    """The unanswered requests. The thread that removes a request must resolve it. Thread-safe."""
+    """The unanswered requests, and the latest ones that were given up and have an `on_late`. The thread that removes a
+    request must resolve it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._items: dict[int, Outgoing] = {}
+        self._items: dict[int, Request] = {}
+        self._late: dict[int, Request] = {}
         self._deadlines: Deadlines[int] = Deadlines()
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def add(self, item: Outgoing, *, watched: bool) -> bool:
-        """Add a request. `watched` means that `due` returns it at its deadline; else its caller handles that. False
-        after `close`."""
+    def add(self, item: Request, *, watched: bool) -> bool:
+        """Add a request, False after `close`. `watched`: `due` returns it at its deadline; else its caller sees to
+        that."""
         with self._lock:
             if self._closed:
                 return False
@@ -152,41 +153,45 @@ class Pending:
                 self._deadlines.set(item.request_id, item.deadline)
             return True
 
-    def watch(self, item: Outgoing) -> None:
-        """Leave the deadline of a request to `due`, since its caller no longer waits; no effect once it was
-        answered."""
+    def watch(self, item: Request) -> None:
+        """Leave the deadline of a request to `due`, since its caller no longer waits."""
         with self._lock:
             if item.request_id in self._items:
                 self._deadlines.set(item.request_id, item.deadline)
 
-    def take(self, request_id: int) -> Outgoing | None:
-        """Remove a request; None if another thread has taken it."""
+    def take(self, request_id: int) -> Request | None:
+        """Remove a request; None if another thread has taken it, or it was given up."""
         with self._lock:
             self._deadlines.discard(request_id)
             return self._items.pop(request_id, None)
 
-    def lapse(self, item: Outgoing, into: deque[Outgoing | Envelope]) -> bool:
-        """Atomically move a timed-out request to `into`; False if another thread has taken it. A thread that does not
-        find it here finds it in `into`."""
+    def take_late(self, request_id: int) -> Request | None:
+        """Remove a request that was given up, and has an `on_late`."""
         with self._lock:
-            if item.request_id not in self._items:
+            return self._late.pop(request_id, None)
+
+    def give_up(self, item: Request) -> bool:
+        """Remove a request that no caller waits for any more; False if another thread has taken it."""
+        with self._lock:
+            if self._items.pop(item.request_id, None) is None:
                 return False
-            into.append(item)
             self._deadlines.discard(item.request_id)
-            del self._items[item.request_id]
+            self._keep_late(item)
             return True
 
     def next_deadline(self) -> float | None:
-        """Return the earliest deadline of the watched requests."""
         with self._lock:
             return self._deadlines.next()
 
-    def due(self, now: float) -> list[Outgoing]:
-        """Remove and return the watched requests whose deadline has passed."""
+    def due(self, now: float) -> list[Request]:
+        """Give up and return the watched requests whose deadline has passed."""
         with self._lock:
-            return [self._items.pop(request_id) for request_id in self._deadlines.due(now)]
+            items = [self._items.pop(request_id) for request_id in self._deadlines.due(now)]
+            for item in items:
+                self._keep_late(item)
+            return items
 
-    def close(self) -> list[Outgoing]:
+    def close(self) -> list[Request]:
         """Remove and return all requests; later ones are refused."""
         with self._lock:
             self._closed = True
@@ -194,45 +199,11 @@ class Pending:
             self._items.clear()
             return items
 
-
-class SessionReleases:
-    """The END_SESSIONs of a link's session, each of which may release what a load has pinned before: other requests may
-    overtake them. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open = 0
-        self._last = -math.inf
-
-    def none_since(self, began: float) -> bool:
-        """Whether none has released what was pinned from `began` on, a time of the monotonic clock, and none will."""
-        return not self._open and self._last < began
-
-    def begin(self, future: Future[Answer], on_late: OnLate | None) -> OnLate:
-        """Note one that is about to be sent, with its future; return its `on_late`: one that fails at its deadline may
-        yet be answered, and is open until then."""
-        with self._lock:
-            self._open += 1
-
-        def answered(reply: Future[Answer]) -> None:
-            if not isinstance(reply.exception(), DeadlineExceeded):
-                self._end()
-
-        def late(reply: Message) -> None:
-            self._end()
-            if on_late is not None:
-                on_late(reply)
-
-        future.add_done_callback(answered)
-        return late
-
-    def _end(self) -> None:
-        with self._lock:
-            self._open, self._last = self._open - 1, time.monotonic()
-
-
-class _EndOfLink(Exception):
-    """Leaves the I/O loop; its argument is the reason."""
+    def _keep_late(self, item: Request) -> None:
+        if item.on_late is not None:
+            self._late[item.request_id] = item
+            if len(self._late) > _MAX_LATE:
+                del self._late[next(iter(self._late))]
 
 
 class Link:
@@ -250,14 +221,15 @@ class Link:
         reports: Reports | None = None,
     ) -> None:
         self.boot_id = boot_id
-        self._silence = Silence(changed)
+        self.silence = Silence(changed)
+        self.reason: KVFrameworkError | None = None
+        self.ended = threading.Event()
+        # Until when the server may have released pins by an END_SESSION of this session, of the monotonic clock.
+        self.released_at = -math.inf
         self._prompt = True
         self._gone_s = gone_s
         self._reports = reports or Reports()
         self._reports.begin()
-        self.releases = SessionReleases()
-        self.reason: KVFrameworkError | None = None
-        self.ended = threading.Event()
         self._dealer = SharedDealer(dealer)
         self._liveness = liveness
         self._heartbeat = heartbeat
@@ -267,17 +239,11 @@ class Link:
         # Guards _closed and the way into _outbox. Reentrant: a signal's handler may close.
         self._lock = threading.RLock()
         self._closed = False
-        # An item stays in the outbox until it is sent; `_sending` guards the way out.
-        self._outbox: deque[Outgoing] = deque()
+        # An item stays in the outbox until it is sent; `_sending` guards the way out, and each END_SESSION.
+        self._outbox: deque[Request] = deque()
         self._sending = threading.RLock()
         self._pending = Pending()
         self._wakeup = Wakeup()
-        # Work that callers leave to the I/O thread: answers without a caller, and requests that were given up.
-        self._handed_over: deque[Envelope | Outgoing] = deque()
-        # The newest requests that were given up and have an `on_late`. I/O thread only.
-        self._late: dict[int, Outgoing] = {}
-        # The PINGs that are not answered.
-        self._pings: dict[int, Ping] = {}
         self._callers = self._dealer.watch(zmq.Poller())
         self._within: set[int] = set()  # threads that send, or wait in `ask`
         self._thread = threading.Thread(target=self._run, name="kvf-link", daemon=True)
@@ -286,11 +252,6 @@ class Link:
     def alive(self) -> bool:
         """False once the link has ended or is about to."""
         return not self._closed
-
-    @property
-    def suspect(self) -> bool:
-        """Whether the server has left a request unanswered."""
-        return self._silence.suspect
 
     def start(self) -> None:
         """Start the I/O thread, which from now on owns the sockets. Raises `RuntimeError` if the process gets no
@@ -310,10 +271,10 @@ class Link:
     def ask(self, spec: RequestSpec, payload: Message, *, timeout: float, on_late: OnLate | None = None) -> Message:
         """Send a request and wait for its answer. Raises the error with which the future of `begin` would fail. Not for
         the I/O thread, nor for callbacks of futures."""
-        item = self._outgoing(spec, payload, (), timeout, on_late)
+        item = self._request(spec, payload, (), timeout, on_late)
         self._wait_here(item, item.deadline)
         try:
-            return item.future.result(_LAST_RESORT_S).payload
+            return item.result(_LAST_RESORT_S).payload
         finally:
             # An error's traceback refers to this frame: a cycle would keep the caller's buffers until it is collected.
             del item
@@ -332,23 +293,23 @@ class Link:
         `ask` does for at most `turn` seconds; not while the server takes longer than such a turn, nor in callbacks of
         futures."""
         try:
-            item = self._outgoing(spec, payload, buffers, timeout, on_late)
+            item = self._request(spec, payload, buffers, timeout, on_late)
         except KVFrameworkError as error:
             return Future.failed(error.with_traceback(None))
-        if turn > 0 and self._prompt and not self.suspect and not self.runs_here():
+        if turn > 0 and self._prompt and not self.silence.suspect and not self.runs_here():
             self._wait_here(item, min(item.deadline, self._clock() + turn))
-            return item.future
+            return item
         entered = self._enter()
         try:
             with self._lock:
                 if not self._closed:
                     self._outbox.append(item)
                     self._wakeup.signal()
-                    return item.future
+                    return item
         finally:
             self._leave(entered)
         item.resolve(self.gone())
-        return item.future
+        return item
 
     def post(self, spec: RequestSpec, payload: Message) -> bool:
         """Send a request that gets no answer, in the calling thread; False if it cannot be sent now. Never blocks."""
@@ -366,12 +327,7 @@ class Link:
             self._leave(entered)
         return True
 
-    def silent_s(self) -> float:
-        """See `Silence.seconds`."""
-        return self._silence.seconds()
-
     def liveness_fd(self) -> int | None:
-        """See `Connection.liveness_fd`."""
         return self._liveness.duplicate() if self._liveness is not None else None
 
     def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
@@ -401,13 +357,13 @@ class Link:
 
     # in the thread of a waiting caller
 
-    def _wait_here(self, item: Outgoing, until: float) -> None:
+    def _wait_here(self, item: Request, until: float) -> None:
         """Send the request and wait. Afterwards the future is resolved, or pending and served by the I/O thread, if
         `until` is before its deadline."""
         entered, given_on = self._enter(), False
         try:
             self._exchange(item, until)
-            if not item.future.query():
+            if not item.query():
                 if until < item.deadline:
                     self._prompt = False
                     given_on = True
@@ -418,16 +374,15 @@ class Link:
         except BaseException as error:
             # A signal's handler raised. Outside of a wait, half a message may have been sent or received.
             self._dealer.follow()
-            if not item.future.resting:
+            if not item.resting:
                 self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
             raise
         finally:
             self._leave(entered)
-            if not given_on and self._pending.lapse(item, self._handed_over):
-                self._wakeup.signal()
+            if not given_on and self._pending.give_up(item):
+                self._ask_now()
 
-    def _exchange(self, item: Outgoing, until: float) -> None:
-        """Send the request and receive, until its future is resolved or that time."""
+    def _exchange(self, item: Request, until: float) -> None:
         if self._closed or not self._pending.add(item, watched=False):
             item.resolve(self.gone())
             return
@@ -438,7 +393,7 @@ class Link:
             if self._pending.take(item.request_id) is not None:
                 item.resolve(self._full(item) if isinstance(error, zmq.Again) else self.gone())
             return
-        while not item.future.query():
+        while not item.query():
             if self._dealer.lead():
                 try:
                     self._receive_until(item, until)
@@ -447,36 +402,38 @@ class Link:
                     if self._pending:
                         self._wakeup.signal()  # no thread receives the answers that others wait for
             else:
-                item.future.rest(until - self._clock())
+                item.rest(until - self._clock())
                 if self._clock() >= until:
                     self._receive()
             if self._clock() >= until:
                 return
 
-    def _receive_until(self, item: Outgoing, until: float) -> None:
-        """Receive as the leader, until the item is resolved or that time."""
-        while not item.future.query():
-            item.future.resting = True
+    def _receive_until(self, item: Request, until: float) -> None:
+        while not item.query():
+            item.resting = True
             self._dealer.wait(until, self._callers)
-            item.future.resting = False
+            item.resting = False
             self._receive(leading=True)
             if self._clock() >= until:
                 return
 
-    def _expire_here(self, item: Outgoing) -> None:
-        if self._pending.lapse(item, self._handed_over):
-            self._silence.begin(item.deadline - item.timeout)
-            self._wakeup.signal()
+    def _expire_here(self, item: Request) -> None:
+        if self._pending.give_up(item):
+            self.silence.begin(item.deadline - item.timeout)
+            self._ask_now()
         else:
-            item.future.rest(_LAST_RESORT_S)  # another thread is about to resolve it
+            item.rest(_LAST_RESORT_S)  # another thread is about to resolve it
         item.expire()
+
+    def _ask_now(self) -> None:
+        self._heartbeat.ask_now()
+        self._wakeup.signal()
 
     # in any thread
 
-    def _outgoing(
+    def _request(
         self, spec: RequestSpec, payload: Message, buffers: Sequence[Buffer], timeout: float, on_late: OnLate | None
-    ) -> Outgoing:
-        """Encode a request, ready to send. Raises `InvalidPayload` or `MessageTooLarge`."""
+    ) -> Request:
         request_id = next(self._ids)
         try:
             frames = frames_io.outgoing(join(request_id, spec.name, payload, buffers))
@@ -484,13 +441,9 @@ class Link:
             raise
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidPayload(str(error), where=spec.name) from error
-        future = RequestFuture(self._cancel, request_id)
-        if spec.name == "END_SESSION":
-            on_late = self.releases.begin(future, on_late)
-        return Outgoing(request_id, frames, spec, future, timeout, time.monotonic() + timeout, on_late)
+        return Request(request_id, frames, spec, timeout, on_late, self._cancel)
 
     def _cancel(self, request_id: int) -> Future[Answer]:
-        """Send CANCEL; its answer comes once the server no longer touches anything for that request."""
         return self.begin(_CANCEL, Cancel(request_id), timeout=_CANCEL.deadline_s + _AFTER_THE_SERVER_S)
 
     def _enter(self) -> bool:
@@ -524,7 +477,7 @@ class Link:
             if self._pending.take(item.request_id) is not None:
                 item.resolve(self._full(item))
 
-    def _send(self, item: Outgoing) -> None:
+    def _send(self, item: Request) -> None:
         """Send a request. One that needs room follows the tickets that were freed before it. Raises `zmq.ZMQError`."""
         while item.spec.name in ROOM_REQUESTS and (free := self._reports.take_freed()):
             try:
@@ -532,12 +485,19 @@ class Link:
             except zmq.ZMQError:
                 self._reports.free(free)
                 raise
-        self._dealer.send(item.frames)
+        frames, item.frames = item.frames, []  # ZMQ has what it needs, and the future may be kept for long
+        if item.spec.name != "END_SESSION":
+            self._dealer.send(frames)
+            return
+        with self._sending:
+            self.released_at = math.inf
+            self._dealer.send(frames)
+            self.released_at = self._clock()
 
     def _receive(self, *, leading: bool = False) -> None:
         messages = self._dealer.receive(_MESSAGES_PER_ROUND)
         if messages:
-            self._silence.heard_at = self._clock()
+            self.silence.heard_at = self._clock()
             self._prompt = True
         for frames in messages:
             try:
@@ -546,13 +506,55 @@ class Link:
                 logger.error("dropped a message of the server: %s", error)
                 continue
             item = self._pending.take(envelope.request_id)
-            if item is None:
-                self._handed_over.append(envelope)
-                self._wakeup.signal()
-            else:
+            if item is not None:
                 self._on_answer(item, envelope)
+            elif (late := self._pending.take_late(envelope.request_id)) is not None:
+                self._on_late(late, envelope)
         if messages and not leading:
             self._dealer.interrupt()
+
+    def _on_answer(self, item: Request, envelope: Envelope) -> None:
+        try:
+            item.resolve(item.answer(envelope))
+        except KVFrameworkError as error:
+            # Its traceback refers to the caller's frames: a cycle would keep the arena mapped until it is collected.
+            error.with_traceback(None)
+            if isinstance(error, HelloRequired):
+                self._stop(error)  # before the caller, who may retry at once, gets the error
+            item.resolve(error)
+        finally:
+            if not item.query():  # a signal interrupted it
+                item.resolve(self.gone())
+
+    def _on_late(self, item: Request, envelope: Envelope) -> None:
+        try:
+            answer = item.answer(envelope)
+            assert item.on_late is not None
+            item.on_late(answer.payload)
+        except KVFrameworkError:
+            return  # it grants nothing
+        except Exception:
+            logger.exception("what a late answer to %s granted could not be released", item.spec.name)
+
+    def _on_pong(self, ping: Ping, reply: Future[Answer]) -> None:
+        """Any answer shows that the server's loop is alive."""
+        error = reply.exception()
+        if isinstance(error, (ServerGone, HelloRequired)):
+            return  # the link ends
+        if error is None:
+            self._reports.answered(ping)
+        self._heartbeat.answered()
+        self.silence.end()
+
+    def _full(self, item: Request) -> KVFrameworkError:
+        self.silence.begin()
+        return ServerGone("the server accepts no more messages", where=item.spec.name)
+
+    def _stop(self, reason: KVFrameworkError) -> None:
+        self.reason = reason
+        with self._lock:
+            self._closed = True
+        self._wakeup.signal()
 
     # in the I/O thread
 
@@ -561,8 +563,6 @@ class Link:
             idle, leading = self._poller(), self._dealer.watch(self._poller())
             while not self._closed:
                 self._round(idle, leading)
-        except _EndOfLink as end:
-            self.reason = end.args[0]
         except Exception as error:
             logger.exception("the connection's I/O thread failed")
             self.reason = ServerGone(f"the connection failed: {error}")
@@ -578,7 +578,7 @@ class Link:
 
     def _round(self, idle: zmq.Poller, leading: zmq.Poller) -> None:
         wake_at = min(self._heartbeat.next_at(), self._pending.next_deadline() or math.inf)
-        leads = bool(self._pending or self._pings) and self._dealer.lead()
+        leads = bool(self._pending) and self._dealer.lead()
         try:
             if leads:
                 ready = self._dealer.wait(wake_at, leading)
@@ -591,116 +591,43 @@ class Link:
         if self._wakeup.fd in ready:
             self._wakeup.drain()
         self._send_outbox()
-        self._take_over()
         if self._liveness is not None and self._liveness.fd in ready:
             self._receive()  # messages that the server sent before its end
-            raise _EndOfLink(ServerGone("the server has ended"))
+            self._stop(ServerGone("the server has ended"))
+            return
         now = self._clock()
         if now >= wake_at:
             self._receive()  # this process may have been stopped: answers that have arrived by now were not late
-            self._take_over()
-            self._expire(now)
+            for item in self._pending.due(now):
+                self.silence.begin(item.deadline - item.timeout)
+                self._heartbeat.ask_now()
+                item.expire()
             self._beat(now)
 
-    def _take_over(self) -> None:
-        for _ in range(len(self._handed_over)):
-            what = self._handed_over.popleft()
-            if isinstance(what, Outgoing):
-                self._give_up(what)
-            elif what.request_id in self._pings:
-                self._on_pong(what)
-            else:
-                self._on_late(what)
-
-    def _give_up(self, item: Outgoing) -> None:
-        """No caller waits for this request any more."""
-        self._heartbeat.ask_now()
-        if item.on_late is not None:
-            self._late[item.request_id] = item
-            if len(self._late) > _MAX_LATE:
-                del self._late[next(iter(self._late))]
-
-    def _on_late(self, envelope: Envelope) -> None:
-        """Pass a late answer to `on_late` of its request, once. Errors grant nothing."""
-        item = self._late.pop(envelope.request_id, None)
-        if item is None or item.on_late is None or envelope.type != item.spec.name:
-            return
-        try:
-            item.on_late(item.response(envelope))
-        except Exception:
-            logger.exception("what a late answer to %s granted could not be released", item.spec.name)
-
-    def _full(self, item: Outgoing) -> KVFrameworkError:
-        self._silence.begin()
-        return ServerGone("the server accepts no more messages", where=item.spec.name)
-
-    def _on_answer(self, item: Outgoing, envelope: Envelope) -> None:
-        try:
-            item.resolve(item.answer(envelope))
-        except KVFrameworkError as error:
-            # Its traceback refers to the caller's frames: a cycle would keep the arena mapped until it is collected.
-            error.with_traceback(None)
-            if isinstance(error, HelloRequired):
-                self._stop(error)  # before the caller, who may retry at once, gets the error
-            item.resolve(error)
-        finally:
-            if not item.future.query():  # a signal interrupted it
-                item.resolve(self.gone())
-
-    def _stop(self, reason: KVFrameworkError) -> None:
-        """Make the I/O thread end the link."""
-        self.reason = reason
-        with self._lock:
-            self._closed = True
-        self._wakeup.signal()
-
-    def _on_pong(self, envelope: Envelope) -> None:
-        """Any answer shows that the server's loop is alive; a PONG also identifies its boot."""
-        ping = self._pings.pop(envelope.request_id)
-        self._pings.clear()
-        self._heartbeat.answered()
-        try:
-            if envelope.type == ERROR_TYPE:
-                error = error_from(decode(envelope.payload, ErrorPayload, where=_PING.name))
-                if isinstance(error, HelloRequired):
-                    raise _EndOfLink(error)
-            elif decode(envelope.payload, Pong, where=_PING.name).boot_id != self.boot_id:
-                raise _EndOfLink(ServerGone("the server was restarted"))
-            else:
-                self._reports.answered(ping)
-        except InvalidPayload as error:
-            raise _EndOfLink(error) from None
-        self._silence.end()
-
-    def _expire(self, now: float) -> None:
-        for item in self._pending.due(now):
-            self._give_up(item)
-            self._silence.begin(item.deadline - item.timeout)
-            item.expire()
-
     def _beat(self, now: float) -> None:
-        self._silence.log(now)
-        if self._heartbeat.overdue(now):
+        self.silence.log(now)
+        overdue = self._heartbeat.overdue(now)
+        if overdue:
             silence = self._heartbeat.silence(now)
             if self._liveness is None and silence >= self._gone_s:
-                raise _EndOfLink(ServerGone(f"the server has answered no PING for {silence:.0f} s"))
-            self._silence.begin(now - silence)  # silence is not death
+                self._stop(ServerGone(f"the server has answered no PING for {silence:.0f} s"))
+                return
+            self.silence.begin(now - silence)  # silence is not death
         if not self._heartbeat.due(now):
             return
-        request_id = next(self._ids)
+        ping, free = self._reports.ping(), self._reports.take_freed()
+        self._send_outbox()  # requests that name those tickets
+        item = self._request(_PING, replace(ping, free=free) if free else ping, (), math.inf, None)
+        item.add_done_callback(lambda reply: self._on_pong(ping, reply))
+        self._pending.add(item, watched=False)
+        self._heartbeat.sent(now)  # before another thread can have its answer
         try:
-            ping = self._pings[request_id] = self._reports.ping()
-            free = self._reports.take_freed()
-            self._send_outbox()  # requests that name those tickets
-            self._dealer.send(join(request_id, _PING.name, replace(ping, free=free) if free else ping))
+            self._dealer.send(item.frames)
         except zmq.Again:
             self._reports.free(free)
-            self._pings.pop(request_id, None)
-            if self._heartbeat.overdue(now):
-                raise _EndOfLink(ServerGone("the connection is broken")) from None
-            self._heartbeat.sent(now)
-            return
-        self._heartbeat.sent(now)
+            self._pending.take(item.request_id)
+            if overdue:
+                self._stop(ServerGone("the connection is broken"))
 
     def _end(self) -> None:
         with self._lock:

@@ -39,7 +39,8 @@ _OTHERS = "other"  # the code of losses for which there is no entry of their own
 
 
 class Heartbeat:
-    """One PING is outstanding at a time; an unanswered one is repeated at growing intervals, so that none pile up."""
+    """When to PING. One PING is outstanding at a time; an unanswered one is repeated at growing intervals, so that none
+    pile up. `answered` and `ask_now` may be called from any thread."""
 
     def __init__(self, interval: float, timeout: float, now: float) -> None:
         self._interval = interval
@@ -58,11 +59,13 @@ class Heartbeat:
 
     def overdue(self, now: float) -> bool:
         """Whether a PING has been unanswered for the timeout."""
-        return self._waiting_since is not None and now >= self._waiting_since + self._timeout
+        since = self._waiting_since
+        return since is not None and now >= since + self._timeout
 
     def silence(self, now: float) -> float:
         """Return the seconds for which the oldest PING has been unanswered."""
-        return now - self._waiting_since if self._waiting_since is not None else 0.0
+        since = self._waiting_since
+        return now - since if since is not None else 0.0
 
     def sent(self, now: float) -> None:
         """Record that a PING was sent, or could not be sent."""
@@ -72,8 +75,9 @@ class Heartbeat:
 
     def answered(self) -> None:
         """Record that some PING was answered."""
-        if self._waiting_since is not None:
-            self._next = self._waiting_since + self._interval
+        since = self._waiting_since
+        if since is not None:
+            self._next = since + self._interval
             self._waiting_since = None
             self._repeat.reset()
 
@@ -91,30 +95,29 @@ class Silence:
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self.suspect = False
+        # When a message of the server arrived: the link sets it, at every message.
+        self.heard_at = 0.0
         self._changed = changed
-        self._clock = time.monotonic
         # Guards `suspect`. Reentrant: a signal's handler may ask.
         self._lock = threading.RLock()
         self._suspect_since = 0.0
         self._unanswered_since = 0.0
         self._logged = False
-        # When a message of the server arrived: the link sets it, at every message.
-        self.heard_at = 0.0
 
     def seconds(self) -> float:
         """Return the seconds for which the server has answered nothing despite a request; 0 if it is not suspect."""
         if not self.suspect:
             return 0.0
-        return max(self._clock() - max(self._unanswered_since, self.heard_at), 0.0)
+        return max(time.monotonic() - max(self._unanswered_since, self.heard_at), 0.0)
 
     def begin(self, since: float | None = None) -> None:
         """Mark the server as suspect. `since` is the time of the first unanswered request; None: now."""
         with self._lock:
             if self.suspect:
                 return
-            self._unanswered_since = self._clock() if since is None else since
+            self._suspect_since = time.monotonic()
+            self._unanswered_since = self._suspect_since if since is None else since
             self.suspect = True
-        self._suspect_since = self._clock()
         self._changed()
 
     def end(self) -> None:
@@ -125,7 +128,7 @@ class Silence:
             self.suspect = False
         if self._logged:
             self._logged = False
-            logger.info("the server answers again after %.1f s", self._clock() - self._suspect_since)
+            logger.info("the server answers again after %.1f s", time.monotonic() - self._suspect_since)
         else:
             logger.debug("one answer was late, the server answers")
         self._changed()
@@ -226,11 +229,10 @@ class LivenessLink:
             sock.sendall(token)
             arena_fd = _receive_arena(sock, path)
             sock.setblocking(False)
-        except OSError as error:
+        except Exception as error:
             sock.close()
-            raise ServerGone(f"no liveness socket: {error}", where=path) from None
-        except Exception:
-            sock.close()
+            if isinstance(error, OSError):
+                raise ServerGone(f"no liveness socket: {error}", where=path) from None
             raise
         return link, arena_fd
 

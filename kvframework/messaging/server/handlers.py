@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvframework.api.counter import Histogram
 from kvframework.api.futures import Future, Promise
 from kvframework.api.requests import ClientInfo, Handler, HandlerResult, Message, Reply
 from kvframework.errors import (
@@ -46,12 +45,9 @@ MAX_BYTES_IN_FLIGHT = 2 * MAX_BUFFER_BYTES
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request and its progress.
-
-    `answered` and `done` differ: after a deadline or its session's end a call counts as answered while its work
-    continues; it is done, and a CANCEL of it is answered, once that work has ended. `received` is the time of its
-    receipt.
-    """
+    """A request, which came at `received`, and its progress. `answered` and `done` differ: after a deadline or its
+    session's end a call counts as answered while its work continues; it is done, and a CANCEL of it is answered, once
+    that work has ended."""
 
     session: ClientSession
     identity: bytes
@@ -75,17 +71,16 @@ class Call:
         self.nbytes = sum(buffer.nbytes for buffer in self.buffers)
 
     def run(self) -> HandlerResult | BaseException:
-        """Call the handler; return its result or the exception that it raised. Called once, in the serving or in a pool
-        thread."""
+        """Call the handler; return its result or the exception that it raised. In the serving or in a pool thread."""
         payload, self.payload = self.payload, None
         buffers, self.buffers = self.buffers, ()
         try:
             result: HandlerResult = self.handler.call(self.session, payload, buffers)
+            return result
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 (native code panics with BaseException; the error is answered)
             return error
-        return result
 
     def withdraw(self) -> bool:
         """Return True if the call has not begun and now never will."""
@@ -94,7 +89,6 @@ class Call:
         return not self.started
 
     def finish(self) -> None:
-        """Mark the end of all work on the call: release what it holds and answer the CANCELs that wait for it."""
         self.done = True
         self.payload, self.buffers, self.future, self.job = None, (), None, None
         waiters, self.waiters = self.waiters, []
@@ -103,32 +97,13 @@ class Call:
 
 
 def outcome_of(future: Future[Message]) -> HandlerResult | BaseException:
-    """Return the content of a resolved future."""
     error = future.exception()
     return error if error is not None else future.result(0)
 
 
-class RequestDurations:
-    """The durations of requests, from the receipt to the answer: a histogram for each of the request types `names`.
-    Filled by the serving thread, read by any."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._histograms = {name: Histogram(FIRST_S, OCTAVES) for name in names}
-
-    def add(self, name: str, seconds: float) -> None:
-        """Count one answer, an error too. Types of no request, which strangers may send, are not counted."""
-        histogram = self._histograms.get(name)
-        if histogram is not None:
-            histogram.add(seconds)
-
-    def status(self) -> dict[str, Any]:
-        """Return the histograms by request type, see `Histogram.octaves`."""
-        return {name: histogram.octaves() for name, histogram in self._histograms.items()}
-
-
 class InFlight:
     """Runs handlers and answers for them. `wake`, called from other threads than the serving one, makes the serving
-    loop call `collect()`."""
+    loop call `collect()`; `took(name, received)` counts an answer."""
 
     def __init__(
         self,
@@ -139,7 +114,7 @@ class InFlight:
         wake: Callable[[], None],
         clock: Callable[[], float],
         counters: dict[str, int],
-        durations: RequestDurations,
+        took: Callable[[str, float], None],
     ) -> None:
         cancel = Handler[Cancel](REQUESTS["CANCEL"], self._cancel_request)
         self._handlers: dict[str, Handler[Any]] = {**handlers, "CANCEL": cancel}
@@ -149,7 +124,7 @@ class InFlight:
         self._wake = wake
         self._clock = clock
         self._counters = counters
-        self._durations = durations
+        self._took = took
         self._calls: dict[CallKey, Call] = {}
         self._per_session: dict[int, int] = {}
         self._bytes: Counter[int] = Counter()
@@ -164,36 +139,37 @@ class InFlight:
 
     @property
     def in_flight(self) -> int:
-        """Number of calls whose work has not ended."""
         return len(self._calls)
 
     @property
     def has_results(self) -> bool:
-        """Whether `collect` has something to do."""
         return bool(self._results)
 
     def next_deadline(self) -> float | None:
         return self._deadlines.next()
 
     def submit(self, session: ClientSession, identity: bytes, envelope: Envelope, received: float) -> None:
-        """Start or queue a request that arrived at `received`, of the clock. Raises `UnknownRequest`, `InvalidPayload`,
-        `MalformedFrames` or `ProtocolError` for a request that was not accepted."""
+        """Start or queue a request that arrived at `received`. Raises `ProtocolError` for one that is not accepted."""
         handler = self._handlers.get(envelope.type)
         if handler is None:
             raise UnknownRequest(f"there is no request {envelope.type!r}", hint="configure the plugin that serves it")
-        spec = handler.spec
+        spec, buffers = handler.spec, envelope.buffers
         if (session.session_id, envelope.request_id) in self._calls:
             raise MalformedFrames(f"request id {envelope.request_id} is in flight already", where=spec.name)
-        if len(envelope.buffers) > spec.buffers:
-            raise MalformedFrames(
-                f"{len(envelope.buffers)} buffers", where=spec.name, available=f"at most {spec.buffers}"
-            )
+        if len(buffers) > spec.buffers:
+            raise MalformedFrames(f"{len(buffers)} buffers", where=spec.name, available=f"at most {spec.buffers}")
         if self._per_session.get(session.session_id, 0) >= MAX_IN_FLIGHT:
             raise ProtocolError(f"{MAX_IN_FLIGHT} requests are in flight", hint="wait for answers before sending more")
         payload = decode(envelope.payload, spec.payload, where=spec.name)
-        if envelope.buffers:
-            self._check_bytes(session, envelope)
-        call = Call(session, identity, envelope.request_id, handler, payload, envelope.buffers, received)
+        call = Call(session, identity, envelope.request_id, handler, payload, buffers, received)
+        in_flight = self._bytes[session.session_id] if call.nbytes else 0
+        if in_flight + call.nbytes > MAX_BYTES_IN_FLIGHT:
+            raise MessageTooLarge(
+                f"{in_flight} bytes of this client are in flight, {call.nbytes} more arrived",
+                where=spec.name,
+                available=f"at most {MAX_BYTES_IN_FLIGHT}",
+                hint="wait for answers before sending more",
+            )
         if handler.ordered:
             queue = self._queues.setdefault(session.session_id, deque())
             queue.append(call)
@@ -202,16 +178,6 @@ class InFlight:
                 return
         self._start(call)
         self._run_queues()
-
-    def _check_bytes(self, session: ClientSession, envelope: Envelope) -> None:
-        size = sum(buffer.nbytes for buffer in envelope.buffers)
-        if self._bytes[session.session_id] + size > MAX_BYTES_IN_FLIGHT:
-            raise MessageTooLarge(
-                f"{self._bytes[session.session_id]} bytes of this client are in flight, {size} more arrived",
-                where=envelope.type,
-                available=f"at most {MAX_BYTES_IN_FLIGHT}",
-                hint="wait for answers before sending more",
-            )
 
     def collect(self) -> None:
         """Process the results that other threads and resolved futures have left since the last call."""
@@ -274,7 +240,6 @@ class InFlight:
             self._wake()
 
     def _settle(self, call: Call, result: HandlerResult | BaseException) -> None:
-        """Process a handler's result or exception, or the result of its future."""
         if isinstance(result, Future):
             if not result.query():
                 self._wait_for(call, result)
@@ -360,10 +325,9 @@ class InFlight:
             if isinstance(error, HandlerFailed) or not isinstance(error, KVFrameworkError):
                 logger.error("the handler of %s failed", name, exc_info=error)
             self._replies.send_error(call.identity, call.request_id, error)
-        self._durations.add(name, self._clock() - call.received)
+        self._took(name, call.received)
 
     def _send(self, call: Call, result: HandlerResult) -> Exception | None:
-        """Send the response; return the error if it cannot be sent."""
         spec = call.handler.spec
         payload, buffers = (result.payload, result.buffers) if isinstance(result, Reply) else (result, ())
         if not isinstance(payload, spec.response):

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from kvframework.api.counter import Histogram
 from kvframework.api.requests import Buffer, Handler, RequestSpec
 from kvframework.errors import (
     EndpointError,
@@ -31,13 +32,12 @@ from kvframework.errors import (
     ServerFull,
     ShuttingDown,
 )
-from kvframework.messaging.curve import ServerKeys
+from kvframework.messaging.curve import ServerKeys, ZapHandler
 from kvframework.messaging.frames_io import Socket, readable
 from kvframework.messaging.polling import Wakeup
-from kvframework.messaging.server.admission import Gate, Refusals, ZapHandler
-from kvframework.messaging.server.handlers import InFlight, RequestDurations
-from kvframework.messaging.server.sessions import ClientSession, LivenessServer, SessionTable
-from kvframework.messaging.server.sockets import EndpointFiles, Listeners, ReplySender
+from kvframework.messaging.server.handlers import FIRST_S, OCTAVES, InFlight
+from kvframework.messaging.server.sessions import ClientSession, LivenessServer, Refusals, SessionTable
+from kvframework.messaging.server.sockets import EndpointFiles, Gate, Listeners, ReplySender
 from kvframework.status import MessagingCounters, zeros
 from kvframework.wire.frames import MAX_TYPE_BYTES, NO_ANSWER, REQUEST_ID_BYTES, Envelope, decode, split
 from kvframework.wire.messages import Empty, Goodbye, Hello, HelloReply
@@ -52,7 +52,6 @@ SESSIONS_END_S = 0.5  # at the server's end; the remaining sessions end with the
 IO_THREADS, IO_THREADS_TCP = 1, 2
 OWN_REQUESTS = frozenset({"HELLO", "GOODBYE", "CANCEL"})  # served by messaging itself
 MAX_LEFT = 4096
-Welcome = Callable[[Hello, ClientSession, int, bool], HelloReply]
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Served:
     """
 
     handlers: Mapping[str, Handler[Any]]
-    welcome: Welcome
+    welcome: Callable[[Hello, ClientSession, int, bool], HelloReply]
     hasher_fingerprint: str
     on_session_end: Callable[[ClientSession], None]
     on_tick: Callable[[], None]
@@ -78,9 +77,7 @@ class Served:
     on_time: Callable[[], None] = lambda: None
 
 
-def check_handlers(
-    handlers: Mapping[str, Handler[Any]] | Iterable[Handler[Any]], table: Mapping[str, RequestSpec]
-) -> dict[str, Handler[Any]]:
+def check_handlers(handlers: Iterable[Handler[Any]], table: Mapping[str, RequestSpec]) -> dict[str, Handler[Any]]:
     """Return the handlers by name, checked against the request table.
 
     Every request but HELLO, GOODBYE and CANCEL has exactly one handler, with the table's own spec: else `RuntimeError`,
@@ -88,13 +85,11 @@ def check_handlers(
     plugins and are named `plugin.NAME`: else `PluginBroken`.
     """
     by_name: dict[str, Handler[Any]] = {}
-    for handler in handlers.values() if isinstance(handlers, Mapping) else handlers:
+    for handler in handlers:
         name = handler.spec.name
         if name in table:
-            if name in OWN_REQUESTS and name != "CANCEL":
-                raise RuntimeError(f"{name} is served by messaging itself, a handler for it was given")
-            if handler.spec != table[name]:
-                raise RuntimeError(f"the handler of {name} has another spec than the request table")
+            if handler.spec != table[name] or name in ("HELLO", "GOODBYE"):
+                raise RuntimeError(f"a handler of {name} that is not that of the request table")
         elif "." not in name.strip(".") or not name.isascii() or not name.isprintable() or len(name) > MAX_TYPE_BYTES:
             raise PluginBroken(
                 f"a request is named {name[:80]!r}",
@@ -109,180 +104,20 @@ def check_handlers(
     return by_name
 
 
-class Dispatcher:
-    """Takes messages in and ends sessions. Borrows all its arguments; `liveness_path(identity)` is "" for clients that
-    have no liveness socket. `check_room()` raises the error with which a new session is refused."""
-
-    def __init__(
-        self,
-        served: Served,
-        *,
-        sessions: SessionTable,
-        calls: InFlight,
-        replies: ReplySender,
-        liveness: LivenessServer | None,
-        liveness_path: Callable[[bytes], str],
-        counters: dict[str, int],
-        refusals: Refusals,
-        durations: RequestDurations,
-        clock: Callable[[], float],
-        check_room: Callable[[], None],
-    ) -> None:
-        self._sessions = sessions
-        self._calls = calls
-        self._replies = replies
-        self._liveness = liveness
-        self._liveness_path = liveness_path
-        self._served = served
-        self._counters = counters
-        self._refusals = refusals
-        self._durations = durations
-        self._clock = clock
-        # Routing ids of sessions that have ended: messages they sent earlier still arrive, and are no failure.
-        self._left: dict[bytes, None] = {}
-        self._check_room = check_room
-        self.stopping = False
-
-    def on_message(self, frames: Sequence[Buffer]) -> None:
-        """Handle one message, identity first. Never raises because of a peer's message or a handler."""
-        received = self._clock()
-        identity = bytes(frames[0])
-        try:
-            envelope = split(frames[1:])
-        except ProtocolError as error:
-            self._counters["malformed"] += 1
-            self._refusals.request(self._sessions.by_identity(identity), "malformed message", error)
-            if len(frames) > 1 and len(frames[1]) == REQUEST_ID_BYTES:
-                self._replies.send_error(identity, int.from_bytes(frames[1], "little"), error)
-            else:
-                self._counters["unanswerable"] += 1
-            return
-        self._counters["requests"] += 1
-        try:
-            self._on_request(identity, envelope, received)
-        except Exception as error:
-            if isinstance(error, (ProtocolError, ServerFull)):
-                self._refused(identity, envelope, error)
-            elif not isinstance(error, ShuttingDown):
-                logger.exception("%s failed", envelope.type)
-            if isinstance(error, HelloRequired) and identity in self._left:
-                self._replies.send_farewell(identity, envelope.request_id, error)
-            else:
-                self._replies.send_error(identity, envelope.request_id, error)
-            self._durations.add(envelope.type, self._clock() - received)
-
-    def end(self, session: ClientSession) -> None:
-        """End a session: cancel its calls in flight, then call `on_session_end`, exactly once per session."""
-        if not self._sessions.end(session):
-            return
-        self._counters["sessions_ended"] += 1
-        self._left.update(dict.fromkeys(session.identities))
-        while len(self._left) > MAX_LEFT:
-            del self._left[next(iter(self._left))]
-        if self._liveness is not None:
-            self._liveness.drop(session)
-        session.local = False
-        self._calls.end_session(session)
-        try:
-            self._served.on_session_end(session)
-        except Exception:
-            logger.exception("ending session %d of %s failed", session.session_id, session.name)
-
-    def _on_request(self, identity: bytes, envelope: Envelope, received: float) -> None:
-        session = self._sessions.by_identity(identity)
-        if session is not None:
-            self._sessions.touch(session)
-        if self.stopping:
-            raise ShuttingDown("the server is stopping")
-        if envelope.request_id == NO_ANSWER and envelope.type not in ONE_WAY_REQUESTS:
-            raise MalformedFrames("a request id that asks for no answer", where=envelope.type, available="another id")
-        if envelope.type == "HELLO":
-            self._hello(identity, session, envelope)
-            self._durations.add("HELLO", self._clock() - received)
-            return
-        if session is None:
-            raise HelloRequired(f"{envelope.type!r} came before HELLO or after the session's end", hint="say HELLO")
-        if envelope.type == "GOODBYE":
-            self._goodbye(identity, session, envelope)
-            self._durations.add("GOODBYE", self._clock() - received)
-            return
-        self._calls.submit(session, identity, envelope, received)
-
-    def _refused(self, identity: bytes, envelope: Envelope, error: ProtocolError | ServerFull) -> None:
-        if isinstance(error, HelloRequired):
-            return  # its session has just ended, and it connects again
-        if envelope.type == "HELLO":
-            self._counters["hello_refused"] += 1
-            self._refusals.hello(envelope, error)
-        else:
-            self._refusals.request(self._sessions.by_identity(identity), envelope.type, error)
-
-    def _open(self, identity: bytes, hello: Hello) -> ClientSession:
-        self._check_room()
-        return self._sessions.open(identity, hello, remote=not self._liveness_path(identity))
-
-    def _goodbye(self, identity: bytes, session: ClientSession, envelope: Envelope) -> None:
-        self.end(session)
-        self._replies.send(identity, envelope.request_id, "GOODBYE", Empty())
-        try:
-            goodbye = decode(envelope.payload, Goodbye, where="GOODBYE")
-        except InvalidPayload as error:
-            goodbye = Goodbye(error.code, error.fact)
-        if goodbye.reason:
-            self._counters["server_refused"] += 1
-            self._refusals.server(session, goodbye.code, goodbye.reason)
-
-    def _hello(self, identity: bytes, known: ClientSession | None, envelope: Envelope) -> None:
-        if envelope.buffers:
-            raise MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
-        hello = decode(envelope.payload, Hello, where="HELLO")
-        version = negotiate(hello, self._served.hasher_fingerprint)
-        lost = self._sessions.by_token(hello.replaces)
-        returns = bool(hello.replaces) and not self._sessions.was_opened(hello.replaces)
-        # A local session ends with its liveness socket only: until then its process may still write into the arena.
-        if lost is not None and lost is not known and not lost.local:
-            self.end(lost)
-        if hello.session:
-            session, opened = self._sessions.join(identity, hello.session), False
-        else:
-            session, opened = known or self._open(identity, hello), known is None
-        session.version = version
-        self._counters["sessions_opened"] += opened
-        welcomed = False
-        try:
-            reply = msgspec.structs.replace(
-                self._served.welcome(hello, session, version, returns),
-                session=session.token,
-                version=version,
-                liveness=self._liveness_path(identity),
-            )
-            welcomed = self._replies.send(identity, envelope.request_id, "HELLO", reply)
-        finally:
-            if opened and not welcomed:  # refused, or the client has left meanwhile and will never send anything
-                self.end(session)
-
-
-@dataclass
-class _Bound:
-    """The resources between `bind()` and the end of serving."""
-
-    listeners: Listeners
-    poller: zmq.Poller
-    liveness: LivenessServer | None
-    zap: ZapHandler | None
-    gate: Gate
-    calls: InFlight
-    dispatcher: Dispatcher
-
-
 class MessageServer:
     """Serves `endpoint`: an `ipc://` one to the processes of this user and of `admit_uids`, or a `tcp://` one; also
-    `tcp`, unless it is "".
-    `bind()`, then `serve_forever()`, until `stop()`.
+    `tcp`, unless it is "". `bind()`, then `serve_forever()`, until `stop()`.
 
     Over TCP only the clients that `curve` admits are served; None: any client, unencrypted. `on_tick()` is called every
     `tick_s`. `admit_readers` is the gate's. `counters`, `refusals` and `durations` may be read from any thread.
     """
+
+    # From `bind` on.
+    _listeners: Listeners
+    _replies: ReplySender
+    _calls: InFlight
+    _liveness: LivenessServer | None
+    _zap: ZapHandler | None
 
     def __init__(
         self,
@@ -298,6 +133,9 @@ class MessageServer:
         admit_readers: Callable[[bool], None] | None = None,
     ) -> None:
         self.counters: dict[str, int] = Counter(zeros(MessagingCounters))
+        self._clock = time.monotonic
+        self.refusals = Refusals(self._clock)
+        self._durations = {name: Histogram(FIRST_S, OCTAVES) for name in {**REQUESTS, **served.handlers}}
         self._endpoints = [endpoint, tcp] if tcp else [endpoint]
         self._files = None if endpoint.startswith("tcp://") else EndpointFiles(endpoint, shared=bool(admit_uids))
         self._admit_uids = admit_uids
@@ -306,13 +144,13 @@ class MessageServer:
         self._served = served
         self._tick_s = tick_s
         self._workers = workers
-        self._clock = time.monotonic
-        self.refusals = Refusals(self._clock)
-        self.durations = RequestDurations({**REQUESTS, **served.handlers})
         self._table = SessionTable(self._clock, session_timeout_s=session_timeout_s)
+        # Routing ids of sessions that have ended: messages they sent earlier still arrive, and are no failure.
+        self._left: dict[bytes, None] = {}
         self._wakeup = Wakeup()
+        self._poller = zmq.Poller()
         self._resources = contextlib.ExitStack()
-        self._bound: _Bound | None = None
+        self._gate: Gate | None = None  # None: not bound
         self._next_tick = 0.0
         self._tick_failing = False
         self._stopping = False
@@ -330,34 +168,36 @@ class MessageServer:
     def descriptors(self) -> dict[str, object]:
         """Return the gate's view for the status document. May be called from any thread; empty while nothing is
         bound."""
-        bound = self._bound
-        return bound.gate.status() if bound is not None else {}
+        gate = self._gate
+        return gate.status() if gate is not None else {}
+
+    def durations(self) -> dict[str, Any]:
+        """Return how long requests took, from the receipt to the answer, errors too: a histogram for each type, see
+        `Histogram.octaves`. May be called from any thread."""
+        return {name: histogram.octaves() for name, histogram in self._durations.items()}
 
     def bind(self) -> None:
         """Take the endpoint and listen. Raises `EndpointError`, also if another server holds the endpoint."""
-        resources = self._resources
         if self._files is not None:
             self._files.acquire()
-            resources.callback(self._files.release)
+            self._resources.callback(self._files.release)
         try:
-            self._bound = self._open(resources)
+            self._open(self._resources)
         except (OSError, zmq.ZMQError) as error:
-            resources.close()
+            self._resources.close()
             raise EndpointError(f"cannot listen: {error}", where=" and ".join(self._endpoints)) from error
 
     def serve_forever(self) -> None:
         """Serve until `stop()`, then end every session and close everything. Blocks: the caller becomes the serving
         thread. Binds if `bind` was not called. No message and no handler can end it."""
-        if self._bound is None:
+        if self._gate is None:
             self.bind()
-        bound = self._bound
-        assert bound is not None
         try:
             while not self._stopping:
-                self._guarded_round(bound)
+                self._guarded_round()
         finally:
             try:
-                self._wind_down(bound)
+                self._wind_down()
             finally:
                 self.close()
 
@@ -380,14 +220,15 @@ class MessageServer:
     def close(self) -> None:
         """Release the resources of `bind()`, for a server that never served. Idempotent; not while `serve_forever`
         runs."""
-        self._bound = None
+        self._gate = None
         self._resources.close()
         self._wakeup.close()
 
-    def _open(self, resources: contextlib.ExitStack) -> _Bound:
-        liveness = None
+    def _open(self, resources: contextlib.ExitStack) -> None:
+        self._poller.register(self._wakeup.fd, zmq.POLLIN)
+        self._liveness = None
         if self._files is not None:
-            liveness = LivenessServer(
+            self._liveness = LivenessServer(
                 self._files.liveness,
                 arena_for=self._served.arena_for,
                 find=self._table.by_token,
@@ -395,107 +236,85 @@ class MessageServer:
                 counters=self.counters,
                 admit_uids=self._admit_uids,
             )
-            resources.callback(liveness.close)
-        listeners, zap = self._listen(resources)
+            resources.callback(self._liveness.close)
+            self._poller.register(self._liveness.fileno(), zmq.POLLIN)
+        remote = any(endpoint.startswith("tcp://") for endpoint in self._endpoints)
+        context = zmq.Context(IO_THREADS_TCP if remote else IO_THREADS)
+        resources.callback(context.term)  # after the sockets: flushes sent messages, for a moment
+        self._zap = None
+        if remote and self._curve is not None:
+            self._zap = ZapHandler(context, self._curve.admitted, self.counters)
+            resources.callback(self._zap.close)
+            self._poller.register(self._zap.socket, zmq.POLLIN)
+        self._listeners = Listeners(context, self._admit_uids)
+        resources.callback(self._listeners.close)
+        for endpoint in self._endpoints:
+            self._poller.register(self._listeners.open(endpoint, self._curve), zmq.POLLIN)
         gate = Gate(self._files.show if self._files else None, self.counters, self._admit_readers)
         resources.callback(gate.close)
-        replies = ReplySender(listeners, self.counters)
-        calls = InFlight(
+        self._replies = ReplySender(self._listeners, self.counters)
+        self._calls = InFlight(
             self._served.handlers,
-            replies,
+            self._replies,
             workers=self._workers,
             wake=self._wakeup.signal,
             clock=self._clock,
             counters=self.counters,
-            durations=self.durations,
+            took=self._took,
         )
-        resources.callback(calls.close)
-        dispatcher = Dispatcher(
-            self._served,
-            sessions=self._table,
-            calls=calls,
-            replies=replies,
-            liveness=liveness,
-            liveness_path=lambda who: self._files.liveness if self._files and listeners.is_local(who) else "",
-            counters=self.counters,
-            refusals=self.refusals,
-            durations=self.durations,
-            clock=self._clock,
-            check_room=gate.check,
-        )
-        poller = zmq.Poller()
-        for source in (*listeners.sockets, self._wakeup.fd):
-            poller.register(source, zmq.POLLIN)
-        if liveness is not None:
-            poller.register(liveness.fileno(), zmq.POLLIN)
-        if zap is not None:
-            poller.register(zap.socket, zmq.POLLIN)
+        resources.callback(self._calls.close)
         gate.start()
-        return _Bound(listeners, poller, liveness, zap, gate, calls, dispatcher)
+        self._gate = gate
 
-    def _listen(self, resources: contextlib.ExitStack) -> tuple[Listeners, ZapHandler | None]:
-        remote = any(endpoint.startswith("tcp://") for endpoint in self._endpoints)
-        context = zmq.Context(IO_THREADS_TCP if remote else IO_THREADS)
-        resources.callback(context.term)  # after the sockets: flushes sent messages, for a moment
-        zap = None
-        if remote and self._curve is not None:
-            zap = ZapHandler(context, self._curve.admitted, self.counters)
-            resources.callback(zap.close)
-        listeners = Listeners(context, self._admit_uids)
-        resources.callback(listeners.close)
-        for endpoint in self._endpoints:
-            listeners.open(endpoint, self._curve)
-        return listeners, zap
-
-    def _guarded_round(self, bound: _Bound, until: float = math.inf) -> None:
+    def _guarded_round(self, until: float = math.inf) -> None:
         try:
-            self._round(bound, until)
+            self._round(until)
         except Exception:
             self.counters["loop_errors"] += 1
             logger.exception("the serving loop continues after an internal error")
             time.sleep(0.01)
 
-    def _round(self, bound: _Bound, until: float) -> None:
+    def _round(self, until: float) -> None:
         """Wait for the first event and handle a bounded amount of everything."""
-        wake_at = min(self._next_tick, bound.calls.next_deadline() or math.inf, self._served.next_at(), until)
-        wait_s = 0.0 if bound.calls.has_results else max(wake_at - self._clock(), 0.0)
-        ready = dict(bound.poller.poll(math.ceil(wait_s * 1000)))
+        calls, liveness = self._calls, self._liveness
+        wake_at = min(self._next_tick, calls.next_deadline() or math.inf, self._served.next_at(), until)
+        wait_s = 0.0 if calls.has_results else max(wake_at - self._clock(), 0.0)
+        ready = dict(self._poller.poll(math.ceil(wait_s * 1000)))
         if self._wakeup.fd in ready:
             self._wakeup.drain()
-        if bound.zap is not None and bound.zap.socket in ready:
-            bound.zap.serve()
-        if bound.liveness is not None and bound.liveness.fileno() in ready:
-            for session in bound.liveness.serve():
-                bound.dispatcher.end(session)
+        if self._zap is not None and self._zap.socket in ready:
+            self._zap.serve()
+        if liveness is not None and liveness.fileno() in ready:
+            for session in liveness.serve():
+                self._end(session)
         if self._served.next_at() <= self._clock():
             self._served.on_time()
-        bound.calls.collect()
-        for router in bound.listeners.sockets:
+        calls.collect()
+        for router in self._listeners.sockets:
             if router in ready:
-                self._receive(bound, router)
+                self._receive(router)
         now = self._clock()
-        bound.calls.expire(now)
+        calls.expire(now)
         if now >= self._next_tick:
             self._next_tick = now + self._tick_s
-            self._tick(bound, now)
+            self._tick(now)
 
-    def _receive(self, bound: _Bound, router: Socket) -> None:
-        bound.dispatcher.stopping = self._stopping
+    def _receive(self, router: Socket) -> None:
         until = self._clock() + ROUND_S
         for _ in range(MESSAGES_PER_ROUND):
-            frames = bound.listeners.receive(router)
+            frames = self._listeners.receive(router)
             if frames is None:
                 return
-            bound.dispatcher.on_message(frames)
+            self._on_message(frames)
             if not readable(router) or self._clock() >= until:
                 return
 
-    def _tick(self, bound: _Bound, now: float) -> None:
-        if bound.liveness is not None:
-            bound.liveness.expire(now)
+    def _tick(self, now: float) -> None:
+        if self._liveness is not None:
+            self._liveness.expire(now)
         for session in self._table.expire(now):
             logger.warning("session %d of %s was silent for too long", session.session_id, session.name)
-            bound.dispatcher.end(session)
+            self._end(session)
         try:
             self._served.on_tick()
             self._tick_failing = False
@@ -505,17 +324,142 @@ class MessageServer:
                 logger.exception("a tick failed")
             self._tick_failing = True
 
-    def _wind_down(self, bound: _Bound) -> None:
+    def _wind_down(self) -> None:
         self._stopping = True
-        logger.info("stopping: %d requests in flight have %.1f s", bound.calls.in_flight, self._grace_s)
+        logger.info("stopping: %d requests in flight have %.1f s", self._calls.in_flight, self._grace_s)
         until = self._clock() + self._grace_s
-        for router in bound.listeners.sockets:
-            self._receive(bound, router)
-        while bound.calls.in_flight and self._clock() < until:
-            self._guarded_round(bound, until)
-        bound.calls.answer_all(ShuttingDown("the server stopped before the request was done"))
+        for router in self._listeners.sockets:
+            self._receive(router)
+        while self._calls.in_flight and self._clock() < until:
+            self._guarded_round(until)
+        self._calls.answer_all(ShuttingDown("the server stopped before the request was done"))
         sessions, until = self._table.sessions(), self._clock() + SESSIONS_END_S
         while sessions and self._clock() < until:
-            bound.dispatcher.end(sessions.pop())
+            self._end(sessions.pop())
         if sessions:
             logger.warning("%d sessions end with the server, without a GOODBYE", len(sessions))
+
+    # one message
+
+    def _on_message(self, frames: Sequence[Buffer]) -> None:
+        """Handle one message, identity first. Never raises because of a peer's message or a handler."""
+        received = self._clock()
+        identity = bytes(frames[0])
+        try:
+            envelope = split(frames[1:])
+        except ProtocolError as error:
+            self.counters["malformed"] += 1
+            self.refusals.request(self._table.by_identity(identity), "malformed message", error)
+            if len(frames) > 1 and len(frames[1]) == REQUEST_ID_BYTES:
+                self._replies.send_error(identity, int.from_bytes(frames[1], "little"), error)
+            else:
+                self.counters["unanswerable"] += 1
+            return
+        self.counters["requests"] += 1
+        try:
+            self._on_request(identity, envelope, received)
+        except Exception as error:
+            if isinstance(error, (ProtocolError, ServerFull)):
+                self._refused(identity, envelope, error)
+            elif not isinstance(error, ShuttingDown):
+                logger.exception("%s failed", envelope.type)
+            has_left = isinstance(error, HelloRequired) and identity in self._left
+            self._replies.send_error(identity, envelope.request_id, error, counted=not has_left)
+            self._took(envelope.type, received)
+
+    def _on_request(self, identity: bytes, envelope: Envelope, received: float) -> None:
+        session = self._table.by_identity(identity)
+        if session is not None:
+            self._table.touch(session)
+        if self._stopping:
+            raise ShuttingDown("the server is stopping")
+        if envelope.request_id == NO_ANSWER and envelope.type not in ONE_WAY_REQUESTS:
+            raise MalformedFrames("a request id that asks for no answer", where=envelope.type, available="another id")
+        if envelope.type == "HELLO":
+            self._hello(identity, session, envelope)
+            self._took("HELLO", received)
+        elif session is None:
+            raise HelloRequired(f"{envelope.type!r} came before HELLO or after the session's end", hint="say HELLO")
+        elif envelope.type == "GOODBYE":
+            self._goodbye(identity, session, envelope)
+            self._took("GOODBYE", received)
+        else:
+            self._calls.submit(session, identity, envelope, received)
+
+    def _took(self, name: str, received: float) -> None:
+        """Count one answer, an error too. Types of no request, which strangers may send, are not counted."""
+        histogram = self._durations.get(name)
+        if histogram is not None:
+            histogram.add(self._clock() - received)
+
+    def _refused(self, identity: bytes, envelope: Envelope, error: ProtocolError | ServerFull) -> None:
+        if isinstance(error, HelloRequired):
+            return  # its session has just ended, and it connects again
+        if envelope.type == "HELLO":
+            self.counters["hello_refused"] += 1
+            self.refusals.hello(envelope, error)
+        else:
+            self.refusals.request(self._table.by_identity(identity), envelope.type, error)
+
+    def _hello(self, identity: bytes, known: ClientSession | None, envelope: Envelope) -> None:
+        if envelope.buffers:
+            raise MalformedFrames(f"{len(envelope.buffers)} buffers", where="HELLO", available="none")
+        hello = decode(envelope.payload, Hello, where="HELLO")
+        version = negotiate(hello, self._served.hasher_fingerprint)
+        lost = self._table.by_token(hello.replaces)
+        returns = bool(hello.replaces) and not self._table.was_opened(hello.replaces)
+        # A local session ends with its liveness socket only: until then its process may still write into the arena.
+        if lost is not None and lost is not known and not lost.local:
+            self._end(lost)
+        liveness = self._files.liveness if self._files and self._listeners.is_local(identity) else ""
+        opened = False
+        if hello.session:
+            session = self._table.join(identity, hello.session)
+        elif known is not None:
+            session = known
+        else:
+            if self._gate is not None:
+                self._gate.check()
+            session, opened = self._table.open(identity, hello, remote=not liveness), True
+        session.version = version
+        self.counters["sessions_opened"] += opened
+        welcomed = False
+        try:
+            reply = msgspec.structs.replace(
+                self._served.welcome(hello, session, version, returns),
+                session=session.token,
+                version=version,
+                liveness=liveness,
+            )
+            welcomed = self._replies.send(identity, envelope.request_id, "HELLO", reply)
+        finally:
+            if opened and not welcomed:  # refused, or the client has left meanwhile and will never send anything
+                self._end(session)
+
+    def _goodbye(self, identity: bytes, session: ClientSession, envelope: Envelope) -> None:
+        self._end(session)
+        self._replies.send(identity, envelope.request_id, "GOODBYE", Empty())
+        try:
+            goodbye = decode(envelope.payload, Goodbye, where="GOODBYE")
+        except InvalidPayload as error:
+            goodbye = Goodbye(error.code, error.fact)
+        if goodbye.reason:
+            self.counters["server_refused"] += 1
+            self.refusals.server(session, goodbye.code, goodbye.reason)
+
+    def _end(self, session: ClientSession) -> None:
+        """End a session: cancel its calls in flight, then call `on_session_end`, exactly once per session."""
+        if not self._table.end(session):
+            return
+        self.counters["sessions_ended"] += 1
+        self._left.update(dict.fromkeys(session.identities))
+        while len(self._left) > MAX_LEFT:
+            del self._left[next(iter(self._left))]
+        if self._liveness is not None:
+            self._liveness.drop(session)
+        session.local = False
+        self._calls.end_session(session)
+        try:
+            self._served.on_session_end(session)
+        except Exception:
+            logger.exception("ending session %d of %s failed", session.session_id, session.name)

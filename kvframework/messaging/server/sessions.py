@@ -1,5 +1,5 @@
 """Client sessions: the connected clients, their routing ids, the time each was last heard, and the liveness socket
-whose end ends them. Serving thread only."""
+whose end ends them; and the clients that were refused. Serving thread only, unless a method says otherwise."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from kvframework.api.plugin import Message
 from kvframework.api.requests import ClientInfo
-from kvframework.errors import HelloRequired, ProtocolError, ServerFull
+from kvframework.errors import HelloRequired, KVFrameworkError, ProtocolError, ServerFull
 from kvframework.messaging.polling import (
     WITH_ARENA,
     WITHOUT_ARENA,
@@ -24,14 +25,21 @@ from kvframework.messaging.polling import (
     peer_uid,
 )
 from kvframework.messaging.server.sockets import socket_umask
+from kvframework.wire.frames import Envelope, decode
 from kvframework.wire.messages import Hello
+
+logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
 MAX_SESSIONS = 4096
 MAX_IDENTITIES = 64
 # The timeout of silent clients without a liveness socket while the table is more than half full.
 PRESSED_S = 2.0
-_MAX_NAME = 128
+_MAX_NAME, _MAX_REASON = 128, 512
+# Records of refusals.
+MAX_KEPT = 32
+TELL_AGAIN_S = 60.0  # for the same client and reason
+TELL_NEXT_S = 1.0  # for any others
 
 
 @dataclass(eq=False)
@@ -50,6 +58,7 @@ class ClientSession(ClientInfo):
     token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES), repr=False)
     identities: set[bytes] = field(default_factory=set, repr=False)
     liveness: socket.socket | None = field(default=None, repr=False)
+    process: int | None = field(default=None, repr=False)  # a pidfd, if it can be watched
 
     def liveness_fd(self) -> int | None:
         if self.liveness is None or not self.local or self.liveness.fileno() < 0:
@@ -160,18 +169,12 @@ def printable(name: str) -> str:
 # The server half of the liveness socket: it passes the arena's descriptor, and its end means the client's death.
 #
 # A client connects, sends its 16-byte session token and gets one byte, with the arena's descriptor if there is one.
-# After that neither side sends anything. Driven by the serving loop through one pollable descriptor (`fileno`); nothing
-# here blocks.
-#
-# A child forked from C, without Python's hooks, keeps a copy of its parent's socket open. So the connected process is
-# also watched by a pidfd: it ends with the last thread of the process, and no forked child has the arena mapped
-# (client/arena_mapping.py), so nothing writes there afterwards.
-
-logger = logging.getLogger(__name__)
+# After that neither side sends anything. A child forked from C, without Python's hooks, keeps a copy of its parent's
+# socket open. So the connected process is also watched by a pidfd: it ends with the last thread of the process, and no
+# forked child has the arena mapped (client/arena_mapping.py), so nothing writes there afterwards.
 
 MAX_HALF_OPEN = 256
 HALF_OPEN_SHARE = 1 / 16  # of the limit of descriptors
-MAX_PER_SESSION = 4
 HALF_OPEN_S = 1.0
 # For all clients of a node that connect at once, as after a restart: the kernel refuses those it cannot queue.
 BACKLOG = 1024
@@ -182,12 +185,8 @@ _ACCEPTS_PER_ROUND = 16
 
 def peer_process(sock: socket.socket) -> int | None:
     """Return a pidfd, owned by the caller, of the process that has connected a Unix socket; it is readable once all its
-    threads have ended. None if it cannot be had: before Linux 6.5, where only the process id is known, for a process of
-    another pid namespace. Raises `ProcessLookupError` if the process has ended.
-
-    By its id a process may be mistaken for another, but only after it has ended itself: then the end of the other
-    counts.
-    """
+    threads have ended. None if it cannot be had: before Linux 6.5, where only the process id is known (which may be
+    that of another by now), for a process of another pid namespace. Raises `ProcessLookupError` if it has ended."""
     try:
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
@@ -200,27 +199,10 @@ def peer_process(sock: socket.socket) -> int | None:
         return None
 
 
-@dataclass
-class _Live:
-    """A client's connection, and its process if that can be watched."""
-
-    sock: socket.socket
-    session: ClientSession
-    process: int | None
-
-
-@dataclass
-class _HalfOpen:
-    """A connection that has not sent its whole token yet."""
-
-    sock: socket.socket
-    deadline: float
-    received: bytearray = field(default_factory=bytearray)
-
-
 class LivenessServer:
     """Listens at `path`, to processes of this user and of `admit_uids`. `find` returns the session of a token; sessions
-    become `local` when their socket is admitted."""
+    become `local` when their socket is admitted. `arena_for(session id)` returns a descriptor, which is closed here.
+    Driven by the serving loop through one pollable descriptor (`fileno`); nothing here blocks."""
 
     def __init__(
         self,
@@ -237,9 +219,10 @@ class LivenessServer:
         self._find = find
         self._clock = clock
         self._counters = counters
-        self._half_open: dict[int, _HalfOpen] = {}
-        self._live: dict[int, _Live] = {}
-        self._processes: dict[int, int] = {}  # the pidfd of each in `_live`
+        # Connections that have not sent their token, by descriptor, with their deadlines.
+        self._half_open: dict[int, tuple[socket.socket, float]] = {}
+        # Sessions by their socket's descriptor and by the pidfd of their process.
+        self._live: dict[int, ClientSession] = {}
         self._unwatched = False
         self._listening = False
         self._epoll = select.epoll()
@@ -260,51 +243,50 @@ class LivenessServer:
         return self._epoll.fileno()
 
     def serve(self) -> list[ClientSession]:
-        """Handle ready events, a bounded number. Returns the sessions whose last liveness socket has ended."""
-        dead = []
-        calling = False
+        """Handle ready events, a bounded number. Returns the sessions whose liveness socket or process has ended."""
         ready = [fd for fd, _ in self._epoll.poll(0, _EVENTS_PER_ROUND)]
         # Ends before tokens: a new connection may get the number of a socket that ends, which this round may still
         # name.
+        dead = list(dict.fromkeys(self._live[fd] for fd in ready if fd in self._live))
+        for session in dead:
+            self.drop(session)
+            session.local = False
         for fd in ready:
-            if (live := self._processes.get(fd, fd)) in self._live:
-                session = self._end(live)
-                if not any(other.session is session for other in self._live.values()):
-                    session.local = False
-                    dead.append(session)
-        for fd in ready:
-            if fd == self._listener.fileno():
-                calling = True
-            elif fd in self._half_open:
-                self._hear(self._half_open[fd])
+            if fd in self._half_open:
+                self._hear(self._half_open[fd][0])
         # After the connections that have sent something: silent ones may have to make room.
-        for _ in range(_ACCEPTS_PER_ROUND if calling else 0):
+        for _ in range(_ACCEPTS_PER_ROUND if self._listener.fileno() in ready else 0):
             if not self._accept():
                 break
         return dead
 
     def expire(self, now: float) -> None:
         """Drop connections that did not send their token in time, and listen again after descriptors ran out."""
-        for entry in [entry for entry in self._half_open.values() if now >= entry.deadline]:
-            self._refuse(entry)
+        for sock in [sock for sock, deadline in self._half_open.values() if now >= deadline]:
+            self._refuse(sock)
         if not self._listening:
             self._listen()
 
     def drop(self, session: ClientSession) -> None:
-        """Close the sockets of a session that has ended; its client sees that at once."""
-        for fd in [fd for fd, live in self._live.items() if live.session is session]:
-            self._end(fd)
+        """Close the socket of a session that ends; its client sees that at once."""
+        sock, process = session.liveness, session.process
+        if sock is None or self._live.pop(sock.fileno(), None) is None:
+            return
+        if process is not None:
+            del self._live[process]
+            os.close(process)  # the only copy, so it leaves the epoll, too
+        self._hang_up(sock)
 
     def close(self) -> None:
         """Close every socket, which the clients take for the server's death. The caller removes the socket file."""
-        for live in self._live.values():
-            live.sock.close()
-            if live.process is not None:
-                os.close(live.process)
-        for entry in self._half_open.values():
-            entry.sock.close()
+        for fd, session in self._live.items():
+            if fd == session.process:
+                os.close(fd)
+            elif session.liveness is not None:
+                session.liveness.close()
+        for sock, _ in self._half_open.values():
+            sock.close()
         self._live.clear()
-        self._processes.clear()
         self._half_open.clear()
         self._listener.close()
         self._epoll.close()
@@ -333,61 +315,45 @@ class LivenessServer:
             sock.close()
             return True
         while len(self._half_open) >= min(MAX_HALF_OPEN, descriptor_limit() * HALF_OPEN_SHARE):
-            self._refuse(next(iter(self._half_open.values())))
+            self._refuse(next(iter(self._half_open.values()))[0])
         sock.setblocking(False)
-        self._half_open[sock.fileno()] = _HalfOpen(sock, self._clock() + HALF_OPEN_S)
+        self._half_open[sock.fileno()] = (sock, self._clock() + HALF_OPEN_S)
         self._epoll.register(sock.fileno(), select.EPOLLIN)
         return True
 
-    def _hear(self, entry: _HalfOpen) -> None:
+    def _hear(self, sock: socket.socket) -> None:
+        """Take the token, which comes in one piece, and admit the client."""
         try:
-            data = entry.sock.recv(TOKEN_BYTES + 1)
+            session = self._find(sock.recv(TOKEN_BYTES + 1))
         except BlockingIOError:
             return
         except OSError:
-            data = b""
-        entry.received += data
-        if data and len(entry.received) < TOKEN_BYTES:
-            return
-        session = self._find(bytes(entry.received))
-        if session is None or sum(other.session is session for other in self._live.values()) >= MAX_PER_SESSION:
-            self._refuse(entry)
+            session = None
+        if session is None or session.local:
+            self._refuse(sock)
             return
         try:
-            process = self._process_of(entry.sock)
+            process = peer_process(sock)
         except ProcessLookupError:
-            self._refuse(entry)
+            self._refuse(sock)
             return
-        fd, was_local = entry.sock.fileno(), session.local
         session.local = True  # before the client gets its answer
-        session.liveness = entry.sock
-        if not self._admit(entry.sock, session):
-            session.local = was_local
-            session.liveness = None
+        session.liveness, session.process = sock, process
+        if not self._admit(sock, session):
+            session.local = False
+            session.liveness = session.process = None
             if process is not None:
                 os.close(process)
-            self._refuse(entry)
+            self._refuse(sock)
             return
-        del self._half_open[fd]
-        self._live[fd] = _Live(entry.sock, session, process)
+        del self._half_open[sock.fileno()]
+        self._live[sock.fileno()] = session
         if process is not None:
-            self._processes[process] = fd
+            self._live[process] = session
             self._epoll.register(process, select.EPOLLIN)
-
-    def _process_of(self, sock: socket.socket) -> int | None:
-        process = peer_process(sock)
-        if process is None and not self._unwatched:
+        elif not self._unwatched:
             self._unwatched = True
             logger.info("a client's process cannot be watched: only the end of its socket ends its session")
-        return process
-
-    def _end(self, fd: int) -> ClientSession:
-        live = self._live.pop(fd)
-        if live.process is not None:
-            del self._processes[live.process]
-            os.close(live.process)  # the only copy, so it leaves the epoll, too
-        self._hang_up(live.sock)
-        return live.session
 
     def _admit(self, sock: socket.socket, session: ClientSession) -> bool:
         try:
@@ -402,10 +368,10 @@ class LivenessServer:
             logger.warning("cannot answer on a liveness socket: %s", error)
             return False
 
-    def _refuse(self, entry: _HalfOpen) -> None:
+    def _refuse(self, sock: socket.socket) -> None:
         self._counters["liveness_refused"] += 1
-        self._half_open.pop(entry.sock.fileno(), None)
-        self._hang_up(entry.sock)
+        self._half_open.pop(sock.fileno(), None)
+        self._hang_up(sock)
 
     def _hang_up(self, sock: socket.socket) -> None:
         # A copier may hold a copy (`ClientSession.liveness_fd`): epoll would still watch the closed socket, and take
@@ -413,3 +379,93 @@ class LivenessServer:
         with contextlib.suppress(OSError):
             self._epoll.unregister(sock)
         sock.close()
+
+
+class Introduction(Message, frozen=True):
+    """The readable part of a HELLO that is refused."""
+
+    client: str = "?"
+    pid: int = 0
+    min_version: int = 1
+    max_version: int = 1
+    client_version: str = ""
+
+
+@dataclass
+class Refusal:
+    """One client's refusals for one reason, as the status document has them. `what` is the name of the request;
+    "server": the client refuses this server."""
+
+    client: str
+    pid: int
+    what: str
+    code: str
+    reason: str
+    versions: str
+    client_version: str
+    count: int = 0
+
+
+class Refusals:
+    """The latest refusals, a bounded number: kept for `status` and logged, since a refused client looks like a cache
+    without hits. Serving thread, except for `report`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        # With the times of the last one and of its log line.
+        self._kept: dict[tuple[str, int, str, str], tuple[Refusal, float, float]] = {}
+        self._tell_at = clock()
+
+    def hello(self, envelope: Envelope, error: KVFrameworkError) -> None:
+        """Record a refused HELLO, readable or not."""
+        try:
+            who = decode(envelope.payload, Introduction, where="HELLO")
+        except ProtocolError:
+            who = Introduction()
+        versions = f"{who.min_version} to {who.max_version}"
+        self._add(who.client, who.pid, "HELLO", error.code, _reason(error), versions, who.client_version)
+
+    def request(self, session: ClientSession | None, name: str, error: KVFrameworkError) -> None:
+        """Record a message of a session, or of an unknown peer, that could not be parsed or served."""
+        if session is None:
+            self._add("?", 0, name, error.code, _reason(error))
+        else:
+            self._of(session, name, error.code, _reason(error))
+
+    def server(self, session: ClientSession, code: str, reason: str) -> None:
+        """Record that the client left because it cannot use this server."""
+        self._of(session, "server", code, reason)
+
+    def report(self) -> list[dict[str, object]]:
+        """Return the refusals for the status document, the latest first."""
+        now, latest = self._clock(), reversed(list(self._kept.values()))
+        return [{**vars(refusal), "ago_s": round(now - last, 1)} for refusal, last, _ in latest]
+
+    def _of(self, session: ClientSession, what: str, code: str, reason: str) -> None:
+        self._add(session.name, session.pid, what, code, reason, str(session.version), session.client_version)
+
+    def _add(
+        self, client: str, pid: int, what: str, code: str, reason: str, versions: str = "", client_version: str = ""
+    ) -> None:
+        now = self._clock()
+        key = (printable(client[:_MAX_NAME]), pid, printable(what), printable(code[:_MAX_NAME]))
+        texts = (printable(reason[:_MAX_REASON]), versions, printable(client_version[:_MAX_NAME]))
+        before, _, logged_at = self._kept.pop(key, (Refusal(*key, *texts), 0.0, now - TELL_AGAIN_S))
+        if len(self._kept) >= MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+        refusal = Refusal(*key, *texts, before.count + 1)
+        if now >= self._tell_at and now - logged_at >= TELL_AGAIN_S:
+            logged_at, self._tell_at = now, now + TELL_NEXT_S
+            _log(refusal)
+        self._kept[key] = (refusal, now, logged_at)
+
+
+def _reason(error: KVFrameworkError) -> str:
+    return f"{error.fact}; available: {error.available}" if error.available else error.fact
+
+
+def _log(refusal: Refusal) -> None:
+    release = f", kvframework {refusal.client_version}" if refusal.client_version else ""
+    who = f"{refusal.client!r} (process {refusal.pid}{release})"
+    done = {"HELLO": "was refused", "server": "refuses this server"}.get(refusal.what)
+    logger.warning("%s %s: [%s] %s", who, done or f"was refused {refusal.what!r}", refusal.code, refusal.reason)

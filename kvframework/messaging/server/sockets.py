@@ -1,7 +1,8 @@
-"""The sockets of a server: one ROUTER per endpoint, and identities that distinguish all peers;
-the files of an `ipc://` endpoint.
+"""The sockets of a server: the files of an `ipc://` endpoint; one ROUTER per endpoint, and identities that distinguish
+all peers; the sockets of listeners, which other programs reach on the same terms; and the gate that keeps new clients
+out while descriptors run low.
 
-An identity is one byte for the endpoint, then ZMQ's routing id. Serving thread only, after `open`.
+An identity is one byte for the endpoint, then ZMQ's routing id. ROUTERs: serving thread only, after `open`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import socket
 import stat
-from collections.abc import Collection, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
+from kvframework.api.listener import Sockets
 from kvframework.api.plugin import Buffer, Message
 from kvframework.config import (
     FULL_SUFFIX,
@@ -27,18 +33,23 @@ from kvframework.config import (
     parse_endpoint,
     prepare_private_directory,
 )
-from kvframework.errors import EndpointError, HelloRequired
+from kvframework.config.schema import SESSIONS_SHARE
+from kvframework.errors import EndpointError, ServerFull
 from kvframework.messaging import frames_io
-from kvframework.messaging.curve import ServerKeys
-from kvframework.messaging.polling import close_after_fork
+from kvframework.messaging.curve import ServerKeys, ZapHandler
+from kvframework.messaging.polling import close_after_fork, descriptor_limit, descriptors_in_use
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, ErrorPayload, error_payload, join
 
-# The files of an `ipc://` endpoint: its socket, its liveness socket, and the lock that reserves it for one server.
-#
-# Runs in the server process. An flock decides which process holds the endpoint; no crash can leave it behind.
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 LOCK_SUFFIX = ".lock"
 _CONNECT_S = 1.0
+FLUSH_MS = 200
+_HEAD_FRAMES = 1 + frames_io.HEAD_FRAMES
+# An earlier server, which ends, may still listen.
+_BIND_S = 5.0
+_BIND_STEP_S = 0.05
 
 
 @contextlib.contextmanager
@@ -53,8 +64,9 @@ def socket_umask(shared: bool = False) -> Iterator[None]:
 
 
 class EndpointFiles:
-    """The files of one endpoint while this process holds it; `release()` removes them. `shared`: other users may reach
-    the sockets, and the server decides whom it serves."""
+    """The files of one `ipc://` endpoint while this process holds it: its socket, its liveness socket, and the lock,
+    an flock that no crash can leave behind. `release()` removes them. `shared`: other users may reach the sockets, and
+    the server decides whom it serves."""
 
     def __init__(self, endpoint: str, *, shared: bool = False) -> None:
         self.endpoint = endpoint
@@ -62,6 +74,7 @@ class EndpointFiles:
         self.path = ipc_path(endpoint)
         self.liveness = self.path + LIVENESS_SUFFIX
         self._full = self.path + FULL_SUFFIX
+        self._sockets = (self.path, self.liveness, self._full)
         self._lock_path = self.path + LOCK_SUFFIX
         self._lock = -1
 
@@ -69,8 +82,8 @@ class EndpointFiles:
         """Refuse what `acquire` would refuse, and change nothing. A server that starts at this moment is not seen.
         Blocks for a second at most. Raises `EndpointError`."""
         check_directory(Path(self.path).parent, shared=self.shared)
-        for path in (self.path, self.liveness, self._full):
-            if os.path.lexists(path):
+        for path in self._sockets:
+            with contextlib.suppress(FileNotFoundError):
                 self._check_socket(path)
         if any(_listens(path) for path in (self.path, self._full)):
             holder = ""
@@ -84,8 +97,10 @@ class EndpointFiles:
         prepare_private_directory(Path(self.path).parent, shared=self.shared)
         try:
             self._lock = self._take_lock()
-            for path in (self.path, self.liveness, self._full):
-                self._remove_stale(path)
+            for path in self._sockets:
+                with contextlib.suppress(FileNotFoundError):
+                    self._check_socket(path)
+                    os.unlink(path)
         except OSError as error:
             self._release_lock()
             raise EndpointError(f"{error.strerror}: {error.filename}", where=self.endpoint) from error
@@ -102,7 +117,7 @@ class EndpointFiles:
         """Remove the files, if this process held the endpoint, and release the lock. Idempotent."""
         if self._lock < 0:
             return
-        for path in (self.path, self.liveness, self._full):
+        for path in self._sockets:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         self._release_lock()
@@ -129,12 +144,10 @@ class EndpointFiles:
             os.close(lock)  # the holder removed the file after it was opened here
 
     def _release_lock(self) -> None:
-        if self._lock < 0:
-            return
-        with contextlib.suppress(OSError):
-            os.unlink(self._lock_path)
-        os.close(self._lock)
-        self._lock = -1
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._lock_path)
+            self.close_in_child()
 
     def _held(self, holder: str) -> EndpointError:
         return EndpointError(
@@ -147,36 +160,18 @@ class EndpointFiles:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise EndpointError(f"{path} exists and is no socket", where=self.endpoint, hint="choose another path")
 
-    def _remove_stale(self, path: str) -> None:
-        try:
-            self._check_socket(path)
-            os.unlink(path)
-        except FileNotFoundError:
-            return
-
 
 def _listens(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_CONNECT_S)
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-    return True
+        return probe.connect_ex(path) == 0
 
 
 def _is_same_file(fd: int, path: str) -> bool:
     try:
-        there = os.stat(path)
+        return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
-    return os.path.samestat(os.fstat(fd), there)
-
-
-logger = logging.getLogger(__name__)
-
-FLUSH_MS = 200
-_HEAD_FRAMES = 1 + frames_io.HEAD_FRAMES
 
 
 class Listeners:
@@ -189,26 +184,17 @@ class Listeners:
         self._context = context
         self._local: list[bool] = []
 
-    def open(self, endpoint: str, keys: ServerKeys | None = None) -> None:
+    def open(self, endpoint: str, keys: ServerKeys | None = None) -> frames_io.Socket:
         """Listen at one more endpoint; over tcp:// with `keys` only to clients that they admit. Raises
         `zmq.ZMQError`."""
-        router = self._context.socket(zmq.ROUTER)
+        router: frames_io.Socket = self._context.socket(zmq.ROUTER)
         self.sockets.append(router)
         frames_io.bound(router)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.LINGER, FLUSH_MS)
-        local = endpoint.startswith("ipc://")
-        self._local.append(local)
-        if local:
-            # The modes of socket and directory have the same effect, but may be changed from outside.
-            for uid in {os.geteuid(), *self._admit_uids}:
-                router.setsockopt(zmq.IPC_FILTER_UID, uid)
-        else:
-            frames_io.over_tcp(router, parse_endpoint(endpoint).host)
-            if keys is not None:
-                keys.apply(router)
-        with socket_umask(shared=local and bool(self._admit_uids)):
-            router.bind(endpoint)
+        self._local.append(endpoint.startswith("ipc://"))
+        _bind(router, endpoint, keys, self._admit_uids)
+        return router
 
     def is_local(self, identity: bytes) -> bool:
         return self._local[identity[0]]
@@ -227,6 +213,20 @@ class Listeners:
     def close(self) -> None:
         for router in self.sockets:
             router.close(FLUSH_MS)
+
+
+def _bind(socket: zmq.Socket[Any], endpoint: str, keys: ServerKeys | None, admit_uids: Collection[int]) -> None:
+    local = endpoint.startswith("ipc://")
+    if local:
+        # The modes of socket and directory have the same effect, but may be changed from outside.
+        for uid in {os.geteuid(), *admit_uids}:
+            socket.setsockopt(zmq.IPC_FILTER_UID, uid)
+    else:
+        frames_io.over_tcp(socket, parse_endpoint(endpoint).host)
+        if keys is not None:
+            keys.apply(socket)
+    with socket_umask(shared=local and bool(admit_uids)):
+        socket.bind(endpoint)
 
 
 class ReplySender:
@@ -257,22 +257,240 @@ class ReplySender:
         self._counters["responses"] += 1
         return True
 
-    def send_farewell(self, identity: bytes, request_id: int, error: HelloRequired) -> None:
-        """Ask a peer whose session has ended to say HELLO again; most such peers have just left. Not counted, never
-        raises."""
-        if request_id == NO_ANSWER:
-            return
-        frames = frames_io.outgoing(join(request_id, ERROR_TYPE, error_payload(error), ()))
-        with contextlib.suppress(zmq.ZMQError):
-            self._listeners.send(identity, frames)
-
-    def send_error(self, identity: bytes, request_id: int, error: BaseException) -> bool:
-        """Send `error` to the peer; never raises."""
+    def send_error(self, identity: bytes, request_id: int, error: BaseException, *, counted: bool = True) -> None:
+        """Send `error` to the peer; never raises. Not `counted`: to a peer whose session has ended; most have left."""
         payload = error_payload(error)
+        if not counted:
+            with contextlib.suppress(zmq.ZMQError):
+                if request_id != NO_ANSWER:
+                    self._listeners.send(identity, frames_io.outgoing(join(request_id, ERROR_TYPE, payload)))
+            return
         self._counters["errors"] += 1
         self._counters[f"errors.{payload.code}"] += 1
         try:
-            return self.send(identity, request_id, ERROR_TYPE, payload)
+            self.send(identity, request_id, ERROR_TYPE, payload)
         except Exception:  # an error text that cannot be encoded, or is far too long
             logger.exception("an error frame cannot be sent as it is")
-            return self.send(identity, request_id, ERROR_TYPE, ErrorPayload(payload.code, "see the server's log"))
+            self.send(identity, request_id, ERROR_TYPE, ErrorPayload(payload.code, "see the server's log"))
+
+
+class ListenerDoors:
+    """The doors of the listeners' local sockets, which the server's gate shuts."""
+
+    def __init__(self) -> None:
+        self._open = True
+        self._lock = threading.Lock()
+        self._doors: list[Callable[[bool], None]] = []
+
+    def admit(self, peers: bool) -> None:
+        """Let new peers in, or keep them out: each connection is a descriptor, and libzmq ends a process that has none
+        left. From any thread. Raises `OSError`."""
+        with self._lock, contextlib.ExitStack() as each:  # a door that fails leaves no other as it was
+            self._open = peers
+            for door in self._doors:
+                each.callback(door, peers)
+
+    def add(self, door: Callable[[bool], None]) -> None:
+        """Add a door, which is open; it is shut at once while no new peer is let in. Raises `OSError`."""
+        with self._lock:
+            self._doors.append(door)
+            if not self._open:
+                door(False)
+
+    def remove(self, door: Callable[[bool], None]) -> None:
+        with self._lock:
+            self._doors.remove(door)
+
+
+class ListenerSockets(Sockets):
+    """See `Sockets`. Over tcp:// the clients that `keys` admit are let in, all with None."""
+
+    def __init__(self, doors: ListenerDoors, keys: ServerKeys | None, admit_uids: Collection[int]) -> None:
+        self._doors = doors
+        self._keys = keys
+        self._admit_uids = admit_uids
+        self._counters = {"curve_refused": 0}
+        with contextlib.ExitStack() as undo:
+            # Released last: a socket that ends removes whatever lies at its path.
+            self._files = undo.enter_context(contextlib.ExitStack())
+            self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            undo.callback(self._context.term)
+            self._zap = None if keys is None else ZapHandler(self._context, keys.admitted, self._counters)
+            if self._zap is not None:
+                undo.callback(self._zap.close)
+            self._undo = undo.pop_all()
+        self.guard = None if self._zap is None else self._zap.socket
+
+    @property
+    def refused(self) -> int:  # type: ignore[override]
+        return self._counters["curve_refused"]
+
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        self._undo.callback(made.close)
+        return made
+
+    def bind(self, socket: zmq.Socket[bytes], endpoint: str, *, where: str) -> None:
+        files = None
+        if parse_endpoint(endpoint, where=where).kind == "ipc":
+            files = EndpointFiles(endpoint, shared=bool(self._admit_uids))
+            _when_free(files.acquire)
+            self._files.callback(files.release)
+
+        def bind() -> None:
+            try:
+                _bind(socket, endpoint, self._keys, self._admit_uids)
+            except zmq.ZMQError as error:
+                raise EndpointError(
+                    f"it cannot be listened at: {error.strerror}",
+                    where=f"{where} = {endpoint}",
+                    hint="name an address of this machine that is free",
+                ) from None
+
+        _when_free(bind)
+        if files is not None:
+            self._undo.callback(self._doors.remove, files.show)
+            self._doors.add(files.show)
+
+    def serve_guard(self) -> None:
+        if self._zap is not None:
+            self._zap.serve()
+
+    def close(self) -> None:
+        self._undo.close()
+
+
+def _when_free(take: Callable[[], T]) -> T:
+    """Take what an earlier server, which ends, may still have. A mistake is said after as long."""
+    until = time.monotonic() + _BIND_S
+    while True:
+        try:
+            return take()
+        except EndpointError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_BIND_STEP_S)
+
+
+# The gate of a server: it keeps new clients out while descriptors run low, so that connected ones, and libzmq, never
+# lack one.
+#
+# libzmq ends the process if an `ipc://` listener gets no descriptor, and accepts as fast as connections come. So the
+# gate's thread counts the descriptors in use, at shorter intervals the fewer are left, and shuts out one kind after the
+# other: local readers of events, new sessions, local connections. Unbinding the sockets would also end their accepted
+# connections. At a tcp:// listener without a descriptor libzmq just waits for one.
+
+# Shares of the limit from which on a kind is not admitted. The rest is not wasted: tiers and copiers use it, and so do
+# connections accepted before the next look.
+READERS_SHARE, LOCAL_SHARE = 0.4, 0.7
+REOPEN_SHARE = 0.9  # of the threshold at which it was shut
+# Connections do not come faster; the necessary room above a limit follows from it.
+FASTEST_PER_S = 100_000
+SOONEST_S, LATEST_S = 0.002, 0.1
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Which kinds of new clients are admitted. Pure."""
+
+    readers: bool = True
+    sessions: bool = True
+    local: bool = True
+
+    def after(self, in_use: int, limit: int) -> Admission:
+        """Return what is admitted with so many descriptors in use."""
+        return Admission(
+            _stays_open(self.readers, in_use, READERS_SHARE * limit),
+            _stays_open(self.sessions, in_use, SESSIONS_SHARE * limit),
+            _stays_open(self.local, in_use, LOCAL_SHARE * limit),
+        )
+
+    def look_again_in(self, in_use: int, limit: int) -> float:
+        """Return the seconds within which even the fastest flood cannot take all that is left below the next limit."""
+        limits = ((self.readers, READERS_SHARE), (self.local, LOCAL_SHARE))
+        left = [share * limit - in_use for is_open, share in limits if is_open]
+        return min(max(min(left, default=math.inf) / FASTEST_PER_S, SOONEST_S), LATEST_S)
+
+
+def _stays_open(is_open: bool, count: int, most: float) -> bool:
+    return count < (most if is_open else REOPEN_SHARE * most)
+
+
+class Gate:
+    """Counts in its own thread between `start` and `close`. `show_local(True or False)` shows or hides the local
+    socket, `admit_readers` those of events; they raise `OSError`. None: there are none. Other methods may be called
+    from any thread."""
+
+    def __init__(
+        self,
+        show_local: Callable[[bool], None] | None,
+        counters: dict[str, int],
+        admit_readers: Callable[[bool], None] | None = None,
+    ) -> None:
+        self.admission = Admission()
+        self._show_local = show_local
+        self._admit_readers = admit_readers
+        self._counters = counters
+        self._ended = threading.Event()
+        self._failing = False
+        self._thread = threading.Thread(target=self._run, name="kvf-gate", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Blocks until it has ended. Idempotent."""
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def check(self) -> None:
+        """Raise `ServerFull` if no new session may be opened."""
+        if not self.admission.sessions:
+            raise ServerFull(
+                f"more than {SESSIONS_SHARE:.0%} of the server's {descriptor_limit()} descriptors are in use",
+                hint="close connections that are not used, or raise LimitNOFILE of the server",
+            )
+
+    def status(self) -> dict[str, object]:
+        return {"in_use": descriptors_in_use(), "limit": descriptor_limit(), **vars(self.admission)}
+
+    def _run(self) -> None:
+        pause = 0.0
+        while not self._ended.wait(pause):
+            try:
+                pause = self._look()
+                self._failing = False
+            except Exception:
+                if not self._failing:  # one line, not ten a second
+                    logger.exception("the gate continues after an internal error")
+                self._failing, pause = True, LATEST_S
+
+    def _look(self) -> float:
+        """Count once and adjust what is admitted; return the seconds until the next look."""
+        limit, in_use = descriptor_limit(), descriptors_in_use()
+        before, now = self.admission, self.admission.after(in_use, limit)
+        now = replace(now, readers=now.readers or not self._admit_readers, local=now.local or not self._show_local)
+        if now != before:
+            self.admission = now
+            if self._show_local and now.local != before.local:
+                _move(self._show_local, now.local, "the local socket")
+            if self._admit_readers and now.readers != before.readers:
+                _move(self._admit_readers, now.readers, "the sockets of events")
+            self._counters["local_shut"] += before.local and not now.local
+            for shut, what in (
+                (before.readers and not now.readers, "new readers of events wait"),
+                (before.sessions and not now.sessions, "new clients are refused"),
+            ):
+                if shut:
+                    logger.warning("%d of %d descriptors are in use: %s", in_use, limit, what)
+            if now == Admission():
+                logger.info("%d of %d descriptors are in use: new clients are accepted again", in_use, limit)
+        return now.look_again_in(in_use, limit)
+
+
+def _move(show: Callable[[bool], None], shown: bool, what: str) -> None:
+    try:
+        show(shown)
+    except OSError as error:  # another process has removed a socket
+        logger.error("%s cannot be %s: %s", what, "shown" if shown else "hidden", error)

@@ -14,7 +14,6 @@ import pytest
 
 from kvframework.wire import messages as m
 from tests.core.cli.command import run
-from tests.core.server.in_process import serving
 from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
@@ -123,20 +122,6 @@ def test_an_unknown_model_is_named_with_the_near_one(server: ServerProcess) -> N
     assert "the model 'tny' is not known here" in done.stderr
     assert "did you mean 'tiny'?" in done.stderr
     assert "available: other, tiny" in done.stderr
-
-
-def test_an_older_server_that_would_clear_every_model_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads no field that it does not know."""
-    monkeypatch.setattr("kvframework.service.lifecycle.FEATURES", ())
-    with serving() as older, WireClient(older.endpoint) as client:
-        client.store(key_for(client.register(), TOKENS), b"a")
-        done = run("clear", "--yes", "--model", "tiny", "--endpoint", older.endpoint)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "[protocol.version]" in done.stderr
-        assert "clears all models or none" in done.stderr
-        assert client.status()["l1"]["objects"] == CHUNKS
-        assert run("clear", "--yes", "--endpoint", older.endpoint).returncode == 0
-        assert client.status()["l1"]["objects"] == 0
 
 
 def test_it_asks_first(server: ServerProcess) -> None:

@@ -179,8 +179,7 @@ def test_the_scheduler_may_end_while_its_worker_loads(server: ServerProcess, mon
 
 
 def test_an_older_server_is_asked_for_no_grants(engine: Engine) -> None:
-    features = tuple(each for each in engine.client.hello.features if each != "lookup.grant")
-    engine.client._reply = msgspec.structs.replace(engine.client.hello, features=features)
+    engine.client._reply = msgspec.structs.replace(engine.client.hello, features=())
     found = engine.look_up()
     assert found.take_grants() == ()
     assert engine.pins() == 2
@@ -376,7 +375,7 @@ def test_an_end_of_the_session_that_arrives_after_the_grant_is_known(engine: Eng
     plan = engine.load(*engine.look_up().take_grants())
     link._outbox.append(held[0])
     link._wakeup.signal()
-    assert held[0].future.result(5)
+    assert held[0].result(5)
     assert not plan.commit().result().ok
 
 

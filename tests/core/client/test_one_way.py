@@ -11,7 +11,7 @@ import pytest
 
 from kvframework.wire import messages as m
 from kvframework.wire.frames import NO_ANSWER, join
-from kvframework.wire.protocol import ONE_WAY, ONE_WAY_REQUESTS, REQUESTS
+from kvframework.wire.protocol import ONE_WAY_REQUESTS, REQUESTS, SINCE_0_3
 from tests.core.client.load_engine import TOKENS, Engine
 from tests.support.server_process import ServerProcess
 from tests.support.wire_client import WireClient, key_for
@@ -69,7 +69,7 @@ def test_a_load_from_a_stopped_server_is_a_hit(engine: Engine) -> None:
 
 
 def test_an_older_server_is_asked_as_ever(engine: Engine) -> None:
-    assert engine.client.has(ONE_WAY)
+    assert engine.client.has(SINCE_0_3)
     engine.client._reply = msgspec.structs.replace(engine.client.hello, features=())
     plan = engine.load(None)
     assert plan.commit().result().ok

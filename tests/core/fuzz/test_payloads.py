@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvframework.api.plugin import Message
 from kvframework.errors import InvalidPayload, KVFrameworkError, ProtocolError
-from kvframework.messaging.server.admission import Introduction
+from kvframework.messaging.server.sessions import Introduction
 from kvframework.wire import messages as m
 from kvframework.wire.frames import (
     MAX_ERROR_TEXT,

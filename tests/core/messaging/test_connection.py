@@ -206,14 +206,6 @@ def test_without_a_liveness_socket_ping_decides(stub: StubServer, endpoint: str)
         assert stub.hellos >= 2
 
 
-def test_another_boot_id_is_another_server(stub: StubServer, endpoint: str) -> None:
-    with counted(endpoint) as (connection, downs):
-        stub.boot_id, stub.pong = b"two", Pong(b"two")
-        wait_until(lambda: downs == [1])
-        assert connection.wait_up(20)
-        assert connection.boot_id == b"two"
-
-
 def test_hello_required_in_answer_to_ping_means_to_connect_anew(stub: StubServer, endpoint: str) -> None:
     with counted(endpoint) as (connection, downs):
         stub.pong = error_payload(HelloRequired("who are you?"))

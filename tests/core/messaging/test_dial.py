@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvframework.errors import ServerGone
-from kvframework.messaging.client.dial import dial, make_context
+from kvframework.messaging.client.connection import dial, make_context
 from kvframework.wire.messages import Hello
 
 

@@ -18,7 +18,7 @@ from kvframework.api.plugin import Message
 from kvframework.errors import DeadlineExceeded, ServerGone
 from kvframework.messaging import frames_io
 from kvframework.messaging.client.connection import Connection
-from kvframework.messaging.client.link import Link, Outgoing
+from kvframework.messaging.client.link import Link, Request
 from kvframework.wire.frames import Envelope
 from tests.core.messaging.lab import Lab, Text, connected
 from tests.support.waiting import wait_until
@@ -123,14 +123,14 @@ def test_the_answer_of_another_that_was_in_hand(lab: Lab, monkeypatch: pytest.Mo
             lab.work.resolve("other")
 
         threading.Thread(target=others_answer_comes, daemon=True).start()
-        answer, here = Outgoing.answer, threading.get_ident()
+        answer, here = Request.answer, threading.get_ident()
 
-        def interrupted(item: Outgoing, envelope: Envelope) -> Message:
+        def interrupted(item: Request, envelope: Envelope) -> Message:
             if threading.get_ident() == here:
                 raise KeyboardInterrupt
             return answer(item, envelope)
 
-        monkeypatch.setattr(Outgoing, "answer", interrupted)
+        monkeypatch.setattr(Request, "answer", interrupted)
         with pytest.raises(KeyboardInterrupt):
             connection.ask("test.DEFERRED", Text("mine"), timeout=60)
         assert isinstance(others[0].ended(), ServerGone)
@@ -142,15 +142,15 @@ def test_what_comes_while_its_caller_gives_up_is_late_once(lab: Lab) -> None:
         leader = Waiter(connection, "leader")
         wait_until(lambda: lab.work.open, what="the leader's request")
         link = link_of(connection)
-        notify = link._silence._changed
+        notify = link.silence._changed
 
         def given_up() -> None:
-            link._silence._changed = notify
+            link.silence._changed = notify
             lab.work.resolve("late")
             for _ in range(3):  # the I/O thread has seen to all that came before
                 ask_urgently(connection)
 
-        link._silence._changed = given_up
+        link.silence._changed = given_up
         late = Waiter(connection, "late", timeout=0.2)
         assert isinstance(late.ended(), DeadlineExceeded)
         wait_until(lambda: late.late, what="the late answer")
@@ -187,8 +187,8 @@ def test_a_handler_closes_the_connection_whose_thread_sends_without_waiting(
     with connected(lab.endpoint, ping_every_s=60) as connection:
         here, closes = threading.get_ident(), [connection.close]
 
-        class Outbox(deque[Outgoing]):
-            def append(self, item: Outgoing) -> None:
+        class Outbox(deque[Request]):
+            def append(self, item: Request) -> None:
                 if threading.get_ident() == here and closes:
                     closes.pop()()
                 super().append(item)

@@ -14,7 +14,7 @@ import zmq
 
 from kvframework.errors import OutOfResources
 from kvframework.messaging import polling as counts
-from kvframework.messaging.client import dial
+from kvframework.messaging.client import connection
 from tests.core.messaging.lab import Lab
 from tests.support.processes import descriptors
 
@@ -70,4 +70,4 @@ def test_a_connection_takes_far_less_than_is_asked_for(lab: Lab) -> None:
             taken = [what for what in descriptors(process.pid).values() if what.startswith(("socket:", "anon_inode:"))]
         finally:
             process.kill()
-    assert 8 <= len(taken) <= dial._FOR_A_CONTEXT["descriptors"] // 2
+    assert 8 <= len(taken) <= connection._FOR_A_CONTEXT["descriptors"] // 2

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from kvframework.client import KVClient
 from kvframework.errors import ServerFull
-from kvframework.messaging.server import admission
-from kvframework.messaging.server.admission import Admission, Gate
+from kvframework.messaging.server import sockets as admission
+from kvframework.messaging.server.sockets import Admission, Gate
 from kvframework.wire import messages as m
 from tests.core.wire_path.remote import RemoteServer, remote_server
 from tests.events.node import Router

@@ -83,7 +83,7 @@ def test_closing_a_client_does_not_wait_for_a_resolver(monkeypatch: pytest.Monke
         raise socket.gaierror(-3, "temporary failure")
 
     monkeypatch.setattr("kvframework.messaging.client.connection._CLOSE_S", 0.1)
-    monkeypatch.setattr("kvframework.messaging.client.dial.socket.getaddrinfo", resolve)
+    monkeypatch.setattr("kvframework.messaging.client.connection.socket.getaddrinfo", resolve)
     client = KVClient("tcp://cache.example:5555")
     assert asked.wait(60)
     thread = client._connection._thread

@@ -16,7 +16,7 @@ import zmq
 from kvframework import errors
 from kvframework.api.layout import KVLayout, LayerGroup
 from kvframework.client import KVClient
-from kvframework.messaging.client.connection import WhyDown
+from kvframework.messaging.client.connection import Connection
 from kvframework.messaging.curve import AdmittedClients, CurveKeyError, write_pair
 from kvframework.wire import messages as m
 from kvframework.wire.frames import join, split
@@ -206,11 +206,11 @@ def test_a_wait_that_ends_first_still_says_what_was_found() -> None:
 
 
 def test_a_refusal_is_not_forgotten_over_a_silence() -> None:
-    why = WhyDown("ipc:///nowhere/s")
-    why.error, why.unanswered = errors.VersionMismatch("refused"), errors.ServerGone("no answer to HELLO")
-    assert why.most_telling is why.error
-    why.error = errors.ServerGone("nobody serves")
-    assert why.most_telling is why.unanswered
+    why = Connection("ipc:///nowhere/s", m.Hello("c", 1), table={}, on_up=lambda *_: None, on_down=lambda: None)
+    why.last_error, why.unanswered = errors.VersionMismatch("refused"), errors.ServerGone("no answer to HELLO")
+    assert why.why_down is why.last_error
+    why.last_error = errors.ServerGone("nobody serves")
+    assert why.why_down is why.unanswered
 
 
 def test_keys_are_made_for_their_owner(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kvframework.server import Server
 from kvframework.service.lookups import MOST_OF_TICKET, LookupWaits, Wait
 from kvframework.storage.l2 import loading
 from kvframework.wire import messages as m
-from kvframework.wire.protocol import LOOKUP_WAIT
+from kvframework.wire.protocol import SINCE_0_3
 from tests.core.server.in_process import serving
 from tests.core.storage.tier import MemoryTier
 from tests.support.waiting import wait_until
@@ -220,7 +220,7 @@ def test_a_client_asks_an_older_server_again_and_again(node: Node, monkeypatch: 
     monkeypatch.setattr("kvframework.service.lifecycle.FEATURES", ())
     with KVClient(node.server.endpoint) as client:
         assert client.wait_up(20.0)
-        assert LOOKUP_WAIT not in client.hello.features
+        assert SINCE_0_3 not in client.hello.features
         scheduler = SchedulerAdapter(client, model_name=node.key.model_name, namespace=node.registered.namespace)
         request = hashes(client)
         node.tier.stall("get")

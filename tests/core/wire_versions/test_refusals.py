@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from kvframework.errors import InvalidPayload, UnknownRequest, VersionMismatch
-from kvframework.messaging.server.admission import MAX_KEPT, TELL_AGAIN_S, TELL_NEXT_S, Refusals
-from kvframework.messaging.server.sessions import ClientSession
+from kvframework.messaging.server.sessions import MAX_KEPT, TELL_AGAIN_S, TELL_NEXT_S, ClientSession, Refusals
 from kvframework.wire.frames import Envelope
 from kvframework.wire.messages import Hello
 

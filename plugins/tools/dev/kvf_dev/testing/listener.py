@@ -32,7 +32,7 @@ from kvframework.api.listener import (
     RequestSubject,
     ServerTerms,
 )
-from kvframework.messaging.server.listener_sockets import ListenerDoors
+from kvframework.messaging.server.sockets import ListenerDoors
 from kvframework.record_ring import RecordRing, RingReader
 from kvframework.registry import PluginRegistry
 from kvframework.service.listeners import STOP_S, ServerContext
