@@ -250,15 +250,27 @@ MOST_BUSY = 0.3
 
 
 class Turns:
-    """`left_s` are the seconds of work that are left of each load under way, `rate` the loads a second that come
-    behind, and `busy` the share of the time that loads have taken. A load that needs less than the others is over
-    before them, so of each it waits for as much as it has itself."""
+    """What a tier offers now. `left_s` are the seconds of work that are left of each load under way, `rate` the loads a
+    second that come behind, and `busy` the share of the time that loads have taken; `prices` the seconds for a byte and
+    for a call, 0 while they are not known. A load that needs less than the others is over before them, so of each it
+    waits for as much as it has itself."""
 
-    def __init__(self, left_s: Iterable[float] = (), rate: float = 0.0, busy: float = 0.0) -> None:
+    def __init__(
+        self,
+        left_s: Iterable[float] = (),
+        rate: float = 0.0,
+        busy: float = 0.0,
+        prices: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
         self._left = sorted(left_s)
         self._sums = [0.0, *accumulate(self._left)]
         self._rate = rate
         self._busy = min(busy, MOST_BUSY)
+        self._prices = prices
+
+    def work_s(self, nbytes: float, calls: float) -> float:
+        """Return the seconds to load so many bytes in so many calls, without others."""
+        return self._prices[0] * nbytes + self._prices[1] * calls
 
     def load_s(self, work_s: float) -> float:
         """Return how long a load of `work_s` takes."""
@@ -293,20 +305,6 @@ class Call(NamedTuple):
     nbytes: int
     charged: float
     began: float
-
-
-class Offer(NamedTuple):
-    """What a tier offers now: the seconds for a byte and for a call, None while they are not known; the loads
-    that take turns; and whether a load is due although its price is against it."""
-
-    byte_s: float | None
-    call_s: float
-    turns: Turns
-    probe: bool
-
-    def load_s(self, nbytes: float, calls: float) -> float:
-        """Return the seconds to load so many bytes in so many calls; 0 while that is not known."""
-        return 0.0 if self.byte_s is None else self.byte_s * nbytes + self.call_s * calls
 
 
 class TierSpeed:
@@ -358,18 +356,20 @@ class TierSpeed:
         """The seconds for a byte and for a call, None while that is not known."""
         return self._price.prices
 
-    def offer(self, now: float) -> Offer:
+    def turns(self, now: float) -> Turns:
         """Return what a load finds now."""
         prices = self._price.prices
         if prices is None:
-            return Offer(None, 0.0, Turns(), False)
+            return Turns()
         requests, nbytes = self._traffic.rates(now)
-        turns = Turns([load.nbytes * prices[0] for load in self._loads], requests, nbytes * prices[0])
-        return Offer(*prices, turns, now - max(self._price.last_at, self._probed_at) >= PROBE_S)
+        return Turns([load.nbytes * prices[0] for load in self._loads], requests, nbytes * prices[0], prices)
 
-    def probed(self, now: float) -> None:
-        """The next probe is due in `PROBE_S`."""
-        self._probed_at = now
+    def probes(self, now: float) -> bool:
+        """Whether a load is due although its price is against it; if so, the next one is in `PROBE_S`."""
+        is_due = self.prices() is not None and now - max(self._price.last_at, self._probed_at) >= PROBE_S
+        if is_due:
+            self._probed_at = now
+        return is_due
 
     def _charge(self, now: float) -> None:
         if self._running:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from kvframework.pricing import EngineSpeed, Offer, Priced, TierPart, Traffic, cut
+from kvframework.pricing import EngineSpeed, Priced, TierPart, Traffic, Turns, cut
 from kvframework.service.keys import KeyGrid
 from kvframework.service.records import PendingLookup
 from kvframework.storage.l2.loading import BATCH_BYTES, BATCH_OBJECTS
@@ -78,16 +78,15 @@ class Pricing:
         if found <= l1:
             return
         now = self._clock()
-        offers: dict[L2Store, Offer] = {}
-        for store in set(source.values()):
-            with store.pricing:
-                offers[store] = store.speed.offer(now)
         # Of windows and states most ends within a prefix are of no use.
         stride = found - l1 if grid.has_windows else 1
-        parts = [
-            TierPart(offer.turns, list(_load_s(grid, source, store, offer, range(l1, found + 1, stride))))
-            for store, offer in offers.items()
-        ]
+        stores = set(source.values())
+        parts = []
+        for store in stores:
+            with store.pricing:
+                turns = store.speed.turns(now)
+            load_s = list(_load_s(grid, source, store, turns, range(l1, found + 1, stride)))
+            parts.append(TierPart(turns, load_s))
         first = asked.key.start + l1 * grid.desc.chunk_tokens
         wait_s, rate = max(speed.queued_s - (now - asked.began), 0.0), 0.0
         with self._lock:
@@ -102,7 +101,8 @@ class Pricing:
         tokens = stride * grid.desc.chunk_tokens
         best = cut(parts, speed, wait_s=wait_s, rate=rate, first=first, last=asked.key.end, chunk_tokens=tokens)
         chunks = l1 + best.chunks * stride
-        if chunks < found and _probes(offers, now):
+        # A tier that nothing was loaded from for long may be quick again.
+        if chunks < found and [store for store in stores if _probes(store, now)]:
             chunks = min(chunks + max(PROBE_CHUNKS, stride), found)
         asked.priced = best._replace(chunks=chunks, found=found)
         with self._lock:
@@ -146,17 +146,13 @@ class Pricing:
             }
 
 
-def _probes(offers: Mapping[L2Store, Offer], now: float) -> bool:
-    """Whether this load probes a tier that nothing was loaded from for long."""
-    due = [store for store, offer in offers.items() if offer.probe]
-    for store in due:
-        with store.pricing:
-            store.speed.probed(now)
-    return bool(due)
+def _probes(store: L2Store, now: float) -> bool:
+    with store.pricing:
+        return store.speed.probes(now)
 
 
 def _load_s(
-    grid: KeyGrid, source: Mapping[int, L2Store], store: L2Store, offer: Offer, cuts: Sequence[int]
+    grid: KeyGrid, source: Mapping[int, L2Store], store: L2Store, turns: Turns, cuts: Sequence[int]
 ) -> Iterator[float]:
     """Yield for each of `cuts` the seconds in which the tier loads what it has of a hit of so many chunks."""
     sizes = [group.nbytes * store.scale for group in grid.row_groups]
@@ -172,4 +168,4 @@ def _load_s(
             if source.get(index) is store:
                 nbytes += sizes[index % rows]
                 objects += 1
-        yield offer.load_s(nbytes, max(objects / BATCH_OBJECTS, nbytes / BATCH_BYTES, 1.0)) if objects else 0.0
+        yield turns.work_s(nbytes, max(objects / BATCH_OBJECTS, nbytes / BATCH_BYTES, 1.0)) if objects else 0.0

@@ -61,28 +61,27 @@ def test_what_brought_only_a_part_teaches_nothing() -> None:
     for number in range(10):
         speed.end(speed.begin(BYTES, number), number + 0.5, loaded=BYTES // 2)
     assert speed.prices() is None
-    assert speed.offer(11.0).load_s(1e9, 1) == 0.0
+    assert speed.turns(11.0).work_s(1e9, 1) == 0.0
 
 
 def test_a_load_waits_for_others_until_their_bytes_are_gone() -> None:
     speed = TierSpeed(0.0)
     load = speed.chosen(BYTES, 0.0)
-    assert speed.offer(0.0).turns.load_s(1.0) == 1.0  # its speed is not known
+    assert speed.turns(0.0).load_s(1.0) == 1.0  # its speed is not known
     for number in range(3):
         speed.end(speed.begin(BYTES, number), number + 0.5, loaded=BYTES)
     assert speed.queued_bytes == BYTES
-    with_it = speed.offer(3.0).turns.load_s(0.1)
+    with_it = speed.turns(3.0).load_s(0.1)
     speed.gone(load, BYTES)
     assert speed.queued_bytes == 0
-    assert speed.offer(3.0).turns.load_s(0.1) == pytest.approx(with_it / 2)
+    assert speed.turns(3.0).load_s(0.1) == pytest.approx(with_it / 2)
 
 
 def test_a_probe_is_due_once_in_a_while_without_loads() -> None:
     speed = TierSpeed(0.0)
     for number in range(3):
         speed.end(speed.begin(BYTES, number), number + 0.5, loaded=BYTES)
-    assert not speed.offer(3.0).probe
-    assert speed.offer(3.0 + PROBE_S).probe
-    speed.probed(3.0 + PROBE_S)
-    assert not speed.offer(4.0 + PROBE_S).probe
-    assert speed.offer(3.0 + 2 * PROBE_S).probe
+    assert not speed.probes(3.0)
+    assert speed.probes(3.0 + PROBE_S)
+    assert not speed.probes(4.0 + PROBE_S)
+    assert speed.probes(3.0 + 2 * PROBE_S)

@@ -84,22 +84,6 @@ def test_a_hole_in_redis_ends_the_hit_there(server: ServerProcess, redis: RedisS
         assert client.status()["l1"]["objects"] == 5, "what lies behind the hole was not loaded"
 
 
-def test_a_flipped_bit_is_a_miss_and_is_deleted(server: ServerProcess, redis: RedisServer) -> None:
-    registered = store(server)
-    keys = command(redis, "KEYS", "*")
-    assert isinstance(keys, list)
-    with server.client() as client:
-        client.call("CLEAR", m.Clear())
-        key = key_for(registered, TOKENS)
-        victim = _redis_key_of(keys, key, chunk=2)
-        value = command(redis, "GET", victim)
-        assert isinstance(value, bytes)
-        command(redis, "SET", victim, value[:-1] + bytes([value[-1] ^ 1]))
-        assert settled(client, client.lookup(key)).hit_tokens == 2 * 256
-        assert command(redis, "EXISTS", victim) == 0
-        assert client.status()["l2"][0]["corrupt"] == 1
-
-
 @pytest.mark.parametrize("end", ["CANCEL", "FREE_LOOKUP_LOCKS", "END_SESSION", "death"])
 def test_a_load_ends_with_its_ticket(server: ServerProcess, redis: RedisServer, end: str) -> None:
     registered = store(server)
@@ -175,22 +159,6 @@ def test_redis_may_go_and_come_back(server: ServerProcess, redis: RedisServer) -
         wait_until(lambda: written(client), what="the write to L2 to go on")
         client.call("CLEAR", m.Clear())
         assert settled(client, client.lookup(key)).hit_tokens == len(TOKENS)
-
-
-def test_a_stalled_redis_does_not_delay_what_l1_answers(server: ServerProcess, redis: RedisServer) -> None:
-    with server.client() as client:
-        registered = client.register()
-        key = key_for(registered, TOKENS)
-        client.store(key, b"here")
-        wait_until(lambda: written(client), what="the write to L2")
-        redis.sigstop()
-        try:
-            for token in range(20):
-                client.lookup(key_for(registered, [token] * 256))
-                client.store(key_for(registered, [100 + token] * 256), b"more")
-                assert client.lookup(key).hit_tokens == len(TOKENS)
-        finally:
-            redis.sigcont()
 
 
 def _redis_key_of(keys: list[object], key: object, chunk: int) -> bytes:

@@ -13,7 +13,6 @@ import pytest
 
 from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.wire import messages as m
-from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient, key_for
@@ -58,32 +57,24 @@ def width_in(value: bytes) -> int:
     return value[at + HEADER_BYTES + 1] if value[at + 40 : at + 56].rstrip(b"\0") == b"planes" else 0
 
 
-@pytest.mark.redis
-def test_redis_holds_planes_of_the_layouts_elements(tmp_path: Path) -> None:
-    with (
-        RedisServer(tmp_path) as redis,
-        storing("l2.0.use=redis", f"l2.0.url={redis.url}", dtype="bfloat16") as (client, registered),
-    ):
-        with redis.client() as bare:
-            values = [value for key in bare.keys("*") if isinstance(value := bare.get(key), bytes)]
-        assert [width_in(value) for value in values].count(2) == 4
-        assert bytes(16) not in [value[24:40] for value in values], "the fingerprint of the objects' layout"
-        found = loaded(client, registered)
-        assert found is not None
-        assert len(found) == 4 * 2 * 2 * 256 * 8 * 2
-        assert not any(found)
-
-
-def test_files_hold_planes_and_damaged_ones_are_misses(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 2), ("float32", 4)])
+def test_a_tier_holds_planes_of_the_layouts_elements(tmp_path: Path, dtype: str, width: int) -> None:
     folder = tmp_path / "l2"
     tier = ("l2.0.use=filesystem", f"l2.0.path={folder}", "l2.0.capacity=1GiB")
-    with storing(*tier, dtype="float32") as (client, registered):
-        held = [file for file in folder.rglob("*") if file.is_file() and width_in(file.read_bytes()) == 4]
+    with storing(*tier, dtype=dtype) as (client, registered):
+        held = [file for file in folder.rglob("*") if file.is_file() and width_in(file.read_bytes()) == width]
         assert len(held) == 4
-        assert loaded(client, registered) is not None
         for file in held:
-            value = bytearray(file.read_bytes())
-            value[value.find(MARK) + HEADER_BYTES + 20] ^= 1
-            file.write_bytes(value)
+            value = file.read_bytes()
+            at = value.find(MARK)
+            assert any(value[at + 24 : at + 40]), "the fingerprint of the objects' layout"
+        found = loaded(client, registered)
+        assert found is not None
+        assert len(found) == 4 * 2 * 2 * 256 * 8 * width
+        assert not any(found)
+        for file in held:
+            damaged = bytearray(file.read_bytes())
+            damaged[damaged.find(MARK) + HEADER_BYTES + 20] ^= 1
+            file.write_bytes(damaged)
         assert loaded(client, registered) is None
         assert client.status()["l2"][0]["corrupt"] >= 1

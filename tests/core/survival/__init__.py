@@ -36,7 +36,7 @@
   a miss until it is back.
   `test_server_stopped.py`; with 50 ms `client/test_adapters.py`.
 * Redis stalls, dies, returns, answers garbage, holds corrupt values, under 8 clients' load.
-  `test_redis_under_eight_clients.py`; on two nodes, and each kind of damage, `tiers/test_redis_faults.py`.
+  `test_redis_under_eight_clients.py`; on two nodes, and each kind of damage, `redis/test_faults_at_work.py`.
 * 10,000 registrations, sessions, forks and aborted requests later: resident memory, descriptors, arena ranges are flat.
   `test_nothing_grows.py`.
 """
