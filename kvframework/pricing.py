@@ -273,7 +273,6 @@ class Turns:
         return self._prices[0] * nbytes + self._prices[1] * calls
 
     def load_s(self, work_s: float) -> float:
-        """Return how long a load of `work_s` takes."""
         return (self._waited_s(work_s) + work_s) / (1.0 - self._busy)
 
     def cost_to_others(self, work_s: float) -> float:
@@ -283,7 +282,6 @@ class Turns:
         return wait_s + work_s * self._rate * (wait_s + work_s)
 
     def _waited_s(self, work_s: float) -> float:
-        """Return for how long it waits for those under way."""
         shorter = bisect(self._left, work_s)
         return self._sums[shorter] + (len(self._left) - shorter) * work_s
 
@@ -357,7 +355,6 @@ class TierSpeed:
         return self._price.prices
 
     def turns(self, now: float) -> Turns:
-        """Return what a load finds now."""
         prices = self._price.prices
         if prices is None:
             return Turns()

@@ -39,7 +39,6 @@ class RecordRing:
 
     @property
     def end(self) -> int:
-        """How many records there were so far."""
         return self._before + len(self._held)
 
     def added(self, keys: Sequence[PackedKey]) -> None:

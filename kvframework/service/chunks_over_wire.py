@@ -70,7 +70,6 @@ class SendPins:
         return self._views - len(self._back)
 
     def unsent_bytes(self, client: int) -> int:
-        """The number of bytes that are being sent to a client."""
         return self._nbytes[client]
 
     def views(self, client: int, places: Sequence[tuple[int, int]], pin: PinLease) -> list[memoryview]:
@@ -130,7 +129,6 @@ class ChunkTransfers:
         ]
 
     def tick(self) -> None:
-        """Unpin objects that ZMQ has sent."""
         pins = self._send_pins.take_sent()
         if pins:
             self._table.release(pins)

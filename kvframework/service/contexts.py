@@ -102,14 +102,12 @@ class RegisteredContext(InstanceContext):
             )
 
     def describe(self, chunk_size: int) -> dict[str, object]:
-        """Return the instance's part of the status document."""
         if not self._description:
             self._description = self._describe(chunk_size)
         failure = self.memory.failure() if self.memory is not None else None
         return {**self._description, "lost": failure.fact if failure else None}
 
     def _describe(self, chunk_size: int) -> dict[str, object]:
-        """Return what stays as it is; `lost` has its place."""
         groups = self.layout.groups
         desc = self.get_layout_desc(chunk_size)
         dtype = ", ".join(dict.fromkeys(group.dtype for group in groups))

@@ -122,7 +122,6 @@ class Use:
         self._engines.pop(session_id, None)
 
     def engine(self, session_id: int) -> str:
-        """Return the name of a session's client and its process."""
         return self._engines.get(session_id, OTHER)
 
     def heard(self, record: RequestRecord) -> None:

@@ -198,7 +198,6 @@ def _prompt(key: CacheKey, grid: KeyGrid, hit: int, ranks: Sequence[int], positi
 
 
 def _truncated(key: CacheKey, grid: KeyGrid, hit: int) -> CacheKey:
-    """Return the key of the hit."""
     end = key.start + hit * grid.desc.chunk_tokens
     return msgspec.structs.replace(
         key,

@@ -180,7 +180,6 @@ class Recording:
         self._most_bytes = most_bytes
 
     def expire(self) -> None:
-        """Forget readers that have been silent for too long. Called about every 100 ms."""
         if not self.on:
             return
         now = self._clock()

@@ -66,7 +66,6 @@ class CounterReport:
 
 
 def _said(name: str, counter: Counter, amount: int, document: Document) -> str:
-    """Return the words for a counter that has grown, and its place in the document."""
     part, _, rest = name.partition(".")
     tier = document["l2"][int(rest.partition(".")[0])] if part == "l2" else None
     if tier is not None and name.endswith(".store_failed"):

@@ -300,7 +300,6 @@ def _digests_form(count: int) -> struct.Struct:
 
 
 def _prefix_ends(ranks: tuple[int, ...], groups: int) -> list[bytes]:
-    """Return what the prefixes of all ranks and layer groups end with."""
     return [key_prefix(b"", b"", rank, group) for rank in ranks for group in range(groups)]
 
 
@@ -308,7 +307,6 @@ _remembered_ends = lru_cache(64)(_prefix_ends)
 
 
 def _by_chunk(rows: Sequence[list[T | None]]) -> list[T | None]:
-    """Return the objects chunk by chunk, as far as all rows reach."""
     return rows[0] if len(rows) == 1 else list(chain.from_iterable(zip(*rows, strict=False)))
 
 

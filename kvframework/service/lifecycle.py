@@ -194,7 +194,6 @@ class CacheService(CacheServices):
         )
 
     def start(self) -> None:
-        """Count in the background from now on, until `close`."""
         self._request_log.start()
 
     def stop(self) -> None:

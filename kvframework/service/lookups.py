@@ -77,7 +77,6 @@ class LookupWaits:
         return len(self._waits)
 
     def has_room(self, ticket: str) -> bool:
-        """Whether one more may wait for the ticket."""
         return len(self._of_ticket.get(ticket, ())) < MOST_OF_TICKET
 
     def add(self, wait: Wait) -> None:

@@ -46,7 +46,6 @@ class Facts(NamedTuple):
 
 
 def decide(facts: Facts) -> MissReason:
-    """Return the one reason that explains a miss."""
     ghost = facts.ghost
     if facts.down:
         return MissReason("tier_down", facts.down)
@@ -112,7 +111,6 @@ def _salts(mine: bytes, theirs: bytes) -> str:
 
 
 def _difference(mine: NamespaceRecord | None, theirs: NamespaceRecord) -> str:
-    """Say in what two namespaces of one model differ, theirs first."""
     if mine is None:
         return "stored under a namespace that is known here, asked under one that is not"
     if theirs.world_size != mine.world_size:
@@ -165,7 +163,6 @@ class MissFacts:
         self._tiers_cleared[model] = self._storage.clock()
 
     def of_lookup(self, asked: PendingLookup, *, unanswered: bool) -> MissReason:
-        """Say why a lookup missed its first missing chunk."""
         if unanswered:
             return MissReason("timed_out", "its client did not wait for the end of the load")
         cut = asked.priced

@@ -96,7 +96,6 @@ class StatusReport:
         return {**document, "problems": problems(document)}
 
     def parts(self) -> dict[str, object]:
-        """Return the parts with counters of failures."""
         return {
             **self._storage.status(),
             **{name: make() for name, make in self._counted.items()},

@@ -50,7 +50,6 @@ class Pricing:
         self._saved_s = 0.0
 
     def asked(self, asked: PendingLookup, speed: EngineSpeed) -> None:
-        """Note a LOOKUP whose engine says how fast it is."""
         client, request_id = asked.client, asked.key.request_id
         with self._lock:
             engine = self._engines.get(client.session_id)
@@ -110,7 +109,6 @@ class Pricing:
                 engine.loading[asked] = speed.prefill_s(first + (chunks - l1) * grid.desc.chunk_tokens, asked.key.end)
 
     def ended(self, asked: PendingLookup, priced: Priced) -> None:
-        """Count a LOOKUP that is over."""
         assert asked.grid is not None
         with self._lock:
             engine = self._engines.get(asked.client.session_id)
@@ -123,7 +121,6 @@ class Pricing:
                 self._saved_s += priced.saved_s
 
     def status(self) -> dict[str, object]:
-        """Return the part `price` of the status document."""
         now = self._clock()
         with self._lock:
             return {

@@ -47,7 +47,6 @@ class TenantNames:
         self._known: dict[str, int] = {}
 
     def number(self, cache_salt: str) -> int:
-        """Return the number of the tenant whose salt this is."""
         if not self._digests or not cache_salt:
             return 0
         known = self._known.get(cache_salt)
@@ -327,7 +326,6 @@ class Transfers:
         return Plan(lease.id, ranges, transfer=self._transfer("RETRIEVE", subject, "hit", ranges, -1, key, grid))
 
     def _missed(self, subject: RequestSubject, key: CacheKey, grid: KeyGrid) -> str:
-        """Add a RETRIEVE that has no pins; say why."""
         missing = self._table.in_rows(lambda row_of: grid.first_missing(row_of, grid.find(row_of)[0]))
         chunk_tokens = grid.desc.chunk_tokens
         self._requests.add(

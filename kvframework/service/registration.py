@@ -135,7 +135,6 @@ class Registrations:
         ]
 
     def end_session(self, client: ClientInfo) -> int:
-        """End every instance of a client that has ended; return their number."""
         ending = [c for c in self._contexts.values() if c.session_id == client.session_id]
         for context in ending:
             self._end(context)
@@ -224,13 +223,13 @@ class Registrations:
             fact = f"{len(self._contexts)} instances are registered, {mine} of them by this client"
             raise AlreadyRegistered(fact, available="one per rank, usually")
         known = self._contexts.get(payload.instance_id)
-        if known is not None and known.memory is not None and known.memory.failure() is not None:
+        if known is not None:
+            if known.memory is None or known.memory.failure() is None:
+                raise AlreadyRegistered(
+                    f"instance {payload.instance_id} is registered by process {known.pid}",
+                    hint="unregister it first; every worker process needs an instance id of its own",
+                )
             self._end(known)
-        elif known is not None:
-            raise AlreadyRegistered(
-                f"instance {payload.instance_id} is registered by process {known.pid}",
-                hint="unregister it first; every worker process needs an instance id of its own",
-            )
         if len(namespace) != 16:
             raise NamespaceMismatch(f"the namespace has {len(namespace)} bytes", available="16 bytes")
         return RegisteredContext(
