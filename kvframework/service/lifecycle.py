@@ -214,11 +214,12 @@ class CacheService(CacheServices):
         self._cuts.pop(client.session_id, None)
         if not (instances or tickets or leases):
             return
+        who = (client.name, client.pid)
         amounts = (counted(instances, "instances"), counted(tickets, "tickets"), counted(leases, "leases"))
-        text = "client %s (process %d) has ended, and with it %s, %s and %s"
         if self._stopping:
-            text = "session of %s (process %d) closed, as the server stops: %s, %s and %s"
-        log.info(text, client.name, client.pid, *amounts)
+            log.info("session of %s (process %d) closed, as the server stops: %s, %s and %s", *who, *amounts)
+        else:
+            log.info("client %s (process %d) has ended, and with it %s, %s and %s", *who, *amounts)
 
     def tick(self) -> None:
         """Maintain leases, tickets and watermarks; called about every 100 ms, on the serving thread."""
