@@ -266,6 +266,7 @@ def test_a_refusal_stands_until_there_is_another_server(
         adapter.close()
 
 
+@pytest.mark.torch
 def test_an_instance_that_was_never_made_does_not_register_later(
     node: SimulatedNode, connected: KVClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
