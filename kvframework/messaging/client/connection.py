@@ -164,7 +164,7 @@ class Connection:
 
     @property
     def boot_id(self) -> bytes | None:
-        """The boot id of the connected server, None if there is none."""
+        """That of the connected server."""
         link = self._link
         return link.boot_id if link is not None and link.alive else None
 
@@ -190,9 +190,8 @@ class Connection:
         urgent: bool = False,
         on_late: OnLate | None = None,
     ) -> Message:
-        """Send a request and wait for its answer: the calling thread sends and receives by itself, so that no other
-        thread has to wake. Raises the error with which the future of `begin` would fail. Not for callbacks of
-        futures."""
+        """Send a request and wait for its answer; the calling thread receives by itself. Raises the error with which
+        the future of `begin` would fail. Not for callbacks of futures."""
         spec = self._spec(name)
         return self._usable(urgent).ask(spec, payload, timeout=timeout, on_late=on_late)
 
@@ -209,21 +208,19 @@ class Connection:
         bulk: bool = False,
         on_late: OnLate | None = None,
     ) -> Future[Answer]:
-        """Send a request and return its future. Never raises. Waits for at most `turn` seconds, as `ask` does: most
-        often the future is resolved then.
+        """Send a request and return its future. Never raises. Waits for at most `turn` seconds, as `ask` does.
 
-        The future resolves to the response and its buffers, or fails: with the error that
-        the server named, `DeadlineExceeded` after `timeout` seconds (the connection is "suspect" then, until a PING is
-        answered), or `ServerGone` (at once if the connection is down, or suspect and the request not `urgent`, unless
-        the server has been silent for less than `silence_s`). Its callbacks run in the thread that receives the answer:
-        the I/O thread, or a caller's that waits. Big buffers are sent without a copy: they must stay unchanged until an
-        answer. `cancel()` on it sends CANCEL; the future then resolves with the server's answer to the request.
-        `on_late` is called, like a callback, with a response that arrives after the timeout; it must release what the
-        response grants, since nothing else can.
+        The future resolves to the response and its buffers, or fails: with the error that the server named,
+        `DeadlineExceeded` after `timeout` seconds (the connection is "suspect" then, until a PING is answered), or
+        `ServerGone`: at once if the connection is down, or suspect and the request not `urgent`, unless the server has
+        been silent for less than `silence_s`. Callbacks, and `on_late` with a response that arrives after the timeout,
+        run in the thread that receives: the I/O thread, or a caller's that waits. `on_late` must release what the
+        response grants, since nothing else can. `cancel()` sends CANCEL; the future then resolves with the server's
+        answer to the request. Big buffers are sent without a copy: they must stay unchanged until an answer.
 
-        `bulk` sends it over the session's second socket, which is reserved for big frames, and blocks for a handshake
-        when there is none yet. After a timeout on it all its requests in flight fail, and only those. A future of it
-        that has failed does not release the buffers: ZMQ may still read them, so never write to them again.
+        `bulk` sends it over the session's second socket, for big frames, and blocks for a handshake when there is none
+        yet. After a timeout on it all its requests in flight fail, and only those. A future of it that has failed does
+        not release the buffers: ZMQ may still read them, so never write to them again.
         """
         try:
             spec = self._spec(name, buffers)

@@ -264,13 +264,11 @@ class Link:
             raise
 
     def runs_here(self) -> bool:
-        """Whether this is the I/O thread, or a caller within a request (its callbacks, a signal's handler): the link
-        may not end before it has left."""
+        """Whether this is the I/O thread, or a caller within a request: the link may not end before it has left."""
         return threading.current_thread() is self._thread or threading.get_ident() in self._within
 
     def ask(self, spec: RequestSpec, payload: Message, *, timeout: float, on_late: OnLate | None = None) -> Message:
-        """Send a request and wait for its answer. Raises the error with which the future of `begin` would fail. Not for
-        the I/O thread, nor for callbacks of futures."""
+        """See `Connection.ask`."""
         item = self._request(spec, payload, (), timeout, on_late)
         self._wait_here(item, item.deadline)
         try:
@@ -312,7 +310,7 @@ class Link:
         return item
 
     def post(self, spec: RequestSpec, payload: Message) -> bool:
-        """Send a request that gets no answer, in the calling thread; False if it cannot be sent now. Never blocks."""
+        """See `Connection.post`."""
         frames = join(NO_ANSWER, spec.name, payload)
         entered = self._enter()
         try:
@@ -332,7 +330,7 @@ class Link:
 
     def say_goodbye(self, why: KVFrameworkError | None = None) -> None:
         """Report to the server what it could not notice otherwise: losses, the end, and the reason if this client
-        cannot use the server. Waits for a moment. Not in the I/O thread."""
+        cannot use the server. Waits for a moment."""
         ping = self._reports.ping()
         with contextlib.suppress(KVFrameworkError):
             if ping != Ping():
@@ -352,7 +350,6 @@ class Link:
             self._thread.join()
 
     def gone(self) -> KVFrameworkError:
-        """Return the error with which requests of an ended link fail."""
         return ServerGone(self.reason.fact if self.reason else "the connection was closed")
 
     # in the thread of a waiting caller
@@ -447,7 +444,6 @@ class Link:
         return self.begin(_CANCEL, Cancel(request_id), timeout=_CANCEL.deadline_s + _AFTER_THE_SERVER_S)
 
     def _enter(self) -> bool:
-        """Note that this thread is within a request; return whether it was not yet."""
         caller = threading.get_ident()
         if caller in self._within:
             return False
@@ -485,7 +481,9 @@ class Link:
             except zmq.ZMQError:
                 self._reports.free(free)
                 raise
-        frames, item.frames = item.frames, []  # ZMQ has what it needs, and the future may be kept for long
+        frames = item.frames
+        if not frames:
+            return  # a hostile server has answered it already
         if item.spec.name != "END_SESSION":
             self._dealer.send(frames)
             return
@@ -523,6 +521,7 @@ class Link:
                 self._stop(error)  # before the caller, who may retry at once, gets the error
             item.resolve(error)
         finally:
+            item.frames = []  # the caller may keep the future for long
             if not item.query():  # a signal interrupted it
                 item.resolve(self.gone())
 

@@ -90,8 +90,8 @@ class SessionTable:
         return list(self._by_token.values())
 
     def open(self, identity: bytes, hello: Hello, *, remote: bool = False) -> ClientSession:
-        """Open a session for this routing id. Raises `ProtocolError` if the id is taken, `ServerFull` if the table is
-        full; half of it is reserved for local clients."""
+        """Open a session for this routing id. Raises `ServerFull` if the table is full: half of it is reserved for
+        local clients."""
         if identity in self._by_identity:
             raise ProtocolError("this connection has already sent HELLO")
         taken, most = (self._remote, self._max // 2) if remote else (len(self._by_token), self._max)
@@ -131,11 +131,10 @@ class SessionTable:
         return self._by_token.get(token)
 
     def was_opened(self, token: bytes) -> bool:
-        """Whether it is the token of a session of this table, as far as is remembered of those that have ended."""
+        """Whether a session of this table has or had the token, as far as is remembered."""
         return token in self._by_token or token in self._ended
 
     def touch(self, session: ClientSession) -> None:
-        """Record that the client was heard."""
         session.last_seen = self._clock()
 
     def expire(self, now: float) -> list[ClientSession]:
@@ -145,7 +144,7 @@ class SessionTable:
         return [s for s in self._by_token.values() if not s.local and now - s.last_seen >= patience]
 
     def end(self, session: ClientSession) -> bool:
-        """Forget the session and its routing ids; False if it had ended before."""
+        """Forget the session; False if it had ended before."""
         if self._by_token.pop(session.token, None) is None:
             return False
         self._remote -= session.remote

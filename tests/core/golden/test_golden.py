@@ -3,6 +3,7 @@ are recorded."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import threading
@@ -63,6 +64,7 @@ def test_what_a_release_wrote_is_read_to_equal_values(document: Any, message: An
 
 
 def test_every_code_of_a_release_is_still_known() -> None:
+    importlib.import_module("kvf_plan.errors")  # some codes were the core's in 0.2
     for documents in RECORDED.values():
         for message in documents["wire/ERROR.json"]["messages"]:
             error = error_from(read(None, message))  # type: ignore[arg-type]
@@ -157,22 +159,6 @@ def test_this_release_writes_what_is_recorded() -> None:
     assert today.keys() == RECORDED[release].keys()
     for name, document in today.items():
         assert document == RECORDED[release][name], name
-
-
-def test_a_changed_table_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class LookupToo(Message, frozen=True):
-        name: str
-        further: int = 0
-
-    ping = REQUESTS["PING"]
-    changed = type(ping)("PING", LookupToo, ping.response)
-    monkeypatch.setitem(REQUESTS, "PING", changed)
-    with pytest.raises(AssertionError, match=r"PING\.json"):
-        test_this_release_writes_what_is_recorded()
-    monkeypatch.setitem(REQUESTS, "PING", ping)
-    monkeypatch.setitem(REQUESTS, "PING2", type(ping)("PING2", ping.payload, ping.response))
-    with pytest.raises(AssertionError):
-        test_this_release_writes_what_is_recorded()
 
 
 def test_what_a_release_wrote_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

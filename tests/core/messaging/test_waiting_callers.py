@@ -12,7 +12,6 @@ import pytest
 from kvf_dev.testing.kit import together
 from kvframework.errors import (
     DeadlineExceeded,
-    HelloRequired,
     MessageTooLarge,
     ServerGone,
     ShuttingDown,
@@ -194,13 +193,4 @@ def test_a_signal_ends_the_wait_and_what_was_granted_is_given_back(lab: Lab) -> 
             connection.ask("test.DEFERRED", Text("a"), timeout=60, on_late=late.append)
         lab.work.resolve("a")
         wait_until(lambda: late == [Text("a")], what="the answer to nobody")
-        assert waiting(connection, "ECHO", "on") == "on"
-
-
-def test_a_server_that_knows_the_session_no_more(lab: Lab) -> None:
-    with connected(lab.endpoint, ping_every_s=60) as connection:
-        lab.server._table.end(lab.server.sessions[0])
-        with pytest.raises(HelloRequired):
-            waiting(connection, "ECHO")
-        assert connection.wait_up(20)
         assert waiting(connection, "ECHO", "on") == "on"
