@@ -16,27 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvf_peers import messages as m
 from kvf_peers.holder import Room
-from kvf_peers.messages import (
-    ASK_KEYS,
-    LENGTH,
-    MOST_BYTES,
-    STRANGER_BYTES,
-    VALUE,
-    VALUE_HEAD,
-    Ask,
-    Found,
-    FromReader,
-    Get,
-    Greeting,
-    Hello,
-    ProtocolError,
-    Refused,
-    Welcome,
-    decoded,
-    encoded,
-    split_keys,
-)
 from kvf_peers.peer import Peer, _receive
 from kvf_peers.settings import Address, Settings
 from kvf_peers.tier import PeersTier
@@ -226,7 +207,7 @@ def load_or_raise(tier: PeersTier, key: bytes) -> None:
 def _stuck_reader(lender: Lender, key: bytes, nbytes: int) -> Iterator[Wire]:
     """A reader that has proved itself, asked for a value, and takes none of its bytes."""
     with peers_tier_wire(lender) as wire:
-        wire.write(Get(key, [nbytes], 600_000), soon())
+        wire.write(m.Get(key, [nbytes], 600_000), soon())
         yield wire
 
 
@@ -246,7 +227,7 @@ def test_a_pin_ends_with_the_readers_time_though_the_reader_lives(token: Path) -
         key = new_keys(1)[0]
         lender.node.set(key, b"1" * (64 << 20))
         with peers_tier_wire(lender) as wire:
-            wire.write(Get(key, [64 << 20], 200), soon())
+            wire.write(m.Get(key, [64 << 20], 200), soon())
             wait_until(lambda: lender.node.loans == 1, what="the loan")
             wait_until(lambda: lender.node.loans == 0, what="the end of a loan that nobody takes")
 
@@ -299,8 +280,8 @@ def test_a_node_that_answers_in_pieces_holds_up_no_other(token: Path) -> None:
     def piecewise(listener: socket.socket, settings: Settings) -> None:
         wire = Wire(listener.accept()[0])
         admit(wire, settings, ValuesNode(), soon())
-        wire.read(FromReader, soon())  # type: ignore[arg-type]
-        wire.send([memoryview(encoded(Found(b"\1"))[:1])], soon())
+        wire.read(m.FromReader, soon())  # type: ignore[arg-type]
+        wire.send([memoryview(m.encoded(m.Found(b"\1"))[:1])], soon())
         begun.set()
         ended.wait(PATIENCE_S)
         wire.close()
@@ -464,12 +445,12 @@ class StoppingHolder:
         with contextlib.suppress(OSError, EOFError):
             admit(wire, self._settings, ValuesNode(), soon())
             while True:
-                request: Ask | Get = wire.read(FromReader, soon())  # type: ignore[arg-type]
-                if isinstance(request, Ask):
-                    wire.write(Found(b"\1" * len(split_keys(request.keys, ASK_KEYS))), soon())
+                request: m.Ask | m.Get = wire.read(m.FromReader, soon())  # type: ignore[arg-type]
+                if isinstance(request, m.Ask):
+                    wire.write(m.Found(b"\1" * len(m.split_keys(request.keys, m.ASK_KEYS))), soon())
                     continue
                 half = len(self._value) // 2
-                wire.send([memoryview(VALUE_HEAD.pack(VALUE, len(self._value))), self._value[:half]], soon())
+                wire.send([memoryview(m.VALUE_HEAD.pack(m.VALUE, len(self._value))), self._value[:half]], soon())
                 self._gate.wait()
                 try:
                     wire.send([self._value[half:]], soon())
@@ -538,9 +519,9 @@ def test_a_holder_that_does_not_know_the_token_is_not_asked(token: Path) -> None
         tier = peers_tier(token, peers=[f"127.0.0.1:{liar.getsockname()[1]}"], ask_s=10)
         state(tier).start()
         wire = Wire(liar.accept()[0])
-        wire.write(Greeting(1, bytes(32)), soon())
-        hello = wire.read(Hello, soon())
-        wire.write(Welcome(hello.proof, bytes(16), 256, "sha256/0", {}), soon())
+        wire.write(m.Greeting(1, bytes(32)), soon())
+        hello = wire.read(m.Hello, soon())
+        wire.write(m.Welcome(hello.proof, bytes(16), 256, "sha256/0", {}), soon())
         wait_until(lambda: "does not know the token" in "".join(tier.problems()), what="the refusal")
         wire.close()
         tier.close()
@@ -550,12 +531,12 @@ def test_a_holder_that_does_not_know_the_token_is_not_asked(token: Path) -> None
     "said",
     [
         b"GET / HTTP/1.1\r\n\r\n",
-        LENGTH.pack(STRANGER_BYTES + 1),
-        LENGTH.pack(MOST_BYTES) + bytes(100),
-        LENGTH.pack(5) + b"\xc1\xc1\xc1\xc1\xc1",
-        encoded(Ask(bytes(PACKED_KEY_BYTES))),
-        encoded(Hello(1, bytes(32), bytes(32))),
-        encoded(Hello(2, bytes(32), bytes(32))),
+        m.LENGTH.pack(m.STRANGER_BYTES + 1),
+        m.LENGTH.pack(m.MOST_BYTES) + bytes(100),
+        m.LENGTH.pack(5) + b"\xc1\xc1\xc1\xc1\xc1",
+        m.encoded(m.Ask(bytes(PACKED_KEY_BYTES))),
+        m.encoded(m.Hello(1, bytes(32), bytes(32))),
+        m.encoded(m.Hello(2, bytes(32), bytes(32))),
     ],
 )
 def test_a_stranger_is_shut_out(token: Path, said: bytes) -> None:
@@ -564,7 +545,7 @@ def test_a_stranger_is_shut_out(token: Path, said: bytes) -> None:
         wait_until(lambda: _connects(host, int(port)), what="the listener")
         with socket.create_connection((host, int(port)), PATIENCE_S) as sock:
             wire = Wire(sock)
-            assert wire.read(Greeting, soon()).version == 1
+            assert wire.read(m.Greeting, soon()).version == 1
             sock.sendall(said)
             answers = b""
             try:
@@ -572,7 +553,7 @@ def test_a_stranger_is_shut_out(token: Path, said: bytes) -> None:
                     answers += piece
             except ConnectionResetError:
                 pass
-            assert not answers or isinstance(decoded(answers[4:], Refused), Refused)
+            assert not answers or isinstance(m.decoded(answers[4:], m.Refused), m.Refused)
         wait_until(lambda: refused_by(lender)["strangers"] == 1, what="the count")
         (refused,) = lender.tier.status()["lending"]["strangers"]  # type: ignore[index]
         assert refused["reason"].startswith(("it is no node: ", "another token", "version 2 of the protocol"))
@@ -606,12 +587,12 @@ def _connects(host: str, port: int) -> bool:
 @pytest.mark.parametrize(
     "request_",
     [
-        LENGTH.pack(MOST_BYTES + 1),
-        encoded(Ask(b"k" * 71)),
-        encoded(Ask(bytes((ASK_KEYS + 1) * PACKED_KEY_BYTES))),
-        encoded(Get(bytes(PACKED_KEY_BYTES), [], 1000)),
-        encoded(Get(bytes(PACKED_KEY_BYTES), [-1], 1000)),
-        encoded(Get(bytes(PACKED_KEY_BYTES), [1], 0)),
+        m.LENGTH.pack(m.MOST_BYTES + 1),
+        m.encoded(m.Ask(b"k" * 71)),
+        m.encoded(m.Ask(bytes((m.ASK_KEYS + 1) * PACKED_KEY_BYTES))),
+        m.encoded(m.Get(bytes(PACKED_KEY_BYTES), [], 1000)),
+        m.encoded(m.Get(bytes(PACKED_KEY_BYTES), [-1], 1000)),
+        m.encoded(m.Get(bytes(PACKED_KEY_BYTES), [1], 0)),
     ],
 )
 def test_a_bad_request_ends_its_connection_only(token: Path, request_: bytes) -> None:
@@ -619,7 +600,7 @@ def test_a_bad_request_ends_its_connection_only(token: Path, request_: bytes) ->
         with peers_tier_wire(lender) as wire:
             wire.send([memoryview(request_)], soon())
             with pytest.raises((EOFError, ConnectionResetError)):
-                wire.read(Refused, soon())
+                wire.read(m.Refused, soon())
         assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]
 
 
@@ -631,7 +612,7 @@ def test_connections_are_bounded(token: Path) -> None:
         with _stuck_reader(lender, key, 64 << 20):
             wait_until(lambda: lender.node.loans == 1, what="a loan under way")
             with peers_tier_wire(lender) as late, pytest.raises((EOFError, OSError)):
-                late.read(Found, soon())
+                late.read(m.Found, soon())
         first, second = [stack.enter_context(reading(token, lender)) for _ in range(2)]
         for tier in (first, second, first):
             wait_until(lambda: tier_has(tier, key) is FOUND, what="the place of one that is idle")  # noqa: B023
@@ -642,7 +623,7 @@ def test_strangers_take_no_place_of_a_node(token: Path) -> None:
         host, port = lender.address.split(":")
         wait_until(lambda: _connects(host, int(port)), what="the listener")
         for _ in range(4):
-            Wire(stack.enter_context(socket.create_connection((host, int(port))))).read(Greeting, soon())
+            Wire(stack.enter_context(socket.create_connection((host, int(port))))).read(m.Greeting, soon())
         with reading(token, lender) as tier:
             assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]
 
@@ -682,7 +663,7 @@ def test_a_holder_of_another_release_is_named(token: Path) -> None:
         tier = peers_tier(token, peers=[f"127.0.0.1:{later.getsockname()[1]}"], ask_s=10)
         state(tier).start()
         wire = Wire(later.accept()[0])
-        wire.write(Greeting(2, bytes(32)), soon())
+        wire.write(m.Greeting(2, bytes(32)), soon())
         wait_until(lambda: "it speaks version 2 of the protocol, this node 1" in "".join(tier.problems()), what="it")
         wire.close()
         tier.close()
@@ -693,9 +674,9 @@ def test_words_of_a_stranger_are_shown_without_control_characters(token: Path) -
         tier = peers_tier(token, peers=[f"127.0.0.1:{liar.getsockname()[1]}"], ask_s=10)
         state(tier).start()
         wire = Wire(liar.accept()[0])
-        wire.write(Greeting(1, bytes(32)), soon())
-        wire.read(Hello, soon())
-        wire.write(Refused("it has\n\x1b[31m another token"), soon())
+        wire.write(m.Greeting(1, bytes(32)), soon())
+        wire.read(m.Hello, soon())
+        wire.write(m.Refused("it has\n\x1b[31m another token"), soon())
         wait_until(lambda: r"it has\n\x1b[31m another token" in "".join(tier.problems()), what="the refusal")
         wire.close()
         tier.close()
@@ -704,33 +685,33 @@ def test_words_of_a_stranger_are_shown_without_control_characters(token: Path) -
 @given(st.binary(max_size=400))
 def test_any_bytes_are_a_request_or_a_protocol_error(body: bytes) -> None:
     try:
-        request = decoded(body, FromReader)  # type: ignore[arg-type,var-annotated]
-    except ProtocolError:
+        request = m.decoded(body, m.FromReader)  # type: ignore[arg-type,var-annotated]
+    except m.ProtocolError:
         return
-    assert isinstance(request, Ask | Get)
+    assert isinstance(request, m.Ask | m.Get)
 
 
 @given(st.lists(st.binary(min_size=PACKED_KEY_BYTES, max_size=PACKED_KEY_BYTES), max_size=20), st.integers(0, 25))
 def test_keys_are_split_as_they_were_joined(keys: list[bytes], most: int) -> None:
     if len(keys) > most:
-        with pytest.raises(ProtocolError):
-            split_keys(b"".join(keys), most)
+        with pytest.raises(m.ProtocolError):
+            m.split_keys(b"".join(keys), most)
     else:
-        assert split_keys(b"".join(keys), most) == keys
+        assert m.split_keys(b"".join(keys), most) == keys
 
 
 @given(st.integers(0, 255), st.integers(0, 1 << 63), st.integers(0, 200))
 def test_no_answer_writes_beyond_its_room(status: int, nbytes: int, room: int) -> None:
     here, there = socket.socketpair()
     with here, there:
-        there.sendall(VALUE_HEAD.pack(status, nbytes) + b"v" * min(nbytes, 1000))
+        there.sendall(m.VALUE_HEAD.pack(status, nbytes) + b"v" * min(nbytes, 1000))
         there.shutdown(socket.SHUT_WR)
         buffer = bytearray(room)
         try:
             outcome = _receive(
                 Wire(here), [memoryview(buffer)[: room // 2], memoryview(buffer)[room // 2 :]], room, soon()
             )
-        except (ProtocolError, OSError):
+        except (m.ProtocolError, OSError):
             return
         assert outcome in (nbytes, MISSING, FAILED, Outcome.DAMAGED)
         assert not isinstance(outcome, int) or (outcome <= room and buffer[:outcome] == b"v" * outcome)

@@ -16,7 +16,6 @@ from tests.support.certificates import Certificate, make_certificate
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_server import RedisServer, tls_redis_executable
 from tests.support.redis_tier import get, open_redis_tier, put, soon
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.redis
 
@@ -121,26 +120,6 @@ def test_a_client_that_trusts_nobody_or_shows_nothing_is_refused(
         with pytest.raises(TierError):
             tier.ping(deadline=soon())
         tier.close()
-
-
-def test_a_killed_master_is_replaced_over_tls(cluster: RedisCluster, files: dict[str, Any]) -> None:
-    tier = open_redis_tier(cluster.masters[1].url, nodes=cluster.nodes, topology="cluster", **files)
-    keys = [os.urandom(72) for _ in range(60)]
-    values = [os.urandom(10_000) for _ in keys]
-    assert tier.put(keys, [[memoryview(value)] for value in values], deadline=soon()) == [STORED] * len(keys)
-    victim = cluster.master_of(8000)
-    heir = cluster.replica_of(victim)
-    assert cluster.on(victim, "WAIT", 1, 10_000) == 1
-    with cluster.killed(victim):
-        outcomes, found = get(tier, *keys, nbytes=10_000)
-        assert {*outcomes} == {FOUND, Outcome.FAILED}
-        cluster.on(heir, "CLUSTER", "FAILOVER", "TAKEOVER")
-        cluster.await_promotion(heir)
-        wait_until(lambda: Outcome.FAILED not in tier.contains(keys, deadline=soon()), 60, "that the replica is found")
-        outcomes, found = get(tier, *keys, nbytes=10_000)
-        assert (outcomes, found) == ([FOUND] * len(keys), values)
-        assert tier.delete(keys, deadline=soon()) == [DELETED] * len(keys)
-    tier.close()
 
 
 def test_slots_move_over_tls(cluster: RedisCluster, files: dict[str, Any]) -> None:

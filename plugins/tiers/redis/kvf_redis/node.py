@@ -15,11 +15,9 @@ from kvframework.api.plugin import Buffer
 from kvframework.errors import TierError
 
 
-class Pool:
-    """At most N connections, each used by one thread at a time. Thread-safe; connects outside its lock.
-
-    A connection with unread bytes, or one that was closed, is never handed out.
-    """
+class Node:
+    """One server, reached by at most `size` connections that `connect` makes, each used by one thread at a time.
+    Thread-safe; connects outside its lock. A connection with unread bytes, or one that was closed, is never used."""
 
     def __init__(self, connect: Callable[[float], Wire], size: int, *, where: str) -> None:
         self._connect = connect
@@ -32,11 +30,49 @@ class Pool:
         self._connecting = 0
         self._closed = False
 
-    def acquire(self, deadline: float) -> Wire:
-        """A connection that the caller returns by `release` or `discard`; blocks until `deadline` at most.
+    def carry(self, commands: Sequence[Command], deadline: float) -> TierError | None:
+        """Carries out the commands; returns the error that ended them early, after which some may not be `answered`.
 
-        Raises `TierError` if there is none by then, if connecting fails, and once the pool is closed.
+        Any error, timeout or surprise drops its connection and all idle ones. The returned error has no traceback or
+        context, whose frames would keep the caller's buffers.
         """
+        waiting = commands
+        while waiting:
+            try:
+                wire = self._acquire(deadline)
+            except TierError as error:
+                return rebuilt(error)
+            failure = self._fly(wire, waiting, deadline)
+            if failure is not None:
+                self._drop_idle()
+                return failure
+            waiting = [command for command in waiting if not command.answered]
+        return None
+
+    def _fly(self, wire: Wire, commands: Sequence[Command], deadline: float) -> TierError | None:
+        silent = False
+        try:
+            fly(wire, commands, deadline)
+        except Oversized:
+            self._discard(wire)
+            return None  # the other commands use another connection
+        except (OSError, ProtocolSurprise, Refused) as error:
+            fact, hint = _explain(error)
+            silent = isinstance(error, TimeoutError) and not commands[0].answered
+            self._discard(wire)
+        except BaseException:
+            self._discard(wire)
+            raise
+        else:
+            self._release(wire)
+            return None
+        if self._closed:
+            return self._is_closed()
+        return (NoAnswer if silent else TierError)(fact, where=self._where, hint=hint)
+
+    def _acquire(self, deadline: float) -> Wire:
+        """A connection that the caller returns by `_release` or `_discard`; blocks until `deadline` at most. Raises
+        `TierError` if there is none by then, if connecting fails, and once the node is closed."""
         wire = self._reserve(deadline)
         if wire is not None:
             return wire
@@ -54,7 +90,7 @@ class Pool:
             raise self._is_closed()
         return wire
 
-    def release(self, wire: Wire) -> None:
+    def _release(self, wire: Wire) -> None:
         """Takes back a connection whose replies were all read."""
         with self._changed:
             self._in_use.discard(wire)
@@ -65,16 +101,12 @@ class Pool:
         if not keep:
             wire.close()
 
-    def discard(self, wire: Wire) -> None:
+    def _discard(self, wire: Wire) -> None:
         """Takes back a connection that must not be used again, and closes it."""
         wire.spoilt = True
-        self.release(wire)
+        self._release(wire)
 
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def drop_idle(self) -> None:
+    def _drop_idle(self) -> None:
         """Closes idle connections: they are presumably as dead as the one that has just failed. Never blocks."""
         with self._changed:
             idle, self._idle = self._idle, []
@@ -82,12 +114,12 @@ class Pool:
             wire.close()
 
     def close_unused(self) -> bool:
-        """Closes the pool if no connection is in use; True if it was closed. Never blocks."""
+        """Closes the node if no call uses it; True if it was closed. Never blocks."""
         with self._changed:
             if self._in_use or self._connecting:
                 return False
             self._closed = True
-        self.drop_idle()
+        self._drop_idle()
         return True
 
     def close(self) -> None:
@@ -97,7 +129,7 @@ class Pool:
             for wire in self._in_use:
                 wire.cut()
             self._changed.notify_all()
-        self.drop_idle()
+        self._drop_idle()
 
     def _reserve(self, deadline: float) -> Wire | None:
         """An idle connection, or None for the right to make one. Threads are served in the order of their arrival:
@@ -202,62 +234,6 @@ class Router(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends calls in flight. Idempotent; never blocks."""
-
-
-class Node:
-    """One server, reached by connections that `connect` makes."""
-
-    def __init__(self, connect: Callable[[float], Wire], connections: int, *, where: str) -> None:
-        self._where = where
-        self._pool = Pool(connect, connections, where=where)
-
-    def carry(self, commands: Sequence[Command], deadline: float) -> TierError | None:
-        """Carries out the commands; returns the error that ended them early, after which some may not be `answered`.
-
-        Any error, timeout or surprise drops its connection and all idle ones. The returned error has no traceback or
-        context, whose frames would keep the caller's buffers.
-        """
-        waiting = commands
-        while waiting:
-            try:
-                wire = self._pool.acquire(deadline)
-            except TierError as error:
-                return rebuilt(error)
-            failure = self._fly(wire, waiting, deadline)
-            if failure is not None:
-                self._pool.drop_idle()
-                return failure
-            waiting = [command for command in waiting if not command.answered]
-        return None
-
-    def close_unused(self) -> bool:
-        """Closes the node if no call uses it; True if it was closed."""
-        return self._pool.close_unused()
-
-    def close(self) -> None:
-        """Ends calls in flight. Idempotent; never blocks."""
-        self._pool.close()
-
-    def _fly(self, wire: Wire, commands: Sequence[Command], deadline: float) -> TierError | None:
-        silent = False
-        try:
-            fly(wire, commands, deadline)
-        except Oversized:
-            self._pool.discard(wire)
-            return None  # the other commands use another connection
-        except (OSError, ProtocolSurprise, Refused) as error:
-            fact, hint = _explain(error)
-            silent = isinstance(error, TimeoutError) and not commands[0].answered
-            self._pool.discard(wire)
-        except BaseException:
-            self._pool.discard(wire)
-            raise
-        else:
-            self._pool.release(wire)
-            return None
-        if self._pool.closed:
-            return TierError("the tier is closed", where=self._where)
-        return (NoAnswer if silent else TierError)(fact, where=self._where, hint=hint)
 
 
 class OneNode(Router):
