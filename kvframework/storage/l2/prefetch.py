@@ -228,15 +228,14 @@ class Prefetcher:
             if self.closing:
                 return False
             queue.waiting.append(load)
+            # The threads may be asleep until a later time than this one.
+            queue.changed.notify_all()
         if not self._l1.any_writing(step.keys):
             # The writers ended before it waited.
             with self.lock:
                 if load in queue.waiting:
                     queue.waiting.remove(load)
                     return False
-        with self.lock:
-            # The threads may be asleep until a later time than this one.
-            queue.changed.notify_all()
         return True
 
     def _hand_over(self, load: _Load, store: L2Store) -> None:

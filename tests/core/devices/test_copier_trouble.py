@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvf_dev.testing.accelerator import SimulatedNode
-from kvf_dev.testing.transport.engine import PATIENCE_S
 from kvf_dev.testing.transport.node import status_of
 from kvframework.client import KVClient
 from kvframework.errors import DeviceError
@@ -50,10 +49,9 @@ def test_where_the_arena_cannot_be_pinned_the_next_transport_is_taken(
 ) -> None:
     endpoint = f"ipc://{tmp_path}/s.sock"
     with (
-        choice.serving(endpoint, node, "cannot_pin", "sound"),
         KVClient(endpoint, plugins=choice.registry(), deadline_scale=20.0) as client,
+        choice.serving(client, node, "cannot_pin", "sound"),
     ):
-        assert client.wait_up(PATIENCE_S)
         adapter = choice.worker(client, node)
         adapter.register_kv_caches(choice.on_devices(node, 0), block_size=16)
         assert choice.taken(client) == ["sound"]
