@@ -21,7 +21,7 @@ from kvframework.errors import TierError
 from kvframework.pricing import Load
 from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart
 from kvframework.storage.l2.sealed_tier import L1, L2Store
-from kvframework.storage.namespaces import NamespaceRecord
+from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -156,6 +156,7 @@ class Loader:
         l1: L1,
         stores: Sequence[L2Store],
         at_once: Sequence[int],
+        records: NamespaceRecords,
         loaded: Callable[[Sequence[PackedKey], L2Store], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -163,6 +164,7 @@ class Loader:
         self.stores = stores
         self.at_once = dict(zip(stores, at_once, strict=True))
         self.clock = clock
+        self._records = records
         self._loaded = loaded
 
     def load(self, task: LoadTask, on_done: Callable[[], None]) -> LoadSteps[None]:
@@ -183,14 +185,15 @@ class Loader:
             # They refer to this task in turn.
             task.select, task.on_change, task.located = lambda _available: (), lambda: None, None
 
-    def record(self, namespace: bytes, on_done: Callable[[NamespaceRecord | None], None]) -> LoadSteps[None]:
-        """Read a namespace's record from the tiers; `on_done` runs once, in any case."""
-        record = None
+    def record(self, namespace: bytes, on_done: Callable[[], None]) -> LoadSteps[None]:
+        """Read a namespace's record from the tiers, and add it to the records; `on_done` runs once, in any case."""
         try:
             record = yield from self._record(namespace)
+            if record is not None:
+                self._records.add(namespace, record, learned=True)
         except Exception:
             log.exception("a record was not read")
-        on_done(record)
+        on_done()
 
     def _load_into(self, task: LoadTask) -> LoadSteps[None]:
         available = self.l1.which_present(task.keys)

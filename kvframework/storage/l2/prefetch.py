@@ -23,7 +23,6 @@ from functools import partial
 from kvframework.api.keys import PackedKey
 from kvframework.storage.l2.loading import Apart, Loader, LoadSteps, LoadTask, WaitForWriters
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.namespaces import NamespaceRecord
 
 MAX_TASKS = 256
 
@@ -147,8 +146,8 @@ class Prefetcher:
         L1."""
         return self._submit(_Load(task, self._loader.load(task, on_done)))
 
-    def submit_record(self, namespace: bytes, on_done: Callable[[NamespaceRecord | None], None]) -> bool:
-        """Queue a read of a namespace's record from the tiers; False as in `submit`."""
+    def submit_record(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
+        """Queue a read of a namespace's record from the tiers, which is added to the records; False as in `submit`."""
         return self._submit(_Load(None, self._loader.record(namespace, on_done)))
 
     def writers_ended(self, any_writing: Callable[[Sequence[PackedKey]], bool]) -> None:

@@ -23,7 +23,7 @@ from kvframework.storage.l2.loading import Loader, LoadTask, Located
 from kvframework.storage.l2.prefetch import Prefetcher
 from kvframework.storage.l2.sealed_tier import L1, L2Store, Watermarks
 from kvframework.storage.l2.writer import AttachedTier, TierWriter
-from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
+from kvframework.storage.namespaces import NamespaceRecords
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +90,9 @@ class Tiers:
             if not store.read_only:  # others announce what is theirs
                 store.on_seen = partial(ring.accessed, tier)
         self.writers = [TierWriter(l1, tier, records, clock) for tier in attached]
-        self._prefetcher = Prefetcher(Loader(l1, self.stores, [tier.loads for tier in attached], self.loaded, clock))
+        at_once = [tier.loads for tier in attached]
+        self._prefetcher = Prefetcher(Loader(l1, self.stores, at_once, records, self.loaded, clock))
         self.writers_ended = self._prefetcher.writers_ended
-        self._records = records
         writing = [(writer, tier.writes) for writer, tier in zip(self.writers, attached, strict=True)]
         loading = [(queue, queue.at_once + 1) for queue in self._prefetcher.queues]
         # Each with the number of its threads.
@@ -165,16 +165,8 @@ class Tiers:
         return task if self._prefetcher.submit(task, on_done) else None
 
     def submit_record_task(self, namespace: bytes, on_done: Callable[[], None]) -> bool:
-        """Read a namespace's record from L2 and add it to `records`; `on_done` runs in a storage thread."""
-
-        def finish(record: NamespaceRecord | None) -> None:
-            try:
-                if record is not None:
-                    self._records.add(namespace, record, learned=True)
-            finally:
-                on_done()
-
-        return self._prefetcher.submit_record(namespace, finish)
+        """Read a namespace's record from L2 and add it to the records; `on_done` runs in a storage thread."""
+        return self._prefetcher.submit_record(namespace, on_done)
 
     @property
     def at_rest(self) -> bool:
