@@ -26,15 +26,8 @@ from kvframework.api.plugin import ByteSize, Provider
 from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.tier import NodeIdentity, Tier, TierProvider
 from kvframework.api.transport import AnyTransportProvider, ServerTransport
-from kvframework.config import (
-    Config,
-    L2Config,
-    ObserveConfig,
-    PluginTable,
-    bytes_of_tenants,
-    default_endpoint,
-    shares_of_tenants,
-)
+from kvframework.config import Config, L2Config, ObserveConfig, PluginTable, bytes_of_tenants, default_endpoint
+from kvframework.config.tenants import shares_of_tenants
 from kvframework.devices.endpoints import server_side
 from kvframework.errors import PluginBroken
 from kvframework.logs.form import LogForm, change_logging, chosen_log

@@ -20,16 +20,8 @@ from kvframework.cli.usage import CONFIG_HELP, EXIT_ERROR, EXIT_FOUND, AsJson, C
 from kvframework.client import KVClient
 from kvframework.client.session import ENDPOINT_VARIABLE
 from kvframework.client.status_source import quiet_connection
-from kvframework.config import (
-    FIELD_DEFAULT,
-    Config,
-    Layers,
-    PluginTable,
-    assemble,
-    default_endpoint,
-    load_config,
-    read_layers,
-)
+from kvframework.config import Config, Layers, PluginTable, assemble, default_endpoint, load_config, read_layers
+from kvframework.config.layers import FIELD_DEFAULT
 from kvframework.config.load import ARRAYS
 from kvframework.errors import UnknownRequest, VersionMismatch
 from kvframework.masking import HIDDEN

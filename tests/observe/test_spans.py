@@ -12,9 +12,10 @@ from opentelemetry.trace import StatusCode
 
 from kvf_observe import settings
 from kvf_observe.spans import SpanMaker
+from kvframework.api.endpoint import collector_url
 from kvframework.api.installing import install_command
 from kvframework.api.keys import sampled_parent
-from kvframework.config import ObserveConfig, collector_url, load_config
+from kvframework.config import ObserveConfig, load_config
 from kvframework.errors import ConfigFieldError, PluginUnavailable
 from kvframework.status import Finished, TierCall
 

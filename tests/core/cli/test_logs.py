@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.config import LogConfig, load_config
+from kvframework.config import load_config
+from kvframework.config.schema import LogConfig
 from kvframework.errors import ConfigFieldError
 from kvframework.logs.form import JsonFormatter
 from tests.core.cli.command import run_process

@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.config import (
-    Endpoint,
-    default_directory,
-    default_endpoint,
-    endpoint,
-    parse_endpoint,
-    prepare_private_directory,
-)
+from kvframework.config import Endpoint, default_endpoint, endpoint, parse_endpoint, prepare_private_directory
+from kvframework.config.endpoint import default_directory
 from kvframework.errors import EndpointError
 
 

@@ -44,7 +44,7 @@ def check(
     """
     from kvf_dev.inspection import inspect_plugin
     from kvframework.cli.console import print_document
-    from kvframework.config import apply_override
+    from kvframework.config.layers import apply_override
 
     options: dict[str, object] = {}
     for setting in settings or ():
