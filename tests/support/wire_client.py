@@ -169,6 +169,19 @@ class WireClient:
         reply: m.LookupReply = self.call("LOOKUP", m.Lookup(msgspec.structs.replace(key, worker_id=None)))
         return reply
 
+    def settled(self, reply: m.LookupReply) -> m.LookupReply:
+        """The reply to a LOOKUP once nothing is pending."""
+        while reply.pending:
+            reply = self.call("QUERY_PREFETCH_STATUS", m.PrefetchQuery(reply.ticket, 1.0))
+        return reply
+
+    def hit(self, key: CacheKey) -> int:
+        """Look up until nothing is pending; the hit in tokens. Its ticket is freed."""
+        reply = self.settled(self.lookup(key))
+        if reply.ticket:
+            self.call("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
+        return reply.hit_tokens
+
 
 def register_tiny(client: KVClient, instance_id: int = 1, model_name: str = "tiny", **fields: Any) -> CanonicalInstance:
     """The same model, registered by the library."""

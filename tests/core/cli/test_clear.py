@@ -17,7 +17,7 @@ from tests.core.cli.command import run
 from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
-from tests.support.wire_client import WireClient, key_for
+from tests.support.wire_client import key_for
 
 TOKENS = list(range(1024))
 CHUNKS = 4
@@ -51,26 +51,13 @@ def clear(server: ServerProcess, *arguments: str) -> dict[str, object]:
     return dict(json.loads(done.stdout))
 
 
-def hit(client: WireClient, registered: m.Registered, model: str) -> int:
-    reply = client.lookup(key_for(registered, TOKENS, model_name=model))
-    last = [reply]
-
-    def done() -> bool:
-        if last[0].pending:
-            last[0] = client.call("QUERY_PREFETCH_STATUS", m.TicketRef(last[0].ticket))
-        return not last[0].pending
-
-    wait_until(done, what="the lookup")
-    if last[0].ticket:
-        client.call("FREE_LOOKUP_LOCKS", m.TicketRef(last[0].ticket))
-    return last[0].hit_tokens
-
-
 def hits(server: ServerProcess, models: dict[str, m.Registered]) -> dict[str, int]:
     with server.client() as client:
         client.register()
         client.register(2, **OTHER)
-        return {model: hit(client, registered, model) for model, registered in models.items()}
+        return {
+            model: client.hit(key_for(registered, TOKENS, model_name=model)) for model, registered in models.items()
+        }
 
 
 def test_l1_alone_comes_back_from_l2(server: ServerProcess) -> None:

@@ -23,27 +23,15 @@ def client(tmp_path: Path) -> Iterator[WireClient]:
         yield connected
 
 
-def ended(client: WireClient, reply: m.LookupReply) -> m.LookupReply:
-    replies = [reply]
-
-    def poll() -> bool:
-        if replies[-1].pending:
-            replies.append(client.call("QUERY_PREFETCH_STATUS", m.TicketRef(reply.ticket)))
-        return not replies[-1].pending
-
-    wait_until(poll, what="the load")
-    return replies[-1]
-
-
 def test_hits_are_counted_by_model_and_tier(client: WireClient) -> None:
     registered = client.register()
     whole, begin = key_for(registered, TOKENS), key_for(registered, TOKENS[:512])
     client.store(whole, b"x")
     wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="the disk")
     client.call("CLEAR", m.Clear())
-    assert ended(client, client.lookup(begin)).hit_tokens == 512
-    assert ended(client, client.lookup(whole)).hit_tokens == 1024
-    assert ended(client, client.lookup(whole)).hit_tokens == 1024
+    assert client.settled(client.lookup(begin)).hit_tokens == 512
+    assert client.settled(client.lookup(whole)).hit_tokens == 1024
+    assert client.settled(client.lookup(whole)).hit_tokens == 1024
     lookups = client.status()["lookups"]
     assert lookups["by_model"] == {"tiny": {"lookups": 3, "asked_tokens": 2560, "l1_tokens": 1536, "l2_tokens": 1024}}
     assert (lookups["lookups"], lookups["asked_tokens"], lookups["hit_tokens"]) == (3, 2560, 2560)
@@ -63,7 +51,7 @@ def test_a_lookup_that_ends_before_its_load_counts_what_was_there(client: WireCl
 
 def test_a_model_that_no_engine_registered_has_no_counters_of_its_own(client: WireClient) -> None:
     stranger = key_for(client.register(), TOKENS, namespace=b"unknown.........", model_name="a name of a client")
-    assert ended(client, client.lookup(stranger)).hit_tokens == 0
+    assert client.settled(client.lookup(stranger)).hit_tokens == 0
     assert client.status()["lookups"]["by_model"].keys() == {"other"}
 
 
@@ -88,6 +76,6 @@ def test_calls_of_a_tier_are_counted_by_their_duration(client: WireClient) -> No
     seconds = client.status()["l2"][0]["seconds"]
     assert {"contains", "get_into", "put", "delete"} <= seconds.keys()
     assert sum(seconds["contains"]["counts"]) == 0
-    ended(client, client.lookup(key_for(client.register(), TOKENS)))
+    client.settled(client.lookup(key_for(client.register(), TOKENS)))
     tier = client.status()["l2"][0]
     assert sum(tier["seconds"]["contains"]["counts"]) == tier["latency_ms"]["contains"]["count"] == 1

@@ -44,10 +44,7 @@ def prompt(number: int, chunks: int) -> list[int]:
 
 def found(client: WireClient, registered: m.Registered, number: int, chunks: int) -> int:
     """The hit in chunks. Its ticket is freed."""
-    reply = client.lookup(key_for(registered, prompt(number, chunks), request_id="look"))
-    if reply.ticket:
-        client.call("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
-    return int(reply.hit_tokens // CHUNK)
+    return client.hit(key_for(registered, prompt(number, chunks), request_id="look")) // CHUNK
 
 
 @pytest.mark.parametrize(("over", "number"), [("mapped", 40), ("wire", 50)])
@@ -206,8 +203,5 @@ def test_a_policy_learns_where_what_comes_from_a_tier_is_in_the_prompt(tmp_path:
         policy.told.clear()
         # The first two chunks are the engine's own; a hint does not make a load another one.
         key = key_for(registered, prompt(1, 8), start=2 * CHUNK, retain=(Retain("keep"),))
-        reply = client.lookup(key)
-        while reply.pending:
-            reply = client.call("QUERY_PREFETCH_STATUS", m.PrefetchQuery(reply.ticket, wait_s=1.0))
-        assert reply.hit_tokens == 6 * CHUNK
+        assert client.hit(key) == 6 * CHUNK
     assert sorted(policy.told) == [("load", chunk, CHUNK) for chunk in range(2, 8)]

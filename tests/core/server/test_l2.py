@@ -31,19 +31,6 @@ def written(client: WireClient) -> bool:
     return bool(client.status()["l2"][0]["write_pending"] == 0)
 
 
-def settled(client: WireClient, reply: m.LookupReply) -> m.LookupReply:
-    """The reply once nothing is pending."""
-    last = [reply]
-
-    def done() -> bool:
-        if last[0].pending:
-            last[0] = client.call("QUERY_PREFETCH_STATUS", m.TicketRef(last[0].ticket))
-        return not last[0].pending
-
-    wait_until(done, what="the prefetch")
-    return last[0]
-
-
 def store(server: ServerProcess) -> m.Registered:
     with server.client() as client:
         registered = client.register()
@@ -58,7 +45,7 @@ def test_a_restarted_server_answers_from_redis_before_any_registration(server: S
     server.start()
     with server.client() as client:
         key = key_for(registered, TOKENS)
-        reply = settled(client, client.lookup(key))
+        reply = client.settled(client.lookup(key))
         assert reply.hit_tokens == len(TOKENS), "the namespace's record came from Redis too"
         client.register()
         found = client.retrieve(key)
@@ -79,7 +66,7 @@ def test_a_hole_in_redis_ends_the_hit_there(server: ServerProcess, redis: RedisS
         tokens_key = key_for(registered, TOKENS)
         victim = _redis_key_of(keys, tokens_key, chunk=5)
         command(redis, "DEL", victim)
-        reply = settled(client, client.lookup(tokens_key))
+        reply = client.settled(client.lookup(tokens_key))
         assert reply.hit_tokens == 5 * 256
         assert client.status()["l1"]["objects"] == 5, "what lies behind the hole was not loaded"
 
@@ -131,7 +118,7 @@ def test_zstd_packs_what_redis_holds(redis: RedisServer) -> None:
             assert client.status()["l2"][0]["codec"] == "zstd"
             client.call("CLEAR", m.Clear())
             client.register()
-            assert settled(client, client.lookup(key)).hit_tokens == len(TOKENS)
+            assert client.hit(key) == len(TOKENS)
             found = client.retrieve(key)
             assert found is not None
             assert found == (b"kept on restart!" * len(found))[: len(found)]
@@ -141,7 +128,7 @@ def test_clear_with_l2_forgets_everywhere(server: ServerProcess, redis: RedisSer
     registered = store(server)
     with server.client() as client:
         assert client.call("CLEAR", m.Clear(l2=True)).objects == 8
-        assert settled(client, client.lookup(key_for(registered, TOKENS))).hit_tokens == 0
+        assert client.hit(key_for(registered, TOKENS)) == 0
 
 
 def test_redis_may_go_and_come_back(server: ServerProcess, redis: RedisServer) -> None:
@@ -153,12 +140,12 @@ def test_redis_may_go_and_come_back(server: ServerProcess, redis: RedisServer) -
         assert committed is not None
         assert committed.outcome.stored == 8, "a dead tier fails no store"
         assert client.lookup(key).hit_tokens == len(TOKENS)
-        assert settled(client, client.lookup(key_for(registered, [1] * 256))).hit_tokens == 0
+        assert client.hit(key_for(registered, [1] * 256)) == 0
         wait_until(lambda: client.status()["l2"][0]["state"] != "closed", what="the circuit to open")
         redis.restart()
         wait_until(lambda: written(client), what="the write to L2 to go on")
         client.call("CLEAR", m.Clear())
-        assert settled(client, client.lookup(key)).hit_tokens == len(TOKENS)
+        assert client.hit(key) == len(TOKENS)
 
 
 def _redis_key_of(keys: list[object], key: object, chunk: int) -> bytes:

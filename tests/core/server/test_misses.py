@@ -72,10 +72,7 @@ def missed(client: WireClient, registered: m.Registered, tokens: list[int], **fi
 def missed_key(client: WireClient, key: CacheKey) -> m.Finished:
     """Look up, wait for the end, and return the record, which the counters agree with."""
     before = client.status()["lookups"]["misses"]
-    reply = client.lookup(key)
-    if reply.pending:
-        query = m.TicketRef(reply.ticket)
-        wait_until(lambda: not client.call("QUERY_PREFETCH_STATUS", query).pending, what="the load")
+    client.settled(client.lookup(key))
     record = recent(client)[-1]
     after = client.status()["lookups"]["misses"]
     assert {name: after[name] - before[name] for name in after if after[name] > before[name]} == {record.reason: 1}
@@ -279,9 +276,7 @@ def test_hits_of_both_tiers_are_told(disk: ServerProcess, tokens: list[int]) -> 
         wait_until(lambda: not client.status()["l2"][0]["write_pending"], what="the disk")
         client.call("CLEAR", m.Clear())
         client.store(key_for(registered, tokens[:256]), b"x")
-        reply = client.lookup(key_for(registered, tokens))
-        query = m.TicketRef(reply.ticket)
-        wait_until(lambda: not client.call("QUERY_PREFETCH_STATUS", query).pending, what="the load")
+        client.settled(client.lookup(key_for(registered, tokens)))
         assert client.retrieve(key_for(registered, tokens)) is not None
         lookup, retrieve = recent(client)[-2:]
         assert (lookup.outcome, lookup.l1_tokens, lookup.l2_tokens, lookup.reason) == ("hit", 256, 768, "")

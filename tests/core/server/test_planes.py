@@ -35,15 +35,7 @@ def storing(*tier: str, dtype: str) -> Iterator[tuple[WireClient, m.Registered]]
 def loaded(client: WireClient, registered: m.Registered) -> bytes | None:
     """The objects' bytes as they come back from the tier."""
     client.call("CLEAR", m.Clear())
-    reply = client.lookup(key_for(registered, TOKENS))
-
-    def done() -> bool:
-        nonlocal reply
-        if reply.pending:
-            reply = client.call("QUERY_PREFETCH_STATUS", m.TicketRef(reply.ticket))
-        return not reply.pending
-
-    wait_until(done, what="the load")
+    reply = client.settled(client.lookup(key_for(registered, TOKENS)))
     found = client.retrieve(key_for(registered, TOKENS))
     if reply.ticket:
         client.call("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))

@@ -168,8 +168,7 @@ def test_the_report_names_what_has_grown_once() -> None:
     assert report.changes(bad, 120.0) == ""
     worse = document(messaging={"counters": {"malformed": 9, "late": 1}}, prefetch={"refused": 1})
     assert report.changes(worse, 130.0) == (
-        "1 loads did not begin, as too many were under way (prefetch.refused); "
-        "3 messages were malformed (messaging.counters.malformed)"
+        "1 loads were too many at once (prefetch.refused); 3 messages were malformed (messaging.counters.malformed)"
     )
     worst = document(l2=[tier(corrupt=2)], messaging={"counters": {"errors.request.range": 5}})
     assert report.changes(worst, 140.0) == (

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvframework.api.keys import CacheKey
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.wire import messages as m
 from tests.core.survival.holdings import held
@@ -138,22 +137,8 @@ def hits(client: WireClient, namespace: bytes) -> list[int]:
     registered = m.Registered(namespace, MemoryLayoutDesc(256, ()))
     for prompt in KNOWN:
         key = msgspec.structs.replace(key_for(registered, tokens_of(prompt)), model_name=MODEL)
-        replies.append(_settled(client, key))
+        replies.append(client.hit(key))
     return replies
-
-
-def _settled(client: WireClient, key: CacheKey) -> int:
-    last = [client.lookup(key)]
-
-    def done() -> bool:
-        if last[0].pending:
-            last[0] = client.call("QUERY_PREFETCH_STATUS", m.TicketRef(last[0].ticket))
-        return not last[0].pending
-
-    wait_until(done, what="a load from L2")
-    if last[0].ticket:
-        client.call("FREE_LOOKUP_LOCKS", m.TicketRef(last[0].ticket))
-    return last[0].hit_tokens
 
 
 def await_no_more(pid: int, before: dict[int, str]) -> None:

@@ -8,7 +8,6 @@ from kvframework.api.keys import CacheKey
 from kvframework.api.transport import StoreOutcome
 from kvframework.wire import messages as m
 from tests.core.tiers.prompts import CHUNK_TOKENS, Prompt, content
-from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient
 
 _PATIENCE_S = 60.0
@@ -97,15 +96,7 @@ class Engine:
 
     def settled(self, reply: m.LookupReply) -> m.LookupReply:
         """The reply once L2 was asked."""
-        last = [reply]
-
-        def done() -> bool:
-            if last[0].pending:
-                last[0] = self.client.call("QUERY_PREFETCH_STATUS", m.TicketRef(last[0].ticket))
-            return not last[0].pending
-
-        wait_until(done, _PATIENCE_S, f"{self._name}: the end of a load")
-        return last[0]
+        return self.client.settled(reply)
 
     def retrieve(self, prompt: Prompt, chunks: int) -> bool:
         """Compares every byte of the first chunks; False if one is not in L1."""

@@ -59,8 +59,7 @@ class Node:
         return reply
 
     def end(self, reply: m.LookupReply) -> int:
-        while reply.pending:
-            reply = self.wire.call("QUERY_PREFETCH_STATUS", m.PrefetchQuery(reply.ticket, 1.0))
+        reply = self.wire.settled(reply)
         if reply.ticket:
             self.wire.call("FREE_LOOKUP_LOCKS", m.TicketRef(reply.ticket))
         return reply.hit_tokens

@@ -69,9 +69,7 @@ class RealEngine:
 
     def _one(self, request_id: str, digests: list[bytes]) -> None:
         client, key = self._client, partial(self._key, request_id, digests)
-        reply = client.call("LOOKUP", m.Lookup(key(len(digests), None)))
-        while reply.pending:
-            reply = client.call("QUERY_PREFETCH_STATUS", m.PrefetchQuery(reply.ticket, 1.0))
+        reply = client.settled(client.call("LOOKUP", m.Lookup(key(len(digests), None))))
         if reply.hit_tokens:
             assert client.retrieve(key(reply.hit_tokens // CHUNK, 0)) is not None
         if reply.ticket:
