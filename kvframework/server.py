@@ -42,7 +42,7 @@ from kvframework.service.listeners import Listeners, ServerContext
 from kvframework.service.operator_requests import Diagnosis, HandOver
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.journal_format import Identity
+from kvframework.storage.l1.journal import Identity
 from kvframework.storage.l1.leases import NOTHING_PINNED
 from kvframework.storage.l2.sealed_tier import CodecTable, L2Store, Watermarks
 from kvframework.storage.l2.writer import WRITE_POLICIES, AttachedTier

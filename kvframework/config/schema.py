@@ -123,7 +123,7 @@ class L1Keys(Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             le=1 << 22,
-            description="objects that left L1 and why, remembered in 32 bytes each; rounded up to a power of two",
+            description="objects that left L1 and why, remembered in about 256 bytes each",
         ),
     ] = 65536
     keep: Annotated[

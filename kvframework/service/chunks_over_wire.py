@@ -187,7 +187,7 @@ class ChunkTransfers:
         try:
             for offset, source in copies:
                 copy_past_caches(self._table.arena[offset : offset + source.nbytes], source)
-            stored = self._table.commit(plan.lease, owner=INTERNAL_OWNER)
+            stored = len(self._table.commit(plan.lease, owner=INTERNAL_OWNER))
         except BaseException as error:
             future.set_exception(error)
             self._table.abort(plan.lease, owner=INTERNAL_OWNER)

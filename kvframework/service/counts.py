@@ -136,7 +136,7 @@ class Use:
 
     def status(self) -> dict[str, object]:
         self._requests.count()
-        accounts = self._storage.table.accounts()
+        accounts = self._storage.table.accounts.items()
         names = self._tenants
         return {
             "models": _rows((self._model_of(key[1]) or OTHER, account) for key, account in accounts),

@@ -253,7 +253,7 @@ class EngineDrivenTransfers:
     def _commit_store(self, client: ClientInfo, payload: m.Commit, _buffers: object) -> m.Committed:
         promised = self._table.lease_size(payload.lease, owner=client.session_id)
         self._transfers.check(self._transfers.under(payload.lease), payload.content)
-        published = self._table.commit(payload.lease, owner=client.session_id)
+        published = len(self._table.commit(payload.lease, owner=client.session_id))
         self._transfers.end_lease(payload.lease, payload.content, ok=published > 0)
         lapsed = promised - published
         return m.Committed(StoreOutcome(stored=published, dropped=lapsed, error=LeaseUnknown.code if lapsed else ""))

@@ -169,7 +169,7 @@ class CacheService(CacheServices):
         self._engine_driven.config = config
         self._config = config
         self.storage.table.configure_share(config.pin_share)
-        self.lookups.tickets.configure(ticket_s=config.ticket_s)
+        self.lookups.tickets.ticket_s = config.ticket_s
         self.lookups.pricing.on = config.price
         self.lookups.recording.configure(most_bytes=config.trace_memory)
 

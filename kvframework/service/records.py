@@ -6,6 +6,7 @@ A request leaves one frozen record, made at its end. Those who count read it off
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -278,7 +279,7 @@ class Transfers:
             owner=owner,
             request_id=key.request_id,
             lease_s=lease_s,
-            share=share,
+            most_bytes=math.inf if share >= 1.0 else share * self._table.capacity,
             client=subject.session_id,
             prompt=prompt_part(key, grid, wanted),
         )
@@ -326,7 +327,8 @@ class Transfers:
         return Plan(lease.id, ranges, transfer=self._transfer("RETRIEVE", subject, "hit", ranges, -1, key, grid))
 
     def _missed(self, subject: RequestSubject, key: CacheKey, grid: KeyGrid) -> str:
-        missing = self._table.in_rows(lambda row_of: grid.first_missing(row_of, grid.find(row_of)[0]))
+        with self._table.lock:
+            missing = grid.first_missing(self._table.row, grid.find(self._table.row)[0])
         chunk_tokens = grid.desc.chunk_tokens
         self._requests.add(
             RequestRecord(

@@ -77,7 +77,7 @@ class ServerDrivenTransfers:
 
         def finish(ok: bool) -> m.TransferReply:
             if ok:
-                stored = self._table.commit(plan.lease, owner=INTERNAL_OWNER)
+                stored = len(self._table.commit(plan.lease, owner=INTERNAL_OWNER))
             else:
                 self._table.abort(plan.lease, owner=INTERNAL_OWNER)
             self._transfers.end(plan.transfer, payload.content, ok=ok)

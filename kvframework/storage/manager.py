@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,13 +15,11 @@ from kvframework.api.tier import Loan, Node, NodeIdentity
 from kvframework.config import L2Keys
 from kvframework.errors import TierError
 from kvframework.record_ring import NO_RECORDS, RecordRing
-from kvframework.storage.envelope import HEADER_BYTES, seal
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.sealed_tier import Shares
 from kvframework.storage.l2.tiers import Tiers
 from kvframework.storage.l2.writer import AttachedTier
-from kvframework.storage.namespaces import NamespaceRecords, is_record_key
+from kvframework.storage.namespaces import HEADER_BYTES, NamespaceRecords, is_record_key, seal
 from kvframework.storage.recovery import NOT_RECOVERED, Recovery
 from kvframework.storage.table import AT_ONCE, Table
 
@@ -104,16 +103,14 @@ class StorageManager:
             try:
                 self.tiers.learn(self.records)
             except TierError as error:
-                hint = (
-                    "nothing is cleared, since a namespace of the model may be there alone: clear again when it works"
-                )
+                hint = "nothing is cleared: a namespace of the model may be there alone; clear again when it works"
                 raise TierError(error.fact, where=error.where, hint=hint) from None
         of_model = self.records.of_model(model) if model else ()
 
         def wanted(key: PackedKey) -> bool:
             return (not model or key[:16] in of_model) and not is_record_key(key)
 
-        dropped, in_use = self.table.drop_unused(wanted)
+        dropped, in_use = self.table.clear(wanted)
         values, value_bytes = self.tiers.clear(dropped, wanted) if l2 else (0, 0)
         unlisted = tuple(store.name for store in self.tiers.stores if l2 and not store.lists)
         return ClearedObjects(len(dropped), in_use, sum(dropped.values()), values, value_bytes, unlisted)
@@ -158,64 +155,47 @@ class PeerExport(Node):
 
     def __init__(self, storage: StorageManager, identity: NodeIdentity) -> None:
         self.identity = identity
-        self.arena_fd = storage.table.arena_fd
-        self.arena_bytes = storage.table.capacity
-        self._storage = storage
+        self.arena_fd, self.arena_bytes = storage.table.arena_fd, storage.table.capacity
+        self._table, self._records = storage.table, storage.records
 
     def holds(self, keys: Sequence[PackedKey]) -> Sequence[bool]:
         held: list[bool] = []
         for first in range(0, len(keys), AT_ONCE):
-            held += self._storage.table.which_present(keys[first : first + AT_ONCE])
-        records = self._storage.records
+            held += self._table.which_present(keys[first : first + AT_ONCE])
         return [
-            here or (is_record_key(key) and records.get(key[:16]) is not None)
+            here or (is_record_key(key) and self._records.get(key[:16]) is not None)
             for key, here in zip(keys, held, strict=True)
         ]
 
     def lend(self, key: PackedKey) -> Loan | None:
-        layout = self._storage.records.layout_of(key[:16])
-        record = self._storage.records.encoded(key[:16]) if is_record_key(key) else None
+        layout = self._records.layout_of(key[:16])
+        record = self._records.encoded(key[:16]) if is_record_key(key) else None
         if record is not None:
-            return _RecordLease(key, record[1], layout)
-        leases = self._storage.table.pin_present([key])
-        return _ObjectLease(self._storage, leases[0], layout) if leases else None
+            return _Lease(key, record[1], layout, contextlib.ExitStack())
+        pins = self._table.pin_present([key])
+        if not pins:
+            return None
+        release = contextlib.ExitStack()
+        release.callback(self._table.release, pins)
+        value = release.enter_context(self._table.bytes_of(pins[0]).toreadonly())
+        return _Lease(key, value, layout, release)
 
     def models(self) -> Mapping[str, Collection[bytes]]:
-        return self._storage.records.models()
+        return self._records.models()
 
     def watch(self, came: Callable[[Sequence[PackedKey]], None]) -> None:
-        self._storage.table.watch(came)
+        self._table.watch(came)
 
 
-class _RecordLease(Loan):
-    def __init__(self, key: PackedKey, value: memoryview, layout: bytes) -> None:
+class _Lease(Loan):
+    def __init__(self, key: PackedKey, value: memoryview, layout: bytes, release: contextlib.ExitStack) -> None:
         self.nbytes = HEADER_BYTES + value.nbytes
         self._key, self._value, self._layout = key, value, layout
+        self._release = release
 
     def parts(self) -> Sequence[memoryview]:
-        return _sealed(self._key, self._value, self._layout)
+        value = self._value
+        return memoryview(seal(self._key, [value], object_bytes=value.nbytes, layout=self._layout)), value
 
     def close(self) -> None:
-        return
-
-
-class _ObjectLease(Loan):
-    def __init__(self, storage: StorageManager, lease: PinLease, layout: bytes) -> None:
-        self._storage, self._layout = storage, layout
-        self._key = lease.objects[0].key
-        self._lease: PinLease | None = lease
-        self._value = storage.table.bytes_of(lease).toreadonly()
-        self.nbytes = HEADER_BYTES + self._value.nbytes
-
-    def parts(self) -> Sequence[memoryview]:
-        return _sealed(self._key, self._value, self._layout)
-
-    def close(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            self._value.release()
-            self._storage.table.release([lease])
-
-
-def _sealed(key: PackedKey, value: memoryview, layout: bytes) -> Sequence[memoryview]:
-    return memoryview(seal(key, [value], object_bytes=value.nbytes, layout=layout)), value
+        self._release.close()

@@ -1,25 +1,119 @@
-"""The facts about each namespace: model, world size, object layout, order of layers; in memory, and as a record in L2.
+"""What L2 holds: values, each under an envelope, and a record of the facts about each namespace: model, world size,
+object layout, order of layers.
 
-A record in L2 lets a scheduler look up a prompt before any worker has registered. It has a fixed length, so that it
-can be read like an object: u32 length, msgpack, zero padded to 8 KiB, under a key that no object can have.
+**An envelope** is a fixed header, 80 bytes, little-endian, before the object's bytes as its codec packed them: magic
+`KVFO`, format version u16, 2 reserved bytes (zero), namespace 16, layout desc 16 (`layout_fingerprint`, zero if
+unknown), codec name 16 (ASCII, zero padded), bytes of the object u64, bytes that follow u64, XXH3-64 u64. The checksum
+covers the packed object key, the header before the checksum, and the bytes that follow, so that a value under the wrong
+key is detected like a flipped bit.
+
+**A record** lets a scheduler look up a prompt before any worker has registered. It has a fixed length, so that it can
+be read like an object: u32 length, msgpack, zero padded to 8 KiB, under a key that no object can have.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Protocol
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
+from kvframework.api.codec import MAX_CODEC_NAME, NO_CODEC
 from kvframework.api.keys import LAYER_ORDER_BYTES, ObjectKey, PackedKey
 from kvframework.api.layout import CANONICAL, MAX_GROUPS, MAX_OBJECT_BYTES, MemoryLayoutDesc
-from kvframework.api.plugin import Message
+from kvframework.api.plugin import Buffer, Message
 from kvframework.config import closest
 from kvframework.errors import BadDtype, NamespaceMismatch, RequestError
-from kvframework.storage.envelope import UNKNOWN_LAYOUT, layout_fingerprint
+
+FORMAT_VERSION = 2
+UNKNOWN_LAYOUT = bytes(16)
+
+_MAGIC = b"KVFO"
+_FIELDS = struct.Struct("<4sHH16s16s16sQQ")
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+
+
+class Damaged(ValueError):
+    """The bytes read are not those that were stored under this key."""
+
+
+def layout_fingerprint(desc: MemoryLayoutDesc) -> bytes:
+    """16 bytes that identify the layout of a namespace's objects: XXH3-128 of the fields of `desc`."""
+    groups = [f"{group.form} {group.dtype} {group.shape} {group.window}" for group in desc.groups]
+    return xxhash.xxh3_128_digest("\n".join([str(desc.chunk_tokens), *groups]).encode())
+
+
+def checksum_in(header: bytes) -> int:
+    """Return the checksum that a header of `seal` holds."""
+    return int(_CHECKSUM.unpack_from(header, _FIELDS.size)[0])
+
+
+def object_checksum(key: PackedKey, value: memoryview, layout: bytes) -> int:
+    """Return the checksum that `seal` writes for an object that no codec packs."""
+    return checksum_in(seal(key, [value], object_bytes=value.nbytes, layout=layout))
+
+
+def seal(
+    key: PackedKey,
+    packed: Sequence[Buffer],
+    *,
+    object_bytes: int,
+    codec: str = NO_CODEC,
+    layout: bytes = UNKNOWN_LAYOUT,
+) -> bytes:
+    """Return the header to store before `packed`."""
+    size = sum([memoryview(part).nbytes for part in packed])
+    name = codec.encode("ascii").ljust(MAX_CODEC_NAME, b"\0")
+    fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, 0, key[:16], layout, name, object_bytes, size)
+    return fields + _CHECKSUM.pack(_checksum(key, fields, packed))
+
+
+def unseal(
+    header: Buffer, key: PackedKey, place: memoryview, *, received: int, layout: bytes = UNKNOWN_LAYOUT
+) -> tuple[str, memoryview]:
+    """Return the codec's name, and the beginning of `place` that holds the packed bytes. `received` bytes of the value
+    were read into header and place together; bytes behind them are from earlier use.
+
+    `place` is as long as the object; no packed form is longer. Raises `Damaged`.
+    """
+    if memoryview(header).nbytes != HEADER_BYTES or received < HEADER_BYTES:
+        raise Damaged("no envelope")
+    fields = bytes(header)[: _FIELDS.size]
+    magic, version, reserved, namespace, written, name, object_bytes, size = _FIELDS.unpack(fields)
+    if magic != _MAGIC:
+        raise Damaged("no envelope")
+    if version != FORMAT_VERSION or reserved:
+        raise Damaged(f"format version {version}, expected {FORMAT_VERSION}")
+    if namespace != key[:16]:
+        raise Damaged("another namespace")
+    if UNKNOWN_LAYOUT not in (written, layout) and written != layout:
+        raise Damaged("another object layout")
+    if object_bytes != place.nbytes or size > place.nbytes:
+        raise Damaged(f"{object_bytes} bytes in {size}, expected {place.nbytes}")
+    if received != HEADER_BYTES + size:
+        raise Damaged(f"{received - HEADER_BYTES} of {size} bytes behind the header")
+    packed = place[:size]
+    if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != _checksum(key, fields, [packed]):
+        raise Damaged("wrong checksum")
+    codec = name.rstrip(b"\0").decode("ascii", "replace")
+    if codec == NO_CODEC and size != object_bytes:
+        raise Damaged(f"{size} bytes, expected {object_bytes}")
+    return codec, packed
+
+
+def _checksum(key: PackedKey, fields: bytes, packed: Sequence[Buffer]) -> int:
+    digest = xxhash.xxh3_64(key)
+    digest.update(fields)
+    for part in packed:
+        digest.update(part)
+    return digest.intdigest()
+
 
 RECORD_BYTES = 8192
 MAX_NAMESPACES = 4096
@@ -68,8 +162,9 @@ class NamespaceRecords:
 
     def __init__(self) -> None:
         self._records: dict[bytes, NamespaceRecord] = {}
+        # Of their layouts.
         self._fingerprints: dict[bytes, bytes] = {}
-        # By namespace and rank; b"" is left out. The inner maps are never changed, so they are read without the lock.
+        # By rank; b"" is left out. The inner maps are never changed, so they are read without the lock.
         self._orders: dict[bytes, Mapping[int, bytes]] = {}
         self._learned: set[bytes] = set()
         self._retained: Counter[bytes] = Counter()
@@ -103,10 +198,8 @@ class NamespaceRecords:
         """Set the order of the layers of a rank (None: of all), of a known namespace. From now on objects in another
         order are not found."""
         with self._lock:
-            orders = {} if rank is None else {**self.orders(namespace)}
-            if rank is not None:
-                orders[rank] = order
-            self._set_orders(namespace, {rank: order for rank, order in orders.items() if order})
+            orders = {} if rank is None else {**self.orders(namespace), rank: order}
+            self._orders[namespace] = {rank: order for rank, order in orders.items() if order}
             self._keep(namespace)
 
     def add(self, namespace: bytes, record: NamespaceRecord, *, learned: bool = False) -> None:
@@ -134,15 +227,14 @@ class NamespaceRecords:
             self._records.pop(namespace, None)
             if len(self._records) >= MAX_NAMESPACES:
                 oldest = next((each for each in self._records if each not in self._retained), next(iter(self._records)))
-                del self._records[oldest], self._fingerprints[oldest]
-                self._orders.pop(oldest, None)
+                del self._records[oldest], self._fingerprints[oldest], self._orders[oldest]
                 self._learned.discard(oldest)
                 if self._journal is not None:
                     self._journal.forget(oldest)
             (self._learned.add if learned else self._learned.discard)(namespace)
             self._records[namespace] = record
             if learned or not same:
-                self._set_orders(namespace, {each.rank: each.order for each in record.orders})
+                self._orders[namespace] = {each.rank: each.order for each in record.orders}
             self._fingerprints[namespace] = layout_fingerprint(record.desc)
             if not same or learned != doubtful:
                 self._keep(namespace)
@@ -210,12 +302,6 @@ class NamespaceRecords:
             value = _encoded(msgspec.structs.replace(record, orders=()))
         return value
 
-    def _set_orders(self, namespace: bytes, orders: Mapping[int, bytes]) -> None:
-        if orders:
-            self._orders[namespace] = orders
-        else:
-            self._orders.pop(namespace, None)
-
 
 def record_key(namespace: bytes) -> PackedKey:
     return ObjectKey(namespace, _SALT, _RANK, 0, bytes(32)).pack()
@@ -236,17 +322,15 @@ def decode_record(value: bytes) -> NamespaceRecord | None:
 
 
 def _plausible(record: NamespaceRecord) -> bool:
-    groups = record.desc.groups
+    groups, ranks = record.desc.groups, [each.rank for each in record.orders]
     return (
-        record.world_size >= 1
-        and record.desc.chunk_tokens >= 1
+        min(record.world_size, record.desc.chunk_tokens) >= 1
         and 1 <= len(groups) <= MAX_GROUPS
-        and all(0 <= each.rank < record.world_size and len(each.order) == LAYER_ORDER_BYTES for each in record.orders)
-        and len({each.rank for each in record.orders}) == len(record.orders)
-        and all(
-            min(group.shape, default=0) >= 1 and group.window >= 0 and group.nbytes <= MAX_OBJECT_BYTES
-            for group in groups
-        )
+        and all(min(each.shape, default=0) >= 1 and each.window >= 0 for each in groups)
+        and all(each.nbytes <= MAX_OBJECT_BYTES for each in groups)
+        and all(0 <= rank < record.world_size for rank in ranks)
+        and len(set(ranks)) == len(ranks)
+        and all(len(each.order) == LAYER_ORDER_BYTES for each in record.orders)
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -16,10 +15,17 @@ from kvframework.api.keys import PackedKey
 from kvframework.api.memory import Memory
 from kvframework.errors import ArenaError
 from kvframework.keeper.sd_notify import free_memory, free_unused
-from kvframework.storage.envelope import UNKNOWN_LAYOUT, object_checksum
-from kvframework.storage.l1.journal import Journal, lock_for_server, own_description
-from kvframework.storage.l1.journal_format import Cold, Found, Identity, read, read_identity, read_start
-from kvframework.storage.l1.leases import PinLease
+from kvframework.storage.l1.journal import (
+    Cold,
+    Found,
+    Identity,
+    Journal,
+    lock_for_server,
+    own_description,
+    read,
+    read_identity,
+    read_start,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +64,12 @@ class Recovery(NamedTuple):
     found: Found | None = None
     why_cold: str = ""
     seconds: float = 0.0
+
+    @property
+    def checksums(self) -> list[tuple[PackedKey, int]]:
+        """Those of the objects that were held before, as far as they are known."""
+        found = () if self.found is None else self.found.slots.objects
+        return [(each.key, each.checksum) for each in found if each.checksum]
 
 
 NOT_RECOVERED = Recovery(why_cold="no_keeper")
@@ -118,26 +130,22 @@ def _new(
     keeper: Keeper, identity: Identity, tenants: Sequence[str], create: Callable[[int | None], Memory], why_cold: str
 ) -> tuple[Memory, Recovery]:
     memory = create(None)
-    try:
-        lock_for_server(memory.fd)
-        journal = Journal.create(identity.of(memory.fd), tenants)
+    with contextlib.ExitStack() as undo:
         try:
+            lock_for_server(memory.fd)
+            journal = Journal.create(identity.of(memory.fd), tenants)
+            undo.callback(journal.close)
             # A description of its own: the lock ends with this server, not with the keeper.
-            copy = own_description(memory.fd)
-            try:
-                for name, fd in ((ARENA, copy), (JOURNAL, journal.fd)):
+            with os.fdopen(own_description(memory.fd), "rb", buffering=0) as copy:
+                for name, fd in ((ARENA, copy.fileno()), (JOURNAL, journal.fd)):
                     # systemd would keep both.
                     keeper.remove(name)
                     keeper.store(name, fd)
-            finally:
-                os.close(copy)
-        except BaseException:
-            journal.close()
-            raise
-    except (OSError, ValueError) as error:
-        why_cold = f"keeper_failed: {error}"
-        log.error("L1 began empty, and ends with this server: %s", why_cold)
-        return memory, Recovery(why_cold=why_cold)
+        except (OSError, ValueError) as error:
+            why_cold = f"keeper_failed: {error}"
+            log.error("L1 began empty, and ends with this server: %s", why_cold)
+            return memory, Recovery(why_cold=why_cold)
+        undo.pop_all()
     return memory, Recovery(journal, why_cold=why_cold)
 
 
@@ -173,20 +181,16 @@ def _open(fd: int, arena: int, identity: Identity, tenants: Sequence[str]) -> tu
                     "failed_starts", f"{journal.start.failed} in a row ended before they had served for a second"
                 )
             # It counts as failed until it serves, also if what follows ends the process.
-            _begin(journal, tenants)
+            try:
+                journal.begin(tenants)
+            except ValueError as error:
+                raise Cold("other_configuration", f"the names of all tenants since L1 began empty: {error}") from None
             found = read(journal.memory, os.fstat(arena).st_size)
         except (OSError, ValueError) as error:
             raise Cold("damaged", str(error)) from None
         journal.holds(found)
         undo.pop_all()
     return journal, found
-
-
-def _begin(journal: Journal, tenants: Sequence[str]) -> None:
-    try:
-        journal.begin(tenants)
-    except ValueError as error:
-        raise Cold("other_configuration", f"the names of all tenants since L1 began empty: {error}") from None
 
 
 def _check_same(kept: Identity, here: Identity) -> None:
@@ -206,81 +210,3 @@ def _drop(keeper: Keeper, name: str, fd: int) -> None:
         keeper.remove(name)
     except OSError as error:
         log.warning("the keeper still holds %r: %s", name, error)
-
-
-# The check of what L1 has from an earlier server: its bytes against the checksums that a tier was given, in a thread of
-# its own, at half speed. What is damaged is dropped; what no checksum is known of is not read.
-
-# Objects that are pinned at once.
-AT_ONCE = 16
-# Until a damaged object that a reader has pinned is tried again.
-AGAIN_S = 0.1
-
-
-class L1(Protocol):
-    """What the check needs of L1; thread-safe."""
-
-    def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]: ...
-
-    def release(self, leases: Sequence[PinLease]) -> None: ...
-
-    def bytes_of(self, lease: PinLease) -> memoryview: ...
-
-    def drop_damaged(self, key: PackedKey) -> bool: ...
-
-
-class Verification:
-    """`known` has the keys and checksums; `layout_of` returns the fingerprint of a namespace's layout. The thread ends
-    by itself, or with `stop`."""
-
-    def __init__(self, l1: L1, known: Sequence[tuple[PackedKey, int]], layout_of: Callable[[bytes], bytes]) -> None:
-        self._l1 = l1
-        self._known = known
-        self._layout_of = layout_of
-        self._stop = threading.Event()
-        self.verified = self.damaged = 0
-        self._thread = threading.Thread(target=self._run, name="kvf-verification", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self, timeout_s: float) -> bool:
-        """End the check after the object that is read; return False if it has not ended by then."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join(max(timeout_s, 0.0))
-        return not self._thread.is_alive()
-
-    def status(self) -> dict[str, int]:
-        return {"verified": self.verified, "damaged": self.damaged}
-
-    def _run(self) -> None:
-        for first in range(0, len(self._known), AT_ONCE):
-            began = time.monotonic()
-            self._check(dict(self._known[first : first + AT_ONCE]))
-            if self._stop.wait(time.monotonic() - began):
-                return
-        if self._known:
-            log.info("%d recovered objects are verified, %d were damaged", self.verified, self.damaged)
-
-    def _check(self, checksums: dict[PackedKey, int]) -> None:
-        leases = self._l1.pin_present(list(checksums))
-        damaged = []
-        try:
-            for lease in leases:
-                key = lease.objects[0].key
-                with self._l1.bytes_of(lease) as place:
-                    # The layout may have been unknown when the checksum was made.
-                    layouts = dict.fromkeys((self._layout_of(key[:16]), UNKNOWN_LAYOUT))
-                    whole = any(object_checksum(key, place, layout) == checksums[key] for layout in layouts)
-                if whole:
-                    self.verified += 1
-                else:
-                    damaged.append(key)
-        finally:
-            self._l1.release(leases)
-        for key in damaged:
-            self.damaged += 1
-            log.error("a recovered object is damaged, and dropped (key %s)", key.hex())
-            while not self._l1.drop_damaged(key) and not self._stop.wait(AGAIN_S):
-                pass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvframework.api.plugin import API_VERSION
-from kvframework.storage.envelope import FORMAT_VERSION
-from kvframework.storage.l1.journal_format import SCHEMA
+from kvframework.storage.l1.journal import SCHEMA
+from kvframework.storage.namespaces import FORMAT_VERSION
 from kvframework.wire.messages import PROTOCOL_VERSION
 from tests.support.doc_tables import rows
 

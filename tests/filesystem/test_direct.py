@@ -19,7 +19,7 @@ from kvf_filesystem.form import LARGE, PAGE
 from kvf_filesystem.reading import SLICE_BYTES, move
 from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError
-from kvframework.storage.envelope import HEADER_BYTES
+from kvframework.storage.namespaces import HEADER_BYTES
 from tests.filesystem.folder import (
     file_of,
     fresh_key,

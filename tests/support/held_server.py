@@ -12,7 +12,7 @@ from typing import Any
 
 from kvframework.errors import HelloRequired
 from kvframework.keeper.sockets import ask
-from kvframework.storage.l1.journal_format import HEADS_AT, read_start
+from kvframework.storage.l1.journal import HEADS_AT, read_start
 from tests.support.processes import descriptors, has_ended, send
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until

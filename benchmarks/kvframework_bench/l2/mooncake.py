@@ -9,7 +9,7 @@ from pathlib import Path
 from kvframework.api.plugin import ByteSize
 from kvframework.api.tier import Outcome, Tier
 from kvframework.registry import PluginRegistry
-from kvframework.storage.envelope import HEADER_BYTES
+from kvframework.storage.namespaces import HEADER_BYTES
 from kvframework_bench.console import Stage
 from kvframework_bench.l2.figures import MooncakeRow
 from kvframework_bench.l2.mooncake_store import running_mooncake

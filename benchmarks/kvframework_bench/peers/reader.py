@@ -18,7 +18,7 @@ import msgspec
 
 from kvf_peers import PeersOptions
 from kvf_peers.tier import open_tier
-from kvframework.storage.envelope import HEADER_BYTES
+from kvframework.storage.namespaces import HEADER_BYTES
 
 _PATIENCE_S = 60.0
 

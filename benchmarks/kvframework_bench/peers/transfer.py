@@ -20,7 +20,7 @@ from pathlib import Path
 from kvf_peers import PeersOptions
 from kvf_peers.tier import PeersTier, open_tier
 from kvframework.api.tier import Loan, Node, NodeIdentity, PackedKey
-from kvframework.storage.envelope import HEADER_BYTES, seal, unseal
+from kvframework.storage.namespaces import HEADER_BYTES, seal, unseal
 from kvframework_bench.errors import BenchFailed
 from kvframework_bench.rounds import Rounds, interleave, rate_gb_s, ratio, timed
 

@@ -29,9 +29,10 @@ AccountKey = tuple[int, bytes, int]
 
 class Account:
     """Sums since the start, except `nbytes` and `objects`, which are in L1 now. The sums of lookups are changed by the
-    serving thread, the others under the storage lock. `into` is the account that this one has passed into."""
+    thread that handles records, the others under the storage lock. `into` is the account that this one passed into."""
 
-    __slots__ = ("asked_tokens", "evicted", "hit_tokens", "into", "lookups", "nbytes", "objects", "stored")
+    SUMS = ("asked_tokens", "evicted", "hit_tokens", "lookups", "nbytes", "objects", "stored")
+    __slots__ = (*SUMS, "into")
 
     def __init__(self) -> None:
         self.nbytes = self.objects = self.stored = self.evicted = 0
@@ -43,15 +44,9 @@ class Account:
         self.asked_tokens += asked_tokens
         self.hit_tokens += hit_tokens
 
-    def added(self, objects: int, nbytes: int) -> None:
-        self.objects += objects
-        self.nbytes += nbytes
-        self.stored += objects
-
 
 class Accounts:
-    """All accounts. `of` creates and `end` removes some, under the storage lock; `of` and `items` may be called
-    without it for an account that exists."""
+    """All accounts. `of` creates and `end` removes some, under the storage lock; `get` and `items` need no lock."""
 
     def __init__(self) -> None:
         self._accounts: dict[AccountKey, Account] = {}
@@ -77,13 +72,8 @@ class Accounts:
             if key[0] == client != NO_CLIENT:
                 del self._accounts[key]
                 into = account.into = self.of(NO_CLIENT, *key[1:])
-                into.nbytes += account.nbytes
-                into.objects += account.objects
-                into.stored += account.stored
-                into.evicted += account.evicted
-                into.lookups += account.lookups
-                into.asked_tokens += account.asked_tokens
-                into.hit_tokens += account.hit_tokens
+                for name in Account.SUMS:
+                    setattr(into, name, getattr(into, name) + getattr(account, name))
 
 
 # Of objects and leases outside a table.
@@ -158,6 +148,9 @@ class ObjectRows:
             if stored is not None and not stored.pins:
                 yield stored
 
+    def still_here(self, objects: Iterable[StoredObject]) -> list[StoredObject]:
+        return [stored for stored in objects if self.get(stored.key) is stored]
+
     def at(self, offset: int) -> StoredObject | None:
         """Return the object that begins at this byte of the arena."""
         return self._at.get(offset)
@@ -166,11 +159,6 @@ class ObjectRows:
         """Return the objects of one row by their digests; `prefix` is the result of `key_prefix`."""
         row = self._rows.get(prefix)
         return [None] * len(digests) if row is None else list(map(row.get, digests))
-
-    def which(self, keys: Iterable[PackedKey]) -> list[bool]:
-        """Return which of `keys` are in the index."""
-        row_of, none = self._rows.get, dict[bytes, StoredObject]()
-        return [key[PREFIX_BYTES:] in row_of(key[:PREFIX_BYTES], none) for key in keys]
 
     def prefixes_with(self, digest: bytes, most: int) -> list[bytes]:
         """Return the prefixes of the rows, among the `most` latest ones, that have an object of this digest."""
@@ -213,6 +201,7 @@ class RangeAllocator:
     def __init__(self) -> None:
         self.limit = 0
         self.free_bytes = 0
+        # The free ranges: (length, offset) in order, and by where they begin and end.
         self._by_size: list[tuple[int, int]] = []
         self._length_at: dict[int, int] = {}
         self._start_of_end: dict[int, int] = {}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, groupby, islice
 from operator import attrgetter
@@ -23,34 +23,40 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvframework.api.eviction import EvictionPolicy, Hint, RequestFacts, Why
+from kvframework.api.eviction import EvictionPolicy, RequestFacts, Why
 from kvframework.api.keys import NAMESPACE_BYTES, SALT_BYTES, PackedKey, Retain
 from kvframework.storage.l1.entries import ALIGNMENT, ObjectRows, RangeAllocator, StoredObject, rounded
 from kvframework.storage.l1.eviction_statistics import LAST_EVICTION, Cause
+from kvframework.storage.l1.journal import Journal
 
-# What `Retain`s say of the objects of one request, as parts that a policy gets in one call each. Pure.
+# Salts in keys that are remembered as a tenant's: one for each salt and order of layers.
+MAX_SALTS = 1 << 16
+SALT = slice(NAMESPACE_BYTES, NAMESPACE_BYTES + SALT_BYTES)
 
-
-class Part(NamedTuple):
-    """Neighbours of which the same is said; the fields are those of `RequestFacts`."""
-
-    objects: slice
-    hint: Hint = ""
-    keep_s: float = 0.0
-    priority: int = 0
-
-    def added_to(self, facts: RequestFacts) -> RequestFacts:
-        return msgspec.structs.replace(facts, hint=self.hint, keep_s=self.keep_s, priority=self.priority)
+_key_of = attrgetter("key")
+_used_of = attrgetter("used")
 
 
-def parts_of(
+def runs_of(
     chunks: Sequence[int], chunk_tokens: int, retains: Sequence[Retain], is_first: Sequence[bool]
-) -> list[Part]:
-    """Return the parts of a request's objects, the last part first, as the policies get them. `chunks` are their places
-    in the prompt; `is_first`: whether the request is the first one to store an object."""
+) -> list[tuple[slice, Retain | None]]:
+    """Return the runs of a request's objects of which it says the same, the last run first, as the policies get them.
+    `chunks` are their places in the prompt; `is_first`: whether the request is the first one to store an object, as of
+    others a request that is done says nothing."""
     of = {chunk: _fitting(retains, chunk * chunk_tokens, (chunk + 1) * chunk_tokens) for chunk in set(chunks)}
-    said = [_allowed(of[chunk], is_first=first) for chunk, first in zip(chunks, is_first, strict=True)]
-    return [_said(span, retain) for retain, span in _runs(said)][::-1]
+    said = [
+        of[chunk] if first or not _is_done(of[chunk]) else None for chunk, first in zip(chunks, is_first, strict=True)
+    ]
+    runs, end = [], 0
+    for retain, run in groupby(said):
+        begin, end = end, end + len(list(run))
+        runs.append((slice(begin, end), retain))
+    return runs[::-1]
+
+
+def _is_done(retain: Retain | None) -> bool:
+    """Whether that is said of a whole request."""
+    return retain is not None and retain.what == "done" and retain.start is None
 
 
 def _fitting(retains: Sequence[Retain], first: int, end: int) -> Retain | None:
@@ -62,33 +68,12 @@ def _fitting(retains: Sequence[Retain], first: int, end: int) -> Retain | None:
     return None
 
 
-def _allowed(retain: Retain | None, *, is_first: bool) -> Retain | None:
-    """Return what is said of an object, None for a request that is done, but not the first one to store it."""
-    if retain is None or retain.start is not None or retain.what == "keep" or is_first:
-        return retain
-    return None
-
-
-def _said(objects: slice, retain: Retain | None) -> Part:
+def with_hint(facts: RequestFacts, retain: Retain | None) -> RequestFacts:
     if retain is None:
-        return Part(objects)
-    return Part(objects, "keep", retain.duration, retain.priority) if retain.what == "keep" else Part(objects, "done")
-
-
-def _runs(values: Sequence[Retain | None]) -> Iterator[tuple[Retain | None, slice]]:
-    first = 0
-    for value, run in groupby(values):
-        end = first + sum(1 for _ in run)
-        yield value, slice(first, end)
-        first = end
-
-
-# Salts in keys that are remembered as a tenant's: one for each salt and order of layers.
-MAX_SALTS = 1 << 16
-SALT = slice(NAMESPACE_BYTES, NAMESPACE_BYTES + SALT_BYTES)
-
-_key_of = attrgetter("key")
-_used_of = attrgetter("used")
+        return facts
+    if retain.what == "done":
+        return msgspec.structs.replace(facts, hint="done")
+    return msgspec.structs.replace(facts, hint="keep", keep_s=retain.duration, priority=retain.priority)
 
 
 class Tenant(NamedTuple):
@@ -101,8 +86,17 @@ class Tenant(NamedTuple):
     policy: EvictionPolicy
 
 
+# Uses that are reported to a policy in one call, a millisecond or two; and the number of batches that may wait.
+REPORT_AT_ONCE = 1 << 13
+MOST_UNREPORTED = 16
+
+
 class Tenants:
-    """See the module. `policy` is that of tenant 0; `used` has the bytes of each tenant."""
+    """See the module. `policy` is that of tenant 0; `used` has the bytes of each tenant.
+
+    A policy must not be called while its victims are walked, so the objects of one STORE leave first, and the policies
+    learn of all of them afterwards, by `report_removals`. Many uses at once wait for `report_uses`.
+    """
 
     def __init__(self, policy: EvictionPolicy, named: Sequence[Tenant] = ()) -> None:
         self.policies = (policy, *(tenant.policy for tenant in named))
@@ -115,6 +109,10 @@ class Tenants:
         self._least = (0, *(tenant.least for tenant in named))
         self._most: tuple[float, ...] = (math.inf, *(tenant.most for tenant in named))
         self._salts: dict[bytes, int] = {}
+        # What left and is not reported yet, in this order: empty between two calls of the table.
+        self._left: dict[Why, list[StoredObject]] = {"evicted": [], "cleared": [], "removed": []}
+        # Batches of uses too large to report at once, oldest first, each in the order of the policy's calls.
+        self._unreported: deque[tuple[list[StoredObject], RequestFacts]] = deque()
 
     @property
     def any_named(self) -> bool:
@@ -133,11 +131,7 @@ class Tenants:
         """Return whose an object with this key is; 0 for a salt that is not remembered."""
         return self._salts.get(key[SALT], 0) if self._salts else 0
 
-    def space_left(self, tenant: int, limit: int) -> float:
-        """Return the bytes that the tenant may hold beyond what it holds, infinity if it may hold all `limit` bytes of
-        L1: then L1 is its bound."""
-        most = self._most[tenant]
-        return math.inf if most >= limit else most - self.used[tenant]
+    # what the policies hear
 
     def inserted(
         self, tenant: int, objects: Sequence[StoredObject], chunks: Sequence[int], facts: RequestFacts
@@ -150,34 +144,69 @@ class Tenants:
             facts = msgspec.structs.replace(facts, sizes=sizes)
         self.policies[tenant].on_inserts(list(map(_key_of, last_first)), sizes, chunks[::-1], facts)
 
-    def accessed(self, objects: Sequence[StoredObject], facts: RequestFacts) -> None:
-        """Report uses of objects, in the order of the policy's calls."""
-        if len(self.policies) == 1:
-            self._accessed(0, objects, facts)
+    def accessed(self, objects: list[StoredObject], facts: RequestFacts, rows: ObjectRows) -> None:
+        """Report uses of objects, given in the order of a prompt; the policy receives the end of the prompt first.
+        Objects of a large batch that have left when it is reported are skipped."""
+        batch = objects[::-1]
+        if len(batch) <= REPORT_AT_ONCE:
+            self._accessed(batch, facts)
             return
-        for tenant in {stored.tenant for stored in objects}:
-            own = [stored for stored in objects if stored.tenant == tenant]
-            of_tenant = msgspec.structs.replace(facts, tenant=self.names[tenant], held=self.used[tenant])
-            self._accessed(tenant, own, of_tenant)
+        if len(self._unreported) == MOST_UNREPORTED:
+            oldest, of = self._unreported.popleft()
+            for first in range(0, len(oldest), REPORT_AT_ONCE):
+                self._accessed(rows.still_here(oldest[first : first + REPORT_AT_ONCE]), of)
+        self._unreported.append((batch, facts))
 
-    def _accessed(self, tenant: int, objects: Sequence[StoredObject], facts: RequestFacts) -> None:
-        if facts.hint == "keep":
-            facts = msgspec.structs.replace(facts, sizes=[stored.length for stored in objects])
-        self.policies[tenant].on_uses(list(map(_key_of, objects)), facts)
+    def report_uses(self, rows: ObjectRows) -> None:
+        """Report some of the waiting uses to the policies, `REPORT_AT_ONCE` at most."""
+        if self._unreported:
+            batch, facts = self._unreported.popleft()
+            if len(batch) > REPORT_AT_ONCE:
+                self._unreported.appendleft((batch[REPORT_AT_ONCE:], facts))
+            self._accessed(rows.still_here(batch[:REPORT_AT_ONCE]), facts)
 
-    def removed(self, objects: Sequence[StoredObject], why: Why) -> None:
-        """Report objects that left, in the order in which they did."""
-        if len(self.policies) == 1:
-            if objects:
-                self.policies[0].on_removes(list(map(_key_of, objects)), why)
-            return
-        for tenant in {stored.tenant for stored in objects}:
-            self.policies[tenant].on_removes([stored.key for stored in objects if stored.tenant == tenant], why)
+    def _accessed(self, objects: Sequence[StoredObject], facts: RequestFacts) -> None:
+        for tenant, own in self._by_tenant(objects):
+            of_tenant = facts
+            if self.any_named:
+                of_tenant = msgspec.structs.replace(facts, tenant=self.names[tenant], held=self.used[tenant])
+            if facts.hint == "keep":
+                of_tenant = msgspec.structs.replace(of_tenant, sizes=[stored.length for stored in own])
+            self.policies[tenant].on_uses(list(map(_key_of, own)), of_tenant)
+
+    def removed(self, stored: StoredObject, cause: Cause) -> None:
+        """Note an object that leaves; `report_removals` follows."""
+        why: Why = "evicted"
+        if cause > LAST_EVICTION:
+            why = "cleared" if cause is Cause.CLEARED else "removed"
+        self._left[why].append(stored)
+
+    def report_removals(self) -> None:
+        """Report what left to the policies, in the order in which it did."""
+        for why, left in self._left.items():
+            if left:
+                self._left[why] = []
+                for tenant, own in self._by_tenant(left):
+                    self.policies[tenant].on_removes(list(map(_key_of, own)), why)
+
+    def _by_tenant(self, objects: Sequence[StoredObject]) -> Iterable[tuple[int, Sequence[StoredObject]]]:
+        if not self.any_named:
+            return [(0, objects)] if objects else []
+        tenants = {stored.tenant for stored in objects}
+        return [(tenant, [stored for stored in objects if stored.tenant == tenant]) for tenant in tenants]
+
+    # what each may hold, and who loses what
+
+    def space_left(self, tenant: int, limit: int) -> float:
+        """Return the bytes that the tenant may hold beyond what it holds, infinity if it may hold all `limit` bytes of
+        L1: then L1 is its bound."""
+        most = self._most[tenant]
+        return math.inf if most >= limit else most - self.used[tenant]
 
     def spare(self, tenant: int | None = None) -> list[int] | None:
         """Return the bytes that each tenant may lose for a new object of `tenant`, or, for None, to get below the
         watermark; None if there is no rule."""
-        if len(self.policies) == 1:
+        if not self.any_named:
             return None
         spare = [max(used - least, 0) for used, least in zip(self.used, self._least, strict=True)]
         if tenant is not None:
@@ -224,156 +253,63 @@ def _affordable(objects: Iterator[StoredObject], most: int, *, all_leave: bool) 
         most -= length * all_leave
 
 
-# What left L1 and the eviction policies do not know yet. Pure.
-#
-# A policy must not be called while its victims are walked, so the objects of one STORE leave first, and the policies
-# learn of all of them afterwards, at once.
-
-
-class PendingRemovals:
-    """Objects by reason, in the order in which they left. Empty between two calls of the table."""
-
-    def __init__(self, tenants: Tenants) -> None:
-        self._tenants = tenants
-        self._evicted: list[StoredObject] = []
-        self._others: list[tuple[StoredObject, Why]] = []
-
-    def add(self, stored: StoredObject, cause: Cause) -> None:
-        if cause <= LAST_EVICTION:
-            self._evicted.append(stored)
-        else:
-            self._others.append((stored, "cleared" if cause is Cause.CLEARED else "removed"))
-
-    def report(self) -> None:
-        """Report them to the policies."""
-        if self._evicted:
-            evicted, self._evicted = self._evicted, []
-            self._tenants.removed(evicted, "evicted")
-        if self._others:
-            others, self._others = self._others, []
-            why: Why
-            for why in ("cleared", "removed"):
-                self._tenants.removed([stored for stored, reason in others if reason == why], why)
-
-
-# Reports of uses to the eviction policy: few uses at once, many in batches. Pure.
-
-# Uses that are reported to the policy in one call: a millisecond or two; and the number of batches that may wait.
-REPORT_AT_ONCE = 1 << 13
-MOST_UNREPORTED = 16
-
-
-class Uses:
-    """Waiting uses. Those of objects that have left meanwhile are skipped."""
+class Victims:
+    """The victims of one STORE: each policy is asked for its own once, when they are first needed, however many objects
+    are stored. Those that were looked at for one place and stay are the first ones for the next place. No policy may be
+    called before `end`."""
 
     def __init__(self, tenants: Tenants, objects: ObjectRows) -> None:
         self._tenants = tenants
         self._objects = objects
-        # Batches of uses too large to report at once, oldest first, each in the order of the policy's calls.
-        self._unreported: deque[tuple[list[StoredObject], RequestFacts]] = deque()
+        # By tenant: those that the policy has still to name, those to look at before, in reverse, and those looked at.
+        self._walks: dict[int, Iterator[StoredObject]] = {}
+        self._again: defaultdict[int, list[StoredObject]] = defaultdict(list)
+        self._looked: defaultdict[int, list[StoredObject]] = defaultdict(list)
 
-    def add(self, objects: list[StoredObject], facts: RequestFacts) -> None:
-        """Report uses of objects, given in the order of a prompt; the policy receives the end of the prompt first."""
-        if len(objects) <= REPORT_AT_ONCE:
-            self._tenants.accessed(objects[::-1], facts)
-            return
-        if len(self._unreported) == MOST_UNREPORTED:
-            self._report(*self._unreported.popleft())
-        self._unreported.append((objects[::-1], facts))
-
-    def report_some(self) -> None:
-        """Report some of the waiting uses to the policy, `REPORT_AT_ONCE` at most."""
-        if self._unreported:
-            batch, facts = self._unreported.popleft()
-            if len(batch) > REPORT_AT_ONCE:
-                self._unreported.appendleft((batch[REPORT_AT_ONCE:], facts))
-            self._report(batch[:REPORT_AT_ONCE], facts)
-
-    def _report(self, used: Sequence[StoredObject], facts: RequestFacts) -> None:
-        here = [stored for stored in used if self._objects.get(stored.key) is stored]
-        for first in range(0, len(here), REPORT_AT_ONCE):
-            self._tenants.accessed(here[first : first + REPORT_AT_ONCE], facts)
-
-
-# The victims of one STORE: each policy is asked for them once, however many objects it stores, and those are chosen
-# that free a contiguous range. Pure; evicts nothing itself.
-#
-# The policy's order decides, as far as addresses allow. The first victim is enough if its own range suffices: the usual
-# case, since objects of one namespace are about equal in size. Otherwise a window of the arena is chosen, of the needed
-# length and without pinned, reserved or quarantined ranges: of the windows that begin at one of the policy's next
-# victims, the one with the most bytes of such victims and of free ranges.
-#
-# The bound: the chosen objects have less than twice the needed bytes, or one object alone has enough, and no tenant
-# loses more than it may. If there is no window, nothing is chosen. In an arena of up to some ten thousand objects all
-# are examined; in a larger one as many around the policy's next victims, so that the cost of a placement does not grow
-# with L1.
-
-
-class VictimWalk:
-    """The victims in order. Those that were looked at for one place and stay are the first ones for the next place."""
-
-    def __init__(self, victims: Iterator[StoredObject], objects: ObjectRows) -> None:
-        self._victims = victims
-        self._objects = objects
-        # In reverse.
-        self._again: list[StoredObject] = []
-
-    def next(self) -> StoredObject | None:
-        """Return the next victim, None if there is none; it leaves, or is put back."""
-        again = self._again
+    def next(self, tenant: int) -> StoredObject | None:
+        """Return the tenant's next victim, None if there is none; it leaves, or is put back."""
+        again = self._again[tenant]
         while again:
             stored = again.pop()
             # A window may have taken it along.
             if self._objects.get(stored.key) is stored:
                 return stored
-        return next(self._victims, None)
-
-    def put_back(self, stored: StoredObject) -> None:
-        self._again.append(stored)
-
-    def looked_at(self, into: list[StoredObject]) -> Iterator[StoredObject]:
-        """Yield the next victims, and add them to `into`."""
-        while (stored := self.next()) is not None:
-            into.append(stored)
-            yield stored
-
-    def stay(self, looked: Sequence[StoredObject]) -> None:
-        """Put back those that were looked at; those that leave are passed over."""
-        self._again += reversed(looked)
-
-
-class VictimWalks:
-    """The walk of each tenant, begun when it is first needed. No policy may be called before the last one has ended."""
-
-    def __init__(self, tenants: Tenants, objects: ObjectRows) -> None:
-        self._tenants = tenants
-        self._objects = objects
-        self._walks: dict[int, VictimWalk] = {}
-        self._looked: list[tuple[VictimWalk, list[StoredObject]]] = []
-
-    def of(self, tenant: int) -> VictimWalk:
         walk = self._walks.get(tenant)
         if walk is None:
-            walk = self._walks[tenant] = VictimWalk(self._tenants.evictable(tenant, self._objects), self._objects)
-        return walk
+            walk = self._walks[tenant] = self._tenants.evictable(tenant, self._objects)
+        return next(walk, None)
 
-    def looked_at(self, tenant: int) -> Iterator[StoredObject]:
+    def put_back(self, tenant: int, stored: StoredObject) -> None:
+        self._again[tenant].append(stored)
+
+    def look_at(self, tenant: int) -> Iterator[StoredObject]:
         """Yield the next victims of a tenant, until `stay`."""
-        walk, looked = self.of(tenant), list[StoredObject]()
-        self._looked.append((walk, looked))
-        return walk.looked_at(looked)
+        while (stored := self.next(tenant)) is not None:
+            self._looked[tenant].append(stored)
+            yield stored
 
     def stay(self) -> None:
         """Put back those that were looked at and have not left."""
-        for walk, looked in self._looked:
-            walk.stay(looked)
+        for tenant, looked in self._looked.items():
+            self._again[tenant] += reversed(looked)
         self._looked.clear()
 
     def end(self) -> None:
         """End the walks of a STORE."""
         self._walks.clear()
+        self._again.clear()
         self._looked.clear()
 
+
+# The objects that leave for one place. The policy's order decides, as far as addresses allow. The first victim is
+# enough if its own range suffices: the usual case, since objects of one namespace are about equal in size. Otherwise a
+# window of the arena is chosen, of the needed length and without pinned, reserved or quarantined ranges: of the windows
+# that begin at one of the policy's next victims, the one with the most bytes of such victims and of free ranges.
+#
+# The bound: the chosen objects have less than twice the needed bytes, or one object alone has enough, and no tenant
+# loses more than it may. If there is no window, nothing is chosen. In an arena of up to some ten thousand objects all
+# are examined; in a larger one as many around the policy's next victims, so that the cost of a placement does not grow
+# with L1.
 
 # The first search for a window covers the next victims up to this multiple of the needed bytes.
 LOOK_AHEAD = 2
@@ -398,15 +334,22 @@ def choose_window(
     first = next(victims, None)
     if first is None:
         return []
-    if _reach(first, allocator) >= length:
+    search = _Search(length, objects, allocator, spare)
+    if search.add(first) >= length:
         return [first]
-    return _Search(length, objects, allocator, spare).among(first, victims)
-
-
-def _reach(stored: StoredObject, allocator: RangeAllocator) -> int:
-    """Return the contiguous bytes that are free after the removal of the object."""
-    end = stored.offset + rounded(stored.length)
-    return allocator.free_before(stored.offset) + end - stored.offset + allocator.free_at(end)
+    # Ever more victims, until a window is found or the bound is reached.
+    wanted = LOOK_AHEAD * length
+    while search.looks_left > 0:
+        seen = 0
+        for stored in islice(victims, search.looks_left):
+            seen += rounded(stored.length)
+            if search.add(stored) >= length or seen >= wanted:
+                break
+        window = search.best()
+        if window or not seen:
+            return window
+        wanted *= 2
+    return []
 
 
 class _Search:
@@ -419,31 +362,15 @@ class _Search:
         self._objects = objects
         self._allocator = allocator
         self._spare = spare
-        self._looks_left = min(MOST_LOOKS + 2 * (length // ALIGNMENT), MOST_LOOKS_IN_ALL)
+        self.looks_left = min(MOST_LOOKS + 2 * (length // ALIGNMENT), MOST_LOOKS_IN_ALL)
         # The next victims, and free ranges beside them: length by offset.
         self._cheap: dict[int, int] = {}
         # Offsets at which the walk of a window was blocked, in order.
         self._barriers: list[int] = []
 
-    def among(self, first: StoredObject, victims: Iterator[StoredObject]) -> list[StoredObject]:
-        """Search ever more victims, until a window is found or the bound is reached."""
-        self._add(first)
-        wanted = LOOK_AHEAD * self._length
-        while self._looks_left > 0:
-            seen = 0
-            for stored in islice(victims, self._looks_left):
-                seen += rounded(stored.length)
-                self._add(stored)
-                if seen >= wanted or _reach(stored, self._allocator) >= self._length:
-                    break
-            window = self._best()
-            if window or not seen:
-                return window
-            wanted *= 2
-        return []
-
-    def _add(self, stored: StoredObject) -> None:
-        self._looks_left -= 1
+    def add(self, stored: StoredObject) -> int:
+        """Add a victim; return the contiguous bytes that are free after its removal."""
+        self.looks_left -= 1
         offset, length = stored.offset, rounded(stored.length)
         before, after = self._allocator.free_before(offset), self._allocator.free_at(offset + length)
         if before:
@@ -451,14 +378,15 @@ class _Search:
         self._cheap[offset] = length
         if after:
             self._cheap[offset + length] = after
+        return before + length + after
 
-    def _best(self) -> list[StoredObject]:
+    def best(self) -> list[StoredObject]:
         for start in self._starts():
             at = bisect_left(self._barriers, start)
             if at < len(self._barriers) and self._barriers[at] < start + self._length:
                 continue
             window = self._walk(start)
-            if window or self._looks_left <= 0:
+            if window or self.looks_left <= 0:
                 return window
         return []
 
@@ -484,7 +412,7 @@ class _Search:
         left = None if self._spare is None else list(self._spare)
         at = start
         while at < start + self._length:
-            self._looks_left -= 1
+            self.looks_left -= 1
             free = self._allocator.free_at(at)
             stored = None if free else self._objects.at(at)
             if stored is not None and self._may_leave(stored):
@@ -506,3 +434,125 @@ class _Search:
 
     def _may_leave(self, stored: StoredObject) -> bool:
         return not stored.pins and (self._spare is None or rounded(stored.length) <= self._spare[stored.tenant])
+
+
+class Places:
+    """The ranges of the arena, and the readable objects in some of them: finds places, evicting where necessary.
+    `nbytes` are free at first; `journal` hears of what leaves."""
+
+    def __init__(self, tenants: Tenants, nbytes: int, journal: Journal | None) -> None:
+        self.allocator = RangeAllocator()
+        self.allocator.grow(nbytes)
+        self.tenants = tenants
+        self.used_bytes = 0
+        self.evictions = 0
+        self._journal = journal
+        self._objects = ObjectRows()
+        # Of the STORE that is being placed; no free range is as long as `_full`.
+        self._victims = Victims(self.tenants, self._objects)
+        self._full: float = math.inf
+
+    def on_removed(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
+        """An object has left; `by` is the key of the object that it makes place for."""
+
+    def _need_room(self) -> None:
+        """The STORE that is being placed finds L1 full."""
+
+    def candidates(self, used_bytes: int) -> list[PackedKey]:
+        """Return the keys that the policy would evict to get down to `used_bytes`, without pinned objects and what is
+        guaranteed to tenants."""
+        keys: list[PackedKey] = []
+        excess = self.used_bytes - used_bytes
+        tenants = self.tenants
+        leaving = tenants.victims(lambda of: tenants.evictable(of, self._objects), tenants.spare(), all_leave=True)
+        for stored in leaving if excess > 0 else ():
+            keys.append(stored.key)
+            excess -= rounded(stored.length)
+            if excess <= 0:
+                break
+        return keys
+
+    def _place(self, length: int, key: PackedKey, tenant: int) -> int | None:
+        tenants = self.tenants
+        if self._full > length and not tenants.any_named and self.allocator.largest_free < length:
+            self._need_room()
+            self._full = length
+        if length >= self._full:
+            # The usual case: one leaves, and the other takes its very place.
+            first = self._victims.next(0)
+            if first is not None and rounded(first.length) == length:
+                self.evictions += 1
+                self._remove(first, Cause.ROOM, key, length)
+                return first.offset
+            if first is not None:
+                self._victims.put_back(0, first)
+        over = length - tenants.space_left(tenant, self.allocator.limit)
+        if over > 0 and not self._shrink(tenant, over, key):
+            return None
+        offset = self.allocator.allocate(length) if length < self._full else None
+        if offset is None and length <= self.allocator.limit:
+            self._need_room()
+            offset = self._make_place(length, key, tenant, Cause.ROOM if over <= 0 else Cause.TENANT)
+        if offset is not None:
+            self.used_bytes += length
+            tenants.used[tenant] += length
+        return offset
+
+    def _end_store(self) -> None:
+        """End the placing of one STORE."""
+        self._victims.end()
+        self._full = math.inf
+        self.tenants.report_removals()
+
+    def _make_place(self, length: int, key: PackedKey, tenant: int, cause: Cause) -> int | None:
+        """Evict for the object `key`; return the offset of its place, allocated."""
+        tenants = self.tenants
+        spare = tenants.spare(tenant) if cause is Cause.ROOM else tenants.own(tenant)
+        victims = tenants.victims(self._victims.look_at, spare, last=tenant)
+        self._evict(choose_window(length, victims, self._objects, self.allocator, spare), cause, key)
+        offset = self.allocator.allocate(length)
+        if spare is None:
+            self._full = length if self.allocator.largest_free < length else math.inf
+        return offset
+
+    def _shrink(self, tenant: int, nbytes: float, key: PackedKey) -> bool:
+        """Evict `nbytes` of a tenant's own objects for the object `key`; nothing if there are not as many."""
+        leaving = []
+        for stored in self.tenants.victims(self._victims.look_at, self.tenants.own(tenant)):
+            leaving.append(stored)
+            nbytes -= rounded(stored.length)
+            if nbytes <= 0:
+                break
+        else:
+            leaving = []
+        self._evict(leaving, Cause.TENANT, key)
+        return bool(leaving)
+
+    def _evict(self, leaving: list[StoredObject], cause: Cause, key: PackedKey) -> None:
+        for stored in leaving:
+            self._remove(stored, cause, key)
+        self.evictions += len(leaving)
+        self._victims.stay()
+
+    def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None, taken: int = 0) -> None:
+        """Remove an object, and free its range unless another one of its tenant takes all `taken` bytes of it;
+        `Tenants.report_removals` follows."""
+        if stored.used < 0.0 and cause <= LAST_EVICTION:
+            cause = Cause.HINTED
+        self._objects.remove(stored)
+        if self._journal is not None:
+            self._journal.release((stored.slot,))
+        if not taken:
+            self._free(stored.offset, stored.length, stored.tenant)
+        account = stored.account.into or stored.account
+        account.objects -= 1
+        account.nbytes -= taken or rounded(stored.length)
+        account.evicted += cause <= LAST_EVICTION
+        self.tenants.removed(stored, cause)
+        self.on_removed(stored, cause, by)
+
+    def _free(self, offset: int, nbytes: int, tenant: int) -> None:
+        length = rounded(nbytes)
+        self.allocator.free(offset, length)
+        self.used_bytes -= length
+        self.tenants.used[tenant] -= length

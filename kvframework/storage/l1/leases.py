@@ -45,18 +45,28 @@ NO_PROMPT = PromptPart()
 
 
 @dataclass(slots=True)
-class WriteLease:
-    """Ranges that one writer may fill, then commit. `items` hold key, offset and length; `present` holds the objects of
-    the same request that existed already: they stay pinned as long as the lease may be committed, so that all of it is
-    a hit. `tenant` is the number of the tenant, see `Tenants`, `account` that of the client;
-    `slots` are those of the items in the journal, `chunks` and `present_chunks` the places in the prompt; `use` and
-    `prompt` are for the policy."""
+class _Lease:
+    """`asked_by` is the session whose numbers of leases and pins it counts in, `payer` the one whose share of L1; `id`
+    is given by `LeaseBook.open`."""
 
-    id: str
     owner: int
     request_id: str
     deadline: float
-    items: list[tuple[PackedKey, int, int]]
+    asked_by: int
+    payer: int
+    id: str = ""
+
+
+@dataclass(slots=True)
+class WriteLease(_Lease):
+    """Ranges that one writer may fill, then commit. `items` hold key, offset and length, `nbytes` the bytes of these
+    ranges; `present` holds the objects of the same request that existed already: they stay pinned as long as the lease
+    may be committed, so that all of it is a hit. `tenant` is the number of the tenant, see `Tenants`, `account` that of
+    the client; `slots` are those of the items in the journal, `chunks` and `present_chunks` the places in the prompt;
+    `use` and `prompt` are for the policy."""
+
+    items: list[tuple[PackedKey, int, int]] = field(default_factory=list)
+    nbytes: int = 0
     present: list[StoredObject] = field(default_factory=list)
     quarantined: bool = False
     tenant: int = 0
@@ -66,16 +76,23 @@ class WriteLease:
     present_chunks: Sequence[int] = ()
     use: Use = "store"
     prompt: PromptPart = NO_PROMPT
-    # The session for which its ranges and pins count, and the bytes of the ranges.
-    payer: int = 0
-    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class PinLease(_Lease):
+    """Objects protected from eviction: under a LOOKUP's ticket, or while a RETRIEVE reads them. `held` until it lapses.
+    A `hit` is what no one reads without a further lease: it may lapse before its deadline."""
+
+    objects: list[StoredObject] = field(default_factory=list)
+    hit: bool = False
+    held: bool = True
 
 
 @dataclass(slots=True)
 class Reservation:
     """Result of `reserve`. `placed` holds (index of the item, offset); the counts cover the other items. `stopped_at`
     is the index of the first item that was not placed, None if all were; `over_share` says that the share of its owner
-    or tenant stopped it."""
+    or tenant stopped it, `refused` that the eviction policy did."""
 
     lease: WriteLease | None
     placed: list[tuple[int, int]] = field(default_factory=list)
@@ -85,23 +102,6 @@ class Reservation:
     stopped_at: int | None = None
     over_share: bool = False
     refused: bool = False
-
-
-@dataclass(slots=True)
-class PinLease:
-    """Objects protected from eviction: under a LOOKUP's ticket, or while a RETRIEVE reads them. `asked_by` is the
-    session whose numbers of leases and pins it counts in, `payer` the one whose share of L1. A `hit` is what no one
-    reads without a further lease: it may lapse before its deadline."""
-
-    id: str
-    owner: int
-    request_id: str
-    deadline: float
-    objects: list[StoredObject]
-    held: bool = True
-    asked_by: int = 0
-    payer: int = 0
-    hit: bool = False
 
 
 Lease = WriteLease | PinLease
@@ -115,52 +115,43 @@ class LeaseBook:
     def __init__(self) -> None:
         self.writes: dict[str, WriteLease] = {}
         self.pins: dict[str, PinLease] = {}
+        # By owner, and by the session that asked for them, with the number of their pins.
         self._of: dict[int, dict[str, Lease]] = {}
-        # By the session that asked for them: the number of leases and of pins, and the leases of other owners.
-        self._open: Counter[int] = Counter()
+        self._asked: dict[int, dict[str, Lease]] = {}
         self._pinned: Counter[int] = Counter()
-        self._lent: dict[int, dict[str, PinLease]] = {}
         # The hits of each payer that have not lapsed, the oldest first.
         self._hits: dict[int, dict[str, PinLease]] = {}
         self._boot = secrets.token_hex(4)
         self._count = itertools.count(1)
 
-    def open_write(self, owner: int, request_id: str, deadline: float) -> WriteLease:
-        """Open a write lease. Raises `RequestError` if the owner holds too many leases."""
-        lease = WriteLease(self._new_id(owner), owner, request_id, deadline, [])
-        self.writes[lease.id] = lease
-        self._add(lease, owner)
-        return lease
-
-    def open_pin(
-        self,
-        owner: int,
-        request_id: str,
-        deadline: float,
-        objects: list[StoredObject],
-        *,
-        asked_by: int | None = None,
-        payer: int = 0,
-        hit: bool = False,
-    ) -> PinLease:
-        """Open a pin lease, which another session than its owner may have asked for. Raises `RequestError` if that one
-        holds too many leases or pins."""
-        who = owner if asked_by is None else asked_by
-        pinned = self._pinned[who] + len(objects)
-        if who != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
+    def open(self, lease: L) -> L:
+        """Add a lease and give it its id. Raises `RequestError` if the session that asks for it holds too many leases
+        or pins."""
+        who = lease.asked_by
+        if self.is_full(who):
             raise RequestError(
-                f"the client would hold {pinned} pins",
-                available=f"at most {MAX_PINS_PER_OWNER} at once",
-                hint="free the tickets of requests that have ended",
+                f"the client holds {MAX_LEASES_PER_OWNER} leases and tickets",
+                available=f"at most {MAX_LEASES_PER_OWNER} at once",
+                hint="commit, abort or free them",
             )
-        lease = PinLease(self._new_id(who), owner, request_id, deadline, objects, True, who, payer, hit)
-        self._pinned[who] = pinned
-        self.pins[lease.id] = lease
-        self._add(lease, who)
-        if who != owner:
-            self._lent.setdefault(who, {})[lease.id] = lease
-        if hit:
-            self._hits.setdefault(payer, {})[lease.id] = lease
+        if isinstance(lease, PinLease):
+            pinned = self._pinned[who] + len(lease.objects)
+            if who != INTERNAL_OWNER and pinned > MAX_PINS_PER_OWNER:
+                raise RequestError(
+                    f"the client would hold {pinned} pins",
+                    available=f"at most {MAX_PINS_PER_OWNER} at once",
+                    hint="free the tickets of requests that have ended",
+                )
+            self._pinned[who] = pinned
+        lease.id = f"{self._boot}-{next(self._count):x}"
+        if isinstance(lease, PinLease):
+            self.pins[lease.id] = lease
+            if lease.hit:
+                self._hits.setdefault(lease.payer, {})[lease.id] = lease
+        else:
+            self.writes[lease.id] = lease
+        self._of.setdefault(lease.owner, {})[lease.id] = lease
+        self._asked.setdefault(who, {})[lease.id] = lease
         return lease
 
     def lapse(self, lease: PinLease) -> list[StoredObject]:
@@ -171,21 +162,16 @@ class LeaseBook:
         return objects
 
     def close(self, lease: Lease) -> None:
-        who = lease.owner
-        if isinstance(lease, WriteLease):
-            del self.writes[lease.id]
-        else:
+        if isinstance(lease, PinLease):
             del self.pins[lease.id]
-            who = lease.asked_by
-            self._pinned[who] -= len(lease.objects)
+            self._pinned[lease.asked_by] -= len(lease.objects)
             self._no_hit(lease)
-            if who != lease.owner:
-                _remove(self._lent, who, lease.id)
+        else:
+            del self.writes[lease.id]
         _remove(self._of, lease.owner, lease.id)
-        self._open[who] -= 1
-        if not self._open[who]:
-            del self._open[who]
-            del self._pinned[who]
+        _remove(self._asked, lease.asked_by, lease.id)
+        if lease.asked_by not in self._asked:
+            del self._pinned[lease.asked_by]
 
     def hits(self, payer: int) -> Iterator[PinLease]:
         """Yield the hits of a payer that have not lapsed, the oldest first, while the caller ends each."""
@@ -199,17 +185,11 @@ class LeaseBook:
 
     def write(self, lease_id: str, owner: int) -> WriteLease:
         """Return the write lease. Raises `LeaseUnknown` unless it exists and is this owner's."""
-        lease = self.writes.get(lease_id)
-        if lease is None or lease.owner != owner:
-            raise _unknown(lease_id)
-        return lease
+        return _own(self.writes, lease_id, owner)
 
     def pin(self, lease_id: str, owner: int) -> PinLease:
         """Return the pin lease. Raises `LeaseUnknown` unless it exists and is this owner's."""
-        lease = self.pins.get(lease_id)
-        if lease is None or lease.owner != owner:
-            raise _unknown(lease_id)
-        return lease
+        return _own(self.pins, lease_id, owner)
 
     def of(self, owner: int, request_id: str | None = None) -> list[Lease]:
         """Return an owner's leases, or those of one request."""
@@ -218,29 +198,15 @@ class LeaseBook:
 
     def asked(self, session: int) -> list[Lease]:
         """Return the leases that a session asked for, of any owner."""
-        own = [lease for lease in self.of(session) if isinstance(lease, WriteLease) or lease.asked_by == session]
-        return [*own, *self._lent.get(session, {}).values()]
+        return list(self._asked.get(session, {}).values())
 
     def is_full(self, session: int) -> bool:
-        return session != INTERNAL_OWNER and self._open[session] >= MAX_LEASES_PER_OWNER
-
-    def _add(self, lease: Lease, who: int) -> None:
-        self._of.setdefault(lease.owner, {})[lease.id] = lease
-        self._open[who] += 1
+        return session != INTERNAL_OWNER and len(self._asked.get(session, ())) >= MAX_LEASES_PER_OWNER
 
     def _no_hit(self, lease: PinLease) -> None:
         if lease.hit:
             lease.hit = False
             _remove(self._hits, lease.payer, lease.id)
-
-    def _new_id(self, owner: int) -> str:
-        if self.is_full(owner):
-            raise RequestError(
-                f"the client holds {MAX_LEASES_PER_OWNER} leases and tickets",
-                available=f"at most {MAX_LEASES_PER_OWNER} at once",
-                hint="commit, abort or free them",
-            )
-        return f"{self._boot}-{next(self._count):x}"
 
 
 def _remove(leases: dict[int, dict[str, L]], session: int, lease_id: str) -> None:
@@ -250,21 +216,17 @@ def _remove(leases: dict[int, dict[str, L]], session: int, lease_id: str) -> Non
         del leases[session]
 
 
-def _unknown(lease_id: str) -> LeaseUnknown:
-    return LeaseUnknown(
-        f"there is no lease {lease_id!r} of this client", hint="it ended, or the server was restarted: prepare again"
-    )
+def _own(leases: dict[str, L], lease_id: str, owner: int) -> L:
+    lease = leases.get(lease_id)
+    if lease is None or lease.owner != owner:
+        raise LeaseUnknown(
+            f"there is no lease {lease_id!r} of this client",
+            hint="it ended, or the server was restarted: prepare again",
+        )
+    return lease
 
 
-# The bytes of L1 that each client session keeps from eviction: the objects that it pins, each once however often it is
-# pinned, and the ranges that it has reserved. Pure; the storage lock serialises calls.
-#
-# The bound on them applies only while another session needs room. Invariants, tested against a model:
-#
-# * `held` is what the open leases of a session say, in whole ranges of the arena; `over` are those above `most`.
-# * Pins of the server itself, of session 0, count for none.
-
-# For how long after a session found L1 full the bound applies to the others.
+# How long after a session found L1 full the bound on the others applies.
 NEEDED_S = 30.0
 # Of an object that several sessions pin.
 SEVERAL = -1
@@ -281,8 +243,13 @@ NOTHING_PINNED = Pinned(0, 0)
 
 
 class PinShares:
-    """See the module. `most` is the bound of each session, in bytes; `cuts` counts, by session, the leases that it
-    ended early or refused, `all_cuts` those of all sessions since the start."""
+    """The bytes of L1 that each client session keeps from eviction: the objects that it pins, each once however often
+    it is pinned, and the ranges that it has reserved. Pins of the server itself, of session 0, count for none.
+
+    `most` is the bound of each session, in bytes, which applies only while another session needs room; `held` is what
+    the open leases of a session say, in whole ranges of the arena; `over` are those above `most`. `cuts` counts, by
+    session, the leases that it ended early or refused, `all_cuts` those of all sessions since the start.
+    """
 
     def __init__(self) -> None:
         self.most = math.inf
@@ -294,11 +261,10 @@ class PinShares:
         self._several: dict[StoredObject, Counter[int]] = {}
         # The sessions in whose place another one counts.
         self._for: dict[int, int] = {}
-        # The latest needs of two sessions: who, and when.
-        self._needs: list[tuple[int, float]] = []
+        # The sessions that found L1 full lately, and when.
+        self._needs: dict[int, float] = {}
 
     def configure(self, most: float) -> None:
-        """Change the bound."""
         self.most = most
         self.over = {payer for payer, nbytes in self.held.items() if nbytes > most}
 
@@ -315,18 +281,14 @@ class PinShares:
         needed until now, that engine has."""
         if session != payer:
             self._for[session] = payer
-            since = dict(reversed(self._needs))
-            if session in since:
-                since[payer] = max(since.pop(session), since.get(payer, -math.inf))
-                self._needs = sorted(since.items(), key=lambda need: -need[1])
+            if session in self._needs:
+                self._needs[payer] = max(self._needs.pop(session), self._needs.get(payer, -math.inf))
 
     def end_session(self, session: int) -> None:
         """Forget a session, whose leases have ended."""
-        self._needs = [each for each in self._needs if each[0] != session]
-        self._for.pop(session, None)
-        for worker in [worker for worker, payer in self._for.items() if payer == session]:
-            del self._for[worker]
+        self._needs.pop(session, None)
         self.cuts.pop(session, None)
+        self._for = {who: payer for who, payer in self._for.items() if session not in (who, payer)}
 
     def pin(self, objects: Sequence[StoredObject], payer: int) -> None:
         """Pin each object once more."""
@@ -395,14 +357,12 @@ class PinShares:
 
     def need(self, payer: int, now: float) -> None:
         """Record that a session found L1 full."""
-        if not self._needs or self._needs[0][0] != payer:
-            self._needs = [(payer, now), *self._needs[:1]]
-        else:
-            self._needs[0] = payer, now
+        self._needs = {who: since for who, since in self._needs.items() if now < since + NEEDED_S}
+        self._needs[payer] = now
 
     def is_bound(self, payer: int, now: float) -> bool:
         """Whether another session needs room."""
-        return payer != 0 and any(who != payer and now < since + NEEDED_S for who, since in self._needs)
+        return payer != 0 and any(who != payer and now < since + NEEDED_S for who, since in self._needs.items())
 
     def _is_new(self, stored: StoredObject, payer: int) -> bool:
         """Add a pin on an object that another session pins; return whether it is the first of this one."""

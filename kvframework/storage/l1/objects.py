@@ -1,7 +1,7 @@
 """The object table: the place of each object in the arena, its writer, and its pins.
 
-A pure state machine: no I/O, no clock of its own (`now` is passed in, seconds on any monotonic clock), no lock (the
-lock of `kvframework.storage.table` serialises calls). Invariants, tested against a model:
+Pure bookkeeping, no I/O. Thread-safe: each public call takes `lock`, for microseconds. Invariants, tested against a
+model:
 
 * Only committed objects are readable; reserved ranges never are.
 * A range has one owner: a free range, a write lease, or one readable object.
@@ -9,33 +9,31 @@ lock of `kvframework.storage.table` serialises calls). Invariants, tested agains
 owner's end, since a stopped writer may wake up and write.
 * Pinned objects are neither evicted nor dropped. Pins end with their lease; a lease says whether it held throughout.
 
-An object's last use has the latest time that a call has passed: that of the last tick, or better.
+An object's last use has the time of the latest `expire` or `commit`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Use
-from kvframework.storage.l1.entries import NO_CLIENT, Accounts, ObjectRows, RangeAllocator, StoredObject, rounded
-from kvframework.storage.l1.eviction import (
-    SALT,
-    Part,
-    PendingRemovals,
-    Tenant,
-    Tenants,
-    Uses,
-    VictimWalk,
-    VictimWalks,
-    choose_window,
-    parts_of,
+from kvframework.storage.l1.entries import (
+    NO_CLIENT,
+    Account,
+    Accounts,
+    StoredObject,
+    rounded,
 )
-from kvframework.storage.l1.eviction_statistics import LAST_EVICTION, Cause
-from kvframework.storage.l1.journal import Journal
-from kvframework.storage.l1.journal_format import Found, FoundReservation
+from kvframework.storage.l1.eviction import SALT, Places, Tenant, Tenants, runs_of, with_hint
+from kvframework.storage.l1.eviction_statistics import LAST_EVICTION, Cause, FindRow
+from kvframework.storage.l1.journal import Found, FoundReservation, Journal
 from kvframework.storage.l1.leases import (
     INTERNAL_OWNER,
     NO_DEADLINE,
@@ -48,73 +46,90 @@ from kvframework.storage.l1.leases import (
     WriteLease,
 )
 
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
 # How long after a pin lease lapsed its owner may still end it and learn that it did not hold.
 REMEMBER_LAPSED_S = 600.0
 # Objects that one `expire` unpins, up to one lease more: about a millisecond.
 UNPIN_AT_ONCE = 1 << 16
 
 
-class ObjectTable:
-    """The table of objects; see the module. `on_remove` receives each object that leaves, the cause, and the key of the
-    object that it makes place for, None for none. `was_done` says of an object that is not here whether it left since
-    no one was to ask for it again. `policy` orders the objects of no named tenant; `journal` records what the table
-    holds, for the next server. `prices` are the seconds to compute a token again and to load a byte, for the policy."""
+def locked(method: F) -> F:
+    """Decorator: call the method under the table's lock."""
+
+    @functools.wraps(method)
+    def call(self: ObjectTable, /, *arguments: Any, **named: Any) -> Any:
+        with self.lock:
+            return method(self, *arguments, **named)
+
+    return cast("F", call)
+
+
+class ObjectTable(Places):
+    """The table of objects; see the module. `policy` orders the objects of no named tenant; `nbytes` of the arena are
+    free at first; `journal` records what the table holds, for the next server. A `lease_s` of None means no deadline.
+    """
 
     def __init__(
         self,
-        allocator: RangeAllocator,
         policy: EvictionPolicy,
-        on_remove: Callable[[StoredObject, Cause, PackedKey | None], None] = lambda *_: None,
         tenants: Sequence[Tenant] = (),
+        *,
+        nbytes: int = 0,
         journal: Journal | None = None,
-        prices: Callable[[], tuple[float | None, float | None]] = lambda: (None, None),
-        was_done: Callable[[PackedKey], bool] = lambda _key: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._was_done = was_done
-        self._prices = prices
-        self.allocator = allocator
-        self._journal = journal
+        super().__init__(Tenants(policy, tenants), nbytes, journal)
+        self.lock = threading.RLock()
+        self.clock = clock
         # Ranges that clients of an earlier server may still fill, by writer.
         self._foreign: dict[int, list[FoundReservation]] = {}
-        self._on_remove = on_remove
         self._now = 0.0
-        self.used_bytes = 0
         self.quarantined_bytes = 0
         self.pins = 0
-        self.evictions = 0
         # Leases ever quarantined, and ever lapsed.
         self.quarantines = 0
         self.lapses = 0
-        self.tenants = Tenants(policy, tenants)
+        # The seconds in which a token is computed again and a byte is loaded, None if not known; for the policy.
+        self.prices: tuple[float | None, float | None] = None, None
         self.accounts = Accounts()
-        self._objects = ObjectRows()
-        # Return the objects of a row by their digests.
+        # Return the objects of a row by their digests; for who holds the lock: the objects are the table's.
         self.row = self._objects.row
-        # Return the rows that have an object of a digest.
-        self.prefixes_with = self._objects.prefixes_with
         self._writing: dict[PackedKey, WriteLease] = {}
         self._leases = LeaseBook()
         self.shares = PinShares()
-        # The session that a STORE counts for, until it has said that it needs room.
-        self._needing = 0
         # Pins of the server itself, see `hold`.
         self._held: dict[str, PinLease] = {}
         self._numbers = itertools.count(1)
-        self._uses = Uses(self.tenants, self._objects)
-        self._pending_removals = PendingRemovals(self.tenants)
-        # The victims of the STORE that is being placed; no free range has as many bytes as `_full`.
-        self._walks = VictimWalks(self.tenants, self._objects)
-        # That of L1, if there is no rule.
-        self._walk: VictimWalk | None = None
-        self._full: float = math.inf
-        # Reports some of the waiting uses to the policy.
-        self.report_uses = self._uses.report_some
+        # The session that a STORE counts for, until it has said that it needs room.
+        self._needing = 0
 
     def __len__(self) -> int:
         return len(self._objects)
 
     def __contains__(self, key: PackedKey) -> bool:
         return key in self._objects
+
+    # what others hear, under the lock: nothing here
+
+    def on_reserved(self, items: Sequence[tuple[PackedKey, int]], result: Reservation, used_before: int) -> None:
+        """A reservation has been made, or refused; before it, `used_before` bytes were used."""
+
+    def on_committed(self, objects: list[StoredObject], use: Use) -> None:
+        """Objects have come."""
+
+    def on_used(self, objects: list[StoredObject]) -> None:
+        """Objects have been used by a request."""
+
+    def on_writers_ended(self) -> None:
+        """Writers may have ended."""
+
+    def was_done(self, key: PackedKey) -> bool:
+        """Whether an object that is not here left since no one was to ask for it again."""
+        return False
+
+    # who has what
 
     @property
     def write_leases(self) -> int:
@@ -124,34 +139,32 @@ class ObjectTable:
     def pin_leases(self) -> int:
         return len(self._leases.pins) + len(self._held)
 
-    def any_writing(self, keys: Iterable[PackedKey]) -> bool:
-        return any(key in self._writing for key in keys)
+    def account(self, client: int, namespace: bytes, tenant: int) -> Account:
+        """Return the account of a client session, see `Accounts`; takes the lock only to make it."""
+        account = self.accounts.get((client, namespace, tenant))
+        if account is None:
+            with self.lock:
+                account = self.accounts.of(client, namespace, tenant)
+        return account
 
-    def status(self) -> dict[str, object]:
-        return {
-            "ready_bytes": self.allocator.limit,
-            "used_bytes": self.used_bytes,
-            "free_bytes": self.allocator.free_bytes,
-            "largest_free_bytes": self.allocator.largest_free,
-            "fragmentation": round(self.allocator.fragmentation, 4),
-            "quarantined_bytes": self.quarantined_bytes,
-            "objects": len(self),
-            "pins": self.pins,
-            "write_leases": self.write_leases,
-            "pin_leases": self.pin_leases,
-            "evictions": self.evictions,
-        }
+    def belongs(self, salt: bytes, tenant: int) -> None:
+        """Remember that objects whose keys have this salt are of the tenant with this number, from 1, in the order of
+        `tenants`. Takes the lock only for a salt that is not remembered."""
+        if not self.tenants.knows(salt):
+            with self.lock:
+                self.tenants.learn(salt, tenant)
 
     # writing
 
+    @locked
     def reserve(
         self,
         items: Sequence[tuple[PackedKey, int]],
         *,
         owner: int,
-        request_id: str,
-        deadline: float,
-        most_bytes: int | None = None,
+        request_id: str = "",
+        lease_s: float | None = None,
+        most_bytes: float = math.inf,
         client: int = NO_CLIENT,
         payer: int = NO_CLIENT,
         use: Use = "store",
@@ -165,84 +178,76 @@ class ObjectTable:
         the one whose share of L1 they count in, without one `client`; `use` and `prompt` are for the policy, which may
         refuse the last ones. Raises `RequestError` if the owner holds too many leases.
         """
+        used_before = self.used_bytes
         self._forget_lapsed(owner)
-        space = math.inf if most_bytes is None else most_bytes - self._reserved_bytes(owner)
-        lease = self._leases.open_write(owner, request_id, deadline)
-        lease.use, lease.prompt = use, prompt
-        self._needing = lease.payer = self.shares.payer(payer or client)
-        tenant = 0
+        space = most_bytes - (self._reserved_bytes(owner) if most_bytes < math.inf else 0)
+        self._needing = payer = self.shares.payer(payer or client)
+        deadline = self._deadline(lease_s)
+        lease = self._leases.open(WriteLease(owner, request_id, deadline, owner, payer, use=use, prompt=prompt))
         if items:
             first = items[0][0]
-            tenant = lease.tenant = self.tenants.of(first)
-            lease.account = self.accounts.of(client, first, tenant)
-        result = Reservation(lease)
+            lease.tenant = self.tenants.of(first)
+            lease.account = self.accounts.of(client, first, lease.tenant)
         # Objects that this request needs must not be evicted by itself or by others until it is stored.
         here = self._objects.find([key for key, _ in items])
         lease.present = [stored for stored in here if stored is not None]
         if lease.present:
             self._pin(lease.present, lease.payer)
+            if prompt.retain:
+                lease.present_chunks = prompt.of([index for index, stored in enumerate(here) if stored is not None])
         if self.shares.is_bound(lease.payer, self._now):
             space = min(space, self.shares.space_left(lease.payer))
-        if prompt.retain and lease.present:
-            lease.present_chunks = prompt.of([index for index, stored in enumerate(here) if stored is not None])
-        writing, of, length = self._writing, -1, 0
+        result = Reservation(lease)
         try:
-            end = len(items)
-            if tenant in self.tenants.refusing:
-                end = self._admitted(items, lease)
-            for index, (key, nbytes) in enumerate(items):
-                if here[index] is not None:
-                    result.present += 1
-                elif key in writing:
-                    result.in_flight += 1
-                else:
-                    if nbytes != of:
-                        of, length = nbytes, rounded(nbytes)
-                    offset = self._place(length, key, tenant) if length <= space and index < end else None
-                    if offset is None:
-                        result.stopped_at = index
-                        result.refused = index >= end
-                        result.over_share = length > min(space, self.tenants.space_left(tenant, self.allocator.limit))
-                        self._count_unplaced(items[index:], result)
-                        break
-                    space -= length
-                    lease.nbytes += length
-                    lease.items.append((key, offset, nbytes))
-                    result.placed.append((index, offset))
-                    writing[key] = lease
+            self._place_all(items, here, space, result, lease)
         except BaseException:
             # A policy that raises must not leave keys that no writer will ever commit.
             lease.nbytes = 0
             self._drop_write_lease(lease)
             raise
         finally:
-            self._walks.end()
-            self._walk, self._full = None, math.inf
-            self._pending_removals.report()
+            self._end_store()
         self.shares.add(lease.payer, lease.nbytes)
         lease.chunks = prompt.of([index for index, _ in result.placed])
         if lease.items and self._journal is not None:
-            lease.slots = self._journal.reserve(lease.items, owner=owner, tenant=tenant)
+            lease.slots = self._journal.reserve(lease.items, owner=owner, tenant=lease.tenant)
         if not lease.items:
             result.lease = None
             self._leases.close(lease)
-            self._used(
-                self._release_present(lease), use, request_id, tenant, prompt._replace(chunks=lease.present_chunks)
-            )
+            self._present_used(lease)
+        self.on_reserved(items, result, used_before)
         return result
 
+    @locked
+    def reserve_some(
+        self, items: Sequence[tuple[PackedKey, int]], some: Collection[int], *, prompt: PromptPart, **named: Any
+    ) -> Reservation:
+        """Reserve ranges for the items with the indices `some`, see `reserve`. Other present items are pinned with the
+        lease, so that the end of a prefix never evicts its beginning; they do not count in the result."""
+        here = self.which_present([key for key, _ in items])
+        chosen = [index for index, present in enumerate(here) if present or index in some]
+        part = prompt._replace(chunks=prompt.of(chosen))
+        result = self.reserve([items[index] for index in chosen], prompt=part, **named)
+        result.present -= len(chosen) - len(some)
+        result.placed = [(chosen[at], offset) for at, offset in result.placed]
+        return result
+
+    @locked
     def lease_size(self, lease_id: str, *, owner: int) -> int:
         """Return the number of objects of a write lease. Raises `LeaseUnknown`."""
         return len(self._leases.write(lease_id, owner).items)
 
-    def commit(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject]:
-        """Publish a lease's objects and end it; an expired lease frees its ranges and publishes nothing: []."""
-        self._now = now
+    @locked
+    def commit(self, lease_id: str, *, owner: int) -> list[StoredObject]:
+        """Publish a lease's objects and end it; an expired lease frees its ranges and publishes nothing: []. Raises
+        `LeaseUnknown`."""
+        now = self._now = self.clock()
         lease = self._leases.write(lease_id, owner)
         if now >= lease.deadline:
             self._quarantine(lease)
         if lease.quarantined:
             self._drop_write_lease(lease)
+            self.on_writers_ended()
             return []
         self._leases.close(lease)
         self.shares.add(lease.payer, -lease.nbytes)
@@ -257,119 +262,170 @@ class ObjectTable:
             for stored, slot in zip(objects, lease.slots, strict=True):
                 stored.slot = slot
             self._journal.commit(lease.slots, now)
-        of, length, total = -1, 0, 0
-        for _, _, nbytes in lease.items:
-            if nbytes != of:
-                of, length = nbytes, rounded(nbytes)
-            total += length
-        account.added(len(objects), total)
-        present = self._release_present(lease)
-        facts = self._facts(lease.use, lease.request_id, lease.tenant, lease.prompt.chunk_tokens)
-        if lease.prompt.retain:
-            self._inserted_hinted(objects, lease, facts)
-        else:
-            self.tenants.inserted(lease.tenant, objects, lease.chunks, facts)
-        if present:
-            found = lease.prompt._replace(chunks=lease.present_chunks)
-            self._used(present, lease.use, lease.request_id, lease.tenant, found)
+        account.objects += len(objects)
+        account.nbytes += lease.nbytes
+        account.stored += len(objects)
+        facts = self._facts(lease.use, lease.request_id, tenant, lease.prompt.chunk_tokens)
+        is_first = [not self.was_done(stored.key) for stored in objects] if lease.prompt.retain else ()
+        for span, some, of in self._runs(objects, lease.prompt._replace(chunks=lease.chunks), facts, is_first):
+            self.tenants.inserted(tenant, some, lease.chunks[span], of)
+        if lease.prompt.retain and self._journal is not None:
+            self._journal.used(objects)
+        self._present_used(lease)
+        self.on_committed(objects, lease.use)
+        self.on_writers_ended()
         return objects
 
+    @locked
     def abort(self, lease_id: str, *, owner: int) -> int:
-        """Free a lease's ranges unpublished; return the number of objects."""
+        """Free a lease's ranges unpublished; return the number of objects. Raises `LeaseUnknown`."""
         lease = self._leases.write(lease_id, owner)
         self._drop_write_lease(lease)
+        self.on_writers_ended()
         return len(lease.items)
+
+    @locked
+    def any_writing(self, keys: Iterable[PackedKey]) -> bool:
+        """Whether one of `keys` is reserved and not published."""
+        return any(key in self._writing for key in keys)
 
     # reading
 
     def find(self, keys: Sequence[PackedKey]) -> list[StoredObject] | None:
-        """Return the objects of all `keys`, None if one is missing."""
-        found = [stored for stored in map(self._objects.get, keys) if stored is not None]
+        """Return the objects of all `keys`, None if one is missing; for who holds the lock."""
+        found = [stored for stored in self._objects.find(keys) if stored is not None]
         return found if len(found) == len(keys) else None
 
-    def which(self, keys: Sequence[PackedKey]) -> list[bool]:
+    @locked
+    def which_present(self, keys: Sequence[PackedKey]) -> list[bool]:
         """Return which of `keys` are readable."""
-        return self._objects.which(keys)
+        return [stored is not None for stored in self._objects.find(keys)]
 
-    def use(self, keys: Sequence[PackedKey]) -> list[bool]:
+    @locked
+    def use_present(self, keys: Sequence[PackedKey]) -> list[bool]:
         """Return which of `keys` are readable, given in the order of a prompt; counts as a use of each."""
-        found = [self._objects.get(key) for key in keys]
+        found = self._objects.find(keys)
         self._used([stored for stored in found if stored is not None], "store", "", 0)
         return [stored is not None for stored in found]
 
+    @locked
     def pin(
-        self, keys: Sequence[PackedKey], *, owner: int, request_id: str, deadline: float, use: Use | None = "lookup"
+        self,
+        keys: Sequence[PackedKey],
+        *,
+        owner: int,
+        request_id: str = "",
+        lease_s: float | None = None,
+        use: Use | None = "lookup",
     ) -> PinLease | None:
-        """Pin all of `keys`; pins none and returns None if one is missing. Counts as a `use` of each, unless that is
-        None; many uses are reported to the policy later (`report_uses`), while most objects are pinned anyway."""
+        """Pin all of `keys`; pins none and returns None if one is missing, or the owner's share of L1 is pinned. Counts
+        as a `use` of each, unless that is None."""
         found = self.find(keys)
         if found is None:
             return None
-        return self.pin_objects(found, owner=owner, request_id=request_id, deadline=deadline, use=use)
+        lease = self.pin_objects(found, owner=owner, request_id=request_id, lease_s=lease_s, use=use)
+        return lease if self.keep_within_share(lease) else None
 
+    @locked
     def pin_objects(
         self,
         objects: list[StoredObject],
         *,
         owner: int,
-        request_id: str,
-        deadline: float,
+        request_id: str = "",
+        lease_s: float | None = None,
         use: Use | None = "lookup",
         prompt: PromptPart = NO_PROMPT,
         asked_by: int | None = None,
         hit: bool = False,
     ) -> PinLease:
-        """Pin objects of this table, in the order of a prompt; the lease owns the list. `prompt` has their places if
-        the request says anything of their future. `asked_by` is the session that the pins count for, None: the owner.
-        A `hit` may lapse when others need room. Raises `RequestError` if that session holds too many leases or
-        pins."""
+        """Pin objects of this table that were found since the caller took the lock, in the order of a prompt; the lease
+        owns the list. `prompt` has their places if the request says anything of their future. `asked_by` is the session
+        that the pins count for, None: the owner. A `hit` may lapse when others need room. Raises `RequestError` if that
+        session holds too many leases or pins."""
         who = owner if asked_by is None else asked_by
         self._forget_lapsed(who)
-        payer = self.shares.payer(who)
-        lease = self._leases.open_pin(owner, request_id, deadline, objects, asked_by=who, payer=payer, hit=hit)
-        self._pin(objects, payer)
+        lease = PinLease(
+            owner, request_id, self._deadline(lease_s), who, self.shares.payer(who), objects=objects, hit=hit
+        )
+        self._leases.open(lease)
+        self._pin(objects, lease.payer)
         if use is not None:
             self._used(objects, use, request_id, objects[0].tenant if objects else 0, prompt)
         return lease
 
-    def reads(self, session: int, request_id: str, objects: Sequence[StoredObject]) -> None:
-        """A session is about to load objects: if another one alone pins them, by a hit of the same request, it is the
-        scheduler of this worker, and what the worker pins counts for it from now on."""
-        shares = self.shares
+    @locked
+    def pin_found(
+        self,
+        find: Callable[[FindRow], list[StoredObject] | None],
+        *,
+        owner: int,
+        request_id: str,
+        lease_s: float | None,
+        prompt: PromptPart = NO_PROMPT,
+        asked_by: int | None = None,
+    ) -> PinLease | None:
+        """Pin the objects that `find` finds in the rows of L1, for a load, which counts as a use of each; None if
+        `find` returns None, or the share of L1 of the session that asks is pinned."""
+        objects = find(self.row)
+        if objects is None:
+            return None
+        session, shares = owner if asked_by is None else asked_by, self.shares
         payer = objects[0].payer if objects else 0
         if payer > 0 and shares.payer(session) == session != payer and self._leases.has_hit(payer, request_id):
+            # Another session alone pins them, by a hit of the same request: the scheduler of this worker.
             shares.work_for(session, payer)
+        lease = self.pin_objects(
+            objects,
+            owner=owner,
+            request_id=request_id,
+            lease_s=lease_s,
+            use="retrieve",
+            prompt=prompt,
+            asked_by=asked_by,
+        )
+        return lease if self.keep_within_share(lease) else None
 
-    def pinned(self, lease_id: str, *, owner: int, now: float) -> list[StoredObject] | None:
-        """Return the objects under a pin lease, None if it has lapsed."""
-        lease = self._own_pin_lease(lease_id, owner, now)
+    @locked
+    def pin_again(self, lease_id: str, indices: Sequence[int], *, owner: int) -> PinLease | None:
+        """Pin for the server itself the objects that the client `owner` has pinned under a lease; None if that has
+        lapsed. Counts as no use. Raises `LeaseUnknown`."""
+        pinned = self.pinned(lease_id, owner=owner)
+        if pinned is None:
+            return None
+        return self.pin_objects([pinned[index] for index in indices], owner=INTERNAL_OWNER, use=None, asked_by=owner)
+
+    @locked
+    def pinned(self, lease_id: str, *, owner: int) -> list[StoredObject] | None:
+        """Return the objects under a pin lease, None if it has lapsed. Raises `LeaseUnknown`."""
+        lease = self._own_pin_lease(lease_id, owner)
         return lease.objects if lease.held else None
 
-    def unpin(
-        self, lease_id: str, *, owner: int, now: float, use: Use | None = None, prompt: PromptPart = NO_PROMPT
-    ) -> PinLease:
+    @locked
+    def unpin(self, lease_id: str, *, owner: int, use: Use | None = None, prompt: PromptPart = NO_PROMPT) -> PinLease:
         """End a pin lease; its `held` says whether the pins held until now. With a `use`, which it turns out to have
-        been, that of each object, if they did; `prompt` as for `pin_objects`."""
-        lease = self._own_pin_lease(lease_id, owner, now)
+        been, that of each object, if they did; `prompt` as for `pin_objects`. Raises `LeaseUnknown`."""
+        lease = self._own_pin_lease(lease_id, owner)
         if use is not None and lease.objects:
             self._used(lease.objects, use, lease.request_id, lease.objects[0].tenant, prompt)
         self._drop_pin_lease(lease)
         return lease
 
     def hold(self, key: PackedKey) -> PinLease | None:
-        """Pin an object for the server itself, until `release`; None if it is missing. Counts as no use. Such pins are
-        many and short, and in no lease book."""
+        """Pin an object for the server itself, until `release_all`; None if it is missing. Counts as no use. Such pins
+        are many and short, and in no lease book. For who holds the lock, as `release_all`."""
         stored = self._objects.get(key)
         if stored is None:
             return None
-        lease = PinLease(f"hold-{next(self._numbers):x}", INTERNAL_OWNER, "", NO_DEADLINE, [stored])
-        self._held[lease.id] = lease
+        name = f"hold-{next(self._numbers):x}"
+        lease = PinLease(INTERNAL_OWNER, "", NO_DEADLINE, INTERNAL_OWNER, INTERNAL_OWNER, name, [stored])
+        self._held[name] = lease
         stored.pins += 1
         stored.holds += 1
         self.pins += 1
         return lease
 
-    def release(self, leases: Sequence[PinLease]) -> None:
+    def release_all(self, leases: Sequence[PinLease]) -> None:
         """End pins of the server itself: of `hold`, and leases of `INTERNAL_OWNER`. Raises `LeaseUnknown` for one that
         has ended."""
         for lease in leases:
@@ -380,27 +436,32 @@ class ObjectTable:
             else:
                 self._drop_pin_lease(self._leases.pin(lease.id, INTERNAL_OWNER))
 
+    # shares of sessions
+
+    @locked
+    def work_for(self, session: int, payer: int) -> None:
+        """Let what a session pins count for another one of its engine."""
+        self.shares.work_for(session, payer)
+
     def keep_within_share(self, lease: PinLease) -> bool:
         """Return whether a lease may stay that cannot lapse; if not, it ends. While others need space, the session's
-        oldest hits lapse for it first."""
+        oldest hits lapse for it first. For who holds the lock."""
         shares, payer = self.shares, lease.payer
-        if payer not in shares.over or not shares.is_bound(payer, self._now):
-            return True
-        self._end_hits(payer)
-        if payer not in shares.over:
-            return True
-        self._drop_pin_lease(lease)
-        shares.cut(payer)
-        return False
+        if shares.is_bound(payer, self._now):
+            self._end_hits(payer)
+            if payer in shares.over:
+                self._drop_pin_lease(lease)
+                shares.cut(payer)
+                return False
+        return True
 
     # time and ends
 
-    def expire(self, now: float) -> None:
+    @locked
+    def expire(self) -> None:
         """Quarantine write leases and lapse pin leases whose deadline has passed; forget those that lapsed long ago.
-
-        Unpins about `UNPIN_AT_ONCE` objects at most; the remaining leases lapse in the next calls, or on access.
-        """
-        self._now = now
+        Unpins about `UNPIN_AT_ONCE` objects at most; other leases lapse in the next calls, or on access."""
+        now = self._now = self.clock()
         for write in self._leases.writes.values():
             if now >= write.deadline:
                 self._quarantine(write)
@@ -412,24 +473,24 @@ class ObjectTable:
             if now >= pins.deadline + REMEMBER_LAPSED_S:
                 self._drop_pin_lease(pins)
 
+    @locked
     def end_owner(self, owner: int) -> int:
         """End all leases of an owner that has ended, and so writes and reads no more; return their number."""
         self.accounts.end(owner)
         self.shares.end_session(owner)
         leases = self._leases.of(owner)
         for lease in leases:
-            if isinstance(lease, WriteLease):
-                self._drop_write_lease(lease)
-            else:
+            if isinstance(lease, PinLease):
                 self._drop_pin_lease(lease)
+            else:
+                self._drop_write_lease(lease)
+        self.on_writers_ended()
         return len(leases)
 
+    @locked
     def cancel(self, owner: int, request_id: str | None = None) -> int:
-        """End the claims of a live owner (of one request if given); return their number.
-
-        Its pins end. Its write leases will not be published, but the owner may still be writing: the ranges are
-        quarantined.
-        """
+        """End the claims of a live owner (of one request if given); return their number. Its pins end. Its write leases
+        will not be published, but the owner may still be writing: the ranges are quarantined."""
         ended = 0
         for lease in self._leases.of(owner, request_id):
             if isinstance(lease, PinLease):
@@ -438,45 +499,44 @@ class ObjectTable:
             elif not lease.quarantined:
                 self._quarantine(lease, late=False)
                 ended += 1
+        self.on_writers_ended()
         return ended
 
+    @locked
+    def report_uses(self) -> None:
+        """Report some of the waiting uses to the policies."""
+        self.tenants.report_uses(self._objects)
+
+    @locked
     def objects(self) -> list[StoredObject]:
         """Return all readable objects as of now, in no particular order."""
         return list(self._objects)
 
+    @locked
     def drop_unused(self, objects: Iterable[StoredObject]) -> tuple[list[StoredObject], int]:
         """Drop those of `objects` that are still in the table and not pinned: (dropped, number of pinned ones)."""
-        here = [stored for stored in objects if self._objects.get(stored.key) is stored]
+        here = self._objects.still_here(objects)
         dropped = [stored for stored in here if not stored.pins]
         for stored in dropped:
             self._remove(stored, Cause.CLEARED)
-        self._pending_removals.report()
+        self.tenants.report_removals()
         return dropped, len(here) - len(dropped)
 
-    def drop(self, key: PackedKey, cause: Cause = Cause.CLEARED) -> bool:
-        """Drop one object unless it is pinned or absent; return whether it was dropped."""
-        return bool(self._drop([key], cause))
+    @locked
+    def drop(self, keys: Iterable[PackedKey], cause: Cause = Cause.CLEARED) -> int:
+        """Drop those of `keys` that are here and not pinned; return their number."""
+        dropped = 0
+        for stored in self._objects.unpinned(keys):
+            self._remove(stored, cause)
+            dropped += 1
+        self.evictions += dropped * (cause <= LAST_EVICTION)
+        self.tenants.report_removals()
+        return dropped
 
-    def candidates(self, used_bytes: int) -> list[PackedKey]:
-        """Return the keys that the policy would evict to get down to `used_bytes`, without pinned objects and what is
-        guaranteed to tenants."""
-        keys: list[PackedKey] = []
-        excess = self.used_bytes - used_bytes
-        tenants = self.tenants
-        leaving = tenants.victims(lambda of: tenants.evictable(of, self._objects), tenants.spare(), all_leave=True)
-        for stored in leaving if excess > 0 else ():
-            keys.append(stored.key)
-            excess -= rounded(stored.length)
-            if excess <= 0:
-                break
-        return keys
-
-    def evict(self, keys: Iterable[PackedKey], cause: Cause = Cause.WATERMARK) -> None:
-        """Evict those of `keys` that are not pinned."""
-        self.evictions += self._drop(keys, cause)
+    # the journal
 
     def keep_in(self, journal: Journal) -> None:
-        """Record what the table holds, and each change from now on."""
+        """Record what the table holds, and each change from now on; for who holds the lock."""
         self._journal = journal
         for stored in self._objects:
             slots = journal.reserve([(stored.key, stored.offset, stored.length)], owner=0, tenant=stored.tenant)
@@ -485,20 +545,20 @@ class ObjectTable:
         for lease in self._leases.writes.values():
             lease.slots = journal.reserve(lease.items, owner=lease.owner, tenant=lease.tenant)
 
+    @locked
     def sealed(self, checksums: Mapping[PackedKey, int]) -> None:
-        """Record the checksums of objects."""
-        for key, checksum in checksums.items():
-            stored = self._objects.get(key)
-            if stored is not None and self._journal is not None:
-                self._journal.sealed(stored.slot, checksum)
+        """Record the checksums of objects for the next server."""
+        if self._journal is not None:
+            for key, checksum in checksums.items():
+                stored = self._objects.get(key)
+                if stored is not None:
+                    self._journal.sealed(stored.slot, checksum)
 
-    # after a restart
-
-    def adopt(self, found: Found, tenants: Sequence[int], *, now: float) -> None:
+    def adopt(self, found: Found, tenants: Sequence[int]) -> None:
         """Take over what the journal of an earlier server holds, into an empty table. `tenants` has the number of each
         tenant of that server, from 1. All its reservations are quarantined, until `writer_ended`."""
         number = (0, *tenants)
-        self._now = now
+        now = self._now = self.clock()
         objects: list[StoredObject] = []
         for run in found.slots.runs():
             key, old = run[0].key, run[0].tenant
@@ -534,58 +594,59 @@ class ObjectTable:
         return list(self._foreign)
 
     def writer_ended(self, writer: int) -> None:
-        """Free the ranges of a client of an earlier server, which writes no more."""
+        """Free the ranges of a client of an earlier server, which writes no more; for who holds the lock."""
         for range_ in self._foreign.pop(writer, ()):
             if self._journal is not None:
                 self._journal.release((range_.slot,))
             self.quarantined_bytes -= rounded(range_.length)
             self._free(range_.offset, range_.length, range_.tenant)
 
-    # inside
+    # inside: placing
 
-    def _reserved_bytes(self, owner: int) -> int:
-        writes = [lease for lease in self._leases.of(owner) if isinstance(lease, WriteLease)]
-        return sum(rounded(nbytes) for lease in writes for _, _, nbytes in lease.items)
+    def _place_all(
+        self,
+        items: Sequence[tuple[PackedKey, int]],
+        here: Sequence[StoredObject | None],
+        space: float,
+        result: Reservation,
+        lease: WriteLease,
+    ) -> None:
+        writing, of, length = self._writing, -1, 0
+        end = self._admitted(items, here, lease) if lease.tenant in self.tenants.refusing else len(items)
+        for index, (key, nbytes) in enumerate(items):
+            if here[index] is not None:
+                result.present += 1
+            elif key in writing:
+                result.in_flight += 1
+            elif result.stopped_at is not None:
+                result.dropped += 1
+            else:
+                if nbytes != of:
+                    of, length = nbytes, rounded(nbytes)
+                offset = self._place(length, key, lease.tenant) if length <= space and index < end else None
+                if offset is None:
+                    result.stopped_at, result.dropped = index, 1
+                    result.refused = index >= end
+                    left = self.tenants.space_left(lease.tenant, self.allocator.limit)
+                    result.over_share = length > min(space, left)
+                    continue
+                space -= length
+                lease.nbytes += length
+                lease.items.append((key, offset, nbytes))
+                result.placed.append((index, offset))
+                writing[key] = lease
 
-    def _admitted(self, items: Sequence[tuple[PackedKey, int]], lease: WriteLease) -> int:
+    def _admitted(
+        self, items: Sequence[tuple[PackedKey, int]], here: Sequence[StoredObject | None], lease: WriteLease
+    ) -> int:
         """Return the index of the first absent object that the policy refuses, or the number of items."""
-        absent = [
-            index for index, (key, _) in enumerate(items) if key not in self._writing and self._objects.get(key) is None
-        ]
+        absent = [index for index, (key, _) in enumerate(items) if here[index] is None and key not in self._writing]
         if not absent:
             return len(items)
         facts = self._facts(lease.use, lease.request_id, lease.tenant, lease.prompt.chunk_tokens)
         keys, sizes = [items[index][0] for index in absent], [items[index][1] for index in absent]
-        chunks = lease.prompt.of(absent)
-        count = self.tenants.policies[lease.tenant].admits(keys, sizes, chunks, facts)
+        count = self.tenants.policies[lease.tenant].admits(keys, sizes, lease.prompt.of(absent), facts)
         return absent[count] if 0 <= count < len(absent) else len(items)
-
-    def _place(self, length: int, key: PackedKey, tenant: int) -> int | None:
-        tenants, walk = self.tenants, self._walk
-        if walk is None and not tenants.any_named and self.allocator.largest_free < length:
-            self._need_room()
-            walk, self._full = self._walks.of(0), length
-            self._walk = walk
-        if walk is not None and length >= self._full:
-            # The usual case: one leaves, and the other takes its very place.
-            first = walk.next()
-            if first is not None and rounded(first.length) == length:
-                self.evictions += 1
-                self._remove(first, Cause.ROOM, key, length)
-                return first.offset
-            if first is not None:
-                walk.put_back(first)
-        over = length - tenants.space_left(tenant, self.allocator.limit)
-        if over > 0 and not self._shrink(tenant, over, key):
-            return None
-        offset = self.allocator.allocate(length) if length < self._full else None
-        if offset is None and length <= self.allocator.limit:
-            self._need_room()
-            offset = self._make_place(length, key, tenant, Cause.ROOM if over <= 0 else Cause.TENANT)
-        if offset is not None:
-            self.used_bytes += length
-            tenants.used[tenant] += length
-        return offset
 
     def _need_room(self) -> None:
         """Let the oldest hits of the sessions above their share lapse, for the STORE of another one."""
@@ -596,7 +657,7 @@ class ObjectTable:
         for other in self.shares.over - {payer}:
             self._end_hits(other)
             # What is unpinned now may have been passed over.
-            self._walks.end()
+            self._victims.end()
 
     def _end_hits(self, payer: int) -> None:
         """Let the oldest hits of a session lapse until it holds no more than its share."""
@@ -606,87 +667,10 @@ class ObjectTable:
             self._unpin(self._leases.lapse(lease), payer)
             self.shares.cut(payer)
 
-    def _make_place(self, length: int, key: PackedKey, tenant: int, cause: Cause) -> int | None:
-        """Evict for the object `key`; return the offset of its place, allocated."""
-        tenants, walks = self.tenants, self._walks
-        spare = tenants.spare(tenant) if cause is Cause.ROOM else tenants.own(tenant)
-        victims = tenants.victims(walks.looked_at, spare, last=tenant)
-        leaving = choose_window(length, victims, self._objects, self.allocator, spare)
-        for stored in leaving:
-            self._remove(stored, cause, key)
-        self.evictions += len(leaving)
-        walks.stay()
-        offset = self.allocator.allocate(length)
-        if spare is None:
-            self._walk = walks.of(0)
-            self._full = length if self.allocator.largest_free < length else math.inf
-        return offset
-
-    def _shrink(self, tenant: int, nbytes: float, key: PackedKey) -> bool:
-        """Evict `nbytes` of a tenant's own objects for the object `key`; nothing if there are not as many."""
-        leaving = []
-        for stored in self.tenants.victims(self._walks.looked_at, self.tenants.own(tenant)):
-            leaving.append(stored)
-            nbytes -= rounded(stored.length)
-            if nbytes <= 0:
-                break
-        else:
-            leaving = []
-        for each in leaving:
-            self._remove(each, Cause.TENANT, key)
-        self.evictions += len(leaving)
-        self._walks.stay()
-        return bool(leaving)
-
-    def _drop(self, keys: Iterable[PackedKey], cause: Cause) -> int:
-        """Drop those of `keys` that are here and not pinned; return their number."""
-        dropped = 0
-        for key in keys:
-            stored = self._objects.get(key)
-            if stored is not None and not stored.pins:
-                self._remove(stored, cause)
-                dropped += 1
-        self._pending_removals.report()
-        return dropped
-
-    def _remove(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None, taken: int = 0) -> None:
-        """Remove an object, and free its range unless another one of its tenant takes all `taken` bytes of it;
-        `PendingRemovals.report` follows."""
-        if stored.used < 0.0 and cause <= LAST_EVICTION:
-            cause = Cause.HINTED
-        self._objects.remove(stored)
-        if self._journal is not None:
-            self._journal.release((stored.slot,))
-        length = taken or rounded(stored.length)
-        if not taken:
-            self.allocator.free(stored.offset, length)
-            self.used_bytes -= length
-            self.tenants.used[stored.tenant] -= length
-        account = stored.account.into or stored.account
-        account.objects -= 1
-        account.nbytes -= length
-        account.evicted += cause <= LAST_EVICTION
-        self._pending_removals.add(stored, cause)
-        self._on_remove(stored, cause, by)
-
-    def _free(self, offset: int, nbytes: int, tenant: int) -> None:
-        """Free a reserved range."""
-        length = rounded(nbytes)
-        self.allocator.free(offset, length)
-        self.used_bytes -= length
-        self.tenants.used[tenant] -= length
-
-    def _count_unplaced(self, items: Sequence[tuple[PackedKey, int]], result: Reservation) -> None:
-        for key, _ in items:
-            if key in self._objects:
-                result.present += 1
-            elif key in self._writing:
-                result.in_flight += 1
-            else:
-                result.dropped += 1
+    # inside: uses
 
     def _facts(self, use: Use, request_id: str, tenant: int, chunk_tokens: int = 0) -> RequestFacts:
-        compute_s, load_s = self._prices()
+        compute_s, load_s = self.prices
         return RequestFacts(
             use=use,
             at=self._now,
@@ -703,39 +687,47 @@ class ObjectTable:
     ) -> None:
         if not objects:
             return
-        if prompt.retain:
-            self._used_hinted(objects, self._facts(use, request_id, tenant), prompt)
-            return
+        facts = self._facts(use, request_id, tenant)
+        for _, some, of in self._runs(objects, prompt, facts, [False] * len(objects) if prompt.retain else ()):
+            self.tenants.accessed(some, of, self._objects)
+        if self._journal is not None:
+            self._journal.used(objects)
+        self.on_used(objects)
+
+    def _runs(
+        self, objects: list[StoredObject], prompt: PromptPart, facts: RequestFacts, is_first: Sequence[bool]
+    ) -> list[tuple[slice, list[StoredObject], RequestFacts]]:
+        """Return the runs of objects of which their request says the same, the last run first; each is used now."""
         now = self._now
         for stored in objects:
             stored.used = now
-        self._uses.add(objects, self._facts(use, request_id, tenant))
-        if self._journal is not None:
-            self._journal.used(objects)
-
-    def _used_hinted(self, objects: list[StoredObject], facts: RequestFacts, prompt: PromptPart) -> None:
+        if not prompt.retain:
+            return [(slice(None), objects, facts)]
+        runs = []
         chunks = prompt.chunks or [-1] * len(objects)
-        for part in parts_of(chunks, prompt.chunk_tokens, prompt.retain, [False] * len(objects)):
-            some = objects[part.objects]
-            self._mark(some, part)
-            self._uses.add(some, part.added_to(facts))
-        if self._journal is not None:
-            self._journal.used(objects)
+        for span, retain in runs_of(chunks, prompt.chunk_tokens, prompt.retain, is_first):
+            some, of = objects[span], with_hint(facts, retain)
+            if of.hint == "done":
+                for stored in some:
+                    stored.used = -now
+            runs.append((span, some, of))
+        return runs
 
-    def _inserted_hinted(self, objects: list[StoredObject], lease: WriteLease, facts: RequestFacts) -> None:
-        prompt = lease.prompt
-        is_first = [not self._was_done(stored.key) for stored in objects]
-        for part in parts_of(lease.chunks, prompt.chunk_tokens, prompt.retain, is_first):
-            some = objects[part.objects]
-            self._mark(some, part)
-            self.tenants.inserted(lease.tenant, some, lease.chunks[part.objects], part.added_to(facts))
-        if self._journal is not None:
-            self._journal.used(objects)
+    def _present_used(self, lease: WriteLease) -> None:
+        """Unpin the objects that were present before a lease that has ended, and count the request as a use of each."""
+        present = self._release_present(lease)
+        self._used(
+            present, lease.use, lease.request_id, lease.tenant, lease.prompt._replace(chunks=lease.present_chunks)
+        )
 
-    def _mark(self, objects: Sequence[StoredObject], part: Part) -> None:
-        used = -self._now if part.hint == "done" else self._now
-        for stored in objects:
-            stored.used = used
+    # inside: leases
+
+    def _deadline(self, lease_s: float | None) -> float:
+        return NO_DEADLINE if lease_s is None else self.clock() + lease_s
+
+    def _reserved_bytes(self, owner: int) -> int:
+        writes = [lease for lease in self._leases.of(owner) if isinstance(lease, WriteLease)]
+        return sum(rounded(nbytes) for lease in writes for _, _, nbytes in lease.items)
 
     def _pin(self, objects: Sequence[StoredObject], payer: int) -> None:
         self.shares.pin(objects, payer)
@@ -746,15 +738,14 @@ class ObjectTable:
         self.pins -= len(objects)
 
     def _quarantine(self, lease: WriteLease, *, late: bool = True) -> None:
-        """`late` means that the deadline has passed; otherwise the writer gave the lease up, which counts as no
-        failure."""
+        """`late`: the deadline has passed; otherwise the writer gave the lease up, which counts as no failure."""
         if not lease.quarantined:
             lease.quarantined = True
             self.quarantines += late
             self._release_present(lease)
-            for key, _, nbytes in lease.items:
+            for key, _, _ in lease.items:
                 del self._writing[key]
-                self.quarantined_bytes += rounded(nbytes)
+            self.quarantined_bytes += lease.nbytes
 
     def _lapse(self, lease: PinLease) -> None:
         if lease.held:
@@ -764,8 +755,7 @@ class ObjectTable:
     def _release_present(self, lease: WriteLease) -> list[StoredObject]:
         """Unpin the objects that were present before a lease; return them."""
         present, lease.present = lease.present, []
-        if present:
-            self._unpin(present, lease.payer)
+        self._unpin(present, lease.payer)
         return present
 
     def _drop_write_lease(self, lease: WriteLease) -> None:
@@ -774,10 +764,10 @@ class ObjectTable:
         self.shares.add(lease.payer, -lease.nbytes)
         if self._journal is not None:
             self._journal.release(lease.slots)
+        if lease.quarantined:
+            self.quarantined_bytes -= lease.nbytes
         for key, offset, nbytes in lease.items:
-            if lease.quarantined:
-                self.quarantined_bytes -= rounded(nbytes)
-            else:
+            if not lease.quarantined:
                 del self._writing[key]
             self._free(offset, nbytes, lease.tenant)
 
@@ -786,9 +776,9 @@ class ObjectTable:
         if lease.held:
             self._unpin(lease.objects, lease.payer)
 
-    def _own_pin_lease(self, lease_id: str, owner: int, now: float) -> PinLease:
+    def _own_pin_lease(self, lease_id: str, owner: int) -> PinLease:
         lease = self._leases.pin(lease_id, owner)
-        if now >= lease.deadline:
+        if self.clock() >= lease.deadline:
             self._lapse(lease)
         return lease
 

@@ -21,10 +21,20 @@ from kvframework.api.keys import PackedKey
 from kvframework.api.tier import Outcome, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
 from kvframework.pricing import TierSpeed
-from kvframework.storage.envelope import HEADER_BYTES, UNKNOWN_LAYOUT, checksum_in, seal, unseal
 from kvframework.storage.l1.leases import PinLease, PromptPart
 from kvframework.storage.l2.tier_calls import Absences, Breaker, TierCalls
-from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, is_record_key, record_key
+from kvframework.storage.namespaces import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    UNKNOWN_LAYOUT,
+    NamespaceRecord,
+    checksum_in,
+    decode_record,
+    is_record_key,
+    record_key,
+    seal,
+    unseal,
+)
 
 log = logging.getLogger(__name__)
 

@@ -12,18 +12,15 @@ from pathlib import Path
 
 from kvframework.errors import KVFrameworkError
 from tests.core.chaos.faults import Faults
-from tests.core.chaos.footprint import Footprint
 from tests.core.chaos.ledger import Ledger
 from tests.core.chaos.rest import check_end, check_logs, check_nothing_left, check_rest
 from tests.core.chaos.schedule import LANES, OF_L2, Fault, Lane, draw
-from tests.core.chaos.world import Plan, World
+from tests.core.chaos.world import Footprint, Plan, World
 
 _WARM_S = 10.0
 _LONGER_S = 90.0
 _LOOK_EVERY_S = 0.5
 _LOG_LINES = 30
-
-Show = Callable[[Ledger, Sequence[Fault]], None]
 
 
 class Broken(AssertionError):
@@ -31,9 +28,11 @@ class Broken(AssertionError):
 
 
 class Course:
-    """One run; `run()` may be called once. `show` is called at intervals with the faults that have begun."""
+    """One run; `run()` may be called once. `show` is called with each fault that begins."""
 
-    def __init__(self, plan: Plan, lanes: Sequence[Lane] = LANES, show: Show = lambda _ledger, _begun: None) -> None:
+    def __init__(
+        self, plan: Plan, lanes: Sequence[Lane] = LANES, show: Callable[[Fault], object] = lambda _: None
+    ) -> None:
         self.ledger = Ledger()
         self._plan = plan
         lanes = [lane for lane in lanes if plan.l2 or lane.name not in OF_L2]
@@ -73,7 +72,6 @@ class Course:
         try:
             while not self._enough(time.monotonic() - began) and not self.ledger.failed.wait(_LOOK_EVERY_S):
                 self._note_footprint(world)
-                self._show(self.ledger, self._begun)
         finally:
             self._over.set()
             for lane in lanes:
@@ -108,6 +106,7 @@ class Course:
             if self._over.wait(max(began + fault.at - time.monotonic(), 0.0)):
                 return
             self._begun.append(fault)
+            self._show(fault)
             try:
                 faults.run(fault)
             except AssertionError as error:

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from kvf_filesystem.form import path_of
@@ -57,95 +58,72 @@ class Faults:
     def _kill_engine(self, seconds: float, chance: random.Random) -> None:
         number = chance.randrange(len(self._world.engines))
         engine = self._world.engines[number]
-        with self._world.ledger.work("kill_engine", number):
-            engine.kill9()
+        with self._work("kill_engine", engine.kill9, engine.start, number):
             self._ended(seconds)
-            engine.start()
 
     def _stop_engine(self, seconds: float, chance: random.Random) -> None:
         number = chance.randrange(len(self._world.engines))
-        with self._world.ledger.work("stop_engine", number), _stopped([self._world.engines[number]]):
-            self._ended(seconds)
+        self._stop("stop_engine", [self._world.engines[number]], seconds, number)
 
     def _stop_all_engines(self, seconds: float, chance: random.Random) -> None:
-        with self._world.ledger.work("stop_all_engines"), _stopped(self._world.engines):
+        self._stop("stop_all_engines", self._world.engines, seconds)
+
+    def _stop(self, kind: str, engines: list[EngineProcess], seconds: float, number: int | None = None) -> None:
+        def tell(signum: int) -> None:
+            for engine in engines:
+                engine.signal(signum)
+
+        with self._work(kind, partial(tell, signal.SIGSTOP), partial(tell, signal.SIGCONT), number):
             self._ended(seconds)
 
     # the server
 
     def _kill_server(self, seconds: float, chance: random.Random) -> None:
-        with self._world.ledger.work("kill_server"):
-            self._world.server.kill9()
+        with self._work("kill_server", self._world.server.kill9, self._world.server.start):
             self._ended(seconds)
-            self._world.server.start()
 
     def _stop_server(self, seconds: float, chance: random.Random) -> None:
-        with self._world.ledger.work("stop_server"):
-            self._world.server.sigstop()
-            try:
-                self._ended(seconds)
-            finally:
-                self._world.server.sigcont()
+        with self._work("stop_server", self._world.server.sigstop, self._world.server.sigcont):
+            self._ended(seconds)
 
     def _clear(self, seconds: float, chance: random.Random) -> None:
-        with self._world.ledger.work("clear"), self._world.server.client() as client:
+        with self._work("clear"), self._world.server.client() as client:
             client.call("CLEAR", m.Clear())
 
     # Redis
 
     def _kill_redis(self, seconds: float, chance: random.Random) -> None:
-        with self._world.ledger.work("kill_redis"):
-            self._world.redis.kill9()
-            try:
-                self._down(seconds)
-            finally:
-                self._world.redis.start()
-            self._await_state(REDIS, "closed")
+        with self._work("kill_redis", self._world.redis.kill9, self._world.redis.start, heals=REDIS):
+            self._down(seconds)
 
     def _stop_redis(self, seconds: float, chance: random.Random) -> None:
-        with self._world.ledger.work("stop_redis"):
-            self._world.redis.sigstop()
-            try:
-                self._down(seconds)
-            finally:
-                self._world.redis.sigcont()
-            self._await_state(REDIS, "closed")
+        with self._work("stop_redis", self._world.redis.sigstop, self._world.redis.sigcont, heals=REDIS):
+            self._down(seconds)
 
     def _flush_redis(self, seconds: float, chance: random.Random) -> None:
-        with self._world.ledger.work("flush_redis"), self._world.redis.client() as client:
+        with self._work("flush_redis"), self._world.redis.client() as client:
             client.flushall()
 
     def _damage_redis(self, seconds: float, chance: random.Random) -> None:
-        with self._world.ledger.work("damage_redis"), self._world.redis.client() as client:
+        with self._work("damage_redis"), self._world.redis.client() as client:
             keys = list(client.scan_iter(match=b"kvf:*", count=1000))
             for _ in range(min(DAMAGED, len(keys))):
                 damage_in_redis(client, chance.choice(KINDS), chance.choice(keys), chance.choice(keys), chance)
 
     def _wire(self, kind: str, seconds: float) -> None:
-        with self._world.ledger.work(kind):
-            self._world.proxy.inject(kind.removeprefix("wire_"))
-            try:
-                if kind in OUTAGES:
-                    self._down(seconds)
-                else:
-                    self._ended(seconds)
-            finally:
-                self._world.proxy.heal()
-            self._await_state(REDIS, "closed")
+        begin = partial(self._world.proxy.inject, kind.removeprefix("wire_"))
+        with self._work(kind, begin, self._world.proxy.heal, heals=REDIS):
+            (self._down if kind in OUTAGES else self._ended)(seconds)
 
     # the disk
 
     def _slow_disk(self, seconds: float, chance: random.Random) -> None:
-        with self._world.ledger.work("slow_disk"):
-            self._world.set_slowness(chance.choice((0.01, 0.1, 2.0)))
-            try:
-                self._ended(seconds)
-            finally:
-                self._world.set_slowness(0.0)
-            self._await_state(DISK, "closed")
+        slow = partial(self._world.set_slowness, chance.choice((0.01, 0.1, 2.0)))
+        with self._work("slow_disk", slow, partial(self._world.set_slowness, 0.0), heals=DISK):
+            self._ended(seconds)
 
     def _damage_disk(self, seconds: float, chance: random.Random) -> None:
-        with self._world.ledger.work("damage_disk"):
+        with self._work("damage_disk"):
             keys = [bytes.fromhex(path.name) for path in self._world.disk.glob("??/*") if _is_value(path)]
             for _ in range(min(DAMAGED, len(keys))):
                 # An object that was evicted or damaged in the meantime may not allow this damage.
@@ -153,6 +131,25 @@ class Faults:
                     pair = chance.sample(keys, 2)
                     if not any((self._world.disk / path_of(key)).is_symlink() for key in pair):
                         damage_in_folder(self._world.disk, chance.choice(KINDS), *pair, chance)
+
+    @contextmanager
+    def _work(
+        self,
+        kind: str,
+        begin: Callable[[], object] = lambda: None,
+        end: Callable[[], object] = lambda: None,
+        engine: int | None = None,
+        heals: int | None = None,
+    ) -> Iterator[None]:
+        """A fault from `begin` to `end`, of one engine or all; status must show then that the tier `heals` works."""
+        with self._world.ledger.work(kind, engine):
+            begin()
+            try:
+                yield
+            finally:
+                end()
+            if heals is not None:
+                self._await_state(heals, "closed")
 
     # what status must show
 
@@ -176,17 +173,6 @@ class Faults:
             if self._world.ledger.explained(("kill_server",), now, now):
                 deadline = now + TOLD_S
             assert now < deadline, f"status does not show tier {tier} as {wanted} within {TOLD_S} s"
-
-
-@contextmanager
-def _stopped(engines: list[EngineProcess]) -> Iterator[None]:
-    for engine in engines:
-        engine.signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for engine in engines:
-            engine.signal(signal.SIGCONT)
 
 
 def _is_value(path: Path) -> bool:

@@ -16,6 +16,7 @@ from kvframework.api.tier import Tier
 from kvframework.cli.main import main
 from kvframework.storage import recovery as kept
 from kvframework.storage import table as storage_table
+from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.table import Table
 
 SLOWNESS, PLANT = "KVFRAMEWORK_CHAOS_SLOWNESS", "KVFRAMEWORK_CHAOS_PLANT"
@@ -49,68 +50,37 @@ def slow_disk() -> None:
 # bugs
 
 
-def wrong_byte() -> None:
-    """Change a byte of a published object."""
-
-    def committed(table: Any, result: int, _objects: list[Any]) -> int:
-        for stored in _objects[:1]:
-            table.arena[stored.offset + stored.length // 2] ^= 1
-        return result
-
-    _after_commit(committed)
+def wrong_byte(table: Table, objects: list[StoredObject]) -> None:
+    """Change a byte of an object that has just been published."""
+    for stored in objects[:1]:
+        table.arena[stored.offset + stored.length // 2] ^= 1
 
 
-def lost_commit() -> None:
+def lost_commit(table: Table, objects: list[StoredObject]) -> None:
     """Report objects as stored without storing them."""
-
-    def committed(table: Any, result: int, objects: list[Any]) -> int:
-        with table.lock:
-            for stored in objects:
-                table._table.drop(stored.key)
-        return result
-
-    _after_commit(committed)
+    table.drop([stored.key for stored in objects])
 
 
-def leaked_pin() -> None:
+def leaked_pin(table: Table, objects: list[StoredObject]) -> None:
     """Never release an object that was pinned again."""
-
-    def committed(table: Any, result: int, objects: list[Any]) -> int:
-        table.pin_present([stored.key for stored in objects[:1]])
-        return result
-
-    _after_commit(committed)
+    table.pin_present([stored.key for stored in objects[:1]])
 
 
-def leaked_range() -> None:
+def leaked_range(table: Table, _objects: list[StoredObject]) -> None:
     """Leak memory of the arena, which is then neither free nor used."""
-
-    def committed(table: Any, result: int, _objects: list[Any]) -> int:
-        with table.lock:
-            table._table.allocator.allocate(4096)
-        return result
-
-    _after_commit(committed)
+    table.allocator.allocate(4096)
 
 
-def leaked_descriptor() -> None:
-    def committed(_table: Any, result: int, _objects: list[Any]) -> int:
-        for _ in range(10):
-            os.open(os.devnull, os.O_RDONLY)
-        return result
-
-    _after_commit(committed)
+def leaked_descriptor(_table: Table, _objects: list[StoredObject]) -> None:
+    for _ in range(10):
+        os.open(os.devnull, os.O_RDONLY)
 
 
-def traceback() -> None:
-    def committed(_table: Any, result: int, _objects: list[Any]) -> int:
-        try:
-            raise RuntimeError("planted")
-        except RuntimeError:
-            logging.getLogger("kvframework").exception("something failed")
-        return result
-
-    _after_commit(committed)
+def traceback(_table: Table, _objects: list[StoredObject]) -> None:
+    try:
+        raise RuntimeError("planted")
+    except RuntimeError:
+        logging.getLogger("kvframework").exception("something failed")
 
 
 def ignored_writers() -> None:
@@ -132,21 +102,20 @@ def forgetful_start() -> None:
     kept.read = forgetful
 
 
-def _after_commit(planted: Callable[[Any, int, list[Any]], int]) -> None:
+def _after_commit(planted: Callable[[Table, list[StoredObject]], None]) -> None:
     commit = Table.commit
     calls = 0
 
-    def committed(table: Table, lease_id: str, *, owner: int) -> int:
+    def committed(table: Table, lease_id: str, *, owner: int) -> list[StoredObject]:
         nonlocal calls
         with table.lock:
-            keys = [key for key, _, _ in table._table._leases.write(lease_id, owner).items]
-            result = commit(table, lease_id, owner=owner)
+            objects = commit(table, lease_id, owner=owner)
             calls += 1
-            if result and calls % RARELY == 0:
-                result = planted(table, result, table._table.find(keys))
-        return result
+            if objects and calls % RARELY == 0:
+                planted(table, objects)
+        return objects
 
-    Table.commit = committed  # type: ignore[method-assign]
+    Table.commit = committed  # type: ignore[assignment, method-assign]
 
 
 BUGS = {bug.__name__: bug for bug in (wrong_byte, lost_commit, leaked_pin, leaked_range, leaked_descriptor, traceback)}
@@ -156,5 +125,9 @@ HELD_BUGS = {bug.__name__: bug for bug in (ignored_writers, forgetful_start)}
 if __name__ == "__main__":
     slow_disk()
     if os.environ.get(PLANT):
-        (BUGS | HELD_BUGS)[os.environ[PLANT]]()
+        name = os.environ[PLANT]
+        if name in BUGS:
+            _after_commit(BUGS[name])
+        else:
+            HELD_BUGS[name]()
     main()

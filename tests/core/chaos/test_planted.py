@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.core.chaos.course import Broken, Course
+from tests.core.chaos.memory import PER_CHUNK, PagedMemory
 from tests.core.chaos.server_program import BUGS
 from tests.core.chaos.world import Plan
 
@@ -34,3 +35,21 @@ def test_a_planted_bug_is_found(bug: str) -> None:
 
 def test_every_bug_has_its_test() -> None:
     assert FOUND.keys() == BUGS.keys()
+
+
+def test_an_engine_sees_wrong_bytes_wherever_they_lie() -> None:
+    memory, digests = PagedMemory(), [bytes([number]) * 32 for number in range(3)]
+    blocks = [5, 2, 7, *range(20, 20 + 3 * PER_CHUNK - 3)]
+    memory.compute(b"namespace", digests, blocks)
+    assert memory.wrong_bytes(b"namespace", digests, blocks) == ""
+    assert memory.wrong_bytes(b"another", digests, blocks)
+    assert memory.wrong_bytes(b"namespace", digests[::-1], blocks)
+    assert memory.wrong_bytes(b"namespace", digests, [2, 5, *blocks[2:]])
+    assert memory.wrong_bytes(b"namespace", digests, blocks, 20), "what a load leaves out must be untouched"
+    for block in (5, 30, 0):
+        memory._bits[1, 0, block, 3, 1, 2] ^= 1 << 20
+        assert memory.changed()
+        assert "1 of" in memory.wrong_bytes(b"namespace", digests, blocks)
+        memory._bits[1, 0, block, 3, 1, 2] ^= 1 << 20
+    assert memory.stray_bytes(blocks) == ""
+    assert memory.stray_bytes(blocks[1:])

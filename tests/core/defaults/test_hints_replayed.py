@@ -15,9 +15,9 @@ import pytest
 from kvf_eviction import Lru, TwoQueues
 from kvframework.api.eviction import EvictionPolicy
 from kvframework.api.keys import PACKED_KEY_BYTES, PackedKey, Retain
-from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
 from kvframework.storage.l1.eviction_statistics import Cause
-from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
+from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.l1.objects import ObjectTable
 
 PREFIX = bytes(PACKED_KEY_BYTES - 32)
@@ -29,37 +29,39 @@ BOTH = pytest.mark.parametrize("make", [Lru, TwoQueues])
 
 def replayed(policy: EvictionPolicy, trace: Trace, room: int, hints: Hints | None = None) -> float:
     """The share of blocks that LOOKUPs find as prefixes, in percent: LOOKUP, RETRIEVE, STORE of all in two parts."""
-    allocator = RangeAllocator()
-    allocator.grow(room * ALIGNMENT)
     ghosts: dict[PackedKey, Cause] = {}
-    table = ObjectTable(
-        allocator,
-        policy,
-        lambda stored, cause, _by: ghosts.update({stored.key: cause}),
-        was_done=lambda key: ghosts.get(key) is Cause.HINTED,
-    )
     hits = total = 0
+    now = 0.0
+
+    class Remembering(ObjectTable):
+        def on_removed(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
+            ghosts[stored.key] = cause
+
+        def was_done(self, key: PackedKey) -> bool:
+            return ghosts.get(key) is Cause.HINTED
+
+    table = Remembering(policy, nbytes=room * ALIGNMENT, clock=lambda: now)
     for number, (blocks, said) in enumerate(zip(trace, hints or repeat(()), strict=False)):
         now, request = float(number + 1), f"r{number}"
-        table.expire(now)
+        table.expire()
         digests = [block.to_bytes(32, "big") for block in blocks]
         row = table.row(PREFIX, digests)
         found = [stored for stored in row[: row.index(None) if None in row else None] if stored is not None]
         hits, total = hits + len(found), total + len(digests)
         part = PromptPart(range(len(found)), TOKENS, said)
         leases = [
-            table.pin_objects(found[:], owner=1, request_id=request, deadline=NO_DEADLINE, use=use, prompt=part)
+            table.pin_objects(found[:], owner=1, request_id=request, use=use, prompt=part)
             for use in ("lookup", "retrieve")
         ]
         for first, end in (0, len(digests) // 2), (len(digests) // 2, len(digests)):
             items = [(PREFIX + digest, ALIGNMENT) for digest in digests[first:end]]
             part = PromptPart(range(first, end), TOKENS, said)
-            lease = table.reserve(items, owner=1, request_id=request, deadline=NO_DEADLINE, prompt=part).lease
+            lease = table.reserve(items, owner=1, request_id=request, prompt=part).lease
             if lease is not None:
-                for stored in table.commit(lease.id, owner=1, now=now):
+                for stored in table.commit(lease.id, owner=1):
                     ghosts.pop(stored.key, None)
         for pins in leases:
-            table.unpin(pins.id, owner=1, now=now)
+            table.unpin(pins.id, owner=1)
     return 100 * hits / total
 
 

@@ -18,8 +18,7 @@ from kvf_eviction import Lru, TwoQueues
 from kvf_eviction.two_queues import BINS, WAYS, AgainstLru, GhostMarks, Reuse, age_bin
 from kvframework.api.eviction import EvictionPolicy, RequestFacts
 from kvframework.api.keys import PACKED_KEY_BYTES
-from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
-from kvframework.storage.l1.leases import NO_DEADLINE
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.objects import ObjectTable
 
 PREFIX = bytes(PACKED_KEY_BYTES - 32)
@@ -167,26 +166,22 @@ def test_it_gives_way_and_tries_again_later_each_time() -> None:
 
 def replayed(policy: EvictionPolicy, trace: Trace, room: int) -> float:
     """The share of blocks that LOOKUPs find as prefixes, in percent: LOOKUP, RETRIEVE, STORE of all."""
-    allocator = RangeAllocator()
-    allocator.grow(room * ALIGNMENT)
-    table = ObjectTable(allocator, policy)
+    number = 0
+    table = ObjectTable(policy, nbytes=room * ALIGNMENT, clock=lambda: float(number))
     hits = total = 0
     for number, blocks in enumerate(trace):
-        now, request = float(number), f"r{number}"
+        request = f"r{number}"
         digests = [block.to_bytes(32, "big") for block in blocks]
         row = table.row(PREFIX, digests)
         found = [stored for stored in row[: row.index(None) if None in row else None] if stored is not None]
         hits, total = hits + len(found), total + len(digests)
-        leases = [
-            table.pin_objects(found[:], owner=1, request_id=request, deadline=NO_DEADLINE, use=use)
-            for use in ("lookup", "retrieve")
-        ]
+        leases = [table.pin_objects(found[:], owner=1, request_id=request, use=use) for use in ("lookup", "retrieve")]
         items = [(PREFIX + digest, ALIGNMENT) for digest in digests]
-        lease = table.reserve(items, owner=1, request_id=request, deadline=NO_DEADLINE).lease
+        lease = table.reserve(items, owner=1, request_id=request).lease
         if lease is not None:
-            table.commit(lease.id, owner=1, now=now)
+            table.commit(lease.id, owner=1)
         for pins in leases:
-            table.unpin(pins.id, owner=1, now=now)
+            table.unpin(pins.id, owner=1)
     return 100 * hits / total
 
 

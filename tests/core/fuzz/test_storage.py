@@ -12,9 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframework.api.tier import Outcome, PackedKey, Tier
-from kvframework.storage.envelope import HEADER_BYTES, Damaged, layout_fingerprint, seal, unseal
 from kvframework.storage.l2.sealed_tier import CodecTable, L2Store
-from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record
+from kvframework.storage.namespaces import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    Damaged,
+    NamespaceRecord,
+    decode_record,
+    layout_fingerprint,
+    seal,
+    unseal,
+)
 from tests.core.fuzz.bounds import bounded, check_words
 from tests.core.fuzz.effort import fuzzed
 from tests.core.fuzz.mutation import mutated

@@ -10,8 +10,15 @@ from kvf_hashers import Sha256
 from kvframework.api.keys import ObjectKey, compute_namespace, salt_digest
 from kvframework.api.layout import GroupDesc, KVLayout, LayerGroup, MemoryLayoutDesc
 from kvframework.service.registration import layer_order
-from kvframework.storage.envelope import FORMAT_VERSION, layout_fingerprint, seal
-from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, RankOrder, record_key
+from kvframework.storage.namespaces import (
+    FORMAT_VERSION,
+    NamespaceRecord,
+    NamespaceRecords,
+    RankOrder,
+    layout_fingerprint,
+    record_key,
+    seal,
+)
 from kvframework.wire import non_gpu_namespace
 from kvframework.wire.messages import RegisterNonGpuContextPayload
 from tests.core.golden.samples import explicit

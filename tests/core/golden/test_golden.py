@@ -16,8 +16,7 @@ import pytest
 from kvframework.api.plugin import Message
 from kvframework.errors import KVFrameworkError, RemoteError
 from kvframework.messaging.client.liveness import LivenessLink
-from kvframework.storage.envelope import FORMAT_VERSION, Damaged, unseal
-from kvframework.storage.namespaces import decode_record
+from kvframework.storage.namespaces import FORMAT_VERSION, Damaged, decode_record, unseal
 from kvframework.wire.frames import ERROR_TYPE, ErrorPayload, decode, error_from, split
 from kvframework.wire.protocol import REQUESTS
 from tests.core.golden import recording

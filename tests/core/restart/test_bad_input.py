@@ -15,7 +15,7 @@ from resource import RLIM_INFINITY, RLIMIT_FSIZE, prlimit
 import msgspec
 import pytest
 
-from kvframework.storage.l1.journal_format import (
+from kvframework.storage.l1.journal import (
     HEADS_AT,
     IDENTITY_AT,
     IDENTITY_BYTES,

@@ -90,7 +90,7 @@ def test_loads_of_one_client_leave_room_for_others(tmp_path: Path) -> None:
         finally:
             redis.sigcont()
         greedy.call("END_SESSION", m.EndSession())
-        table = running.service.lookups.tickets._table
+        table = running.service.lookups.tickets
         wait_until(lambda: not table._loading, 60, "the end of the loads")
 
 

@@ -173,10 +173,10 @@ IN_FORCE: dict[str, tuple[Callable[[Node], object], object]] = {
     "server.retrieve_lease_s": (lambda node: lease_s(node)[1], 8.0),
     "server.store_share": (lambda node: node.server.service._engine_driven.config.store_share, 0.25),
     "server.pin_share": (
-        lambda node: node.server.service.storage.table._table.shares.most / node.server.service.storage.table.capacity,
+        lambda node: node.server.service.storage.table.shares.most / node.server.service.storage.table.capacity,
         0.25,
     ),
-    "server.ticket_s": (lambda node: node.server.service.lookups.tickets._table.ticket_s, 9.0),
+    "server.ticket_s": (lambda node: node.server.service.lookups.tickets.ticket_s, 9.0),
     "server.trace_memory": (lambda node: node.server.service.lookups.recording._most_bytes, 1 << 20),
     "server.price": (lambda node: node.client.status()["price"]["on"], True),
     "server.session_timeout_s": (lambda node: node.server._messages._table.timeout_s, 0.2),

@@ -32,7 +32,7 @@ def test_lookups_and_pings_are_answered_between_the_slices_of_a_clear(monkeypatc
             [(packed_key(number), ALIGNMENT) for number in range(OTHERS)], owner=0, request_id="", lease_s=None
         ).lease
         assert lease is not None
-        assert storage.table.commit(lease.id, owner=0) == OTHERS
+        assert len(storage.table.commit(lease.id, owner=0)) == OTHERS
         client.store(last, b"b")
         monkeypatch.setattr(table_module, "time", pause)
         with WireClient(server.endpoint, timeout=60.0) as cleaner:

@@ -20,7 +20,7 @@ from kvframework.client import KVClient
 from kvframework.errors import EndpointError, KVFrameworkError, RequestError
 from kvframework.server import Server
 from kvframework.service.operator_requests import HandOver
-from kvframework.storage.l1.journal_format import PREFIX, SCHEMA
+from kvframework.storage.l1.journal import PREFIX, SCHEMA
 from kvframework.wire import messages as m
 from tests.core.security.another_user import NOBODY, as_another_user, needs_root
 from tests.core.server.in_process import serving

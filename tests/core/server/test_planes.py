@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvframework.storage.envelope import HEADER_BYTES
+from kvframework.storage.namespaces import HEADER_BYTES
 from kvframework.wire import messages as m
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until

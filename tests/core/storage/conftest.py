@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.core.storage.node import Node
+from tests.core.storage.node import MakeNode, Node
 from tests.support.waiting import wait_until
 
 
@@ -29,7 +29,7 @@ def make_node() -> Iterator[Callable[..., Node]]:
 
 
 @pytest.fixture
-def node(make_node: Callable[..., Node]) -> Node:
+def node(make_node: MakeNode) -> Node:
     return make_node()
 
 

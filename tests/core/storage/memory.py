@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey
 from kvframework.api.keys import ObjectKey
 from kvframework.api.memory import Memory
+from kvframework.storage.l1.entries import StoredObject
+from kvframework.storage.l1.eviction_statistics import Cause
+from kvframework.storage.l1.objects import ObjectTable
 
 NAMESPACE = bytes(range(16))
 
@@ -53,6 +57,18 @@ class OrderedLru(EvictionPolicy):
 
     def victims(self) -> Iterator[PackedKey]:
         return iter(self.order)
+
+
+class ClockedTable(ObjectTable):
+    """An object table whose time is `now`; `left` is what left it since it was cleared."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.now = 0.0
+        self.left: list[tuple[StoredObject, Cause]] = []
+        super().__init__(*arguments, clock=lambda: self.now, **named)
+
+    def on_removed(self, stored: StoredObject, cause: Cause, by: PackedKey | None) -> None:
+        self.left.append((stored, cause))
 
 
 def packed_key(number: int, *, namespace: bytes = NAMESPACE, salt: bytes = bytes(16)) -> PackedKey:

@@ -14,11 +14,13 @@ from kvframework.storage.l2.tier_calls import Breaker
 from kvframework.storage.l2.writer import WRITE_POLICIES, AttachedTier
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
+from kvframework.storage.table import Table
 from tests.core.storage.memory import OrderedLru, PlainMemory, content
 from tests.core.storage.tier import MemoryTier
 from tests.support.waiting import wait_until
 
 SIZE = ALIGNMENT
+MakeNode = Callable[..., "Node"]
 DESC = MemoryLayoutDesc(16, (GroupDesc((1, 1, 16, SIZE // 16), "uint8"),))
 OWNER = 1
 
@@ -74,6 +76,10 @@ class Node:
         )
 
     @property
+    def table(self) -> Table:
+        return self.manager.table
+
+    @property
     def tier(self) -> MemoryTier:
         return self.tiers[0]
 
@@ -87,24 +93,24 @@ class Node:
         return status[name]
 
     def present(self, keys: Sequence[PackedKey]) -> int:
-        return sum(self.manager.table.which_present(keys))
+        return sum(self.table.which_present(keys))
 
     def write(self, keys: Sequence[PackedKey], *, owner: int = OWNER) -> int:
         """STORE of the right bytes; the number of objects published."""
-        result = self.manager.table.reserve([(key, SIZE) for key in keys], owner=owner, request_id="w", lease_s=30.0)
+        result = self.table.reserve([(key, SIZE) for key in keys], owner=owner)
         if result.lease is None:
             return 0
         for index, offset in result.placed:
-            self.manager.table.arena[offset : offset + SIZE] = content(keys[index], SIZE)
-        return self.manager.table.commit(result.lease.id, owner=owner)
+            self.table.arena[offset : offset + SIZE] = content(keys[index], SIZE)
+        return len(self.table.commit(result.lease.id, owner=owner))
 
     def read(self, keys: Sequence[PackedKey], *, owner: int = OWNER) -> bool:
         """RETRIEVE: whether all are here; asserts that their bytes are right."""
-        lease = self.manager.table.pin(keys, owner=owner, request_id="r", lease_s=30.0)
+        lease = self.table.pin(keys, owner=owner)
         if lease is None:
             return False
-        found = [bytes(self.manager.table.arena[x.offset : x.offset + x.length]) for x in lease.objects]
-        held = self.manager.table.unpin(lease.id, owner=owner).held
+        found = [bytes(self.table.arena[x.offset : x.offset + x.length]) for x in lease.objects]
+        held = self.table.unpin(lease.id, owner=owner).held
         assert not held or found == [content(key, SIZE) for key in keys]
         return held
 

@@ -22,12 +22,6 @@ steps = st.lists(
 )
 
 
-def grown(limit: int) -> RangeAllocator:
-    allocator = RangeAllocator()
-    allocator.grow(limit)
-    return allocator
-
-
 def free_runs(limit: int, held: dict[int, int]) -> list[int]:
     """Lengths of the maximal free runs, worked out unit by unit."""
     taken = {unit for offset, size in held.items() for unit in range(offset // UNIT, (offset + rounded(size)) // UNIT)}
@@ -80,31 +74,6 @@ def test_behaves_like_a_map_of_units(script: Steps) -> None:
         allocator.free(offset, size)
     assert allocator.free_bytes == allocator.largest_free == limit
     assert allocator.allocate(limit) == (0 if limit else None)
-
-
-def test_growing_in_steps_makes_room_for_what_is_larger_than_a_step() -> None:
-    allocator = RangeAllocator()
-    for end in range(UNIT, 9 * UNIT, UNIT):
-        allocator.grow(end)
-    assert allocator.allocate(8 * UNIT) == 0
-
-
-def test_an_unaligned_or_smaller_limit_changes_nothing_but_whole_units() -> None:
-    allocator = grown(2 * UNIT + 5)
-    assert allocator.limit == 2 * UNIT
-    allocator.grow(UNIT)
-    assert (allocator.limit, allocator.free_bytes) == (2 * UNIT, 2 * UNIT)
-
-
-def test_fragmentation_says_how_scattered_the_free_bytes_are() -> None:
-    allocator = grown(4 * UNIT)
-    offsets = [allocator.allocate(UNIT) for _ in range(4)]
-    assert allocator.fragmentation == 0.0
-    for offset in (offsets[0], offsets[2]):
-        assert offset is not None
-        allocator.free(offset, UNIT)
-    assert allocator.fragmentation == 0.5
-    assert allocator.allocate(2 * UNIT) is None
 
 
 @pytest.mark.parametrize(("nbytes", "units"), [(0, 1), (1, 1), (UNIT, 1), (UNIT + 1, 2)])

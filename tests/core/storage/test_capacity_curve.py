@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -42,7 +39,7 @@ def replay(trace: Trace, units: int, ghosts: int = 1 << 16) -> tuple[float, list
         asked += len(digests)
         hits += answer.hit_tokens
         items = [(PREFIX + digest, ALIGNMENT) for digest in digests]
-        lease = storage.table.reserve(items, owner=OWNER, request_id="", lease_s=60.0).lease
+        lease = storage.table.reserve(items, owner=OWNER).lease
         if lease is not None:
             storage.table.commit(lease.id, owner=OWNER)
         if answer.ticket:
@@ -89,19 +86,3 @@ def test_the_curve_ends_where_ghosts_are_forgotten() -> None:
     rate, curve = replay(zipf_trace(), 150, ghosts=512)
     assert [units for units, _ in curve] == pytest.approx([150 * 2 ** (step / 4) for step in range(6)], abs=1)
     assert replay(zipf_trace(), 150, ghosts=0)[1] == [(150, rate)]
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("units", [500, 2000, 8000])
-def test_an_hour_of_a_conversation_service(units: int) -> None:
-    path = os.environ.get("KVFRAMEWORK_TRACE")
-    if not path:
-        pytest.skip("KVFRAMEWORK_TRACE names no trace: a file of JSON lines with timestamp (ms) and hash_ids")
-    lines = map(json.loads, Path(path).read_text().splitlines())
-    trace = [(line["timestamp"] / 1000, line["hash_ids"]) for line in lines]
-    rate, curve = replay(trace, units)
-    print(f"\n{units} blocks: {rate:.4f}")
-    for larger, predicted in curve[3::3]:
-        real = replay(trace, larger, ghosts=0)[0]
-        print(f"{larger:7} blocks: predicted {predicted:.4f}, real {real:.4f}")
-        assert real == pytest.approx(predicted, abs=0.02)

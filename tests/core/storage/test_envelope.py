@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
-from kvframework.storage.envelope import HEADER_BYTES, Damaged, layout_fingerprint, seal, unseal
+from kvframework.storage.namespaces import HEADER_BYTES, Damaged, layout_fingerprint, seal, unseal
 from tests.core.storage.memory import packed_key
 
 KEY = packed_key(7)

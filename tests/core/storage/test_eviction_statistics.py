@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvframework.storage.l1.eviction_statistics import Ghost
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from tests.core.storage.memory import content, packed_key
-from tests.core.storage.node import DESC, OWNER, SIZE, Node
+from tests.core.storage.node import DESC, OWNER, SIZE, MakeNode, Node
 from tests.core.storage.tier import MemoryTier, in_envelope
 
-MakeNode = Callable[..., Node]
 OTHER = bytes(16)
 
 
@@ -42,40 +41,38 @@ def test_an_object_that_made_room_has_its_time_its_idle_time_and_the_model_that_
     node.manager.records.add(OTHER, NamespaceRecord("other/model", 1, DESC))
     node.write(some(0, 4))
     clock.now = 103.0
-    node.manager.table.tick()
+    node.table.tick()
     node.read(some(0, 1))
     clock.now = 110.0
     node.write([packed_key(number, namespace=OTHER) for number in range(4)])
-    assert node.manager.table.absent(packed_key(0), 0)[0] == Ghost("room", 110.0, 7.0, "other/model")
-    assert node.manager.table.absent(packed_key(1), 0)[0] == Ghost("room", 110.0, 10.0, "other/model")
-    assert node.manager.table.absent(packed_key(9), 0)[0] is None
+    assert node.table.absent(packed_key(0), 0)[0] == Ghost("room", 110.0, 7.0, "other/model")
+    assert node.table.absent(packed_key(1), 0)[0] == Ghost("room", 110.0, 10.0, "other/model")
+    assert node.table.absent(packed_key(9), 0)[0] is None
     assert node.l1("evicted") == {"room": 4, "watermark": 0, "tenant": 0, "hinted": 0}
     assert histogram(node, "evicted_idle_s") == {6: 4}, "7 s and 10 s lie between 6.4 and 12.8"
     node.write(some(1, 2))
-    assert node.manager.table.absent(packed_key(1), 0)[0] is None, "it is here again"
+    assert node.table.absent(packed_key(1), 0)[0] is None, "it is here again"
 
 
 def test_the_watermark_and_a_clear(make_node: MakeNode) -> None:
     node, _ = nodes(make_node, high_watermark=0.75, low_watermark=0.5)
     node.write(some(0, 4))
-    node.manager.table.tick()
+    node.table.tick()
     assert node.l1("evicted") == {"room": 0, "watermark": 2, "tenant": 0, "hinted": 0}
     node.manager.clear()
-    causes = [
-        ghost.cause for ghost in (node.manager.table.absent(key, 0)[0] for key in some(0, 4)) if ghost is not None
-    ]
+    causes = [ghost.cause for ghost in (node.table.absent(key, 0)[0] for key in some(0, 4)) if ghost is not None]
     assert sorted(causes) == ["cleared", "cleared", "watermark", "watermark"]
 
 
 def test_what_was_dropped_since_l1_was_full_and_by_the_share(make_node: MakeNode) -> None:
     node, _ = nodes(make_node)
     items = [(key, SIZE) for key in some(0, 3)]
-    node.manager.table.reserve(items, owner=OWNER, request_id="", lease_s=30.0, share=0.5)
-    ghost = node.manager.table.absent(packed_key(2), 0)[0]
+    node.table.reserve(items, owner=OWNER, most_bytes=2 * SIZE)
+    ghost = node.table.absent(packed_key(2), 0)[0]
     assert ghost is not None
     assert ghost.cause == "dropped_share"
-    node.manager.table.reserve([(key, SIZE) for key in some(10, 14)], owner=2, request_id="", lease_s=30.0)
-    ghosts = [node.manager.table.absent(key, 0)[0] for key in some(10, 14)]
+    node.table.reserve([(key, SIZE) for key in some(10, 14)], owner=2)
+    ghosts = [node.table.absent(key, 0)[0] for key in some(10, 14)]
     assert [ghost and ghost.cause for ghost in ghosts] == [None, None, "dropped_full", "dropped_full"]
 
 
@@ -84,7 +81,7 @@ def test_a_value_that_was_damaged_in_a_tier(make_node: MakeNode) -> None:
     value = in_envelope(key, content(key, SIZE))
     node = make_node(tiers=[MemoryTier({key: value[:-1] + bytes([value[-1] ^ 1])})])
     node.load([key])
-    ghost = node.manager.table.absent(key, 0)[0]
+    ghost = node.table.absent(key, 0)[0]
     assert ghost is not None
     assert ghost.cause == "damaged"
 
@@ -102,7 +99,7 @@ def test_an_evicted_object_is_wanted_once_by_a_lookup_or_by_the_store_that_bring
     clock.now = 130.0
     node.write(some(0, 2))
     assert histogram(node, "wanted_after_eviction_s") == {3: 1, 8: 1}, "the first was counted before"
-    assert node.l1("ghosts") == {"held": 4, "most": 64, "bytes": 64 * 32 + 4}
+    assert node.l1("ghosts") == {"held": 4, "most": 64, "bytes": 4 * 256}
 
 
 def test_without_ghosts_evictions_are_counted(make_node: MakeNode) -> None:
@@ -110,23 +107,9 @@ def test_without_ghosts_evictions_are_counted(make_node: MakeNode) -> None:
     node.write(some(0, 4))
     node.write(some(10, 14))
     look_up(node.manager, some(0, 2), 0)
-    assert node.manager.table.absent(packed_key(0), 0)[0] is None
+    assert node.table.absent(packed_key(0), 0)[0] is None
     assert node.l1("evicted") == {"room": 4, "watermark": 0, "tenant": 0, "hinted": 0}
     assert node.l1("ghosts") == {"held": 0, "most": 0, "bytes": 0}
-
-
-def test_many_models_have_no_more_names_than_a_byte_holds(make_node: MakeNode) -> None:
-    node, _ = nodes(make_node, units=1, ghosts=512)
-    spaces = [number.to_bytes(16, "big") for number in range(300)]
-    for space in spaces:
-        node.manager.records.add(space, NamespaceRecord(f"model {space[-2:].hex()}", 1, DESC))
-        node.write([packed_key(0, namespace=space)])
-    makers = [node.manager.table.absent(packed_key(0, namespace=space), 0)[0] for space in spaces[:-1]]
-    # A full set has forgotten its oldest.
-    names = {number: ghost.by for number, ghost in enumerate(makers) if ghost is not None}
-    assert len(names) > 200
-    assert all(name == f"model {number + 1:04x}" for number, name in names.items() if number < 250)
-    assert {name for number, name in names.items() if number >= 256} == {""}
 
 
 def histogram(node: Node, name: str) -> dict[int, int]:

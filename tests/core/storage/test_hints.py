@@ -12,11 +12,10 @@ from kvf_eviction import Lru
 from kvframework.api.eviction import PackedKey, RequestFacts
 from kvframework.api.keys import SALT_BYTES, ObjectKey, Retain
 from kvframework.storage.l1.entries import ALIGNMENT
-from kvframework.storage.l1.eviction import Tenant, parts_of
-from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
-from kvframework.storage.l1.objects import ObjectTable
+from kvframework.storage.l1.eviction import Tenant, runs_of
+from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.manager import StorageManager
-from tests.core.storage.memory import OrderedLru, PlainMemory, packed_key
+from tests.core.storage.memory import ClockedTable, OrderedLru, PlainMemory, packed_key
 from tests.core.storage.test_policy_calls import Told, store, table_of
 
 K = [packed_key(number) for number in range(40)]
@@ -28,16 +27,16 @@ def prompt(chunks: Sequence[int], *retain: Retain) -> PromptPart:
     return PromptPart(chunks, TOKENS, retain)
 
 
-def look(table: ObjectTable, keys: Sequence[PackedKey], *retain: Retain, request_id: str = "r2") -> None:
+def look(table: ClockedTable, keys: Sequence[PackedKey], *retain: Retain, request_id: str = "r2") -> None:
     """A LOOKUP that finds all of `keys`, the beginning of a prompt, and its end."""
     found = table.find(keys)
     assert found is not None
     part = prompt(range(len(keys)), *retain)
-    lease = table.pin_objects(found, owner=1, request_id=request_id, deadline=NO_DEADLINE, prompt=part)
-    table.unpin(lease.id, owner=1, now=table._now)
+    lease = table.pin_objects(found, owner=1, request_id=request_id, prompt=part)
+    table.unpin(lease.id, owner=1)
 
 
-def left(table: ObjectTable, keys: Sequence[PackedKey] = K) -> list[int]:
+def left(table: ClockedTable, keys: Sequence[PackedKey] = K) -> list[int]:
     return [number for number, key in enumerate(keys) if key not in table]
 
 
@@ -53,11 +52,11 @@ RETAINS = st.builds(
 def test_each_object_is_in_one_part_and_the_first_hint_of_all_its_chunk_counts(
     chunks: list[int], retains: list[Retain]
 ) -> None:
-    parts = parts_of(chunks, TOKENS, retains, [False] * len(chunks))
+    runs = runs_of(chunks, TOKENS, retains, [False] * len(chunks))
     heard = ["?"] * len(chunks)
-    for part in parts:
-        heard[part.objects] = [part.hint] * (part.objects.stop - part.objects.start)
-    assert [part.objects.start for part in parts] == sorted((part.objects.start for part in parts), reverse=True)
+    for span, retain in runs:
+        heard[span] = ["" if retain is None else retain.what] * (span.stop - span.start)
+    assert [span.start for span, _ in runs] == sorted((span.start for span, _ in runs), reverse=True)
     for chunk, hint in zip(chunks, heard, strict=True):
         tokens = range(chunk * TOKENS, (chunk + 1) * TOKENS)
         fits = [
@@ -73,11 +72,11 @@ def test_each_object_is_in_one_part_and_the_first_hint_of_all_its_chunk_counts(
 def test_of_a_request_that_is_done_others_may_use_what_it_is_not_the_first_to_store(
     first: list[bool], chunk: int
 ) -> None:
-    parts = parts_of([chunk] * len(first), TOKENS, DONE, first)
-    heard = [hint for part in reversed(parts) for hint in [part.hint] * (part.objects.stop - part.objects.start)]
-    assert heard == ["done" if each else "" for each in first]
-    (kept,) = parts_of([chunk] * len(first), TOKENS, (Retain("keep", 5.0, 7),), first)
-    assert kept == (slice(0, len(first)), "keep", 5.0, 7)
+    runs = runs_of([chunk] * len(first), TOKENS, DONE, first)
+    heard = [retain for span, retain in reversed(runs) for _ in first[span]]
+    assert heard == [DONE[0] if each else None for each in first]
+    keep = Retain("keep", 5.0, 7)
+    assert runs_of([chunk] * len(first), TOKENS, (keep,), first) == [(slice(0, len(first)), keep)]
 
 
 def test_a_policy_hears_of_each_part_the_last_one_first() -> None:
@@ -114,7 +113,8 @@ def test_what_a_done_request_has_stored_leaves_first_and_what_it_found_was_used(
     table = table_of(Lru(), 8)
     store(table, K[:2], now=1.0)  # a system prompt
     store(table, K[10:13], now=2.0)
-    table.expire(3.0)
+    table.now = 3.0
+    table.expire()
     look(table, K[:2], *DONE)
     store(table, K[:5], now=3.0, prompt=prompt(range(5), *DONE))
     store(table, K[20:23], now=4.0)
@@ -156,7 +156,8 @@ def test_a_done_range_leaves_whoever_has_stored_it() -> None:
     table = table_of(Lru(), 8)
     store(table, K[:4], now=1.0)
     store(table, K[10:14], now=2.0)
-    table.expire(3.0)
+    table.now = 3.0
+    table.expire()
     look(table, K[10:14], Retain("done", start=TOKENS))
     store(table, K[20:23], now=4.0)
     assert left(table, K[:14]) == [4, 5, 6, 7, 8, 9, 11, 12, 13]
@@ -183,19 +184,18 @@ def test_whoever_uses_it_again_without_a_hint_takes_it_back() -> None:
 
 
 def test_hinted_evictions_have_a_cause_of_their_own() -> None:
-    causes: list[str] = []
-    table = table_of(Lru(), 4, on_remove=lambda _stored, cause, _by: causes.append(cause.name))
+    table = table_of(Lru(), 4)
     store(table, K[:2], now=5.0, prompt=prompt(range(2), *DONE))
     store(table, K[10:12], now=6.0)
     store(table, K[20:23], now=7.0)
-    assert causes == ["HINTED", "HINTED", "ROOM"]
+    assert [cause.name for _, cause in table.left] == ["HINTED", "HINTED", "ROOM"]
 
 
 def test_a_pinned_object_stays_though_it_is_done() -> None:
     table = table_of(Lru(), 3)
     store(table, K[:2], now=1.0, prompt=prompt(range(2), *DONE))
     store(table, K[10:11], now=1.0)
-    lease = table.pin(K[:2], owner=2, request_id="other", deadline=NO_DEADLINE, use=None)
+    lease = table.pin(K[:2], owner=2, request_id="other", use=None)
     assert lease is not None
     store(table, K[20:21], now=2.0)
     assert left(table, K[:11]) == [2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -236,9 +236,9 @@ def test_a_few_large_objects_are_no_more_than_a_quarter_of_the_bytes(by: str, te
         items = [(key, units * ALIGNMENT) for key in keys]
         told = keep if by == "store" and keys is large else ()
         part = prompt(range(len(keys)), *told)
-        result = table.reserve(items, owner=1, request_id="r", deadline=NO_DEADLINE, prompt=part)
+        result = table.reserve(items, owner=1, request_id="r", prompt=part)
         assert result.lease is not None
-        table.commit(result.lease.id, owner=1, now=0.0)
+        table.commit(result.lease.id, owner=1)
     next(iter(policy.victims()))  # L1 is full
     if by == "lookup":
         look(table, large, *keep)

@@ -14,11 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframework.storage.l1 import journal as journal_module
-from kvframework.storage.l1 import journal_format as reading_module
-from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, rounded
+from kvframework.storage.l1.entries import ALIGNMENT, rounded
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.journal import Journal
-from kvframework.storage.l1.journal_format import (
+from kvframework.storage.l1.journal import (
     HEADS_AT,
     IDENTITY_AT,
     RECORDS_AT,
@@ -30,15 +28,15 @@ from kvframework.storage.l1.journal_format import (
     Cold,
     FoundSlots,
     Identity,
+    Journal,
     read,
     read_identity,
     read_slots,
     read_start,
 )
-from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE
-from kvframework.storage.l1.objects import ObjectTable
+from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.namespaces import RECORD_BYTES
-from tests.core.storage.memory import OrderedLru, packed_key
+from tests.core.storage.memory import ClockedTable, OrderedLru, packed_key
 
 UNITS = 14
 CAPACITY = UNITS * ALIGNMENT
@@ -59,18 +57,17 @@ def journal() -> Iterator[Journal]:
     made.close()
 
 
-def table_of(journal: Journal) -> ObjectTable:
-    table = ObjectTable(RangeAllocator(), OrderedLru(), journal=journal)
-    table.allocator.grow(CAPACITY)
-    return table
+def table_of(journal: Journal) -> ClockedTable:
+    return ClockedTable(OrderedLru(), nbytes=CAPACITY, journal=journal)
 
 
-def store(table: ObjectTable, *numbers: int, owner: int = 1, now: float = 1.0, commit: bool = True) -> str:
+def store(table: ClockedTable, *numbers: int, owner: int = 1, now: float = 1.0, commit: bool = True) -> str:
     items = [(KEYS[number], ALIGNMENT) for number in numbers]
-    lease = table.reserve(items, owner=owner, request_id="r", deadline=NO_DEADLINE).lease
+    lease = table.reserve(items, owner=owner, request_id="r").lease
     assert lease is not None
     if commit:
-        table.commit(lease.id, owner=owner, now=now)
+        table.now = now
+        table.commit(lease.id, owner=owner)
     return lease.id
 
 
@@ -82,15 +79,16 @@ def slots_of(journal: Journal) -> FoundSlots:
     return read_slots(journal.memory[SLOTS_AT:], CAPACITY)
 
 
-def objects_in(table: ObjectTable) -> dict[bytes, tuple[int, int]]:
+def objects_in(table: ClockedTable) -> dict[bytes, tuple[int, int]]:
     return {each.key: (each.offset, each.length) for each in table.objects()}
 
 
-def next_table(journal: Journal) -> ObjectTable:
-    table = ObjectTable(RangeAllocator(), OrderedLru(), journal=journal)
+def next_table(journal: Journal) -> ClockedTable:
+    table = ClockedTable(OrderedLru(), journal=journal)
     found = read(journal.memory, CAPACITY)
     journal.holds(found)
-    table.adopt(found, [], now=9.0)
+    table.now = 9.0
+    table.adopt(found, [])
     table.allocator.grow(CAPACITY)
     return table
 
@@ -116,8 +114,9 @@ def test_uses_are_kept(journal: Journal) -> None:
     table = table_of(journal)
     store(table, 0, now=1.0)
     store(table, 1, now=2.0)
-    table.expire(5.0)
-    table.pin([KEYS[0]], owner=1, request_id="", deadline=NO_DEADLINE)
+    table.now = 5.0
+    table.expire()
+    table.pin([KEYS[0]], owner=1)
     journal.write_uses()
     assert [each.key for each in slots_of(journal).objects] == [KEYS[1], KEYS[0]]
 
@@ -126,10 +125,8 @@ PLACES = st.tuples(st.integers(0, UNITS - 1), st.sampled_from(SIZES), st.sampled
 
 
 @settings(max_examples=50)
-@given(places=st.lists(PLACES, max_size=UNITS), removed=st.sets(st.integers(0, UNITS - 1)), at_once=st.integers(1, 5))
-def test_what_is_read_is_what_was_written_however_many_slots_are_read_at_once(
-    places: list[tuple[int, int, float, bool]], removed: set[int], at_once: int
-) -> None:
+@given(places=st.lists(PLACES, max_size=UNITS), removed=st.sets(st.integers(0, UNITS - 1)))
+def test_what_is_read_is_what_was_written(places: list[tuple[int, int, float, bool]], removed: set[int]) -> None:
     journal = Journal.create(IDENTITY)
     try:
         free, written, reserved = set(range(UNITS)), [], []
@@ -150,9 +147,7 @@ def test_what_is_read_is_what_was_written_however_many_slots_are_read_at_once(
                 written.append((now, -number, slot, key, offset, nbytes, number))
             else:
                 reserved.append((slot, offset, nbytes, 1 << 32 | number + 1, 0))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reading_module, "_AT_ONCE", at_once)
-            found = slots_of(journal)
+        found = slots_of(journal)
         assert [
             (each.used, each.slot, each.key, each.offset, each.length, each.checksum) for each in found.objects
         ] == [(used, *rest) for used, _, *rest in sorted(written)]
@@ -166,8 +161,7 @@ def test_what_is_read_is_what_was_written_however_many_slots_are_read_at_once(
         journal.close()
 
 
-def test_a_damaged_slot_is_named(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading_module, "_AT_ONCE", 2)
+def test_a_damaged_slot_is_named(journal: Journal) -> None:
     slots = journal.reserve([(key, 0, 1) for key in KEYS[:8]], owner=INTERNAL_OWNER, tenant=0)
     journal.release([slots[4]])
     for at, named in ((8, "slot 5 of the journal"), (0, "slot 5 of the journal")):
@@ -243,7 +237,7 @@ def test_a_journal_without_memory_ends_and_the_server_goes_on(
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     store(table, 1, 2, 3, 4, 5)
     store(table, 6)
-    table.evict([KEYS[0], KEYS[1]])
+    table.drop([KEYS[0], KEYS[1]])
     assert len(table) == 5
     assert "the next server begins cold" in caplog.text
     with pytest.raises(Cold, match="no_journal"):
@@ -284,15 +278,15 @@ actions = st.lists(
 )
 
 
-def act(table: ObjectTable, open_leases: dict[str, int], what: str, with_: Any) -> None:
+def act(table: ClockedTable, open_leases: dict[str, int], what: str, with_: Any) -> None:
     if what == "reserve":
         owner = len(with_) % 3 + 1
-        lease = table.reserve(with_, owner=owner, request_id="r", deadline=NO_DEADLINE).lease
+        lease = table.reserve(with_, owner=owner, request_id="r").lease
         if lease is not None:
             open_leases[lease.id] = owner
         return
     if what == "drop":
-        table.drop(KEYS[with_ % len(KEYS)])
+        table.drop([KEYS[with_ % len(KEYS)]])
         return
     if what in ("cancel", "end"):
         owner = with_ % 3 + 1
@@ -305,12 +299,13 @@ def act(table: ObjectTable, open_leases: dict[str, int], what: str, with_: Any) 
         lease_id = list(open_leases)[with_ % len(open_leases)]
         owner = open_leases.pop(lease_id)
         if what == "commit":
-            table.commit(lease_id, owner=owner, now=float(with_))
+            table.now = float(with_)
+            table.commit(lease_id, owner=owner)
         else:
             table.abort(lease_id, owner=owner)
 
 
-def taken(table: ObjectTable) -> int:
+def taken(table: ClockedTable) -> int:
     return table.allocator.limit - table.allocator.free_bytes
 
 
@@ -332,7 +327,7 @@ def test_the_next_server_finds_the_table_as_it_was(steps: list[tuple[str, Any]])
         for writer in after.earlier_writers:
             after.writer_ended(writer)
         assert taken(after) == sum(rounded(length) for _, length in objects_in(after).values())
-        after.evict(list(objects_in(after)))
+        after.drop(list(objects_in(after)))
         assert after.allocator.free_bytes == CAPACITY
         assert journal.memory[SLOTS_AT:].nbytes // SLOT_BYTES == len(slots_of(journal).free)
     finally:
@@ -452,9 +447,9 @@ def test_a_damaged_record_of_a_namespace_is_left_out(used: Journal) -> None:
 def test_tenants_get_their_objects_back_in_another_order(journal: Journal) -> None:
     names = ["one", "two"]
 
-    def table(order: list[str]) -> ObjectTable:
+    def table(order: list[str]) -> ClockedTable:
         tenants = [Tenant(name, 0, CAPACITY, OrderedLru()) for name in order]
-        return ObjectTable(RangeAllocator(), OrderedLru(), tenants=tenants, journal=journal)
+        return ClockedTable(OrderedLru(), tenants=tenants, journal=journal)
 
     def key(number: int, salt: int) -> bytes:
         return packed_key(number)[:16] + bytes([salt]) * 16 + packed_key(number)[32:]
@@ -465,13 +460,15 @@ def test_tenants_get_their_objects_back_in_another_order(journal: Journal) -> No
     for salt, tenant in ((1, 1), (2, 2)):
         before.tenants.learn(bytes([salt]) * 16, tenant)
     for number, salt in enumerate([1, 2, 1, 0, 2, 2]):
-        lease = before.reserve([(key(number, salt), ALIGNMENT)], owner=1, request_id="", deadline=NO_DEADLINE).lease
+        lease = before.reserve([(key(number, salt), ALIGNMENT)], owner=1).lease
         assert lease is not None
-        before.commit(lease.id, owner=1, now=float(number))
+        before.now = float(number)
+        before.commit(lease.id, owner=1)
     assert before.tenants.used == [ALIGNMENT, 2 * ALIGNMENT, 3 * ALIGNMENT]
     after = table(["two", "one"])
     found = read(journal.memory, CAPACITY)
-    after.adopt(found, [["", "two", "one"].index(name) for name in found.start.tenants], now=9.0)
+    after.now = 9.0
+    after.adopt(found, [["", "two", "one"].index(name) for name in found.start.tenants])
     assert after.tenants.used == [ALIGNMENT, 3 * ALIGNMENT, 2 * ALIGNMENT]
     assert after.used_bytes == 6 * ALIGNMENT
     assert after.tenants.of(key(9, 2)) == 1

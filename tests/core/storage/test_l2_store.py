@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvframework.api.codec import Codec
 from kvframework.api.tier import Outcome, PackedKey, TierEntry, TierUsage
 from kvframework.errors import TierError
-from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2.sealed_tier import CodecTable, L2Store, Shares, Watermarks, victims
+from kvframework.storage.namespaces import HEADER_BYTES
 from tests.core.storage.memory import packed_key
 from tests.core.storage.tier import MemoryTier, in_envelope
 

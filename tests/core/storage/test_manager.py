@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +12,7 @@ from kvframework.storage import table as table_module
 from kvframework.storage.l1.entries import ALIGNMENT
 from tests.core.storage.conftest import storage_threads
 from tests.core.storage.memory import NAMESPACE, packed_key
-from tests.core.storage.node import DESC, OWNER, SIZE, Node
+from tests.core.storage.node import DESC, OWNER, SIZE, MakeNode, Node
 from tests.core.storage.test_prefetch import filled
 from tests.support.waiting import wait_until
 
@@ -27,104 +26,102 @@ class Clock:
         return self.now
 
 
-def test_a_store_that_was_answered_is_seen_by_the_next_lookup(make_node: Callable[..., Node]) -> None:
+def test_a_store_that_was_answered_is_seen_by_the_next_lookup(make_node: MakeNode) -> None:
     node = make_node(tiers=[])
     assert node.write(K[:8]) == 8
-    assert node.manager.table.which_present(K[:9]) == [True] * 8 + [False]
+    assert node.table.which_present(K[:9]) == [True] * 8 + [False]
     assert node.read(K[:8])
     assert not node.read(K[:9])
-    again = node.manager.table.reserve([(key, SIZE) for key in K[:8]], owner=OWNER, request_id="", lease_s=1.0)
+    again = node.table.reserve([(key, SIZE) for key in K[:8]], owner=OWNER)
     assert (again.lease, again.present) == (None, 8)
 
 
-def test_a_full_l1_evicts_at_allocation(make_node: Callable[..., Node]) -> None:
+def test_a_full_l1_evicts_at_allocation(make_node: MakeNode) -> None:
     node = make_node(tiers=[], units=4)
     for number in range(20):
         assert node.write(K[number : number + 1]) == 1
-    assert node.manager.table.which_present(K[:20]) == [False] * 16 + [True] * 4
+    assert node.table.which_present(K[:20]) == [False] * 16 + [True] * 4
     assert node.l1("evictions") == 16
 
 
-def test_above_the_high_watermark_it_evicts_down_to_the_low_one(make_node: Callable[..., Node]) -> None:
+def test_above_the_high_watermark_it_evicts_down_to_the_low_one(make_node: MakeNode) -> None:
     node = make_node(tiers=[], units=8, high_watermark=0.75, low_watermark=0.5)
     for number in range(6):
         node.write(K[number : number + 1])
-    node.manager.table.tick()
+    node.table.tick()
     assert node.present(K[:6]) == 6, "not yet above"
     node.write(K[6:7])
-    node.manager.table.tick()
-    assert node.manager.table.which_present(K[:7]) == [False] * 3 + [True] * 4
+    node.table.tick()
+    assert node.table.which_present(K[:7]) == [False] * 3 + [True] * 4
     assert node.l1("used_bytes") == 4 * ALIGNMENT
 
 
-def test_a_tick_evicts_so_many_and_the_next_one_goes_on(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tick_evicts_so_many_and_the_next_one_goes_on(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_module, "EVICT_AT_ONCE", 2)
     node = make_node(tiers=[], units=8, high_watermark=0.75, low_watermark=0.25)
     node.write(K[:7])
     left = []
     for _ in range(4):
-        node.manager.table.tick()
+        node.table.tick()
         left.append(node.present(K[:7]))
     assert left == [5, 3, 2, 2]
     node.write(K[7:11])
-    node.manager.table.tick()
+    node.table.tick()
     assert node.present(K[:11]) == 6, "not above the high watermark"
 
 
-def test_pins_hold_against_the_watermark(make_node: Callable[..., Node]) -> None:
+def test_pins_hold_against_the_watermark(make_node: MakeNode) -> None:
     node = make_node(tiers=[], units=8, high_watermark=0.5, low_watermark=0.0)
     node.write(K[:8])
-    lease = node.manager.table.pin(K[:6], owner=OWNER, request_id="", lease_s=None)
+    lease = node.table.pin(K[:6], owner=OWNER)
     assert lease is not None
-    node.manager.table.tick()
-    assert node.manager.table.which_present(K[:8]) == [True] * 6 + [False] * 2
-    assert node.manager.table.unpin(lease.id, owner=OWNER).held
+    node.table.tick()
+    assert node.table.which_present(K[:8]) == [True] * 6 + [False] * 2
+    assert node.table.unpin(lease.id, owner=OWNER).held
 
 
-def test_leases_end_by_the_managers_clock(make_node: Callable[..., Node]) -> None:
+def test_leases_end_by_the_managers_clock(make_node: MakeNode) -> None:
     clock = Clock()
     node = make_node(tiers=[], clock=clock)
     node.write(K[:1])
-    pins = node.manager.table.pin(K[:1], owner=OWNER, request_id="", lease_s=10.0)
-    late = node.manager.table.reserve([(K[1], SIZE)], owner=OWNER, request_id="", lease_s=10.0)
-    forever = node.manager.table.reserve([(K[2], SIZE)], owner=OWNER, request_id="", lease_s=None)
+    pins = node.table.pin(K[:1], owner=OWNER, lease_s=10.0)
+    late = node.table.reserve([(K[1], SIZE)], owner=OWNER, lease_s=10.0)
+    forever = node.table.reserve([(K[2], SIZE)], owner=OWNER)
     assert pins is not None
     assert late.lease is not None
     assert forever.lease is not None
     clock.now = 10.0
-    node.manager.table.tick()
+    node.table.tick()
     assert (node.l1("pins"), node.l1("quarantined_bytes")) == (0, ALIGNMENT)
-    assert not node.manager.table.unpin(pins.id, owner=OWNER).held
-    assert node.manager.table.commit(late.lease.id, owner=OWNER) == 0
-    assert node.manager.table.commit(forever.lease.id, owner=OWNER) == 1
-    assert node.manager.table.which_present(K[:3]) == [True, False, True]
+    assert not node.table.unpin(pins.id, owner=OWNER).held
+    assert len(node.table.commit(late.lease.id, owner=OWNER)) == 0
+    assert len(node.table.commit(forever.lease.id, owner=OWNER)) == 1
+    assert node.table.which_present(K[:3]) == [True, False, True]
 
 
-def test_the_end_of_a_client_frees_what_it_held_and_publishes_nothing(make_node: Callable[..., Node]) -> None:
+def test_the_end_of_a_client_frees_what_it_held_and_publishes_nothing(make_node: MakeNode) -> None:
     node = make_node(tiers=[])
     node.write(K[:2])
-    node.manager.table.pin(K[:2], owner=OWNER, request_id="", lease_s=30.0)
-    node.manager.table.reserve([(K[5], SIZE)], owner=OWNER, request_id="", lease_s=30.0)
-    assert node.manager.table.end_owner(OWNER) == 2
+    node.table.pin(K[:2], owner=OWNER)
+    node.table.reserve([(K[5], SIZE)], owner=OWNER)
+    assert node.table.end_owner(OWNER) == 2
     assert node.present([K[5]]) == 0
     node.assert_idle()
 
 
-def test_clear_leaves_what_is_in_use(make_node: Callable[..., Node]) -> None:
+def test_clear_leaves_what_is_in_use(make_node: MakeNode) -> None:
     node = make_node(tiers=[])
     node.write(K[:4])
-    lease = node.manager.table.pin(K[1:2], owner=OWNER, request_id="", lease_s=30.0)
+    lease = node.table.pin(K[1:2], owner=OWNER)
     assert lease is not None
     assert node.manager.clear()[:2] == (3, 1)
-    node.manager.table.unpin(lease.id, owner=OWNER)
+    node.table.unpin(lease.id, owner=OWNER)
     assert node.manager.clear()[:2] == (1, 0)
     assert node.l1("fragmentation") == 0.0
-    assert node.l1("largest_free_bytes") == node.manager.table.capacity
+    assert node.l1("largest_free_bytes") == node.table.capacity
 
 
-def test_close_drains_for_as_long_as_it_is_told(make_node: Callable[..., Node]) -> None:
+def test_close_drains_for_as_long_as_it_is_told(make_node: MakeNode) -> None:
     node = make_node()
     node.tier.slow_s = 0.01
     node.write(K[:50])
@@ -133,7 +130,7 @@ def test_close_drains_for_as_long_as_it_is_told(make_node: Callable[..., Node]) 
 
 
 @pytest.mark.parametrize("operation", ["put", "get", "contains"])
-def test_close_during_a_stall_is_quick_and_answers_everybody(make_node: Callable[..., Node], operation: str) -> None:
+def test_close_during_a_stall_is_quick_and_answers_everybody(make_node: MakeNode, operation: str) -> None:
     node = make_node(tiers=[filled(K[50:])], timeout_s=60.0)
     node.tier.stall(operation)
     answered: list[str] = []
@@ -154,26 +151,26 @@ def test_close_during_a_stall_is_quick_and_answers_everybody(make_node: Callable
     assert node.l1("write_leases") == 0
 
 
-def test_close_ends_a_load_that_waits_for_a_writer(make_node: Callable[..., Node]) -> None:
+def test_close_ends_a_load_that_waits_for_a_writer(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:2])], timeout_s=60.0)
-    node.manager.table.reserve([(K[0], SIZE)], owner=OWNER, request_id="", lease_s=60.0)
+    node.table.reserve([(K[0], SIZE)], owner=OWNER)
     task = node.load_in_background(K[:2])
     wait_until(lambda: node.present(K[1:2]))
     node.manager.close()
     assert task.done
 
 
-def test_after_close_nothing_is_taken_on_and_nothing_raises(make_node: Callable[..., Node]) -> None:
+def test_after_close_nothing_is_taken_on_and_nothing_raises(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:4])])
     node.manager.close()
     node.manager.close()
     assert node.manager.tiers.submit_prefetch_task(K[:4], DESC) is None
     assert node.manager.tiers.submit_record_task(NAMESPACE, lambda: None) is False
-    late = node.manager.table.reserve([(K[9], SIZE)], owner=OWNER, request_id="", lease_s=1.0)
+    late = node.table.reserve([(K[9], SIZE)], owner=OWNER)
     assert late.lease is not None
-    assert node.manager.table.commit(late.lease.id, owner=OWNER) == 1
-    node.manager.table.tick()
-    assert node.manager.table.end_owner(OWNER) == 0
+    assert len(node.table.commit(late.lease.id, owner=OWNER)) == 1
+    node.table.tick()
+    assert node.table.end_owner(OWNER) == 0
     assert node.manager.status()["l2"][0]["write_pending"] == 0  # type: ignore[index]
     with pytest.raises(OSError, match="closed"):
         node.stores[0].contains(K[:1])
@@ -181,7 +178,7 @@ def test_after_close_nothing_is_taken_on_and_nothing_raises(make_node: Callable[
 
 
 @pytest.mark.parametrize("_again", range(10))
-def test_submitting_and_committing_while_it_closes(make_node: Callable[..., Node], _again: int) -> None:
+def test_submitting_and_committing_while_it_closes(make_node: MakeNode, _again: int) -> None:
     """Whatever was accepted is answered, whenever `close` came in between."""
     node = make_node(tiers=[filled(K[:4])])
     answered: list[int] = []
@@ -192,7 +189,7 @@ def test_submitting_and_committing_while_it_closes(make_node: Callable[..., Node
         for number in range(60):
             if node.manager.tiers.submit_prefetch_task(K[:4], DESC, on_done=lambda: answered.append(1)):
                 accepted.append(1)
-            node.manager.table.reserve([(K[10 + number], SIZE)], owner=OWNER, request_id="", lease_s=1.0)
+            node.table.reserve([(K[10 + number], SIZE)], owner=OWNER)
             if number == 5:
                 started.set()
 
@@ -206,7 +203,7 @@ def test_submitting_and_committing_while_it_closes(make_node: Callable[..., Node
 
 
 def test_a_tier_that_never_lets_go_keeps_the_arena_and_not_the_server(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(manager_module, "CLOSE_GRACE_S", 0.1)
     node = make_node(timeout_s=0.1)
@@ -226,7 +223,7 @@ def test_a_tier_that_never_lets_go_keeps_the_arena_and_not_the_server(
 
 
 def test_a_tier_that_fails_to_close_keeps_nothing_from_ending(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make_node()
 

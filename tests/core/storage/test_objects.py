@@ -8,70 +8,26 @@ import pytest
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown, RequestError
-from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
-from kvframework.storage.l1.leases import INTERNAL_OWNER, MAX_LEASES_PER_OWNER, NO_DEADLINE, WriteLease
-from kvframework.storage.l1.objects import REMEMBER_LAPSED_S, ObjectTable
-from tests.core.storage.memory import OrderedLru, packed_key
+from kvframework.storage.l1.entries import ALIGNMENT
+from kvframework.storage.l1.leases import INTERNAL_OWNER, MAX_LEASES_PER_OWNER, WriteLease
+from kvframework.storage.l1.objects import REMEMBER_LAPSED_S
+from tests.core.storage.memory import ClockedTable, OrderedLru, packed_key
 
 K = [packed_key(number) for number in range(12)]
 
 
-def make_table(units: int = 4, policy: OrderedLru | None = None) -> ObjectTable:
-    allocator = RangeAllocator()
-    allocator.grow(units * ALIGNMENT)
-    return ObjectTable(allocator, policy or OrderedLru())
+def make_table(units: int = 4, policy: OrderedLru | None = None) -> ClockedTable:
+    return ClockedTable(policy or OrderedLru(), nbytes=units * ALIGNMENT)
 
 
-def reserve(table: ObjectTable, keys: list[PackedKey], *, owner: int = 1, deadline: float = NO_DEADLINE) -> WriteLease:
-    lease = table.reserve([(key, 1) for key in keys], owner=owner, request_id="r", deadline=deadline).lease
+def reserve(table: ClockedTable, keys: list[PackedKey], *, owner: int = 1, lease_s: float | None = None) -> WriteLease:
+    lease = table.reserve([(key, 1) for key in keys], owner=owner, request_id="r", lease_s=lease_s).lease
     assert lease is not None
     return lease
 
 
-def store(table: ObjectTable, keys: list[PackedKey]) -> None:
-    assert len(table.commit(reserve(table, keys).id, owner=1, now=0.0)) == len(keys)
-
-
-def test_what_is_reserved_is_not_readable_before_its_commit() -> None:
-    table = make_table()
-    lease = reserve(table, K[:2])
-    assert K[0] not in table
-    assert table.pin(K[:1], owner=1, request_id="", deadline=NO_DEADLINE) is None
-    assert table.any_writing(K[:1])
-    table.commit(lease.id, owner=1, now=0.0)
-    assert K[0] in table
-    assert not table.any_writing(K[:2])
-
-
-def test_a_silent_writer_keeps_its_range_and_publishes_nothing() -> None:
-    table = make_table(units=1)
-    late = reserve(table, K[:1], deadline=10.0)
-    table.expire(10.0)
-    assert table.quarantined_bytes == ALIGNMENT
-    # Another may write the key by now, but not where the silent one may still write.
-    assert table.reserve([(K[0], 1)], owner=2, request_id="", deadline=NO_DEADLINE).dropped == 1
-    assert table.commit(late.id, owner=1, now=11.0) == []
-    assert (table.quarantined_bytes, table.used_bytes, len(table)) == (0, 0, 0)
-
-
-def test_a_late_commit_publishes_nothing_even_before_expire_has_run() -> None:
-    table = make_table()
-    lease = reserve(table, K[:1], deadline=10.0)
-    assert table.commit(lease.id, owner=1, now=10.0) == []
-    assert K[0] not in table
-    assert table.used_bytes == 0
-
-
-def test_the_second_writer_of_a_key_wins_over_a_silent_first_one() -> None:
-    table = make_table()
-    first = reserve(table, K[:1], deadline=1.0)
-    table.expire(1.0)
-    second = reserve(table, K[:1], owner=2)
-    assert first.items[0][1] != second.items[0][1]
-    table.commit(second.id, owner=2, now=2.0)
-    assert table.abort(first.id, owner=1) == 1
-    assert K[0] in table
-    assert table.used_bytes == ALIGNMENT
+def store(table: ClockedTable, keys: list[PackedKey]) -> None:
+    assert len(table.commit(reserve(table, keys).id, owner=1)) == len(keys)
 
 
 def test_a_prefix_is_evicted_from_its_end() -> None:
@@ -84,36 +40,11 @@ def test_a_prefix_is_evicted_from_its_end() -> None:
 def test_a_prefix_that_grew_is_evicted_from_its_end() -> None:
     table = make_table()
     store(table, K[:2])
-    lease = table.reserve([(key, 1) for key in K[:4]], owner=1, request_id="r", deadline=NO_DEADLINE).lease
+    lease = table.reserve([(key, 1) for key in K[:4]], owner=1, request_id="r").lease
     assert lease is not None
-    table.commit(lease.id, owner=1, now=0.0)
+    table.commit(lease.id, owner=1)
     store(table, K[4:6])
     assert [key in table for key in K[:4]] == [True, True, False, False]
-
-
-@pytest.mark.parametrize("end", ["commit", "abort", "expire", "cancel", "end_owner"])
-def test_what_a_store_found_there_stays_until_its_end(end: str) -> None:
-    table = make_table()
-    store(table, K[:2])
-    lease = table.reserve([(key, 1) for key in K[:3]], owner=1, request_id="r", deadline=5.0).lease
-    assert lease is not None
-    for key in K[4:8]:
-        store(table, [key])
-    assert all(key in table for key in K[:2])
-    assert table.pins == 2
-    match end:
-        case "commit":
-            table.commit(lease.id, owner=1, now=0.0)
-        case "abort":
-            table.abort(lease.id, owner=1)
-        case "expire":
-            table.expire(5.0)
-        case "cancel":
-            table.cancel(1)
-        case _:
-            table.end_owner(1)
-    assert table.pins == 0
-    assert (table.drop_unused(table.objects())[1], len(table)) == (0, 0)
 
 
 def test_a_use_keeps_an_object_and_a_pin_without_use_does_not() -> None:
@@ -121,79 +52,23 @@ def test_a_use_keeps_an_object_and_a_pin_without_use_does_not() -> None:
         table = make_table(units=2)
         store(table, K[:1])
         store(table, K[1:2])
-        lease = table.pin(K[:1], owner=1, request_id="", deadline=NO_DEADLINE, use=use)
+        lease = table.pin(K[:1], owner=1, use=use)
         assert lease is not None
-        table.unpin(lease.id, owner=1, now=0.0)
+        table.unpin(lease.id, owner=1)
         store(table, K[2:3])
         assert survivor in table
-
-
-def test_a_request_does_not_push_out_what_it_needs_itself() -> None:
-    table = make_table()
-    store(table, K[:4])
-    result = table.reserve([(key, 1) for key in K[:6]], owner=1, request_id="", deadline=NO_DEADLINE)
-    assert (result.present, result.dropped, result.lease) == (4, 2, None)
-    assert all(key in table for key in K[:4])
-    assert table.write_leases == 0
-
-
-def test_after_the_first_that_finds_no_place_the_rest_is_dropped() -> None:
-    table = make_table(units=3)
-    sizes = [1, 9 * ALIGNMENT, 1]
-    result = table.reserve(
-        [(key, size) for key, size in zip(K, sizes, strict=False)], owner=1, request_id="", deadline=NO_DEADLINE
-    )
-    assert ([index for index, _ in result.placed], result.dropped) == ([0], 2)
-
-
-def test_a_key_twice_in_one_request_is_placed_once() -> None:
-    table = make_table()
-    result = table.reserve([(K[0], 1), (K[0], 1)], owner=1, request_id="", deadline=NO_DEADLINE)
-    assert (len(result.placed), result.in_flight) == (1, 1)
-    assert result.lease is not None
-    assert len(table.commit(result.lease.id, owner=1, now=0.0)) == 1
-
-
-def test_a_pin_says_whether_it_held() -> None:
-    table = make_table(units=1)
-    store(table, K[:1])
-    lease = table.pin(K[:1], owner=1, request_id="", deadline=5.0)
-    assert lease is not None
-    assert not table.drop(K[0])
-    table.expire(5.0)
-    assert table.pins == 0
-    store(table, K[1:2])
-    assert table.unpin(lease.id, owner=1, now=6.0).held is False
-
-
-def test_leases_answer_only_to_their_owner_and_only_once() -> None:
-    table = make_table()
-    lease = reserve(table, K[:1])
-    with pytest.raises(LeaseUnknown):
-        table.abort(lease.id, owner=2)
-    with pytest.raises(LeaseUnknown):
-        table.commit(lease.id, owner=2, now=0.0)
-    table.commit(lease.id, owner=1, now=0.0)
-    with pytest.raises(LeaseUnknown):
-        table.commit(lease.id, owner=1, now=0.0)
-    pins = table.pin(K[:1], owner=1, request_id="", deadline=NO_DEADLINE)
-    assert pins is not None
-    with pytest.raises(LeaseUnknown):
-        table.unpin(pins.id, owner=2, now=0.0)
-    with pytest.raises(LeaseUnknown):
-        table.abort(pins.id, owner=1)
 
 
 def test_a_client_can_not_hold_leases_without_bound() -> None:
     table = make_table()
     store(table, K[:1])
     for _ in range(MAX_LEASES_PER_OWNER):
-        assert table.pin(K[:1], owner=1, request_id="", deadline=NO_DEADLINE)
+        assert table.pin(K[:1], owner=1)
     with pytest.raises(RequestError):
-        table.pin(K[:1], owner=1, request_id="", deadline=NO_DEADLINE)
+        table.pin(K[:1], owner=1)
     with pytest.raises(RequestError):
-        table.reserve([(K[1], 1)], owner=1, request_id="", deadline=NO_DEADLINE)
-    assert table.pin(K[:1], owner=2, request_id="", deadline=NO_DEADLINE)
+        table.reserve([(K[1], 1)], owner=1)
+    assert table.pin(K[:1], owner=2)
     assert table.end_owner(1) == MAX_LEASES_PER_OWNER
     assert table.pins == 1
 
@@ -203,21 +78,24 @@ def test_a_client_can_not_hold_pins_without_bound(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("kvframework.storage.l1.leases.MAX_PINS_PER_OWNER", 10)
     table = make_table()
     store(table, K[:4])
-    first = table.pin(K[:4], owner=1, request_id="", deadline=5.0)
-    second = table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE)
+    first = table.pin(K[:4], owner=1, lease_s=5.0)
+    second = table.pin(K[:4], owner=1)
     assert first is not None
     assert second is not None
     with pytest.raises(RequestError, match="12 pins"):
-        table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE)
-    assert table.pin(K[:4], owner=2, request_id="", deadline=NO_DEADLINE)
-    assert table.pin(K[:4] * 3, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE)
-    table.expire(5.0)
-    assert table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE), "what has lapsed does not count"
-    table.unpin(first.id, owner=1, now=6.0)
+        table.pin(K[:4], owner=1)
+    assert table.pin(K[:4], owner=2)
+    assert table.pin(K[:4] * 3, owner=INTERNAL_OWNER)
+    table.now = 5.0
+    table.expire()
+    assert table.pin(K[:4], owner=1), "what has lapsed does not count"
+    table.now = 6.0
+    table.unpin(first.id, owner=1)
     with pytest.raises(RequestError):
-        table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE)
-    table.unpin(second.id, owner=1, now=6.0)
-    assert table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE)
+        table.pin(K[:4], owner=1)
+    table.now = 6.0
+    table.unpin(second.id, owner=1)
+    assert table.pin(K[:4], owner=1)
 
 
 def test_pins_lapse_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,17 +103,18 @@ def test_pins_lapse_so_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvframework.storage.l1.objects.UNPIN_AT_ONCE", 3)
     table = make_table()
     store(table, K[:2])
-    leases = [table.pin(K[:2], owner=1, request_id="", deadline=5.0) for _ in range(5)]
+    leases = [table.pin(K[:2], owner=1, lease_s=5.0) for _ in range(5)]
     assert leases[4] is not None
     left = []
     for _ in range(3):
-        table.expire(5.0)
+        table.now = 5.0
+        table.expire()
         left.append(table.pins)
     assert left == [6, 2, 0]
-    table.pin(K[:2], owner=1, request_id="", deadline=6.0)
-    late = table.pin(K[:2], owner=1, request_id="", deadline=6.0)
+    late = table.pin(K[:2], owner=1, lease_s=1.0)
     assert late is not None
-    assert table.pinned(late.id, owner=1, now=6.0) is None
+    table.now = 6.0
+    assert table.pinned(late.id, owner=1) is None
 
 
 class Told(OrderedLru):
@@ -257,12 +136,12 @@ def test_the_policy_is_told_of_many_uses_by_and_by(monkeypatch: pytest.MonkeyPat
     table = make_table(units=12, policy=policy)
     store(table, K[:12])
     policy.batches = []
-    lease = table.pin(K[:10], owner=1, request_id="", deadline=NO_DEADLINE)
+    lease = table.pin(K[:10], owner=1)
     assert lease is not None
     assert policy.batches == []
-    table.unpin(lease.id, owner=1, now=0.0)
-    assert table.drop(K[9])
-    assert table.drop(K[3])
+    table.unpin(lease.id, owner=1)
+    assert table.drop([K[9]])
+    assert table.drop([K[3]])
     store(table, K[3:4])
     policy.batches = []
     for _ in range(4):
@@ -279,31 +158,20 @@ def test_few_batches_of_uses_wait_to_be_told(monkeypatch: pytest.MonkeyPatch) ->
     store(table, K[:4])
     policy.batches = []
     for _ in range(5):
-        table.pin(K[:4], owner=1, request_id="", deadline=NO_DEADLINE)
+        table.pin(K[:4], owner=1)
     assert policy.batches == [2, 2, 2, 2], "each that comes has an older one told"
-
-
-def test_ending_one_request_leaves_the_others_of_its_client() -> None:
-    table = make_table()
-    store(table, K[:1])
-    for request_id in ("a", "b"):
-        table.pin(K[:1], owner=1, request_id=request_id, deadline=NO_DEADLINE)
-    assert table.cancel(1, "a") == 1
-    assert table.pins == 1
-    assert table.end_owner(1) == 1
-    assert table.pins == 0
 
 
 def test_a_withdrawn_writer_may_still_write_and_harms_nobody() -> None:
     table = make_table()
-    mine = table.reserve([(K[0], 1)], owner=1, request_id="a", deadline=NO_DEADLINE)
+    mine = table.reserve([(K[0], 1)], owner=1, request_id="a")
     assert mine.lease is not None
     assert table.cancel(1, "a") == 1
     assert table.cancel(1, "a") == 0
-    other = table.reserve([(K[0], 1)], owner=2, request_id="", deadline=NO_DEADLINE)
+    other = table.reserve([(K[0], 1)], owner=2)
     assert other.placed != mine.placed, "the range stays the cancelled writer's"
     assert table.quarantined_bytes > 0
-    assert table.commit(mine.lease.id, owner=1, now=0.0) == []
+    assert table.commit(mine.lease.id, owner=1) == []
     assert table.quarantined_bytes == 0
     assert table.quarantines == 0, "no writer was late"
 
@@ -312,17 +180,19 @@ def test_lapsed_pins_do_not_keep_a_client_from_new_ones() -> None:
     table = make_table()
     store(table, K[:1])
     for _ in range(MAX_LEASES_PER_OWNER):
-        assert table.pin(K[:1], owner=1, request_id="", deadline=1.0)
-    table.expire(1.0)
+        assert table.pin(K[:1], owner=1, lease_s=1.0)
+    table.now = 1.0
+    table.expire()
     assert table.pin_leases == MAX_LEASES_PER_OWNER
-    kept = table.pin(K[:1], owner=1, request_id="", deadline=NO_DEADLINE)
+    kept = table.pin(K[:1], owner=1)
     assert kept is not None
     assert table.pin_leases == 1
-    lapsed = table.pin(K[:1], owner=1, request_id="", deadline=2.0)
+    lapsed = table.pin(K[:1], owner=1, lease_s=1.0)
     assert lapsed is not None
-    table.expire(2.0 + REMEMBER_LAPSED_S)
+    table.now = 2.0 + REMEMBER_LAPSED_S
+    table.expire()
     with pytest.raises(LeaseUnknown):
-        table.unpin(lapsed.id, owner=1, now=2.0 + REMEMBER_LAPSED_S)
+        table.unpin(lapsed.id, owner=1)
 
 
 class Failing(OrderedLru):
@@ -334,7 +204,7 @@ def test_a_policy_that_raises_leaves_nothing_reserved() -> None:
     table = make_table(units=2, policy=Failing())
     store(table, K[:1])
     with pytest.raises(RuntimeError):
-        table.reserve([(key, 1) for key in K[:3]], owner=1, request_id="", deadline=NO_DEADLINE)
+        table.reserve([(key, 1) for key in K[:3]], owner=1)
     assert (table.used_bytes, table.pins, table.write_leases) == (ALIGNMENT, 0, 0)
     assert not table.any_writing(K)
     store(table, K[1:2])
@@ -357,16 +227,18 @@ def test_a_policy_that_raises_takes_no_pin_of_others() -> None:
     table = make_table(policy=(policy := Broken()))
     keys = [packed_key(0)]
     store(table, keys)
-    held = table.pin(keys, owner=1, request_id="", deadline=NO_DEADLINE)
+    held = table.pin(keys, owner=1)
     assert held is not None
     policy.broken = True
     with pytest.raises(RuntimeError):
-        table.pin(keys, owner=2, request_id="", deadline=1.0)
-    table.expire(2.0)
+        table.pin(keys, owner=2, lease_s=1.0)
+    table.now = 2.0
+    table.expire()
     assert table.pins == 1
-    assert not table.drop(keys[0]), "it is being read"
-    table.unpin(held.id, owner=1, now=2.0)
-    assert table.drop(keys[0])
+    assert not table.drop([keys[0]]), "it is being read"
+    table.now = 2.0
+    table.unpin(held.id, owner=1)
+    assert table.drop([keys[0]])
 
 
 def test_a_policy_that_offers_a_key_that_is_not_here_does_no_harm() -> None:

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvframework.api.keys import PackedKey
 from kvframework.errors import LeaseUnknown
-from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, StoredObject, rounded
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject, rounded
+from kvframework.storage.l1.eviction_statistics import Cause
 from kvframework.storage.l1.leases import INTERNAL_OWNER, NO_DEADLINE
 from kvframework.storage.l1.objects import ObjectTable
 from tests.core.storage.memory import OrderedLru, packed_key
@@ -98,13 +99,12 @@ class ObjectTableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.policy = OrderedLru()
-        self.table = ObjectTable(RangeAllocator(), self.policy)
-        self.model = Model()
         self.now = 0.0
+        self.table = ObjectTable(self.policy, nbytes=UNITS // 2 * ALIGNMENT, clock=lambda: self.now)
+        self.model = Model()
         self.remembered: list[StoredObject] = []
         # What each unit of the arena holds: the id of the lease that wrote there last.
         self.arena = [""] * UNITS
-        self.table.allocator.grow(UNITS // 2 * ALIGNMENT)
 
     def mark(self, lease: Writer) -> None:
         for _, offset, length in lease.items:
@@ -133,7 +133,7 @@ class ObjectTableMachine(RuleBasedStateMachine):
         new = {key: size for key, size in reversed(items) if key not in here and key not in writing}
         roomy = allocator.largest_free >= sum(map(rounded, new.values()))
         deadline = self.now + lease_s
-        result = self.table.reserve(items, owner=owner, request_id=request_id, deadline=deadline)
+        result = self.table.reserve(items, owner=owner, request_id=request_id, lease_s=lease_s)
 
         evicted = self.note_evictions(kept={key for key, _ in items})
         placed = dict(result.placed)
@@ -190,7 +190,7 @@ class ObjectTableMachine(RuleBasedStateMachine):
     def commit(self, number: int) -> None:
         lease = self.pick_writer(number)
         late = lease.quarantined or self.now >= lease.deadline
-        published = self.table.commit(lease.id, owner=lease.owner, now=self.now)
+        published = self.table.commit(lease.id, owner=lease.owner)
         self.model.end_writer(lease.id)
         if late:
             assert published == []
@@ -208,7 +208,7 @@ class ObjectTableMachine(RuleBasedStateMachine):
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4), owner=owners, request_id=requests, lease_s=deadlines)
     def pin(self, keys: list[PackedKey], owner: int, request_id: str, lease_s: float) -> None:
-        lease = self.table.pin(keys, owner=owner, request_id=request_id, deadline=self.now + lease_s)
+        lease = self.table.pin(keys, owner=owner, request_id=request_id, lease_s=lease_s)
         assert (lease is not None) == all(key in self.model.objects for key in keys)
         if lease is not None:
             self.model.readers[lease.id] = Reader(lease.id, owner, request_id, self.now + lease_s, keys)
@@ -222,7 +222,7 @@ class ObjectTableMachine(RuleBasedStateMachine):
     def unpin(self, number: int) -> None:
         lease = self.pick_reader(number)
         held = lease.held and self.now < lease.deadline
-        assert self.table.unpin(lease.id, owner=lease.owner, now=self.now).held is held
+        assert self.table.unpin(lease.id, owner=lease.owner).held is held
         self.model.end_reader(lease.id)
 
     @rule()
@@ -230,11 +230,11 @@ class ObjectTableMachine(RuleBasedStateMachine):
         """Whoever does not own a lease, or names none, changes nothing."""
         for lease_id in ("", "gone", *self.model.writers, *self.model.readers):
             with pytest.raises(LeaseUnknown):
-                self.table.commit(lease_id, owner=9, now=self.now)
+                self.table.commit(lease_id, owner=9)
             with pytest.raises(LeaseUnknown):
                 self.table.abort(lease_id, owner=9)
             with pytest.raises(LeaseUnknown):
-                self.table.unpin(lease_id, owner=9, now=self.now)
+                self.table.unpin(lease_id, owner=9)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 2.0]))
     def time_passes(self, seconds: float) -> None:
@@ -242,7 +242,7 @@ class ObjectTableMachine(RuleBasedStateMachine):
 
     @rule()
     def expire(self) -> None:
-        self.table.expire(self.now)
+        self.table.expire()
         for writer in self.model.writers.values():
             if self.now >= writer.deadline:
                 self.model.quarantine(writer)
@@ -295,14 +295,14 @@ class ObjectTableMachine(RuleBasedStateMachine):
     def drop(self, key: PackedKey) -> None:
         placed = self.model.objects.get(key)
         droppable = placed is not None and not placed.pins
-        assert self.table.drop(key) is droppable
+        assert self.table.drop([key]) == droppable
         if droppable:
             del self.model.objects[key]
 
     @rule(units=st.integers(0, UNITS))
     def evict_down_to(self, units: int) -> None:
         order = [key for key in self.policy.order if not self.model.objects[key].pins]
-        self.table.evict(self.table.candidates(units * ALIGNMENT))
+        self.table.drop(self.table.candidates(units * ALIGNMENT), Cause.WATERMARK)
         gone = {key for key in self.model.objects if key not in self.table}
         assert gone == set(order[: len(gone)]), "not the best victims"
         self.note_evictions(kept=set())

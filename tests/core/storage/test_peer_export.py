@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from kvframework.api.keys import ObjectKey
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.tier import Loan, NodeIdentity, Outcome, PackedKey
-from kvframework.storage.envelope import HEADER_BYTES, unseal
 from kvframework.storage.manager import PeerExport
-from kvframework.storage.namespaces import RECORD_BYTES, NamespaceRecord, decode_record, record_key
+from kvframework.storage.namespaces import (
+    HEADER_BYTES,
+    RECORD_BYTES,
+    NamespaceRecord,
+    decode_record,
+    record_key,
+    unseal,
+)
 from tests.core.storage.memory import content
-from tests.core.storage.node import SIZE, Node
+from tests.core.storage.node import SIZE, MakeNode, Node
 from tests.core.storage.tier import MemoryTier
 
 IDENTITY = NodeIdentity(bytes(16), 16, "sha256/0")
@@ -71,12 +77,12 @@ def test_an_object_is_lent_sealed_and_pinned(node: Node, keys: list[PackedKey]) 
     loan.close()
     node.assert_idle()
     assert node.manager.clear().objects == 1
-    assert (lender.arena_fd, lender.arena_bytes) == (node.manager.table.arena_fd, node.manager.table.capacity)
+    assert (lender.arena_fd, lender.arena_bytes) == (node.table.arena_fd, node.table.capacity)
 
 
 def test_what_is_being_written_is_not_lent(node: Node, keys: list[PackedKey]) -> None:
     lender = PeerExport(node.manager, IDENTITY)
-    node.manager.table.reserve([(keys[0], SIZE)], owner=1, request_id="w", lease_s=30.0)
+    node.table.reserve([(keys[0], SIZE)], owner=1)
     assert list(lender.holds(keys[:1])) == [False]
     assert lender.lend(keys[0]) is None
 
@@ -108,7 +114,7 @@ def test_a_watcher_hears_of_all_that_comes(node: Node, keys: list[PackedKey]) ->
     assert heard == keys
 
 
-def test_a_tier_that_is_read_only_is_written_nothing(make_node: Callable[..., Node], keys: list[PackedKey]) -> None:
+def test_a_tier_that_is_read_only_is_written_nothing(make_node: MakeNode, keys: list[PackedKey]) -> None:
     node = make_node(tiers=[OthersTier()])
     (store,) = node.stores
     (status,) = node.manager.status()["l2"]  # type: ignore[misc]
@@ -123,7 +129,7 @@ def test_a_tier_that_is_read_only_is_written_nothing(make_node: Callable[..., No
     assert node.tier.was_told == keys[0]  # type: ignore[attr-defined]
 
 
-def test_the_problems_of_a_tier_are_in_its_status(make_node: Callable[..., Node]) -> None:
+def test_the_problems_of_a_tier_are_in_its_status(make_node: MakeNode) -> None:
     node = make_node(tiers=[OthersTier()])
     (store,) = node.stores
     store._ask_for_facts()
@@ -135,9 +141,7 @@ def test_the_problems_of_a_tier_are_in_its_status(make_node: Callable[..., Node]
 
 
 @pytest.mark.parametrize("told", [{"a": object()}, {1: {2: "x" * (64 << 10)}}, ["no table"], None])
-def test_what_a_tier_tells_is_in_its_status_and_a_bug_of_it_spoils_nothing(
-    make_node: Callable[..., Node], told: object
-) -> None:
+def test_what_a_tier_tells_is_in_its_status_and_a_bug_of_it_spoils_nothing(make_node: MakeNode, told: object) -> None:
     tier = OthersTier()
     (store,) = make_node(tiers=[tier]).stores
     store._ask_for_facts()

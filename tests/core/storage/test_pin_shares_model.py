@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, rounded
-from kvframework.storage.l1.leases import INTERNAL_OWNER, NEEDED_S, NO_DEADLINE, PinLease, WriteLease
+from kvframework.storage.l1.entries import ALIGNMENT, rounded
+from kvframework.storage.l1.leases import INTERNAL_OWNER, NEEDED_S, PinLease, WriteLease
 from kvframework.storage.l1.objects import ObjectTable
-from tests.core.storage.memory import OrderedLru, packed_key
+from tests.core.storage.memory import ClockedTable, OrderedLru, packed_key
 
 UNITS, MOST = 12, 5
 KEYS = [packed_key(number) for number in range(16)]
@@ -39,10 +39,9 @@ class Pinned:
 class SharesMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.table = ObjectTable(RangeAllocator(), OrderedLru())
-        self.table.allocator.grow(UNITS * ALIGNMENT)
-        self.table.shares.configure(MOST * ALIGNMENT)
         self.now = 0.0
+        self.table = ObjectTable(OrderedLru(), nbytes=UNITS * ALIGNMENT, clock=lambda: self.now)
+        self.table.shares.configure(MOST * ALIGNMENT)
         # The sessions that found L1 full.
         self.needs: list[int] = []
         need = self.table.shares.need
@@ -84,9 +83,7 @@ class SharesMachine(RuleBasedStateMachine):
     @rule(session=sessions, keys=keys_of, size=sizes, commits=st.booleans())
     def store(self, session: int, keys: list[PackedKey], size: int, commits: bool) -> None:
         self.needs.clear()
-        result = self.table.reserve(
-            [(key, size) for key in keys], owner=session, request_id="", deadline=NO_DEADLINE, client=session
-        )
+        result = self.table.reserve([(key, size) for key in keys], owner=session, client=session)
         bound = self.table.shares.is_bound(self.table.shares.payer(session), self.now)
         if bound and result.placed:
             assert self.shares[self.table.shares.payer(session)] <= MOST * ALIGNMENT, "others need room"
@@ -97,7 +94,7 @@ class SharesMachine(RuleBasedStateMachine):
         if result.lease is None:
             return
         if commits:
-            self.table.commit(result.lease.id, owner=session, now=self.now)
+            self.table.commit(result.lease.id, owner=session)
         else:
             self.writes.append(result.lease)
 
@@ -105,7 +102,7 @@ class SharesMachine(RuleBasedStateMachine):
     def look_up(self, session: int, keys: list[PackedKey]) -> None:
         found = self.table.find(self.here(keys))
         if found:
-            lease = self.table.pin_objects(found, owner=session, request_id="", deadline=NO_DEADLINE, hit=True)
+            lease = self.table.pin_objects(found, owner=session, hit=True)
             self.pins.append(Pinned(lease, True, self.here(keys)))
 
     @rule(session=sessions, asked_by=st.sampled_from([None, *SESSIONS]), keys=keys_of)
@@ -113,7 +110,7 @@ class SharesMachine(RuleBasedStateMachine):
         found = self.table.find(self.here(keys))
         if not found:
             return
-        lease = self.table.pin_objects(found, owner=session, request_id="", deadline=NO_DEADLINE, asked_by=asked_by)
+        lease = self.table.pin_objects(found, owner=session, asked_by=asked_by)
         payer, bound = lease.payer, self.table.shares.is_bound(lease.payer, self.now)
         if self.table.keep_within_share(lease):
             assert not bound or self.shares[payer] <= MOST * ALIGNMENT
@@ -135,7 +132,7 @@ class SharesMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def free(self, number: int) -> None:
         each = self.pins.pop(number % len(self.pins))
-        lease = self.table.unpin(each.lease.id, owner=each.lease.owner, now=self.now)
+        lease = self.table.unpin(each.lease.id, owner=each.lease.owner)
         assert lease.held is not each.lapsed
 
     @precondition(lambda self: self.writes)
@@ -143,7 +140,7 @@ class SharesMachine(RuleBasedStateMachine):
     def end_write(self, number: int, commits: bool) -> None:
         lease = self.writes.pop(number % len(self.writes))
         if commits:
-            self.table.commit(lease.id, owner=lease.owner, now=self.now)
+            self.table.commit(lease.id, owner=lease.owner)
         else:
             self.table.abort(lease.id, owner=lease.owner)
 
@@ -152,7 +149,7 @@ class SharesMachine(RuleBasedStateMachine):
         self.table.end_owner(session)
         self.pins = [each for each in self.pins if each.lease.owner != session]
         self.writes = [each for each in self.writes if each.owner != session]
-        needs = [payer for payer, _ in self.table.shares._needs]
+        needs = self.table.shares._needs
         assert session not in needs, "who has ended needs nothing"
 
     @rule(key=st.sampled_from(KEYS))
@@ -160,7 +157,7 @@ class SharesMachine(RuleBasedStateMachine):
         """Pins of the server count for no session."""
         found = self.table.find(self.here([key]))
         if found:
-            lease = self.table.pin_objects(found, owner=INTERNAL_OWNER, request_id="", deadline=NO_DEADLINE)
+            lease = self.table.pin_objects(found, owner=INTERNAL_OWNER)
             self.pins.append(Pinned(lease, False, [key]))
 
     @rule(most=st.integers(1, UNITS))
@@ -171,7 +168,7 @@ class SharesMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, NEEDED_S]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.table.expire(self.now)
+        self.table.expire()
 
     @invariant()
     def what_each_holds_is_what_its_leases_say(self) -> None:
@@ -197,7 +194,7 @@ class SharesMachine(RuleBasedStateMachine):
         assert all(len(pins) > 1 for pins in self.table.shares._several.values())
         leases = self.table._leases
         asked = Counter(each.lease.asked_by for each in self.pins) + Counter(each.owner for each in self.writes)
-        assert +leases._open == asked
+        assert {who: len(of) for who, of in leases._asked.items()} == +asked
         assert +leases._pinned == +Counter(
             {who: sum(len(each.lease.objects) for each in self.pins if each.lease.asked_by == who) for who in asked}
         )
@@ -210,22 +207,19 @@ TestShares = SharesMachine.TestCase
 @given(st.lists(st.tuples(sessions, keys_of), max_size=60))
 @settings(deadline=None)
 def test_a_session_alone_is_never_bound(lookups: list[tuple[int, list[PackedKey]]]) -> None:
-    table = ObjectTable(RangeAllocator(), OrderedLru())
-    table.allocator.grow(8 * ALIGNMENT)
+    table = ClockedTable(OrderedLru(), nbytes=8 * ALIGNMENT)
     table.shares.configure(ALIGNMENT)
     table.shares.work_for(2, 1)
     table.shares.work_for(3, 1)
     leases = []
     for session, keys in lookups:
-        reserved = table.reserve(
-            [(key, 1) for key in keys], owner=session, request_id="", deadline=NO_DEADLINE, client=session
-        )
+        reserved = table.reserve([(key, 1) for key in keys], owner=session, client=session)
         if reserved.lease is not None:
-            table.commit(reserved.lease.id, owner=session, now=0.0)
+            table.commit(reserved.lease.id, owner=session)
         found = table.find([key for key in keys if key in table])
         for hit in (True, False):
             if found:
-                lease = table.pin_objects(list(found), owner=session, request_id="", deadline=NO_DEADLINE, hit=hit)
+                lease = table.pin_objects(list(found), owner=session, hit=hit)
                 assert table.keep_within_share(lease)
                 leases.append(lease)
     assert all(lease.held for lease in leases)
@@ -233,17 +227,16 @@ def test_a_session_alone_is_never_bound(lookups: list[tuple[int, list[PackedKey]
 
 
 def test_what_a_worker_needed_before_its_first_load_binds_its_own_scheduler_no_more() -> None:
-    table = ObjectTable(RangeAllocator(), OrderedLru())
-    table.allocator.grow(8 * ALIGNMENT)
+    table = ClockedTable(OrderedLru(), nbytes=8 * ALIGNMENT)
     table.shares.configure(4 * ALIGNMENT)
     scheduler, worker, other = 1, 2, 3
-    stored = table.reserve([(key, 1) for key in KEYS[:8]], owner=worker, request_id="", deadline=9.0, client=worker)
+    stored = table.reserve([(key, 1) for key in KEYS[:8]], owner=worker, client=worker)
     assert stored.lease is not None
-    objects = table.commit(stored.lease.id, owner=worker, now=0.0)
-    loaded = table.pin_objects(objects[:6], owner=worker, request_id="r", deadline=9.0, asked_by=scheduler)
-    table.reserve([(key, 1) for key in KEYS[8:12]], owner=worker, request_id="", deadline=9.0, client=worker)
+    objects = table.commit(stored.lease.id, owner=worker)
+    loaded = table.pin_objects(objects[:6], owner=worker, request_id="r", asked_by=scheduler)
+    table.reserve([(key, 1) for key in KEYS[8:12]], owner=worker, client=worker)
     table.shares.work_for(worker, scheduler)
     assert table.keep_within_share(loaded), "the engine is alone"
     assert table.shares.is_bound(other, 0.0), "the engine needs room"
-    table.reserve([(KEYS[12], 1)], owner=other, request_id="", deadline=9.0, client=other)
+    table.reserve([(KEYS[12], 1)], owner=other, client=other)
     assert not table.keep_within_share(loaded)

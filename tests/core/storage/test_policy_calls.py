@@ -11,13 +11,12 @@ import pytest
 
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
 from kvframework.api.keys import SALT_BYTES
-from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
+from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.eviction_statistics import Cause
-from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
-from kvframework.storage.l1.objects import ObjectTable
+from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.manager import StorageManager
-from tests.core.storage.memory import OrderedLru, PlainMemory, packed_key
+from tests.core.storage.memory import ClockedTable, OrderedLru, PlainMemory, packed_key
 
 K = [packed_key(number) for number in range(40)]
 # By tenant.
@@ -62,13 +61,11 @@ class Told(OrderedLru):
         return calls
 
 
-def table_of(policy: EvictionPolicy, units: int, **named: Any) -> ObjectTable:
-    allocator = RangeAllocator()
-    allocator.grow(units * ALIGNMENT)
-    return ObjectTable(allocator, policy, **named)
+def table_of(policy: EvictionPolicy, units: int, **named: Any) -> ClockedTable:
+    return ClockedTable(policy, nbytes=units * ALIGNMENT, **named)
 
 
-def table_with_tenants(policies: Sequence[EvictionPolicy], units: int) -> ObjectTable:
+def table_with_tenants(policies: Sequence[EvictionPolicy], units: int) -> ClockedTable:
     """Tenant 1 has at most three quarters, and a quarter of its own; tenant 2 a quarter of its own."""
     first, second = (
         Tenant(f"t{number}", units // 4 * ALIGNMENT, most, policy)
@@ -80,18 +77,20 @@ def table_with_tenants(policies: Sequence[EvictionPolicy], units: int) -> Object
     return table
 
 
-def store(table: ObjectTable, keys: Sequence[PackedKey], now: float = 0.0, **named: Any) -> int:
+def store(table: ClockedTable, keys: Sequence[PackedKey], now: float = 0.0, **named: Any) -> int:
     """The number of objects that were dropped."""
     items = [(key, ALIGNMENT) for key in keys]
-    result = table.reserve(items, owner=1, request_id="r1", deadline=NO_DEADLINE, **named)
+    result = table.reserve(items, owner=1, request_id="r1", **named)
     if result.lease is not None:
-        table.commit(result.lease.id, owner=1, now=now)
+        table.now = now
+        table.commit(result.lease.id, owner=1)
     return result.dropped
 
 
 def test_a_policy_learns_what_a_request_is() -> None:
     policy = Told()
-    table = table_of(policy, 4, prices=lambda: (1e-4, 1e-9))
+    table = table_of(policy, 4)
+    table.prices = 1e-4, 1e-9
     store(table, K[:3], now=7.0, prompt=PromptPart((5, 6, 7), 256))
     facts = RequestFacts(use="store", at=0.0, request_id="r1", chunk_tokens=256, compute_s=1e-4, load_s=1e-9)
     later = msgspec.structs.replace(facts, at=7.0, held=3 * ALIGNMENT)
@@ -99,7 +98,7 @@ def test_a_policy_learns_what_a_request_is() -> None:
         ("admits", K[:3], [ALIGNMENT] * 3, [5, 6, 7], facts),
         ("inserts", K[2::-1], [ALIGNMENT] * 3, [7, 6, 5], later),
     ]
-    lease = table.pin(K[:2], owner=1, request_id="r2", deadline=NO_DEADLINE, use="retrieve")
+    lease = table.pin(K[:2], owner=1, request_id="r2", use="retrieve")
     assert lease is not None
     ((call, keys, used),) = policy.last()
     assert (call, keys, used.use, used.request_id, used.at) == ("uses", K[1::-1], "retrieve", "r2", 7.0)
@@ -124,9 +123,9 @@ def test_it_learns_why_an_object_left() -> None:
     policy.last()
     store(table, K[3:5])
     assert [call for call in policy.last() if call[0] == "removes"] == [("removes", [K[2], K[1]], "evicted")]
-    table.drop(K[0], Cause.DAMAGED)
+    table.drop(K[:1], Cause.DAMAGED)
     table.drop_unused(table.objects()[:1])
-    table.evict(list(policy.order))
+    table.drop(list(policy.order), Cause.WATERMARK)
     assert [(call[0], call[2]) for call in policy.last()] == [
         ("removes", "removed"),
         ("removes", "cleared"),
@@ -160,7 +159,7 @@ def test_a_policy_may_refuse_the_end_of_a_request(most: int) -> None:
 def test_what_the_policy_refused_is_explained() -> None:
     storage = StorageManager(PlainMemory(8 * ALIGNMENT), Told(1), threads=False, ghosts=64)
     items = [(key, ALIGNMENT) for key in K[:3]]
-    result = storage.table.reserve(items, owner=1, request_id="", lease_s=None)
+    result = storage.table.reserve(items, owner=1, lease_s=None)
     assert (result.dropped, result.refused, result.over_share) == (2, True, False)
     ghosts = [storage.table.absent(key, 0)[0] for key in K[:3]]
     assert [ghost and ghost.cause for ghost in ghosts] == [None, "refused", "refused"]
@@ -232,18 +231,19 @@ def test_one_walk_evicts_what_many_walks_would(seed: int, shared: bool) -> None:
         keys = [OF[chance.randrange(3)][number] for number in range(80)]
         keys += OF[chance.randrange(3)][80:92]
         for number in range(80):
-            result = table.reserve([(keys[number], sizes[number])], owner=1, request_id="", deadline=NO_DEADLINE)
+            result = table.reserve([(keys[number], sizes[number])], owner=1)
             if result.lease is not None:
-                table.commit(result.lease.id, owner=1, now=float(number))
+                table.now = float(number)
+                table.commit(result.lease.id, owner=1)
         pinned = chance.sample(sorted(stored.key for stored in table.objects()), 3)
-        assert table.pin(pinned, owner=2, request_id="", deadline=NO_DEADLINE, use=None) is not None
+        assert table.pin(pinned, owner=2, use=None) is not None
         items = list(zip(keys[80:], sizes[80:92], strict=True))
         if together:
-            placed = [offset for _, offset in table.reserve(items, owner=1, request_id="", deadline=NO_DEADLINE).placed]
+            placed = [offset for _, offset in table.reserve(items, owner=1).placed]
         else:
             placed = []
             for item in items:
-                result = table.reserve([item], owner=1, request_id="", deadline=NO_DEADLINE)
+                result = table.reserve([item], owner=1)
                 if not result.placed:
                     break
                 placed.append(result.placed[0][1])

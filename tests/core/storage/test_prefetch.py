@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.envelope import HEADER_BYTES
 from kvframework.storage.l2 import loading, prefetch
 from kvframework.storage.l2.sealed_tier import L2Store
-from kvframework.storage.namespaces import NamespaceRecord, record_key
+from kvframework.storage.namespaces import HEADER_BYTES, NamespaceRecord, record_key
 from tests.core.storage.memory import NAMESPACE, content, packed_key
-from tests.core.storage.node import DESC, OWNER, SIZE, Node, prefix
+from tests.core.storage.node import DESC, OWNER, SIZE, MakeNode, Node, prefix
 from tests.core.storage.tier import MemoryTier, in_envelope
 from tests.support.waiting import wait_until
 
@@ -25,19 +24,19 @@ def filled(keys: Sequence[PackedKey]) -> MemoryTier:
     return MemoryTier({key: in_envelope(key, content(key, SIZE)) for key in keys})
 
 
-def test_loads_what_is_missing_and_only_that(make_node: Callable[..., Node]) -> None:
+def test_loads_what_is_missing_and_only_that(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:40])])
     node.write(K[:10])
     task = node.load(K[:50])
     assert task.loaded == 30
-    assert node.manager.table.which_present(K[:50]) == [True] * 40 + [False] * 10
+    assert node.table.which_present(K[:50]) == [True] * 40 + [False] * 10
     assert node.read(K[:40])
     assert node.tier.asked("get") == K[10:40]
     assert set(node.tier.asked("contains")) == set(K[10:50])
     node.assert_idle()
 
 
-def test_what_was_loaded_is_not_written_back(make_node: Callable[..., Node]) -> None:
+def test_what_was_loaded_is_not_written_back(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:4])])
     node.load(K[:4])
     node.write(K[4:5])
@@ -45,7 +44,7 @@ def test_what_was_loaded_is_not_written_back(make_node: Callable[..., Node]) -> 
     assert node.tier.asked("put") == K[4:5]
 
 
-def test_tiers_are_asked_in_their_order(make_node: Callable[..., Node]) -> None:
+def test_tiers_are_asked_in_their_order(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:6]), filled(K[3:9])])
     assert node.load(K[:9]).loaded == 9
     assert node.tiers[0].asked("get") == K[:6]
@@ -54,14 +53,14 @@ def test_tiers_are_asked_in_their_order(make_node: Callable[..., Node]) -> None:
     assert node.read(K[:9])
 
 
-def test_a_tier_that_is_down_is_passed_over(make_node: Callable[..., Node]) -> None:
+def test_a_tier_that_is_down_is_passed_over(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:6]), filled(K[:6])])
     node.tiers[0].down = True
     assert node.load(K[:6]).loaded == 6
     assert node.read(K[:6])
 
 
-def test_no_load_tries_a_tier_that_failed_but_a_thread_of_its_own(make_node: Callable[..., Node]) -> None:
+def test_no_load_tries_a_tier_that_failed_but_a_thread_of_its_own(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:4])])
     node.tier.down = True
     while node.stores[0].state == "closed":
@@ -79,7 +78,7 @@ def test_no_load_tries_a_tier_that_failed_but_a_thread_of_its_own(make_node: Cal
     assert node.load(K[:4]).loaded == 4
 
 
-def test_selects_what_is_worth_having(make_node: Callable[..., Node]) -> None:
+def test_selects_what_is_worth_having(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:3] + K[4:8])])
     asked: list[list[bool]] = []
 
@@ -94,7 +93,7 @@ def test_selects_what_is_worth_having(make_node: Callable[..., Node]) -> None:
 
 @pytest.mark.parametrize("fault", ["corrupt", "lost", "truncated", "foreign"])
 def test_a_bad_value_is_a_miss_and_what_hangs_on_it_is_not_loaded(
-    make_node: Callable[..., Node], caplog: pytest.LogCaptureFixture, fault: str
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     node = make_node(tiers=[filled(K[:48])], loads=1)
     bad, values = K[20], node.tier.values
@@ -121,7 +120,7 @@ def test_a_bad_value_is_a_miss_and_what_hangs_on_it_is_not_loaded(
 
 
 @pytest.mark.parametrize("fault", ["down", "raises", "miscounts"])
-def test_a_tier_that_fails_on_the_way_leaves_a_partial_prefix(make_node: Callable[..., Node], fault: str) -> None:
+def test_a_tier_that_fails_on_the_way_leaves_a_partial_prefix(make_node: MakeNode, fault: str) -> None:
     node = make_node(tiers=[filled(K[:48])], loads=1)
     node.tier.stall("get")
     task = node.load_in_background(K[:48])
@@ -136,12 +135,12 @@ def test_a_tier_that_fails_on_the_way_leaves_a_partial_prefix(make_node: Callabl
     node.tier.resume()
     wait_until(lambda: task.done)
     assert task.loaded == 16
-    assert node.manager.table.which_present(K[:48]) == [True] * 16 + [False] * 32
+    assert node.table.which_present(K[:48]) == [True] * 16 + [False] * 32
     assert node.read(K[:16])
     node.assert_idle()
 
 
-def test_a_tier_too_slow_for_its_deadline_is_a_miss(make_node: Callable[..., Node]) -> None:
+def test_a_tier_too_slow_for_its_deadline_is_a_miss(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:4])], timeout_s=0.05)
     node.tier.stall("get")
     assert node.load(K[:4]).loaded == 0
@@ -150,7 +149,7 @@ def test_a_tier_too_slow_for_its_deadline_is_a_miss(make_node: Callable[..., Nod
     assert node.load(K[:4]).loaded == 4
 
 
-def test_cancel_ends_a_load_after_its_batch(make_node: Callable[..., Node]) -> None:
+def test_cancel_ends_a_load_after_its_batch(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:48])], loads=1)
     done: list[int] = []
     node.tier.stall("get")
@@ -167,16 +166,16 @@ def test_cancel_ends_a_load_after_its_batch(make_node: Callable[..., Node]) -> N
     wait_until(lambda: cancelled.done)
 
 
-def test_a_load_larger_than_l1_keeps_the_prefix_that_fits(make_node: Callable[..., Node]) -> None:
+def test_a_load_larger_than_l1_keeps_the_prefix_that_fits(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:64])], units=20)
     task = node.load(K[:64], select=prefix)
     assert task.loaded == 20
-    assert node.manager.table.which_present(K[:64]) == [True] * 20 + [False] * 44
+    assert node.table.which_present(K[:64]) == [True] * 20 + [False] * 44
     assert not set(node.tier.asked("get")) & set(K[20:])
     node.assert_idle()
 
 
-def test_what_a_load_builds_upon_is_not_pushed_out_by_it(make_node: Callable[..., Node]) -> None:
+def test_what_a_load_builds_upon_is_not_pushed_out_by_it(make_node: MakeNode) -> None:
     """The start of the prompt is in L1, and the least recently used there."""
     node = make_node(tiers=[filled(K[:8])], units=8)
     node.write(K[:4])
@@ -187,14 +186,14 @@ def test_what_a_load_builds_upon_is_not_pushed_out_by_it(make_node: Callable[...
     assert node.read(K[:8])
 
 
-def test_two_loads_of_the_same_both_see_it(make_node: Callable[..., Node]) -> None:
+def test_two_loads_of_the_same_both_see_it(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:20])])
     seen: list[list[bool]] = []
 
     def look() -> None:
         # Whoever is in on_done has all of it pinned: clearing takes nothing away.
         node.manager.clear()
-        seen.append(node.manager.table.which_present(K[:20]))
+        seen.append(node.table.which_present(K[:20]))
 
     node.tier.stall("get")
     first = node.load_in_background(K[:20], look)
@@ -209,30 +208,30 @@ def test_two_loads_of_the_same_both_see_it(make_node: Callable[..., Node]) -> No
 
 
 @pytest.mark.parametrize("end", ["commit", "abort", "end_owner"])
-def test_a_load_waits_for_a_writer_and_takes_over_if_it_gives_up(make_node: Callable[..., Node], end: str) -> None:
+def test_a_load_waits_for_a_writer_and_takes_over_if_it_gives_up(make_node: MakeNode, end: str) -> None:
     node = make_node(tiers=[filled(K[:4])], timeout_s=60.0)
-    reserved = node.manager.table.reserve([(K[1], SIZE)], owner=OWNER, request_id="", lease_s=30.0)
+    reserved = node.table.reserve([(K[1], SIZE)], owner=OWNER)
     assert reserved.lease is not None
     task = node.load_in_background(K[:4])
     wait_until(lambda: node.present(K[:4]) == 3)
     assert not task.done
     if end == "commit":
         offset = reserved.placed[0][1]
-        node.manager.table.arena[offset : offset + SIZE] = content(K[1], SIZE)
-        node.manager.table.commit(reserved.lease.id, owner=OWNER)
+        node.table.arena[offset : offset + SIZE] = content(K[1], SIZE)
+        node.table.commit(reserved.lease.id, owner=OWNER)
     elif end == "abort":
-        node.manager.table.abort(reserved.lease.id, owner=OWNER)
+        node.table.abort(reserved.lease.id, owner=OWNER)
     else:
-        node.manager.table.end_owner(OWNER)
+        node.table.end_owner(OWNER)
     wait_until(lambda: task.done)
     assert task.loaded == (3 if end == "commit" else 4)
     assert node.read(K[:4])
     node.assert_idle()
 
 
-def test_loads_that_wait_for_a_writer_hold_up_no_others(make_node: Callable[..., Node]) -> None:
+def test_loads_that_wait_for_a_writer_hold_up_no_others(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:30])], timeout_s=60.0)
-    stuck = node.manager.table.reserve([(K[0], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
+    stuck = node.table.reserve([(K[0], SIZE)], owner=OWNER)
     assert stuck.lease is not None
     waiting = [node.load_in_background(K[:1]) for _ in range(20)]
     wait_until(lambda: len(node.tier.asked("contains")) == 20, what="all to wait for the writer")
@@ -240,25 +239,25 @@ def test_loads_that_wait_for_a_writer_hold_up_no_others(make_node: Callable[...,
         assert node.load(K[number : number + 1]).loaded == 1
     assert not any(task.done for task in waiting)
     waiting[0].cancel()
-    node.manager.table.abort(stuck.lease.id, owner=OWNER)
+    node.table.abort(stuck.lease.id, owner=OWNER)
     wait_until(lambda: all(task.done for task in waiting), what="the writer's end to wake them")
     assert node.read(K[:1])
     assert sum(task.loaded for task in waiting) == 1, "one took the writer's place, the others saw it"
     node.assert_idle()
 
 
-def test_a_load_does_not_wait_for_a_writer_for_ever(make_node: Callable[..., Node]) -> None:
+def test_a_load_does_not_wait_for_a_writer_for_ever(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:4])], timeout_s=0.2)
-    stuck = node.manager.table.reserve([(K[1], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
+    stuck = node.table.reserve([(K[1], SIZE)], owner=OWNER)
     assert stuck.lease is not None
     assert node.load(K[:4]).loaded == 3
-    node.manager.table.abort(stuck.lease.id, owner=OWNER)
+    node.table.abort(stuck.lease.id, owner=OWNER)
     node.assert_idle()
 
 
-def test_loads_that_wait_end_with_the_manager(make_node: Callable[..., Node]) -> None:
+def test_loads_that_wait_end_with_the_manager(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:1])], timeout_s=60.0)
-    stuck = node.manager.table.reserve([(K[0], SIZE)], owner=OWNER, request_id="", lease_s=600.0)
+    stuck = node.table.reserve([(K[0], SIZE)], owner=OWNER)
     assert stuck.lease is not None
     done: list[int] = []
     for _ in range(5):
@@ -269,7 +268,7 @@ def test_loads_that_wait_end_with_the_manager(make_node: Callable[..., Node]) ->
     assert node.manager.status()["prefetch"] == {"in_flight": 0, "refused": 0}
 
 
-def test_a_slow_tier_holds_up_no_load_that_asks_another(make_node: Callable[..., Node]) -> None:
+def test_a_slow_tier_holds_up_no_load_that_asks_another(make_node: MakeNode) -> None:
     """All threads of the first tier receive; what the second one holds comes meanwhile."""
     slow, quick = filled(K[:2]), filled(K[2:20])
     node = make_node(tiers=[slow, quick], timeout_s=60.0)
@@ -289,7 +288,7 @@ def test_a_slow_tier_holds_up_no_load_that_asks_another(make_node: Callable[...,
 
 
 @pytest.mark.parametrize("loads", [1, 5])
-def test_as_many_loads_as_told_call_a_tier_at_once(make_node: Callable[..., Node], loads: int) -> None:
+def test_as_many_loads_as_told_call_a_tier_at_once(make_node: MakeNode, loads: int) -> None:
     node = make_node(tiers=[filled(K[:20])], timeout_s=60.0, loads=loads)
     node.tier.stall("get")
     tasks = [node.load_in_background(K[number : number + 1]) for number in range(20)]
@@ -300,7 +299,7 @@ def test_as_many_loads_as_told_call_a_tier_at_once(make_node: Callable[..., Node
     assert node.read(K[:20])
 
 
-def test_one_prompt_is_fetched_by_several_threads_in_order(make_node: Callable[..., Node]) -> None:
+def test_one_prompt_is_fetched_by_several_threads_in_order(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:80])], timeout_s=60.0, units=200, loads=3)
     node.tier.stall("get")
     task = node.load_in_background(K[:80])
@@ -335,7 +334,7 @@ def test_the_threads_of_a_tier_get_as_much_each(objects: int, mib: float, thread
     assert [index for batch in batches for index in batch] == list(indices)
 
 
-def test_a_question_is_answered_while_all_batches_are_held(make_node: Callable[..., Node]) -> None:
+def test_a_question_is_answered_while_all_batches_are_held(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:80])], timeout_s=60.0, units=200, loads=2)
     node.tier.stall("get")
     held = node.load_in_background(K[:80])
@@ -347,7 +346,7 @@ def test_a_question_is_answered_while_all_batches_are_held(make_node: Callable[.
     node.assert_idle()
 
 
-def test_a_long_load_takes_turns_with_a_short_one(make_node: Callable[..., Node]) -> None:
+def test_a_long_load_takes_turns_with_a_short_one(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:200])], timeout_s=60.0, units=200, loads=1)
     node.tier.stall("get")
     long = node.load_in_background(K[:160])
@@ -361,7 +360,7 @@ def test_a_long_load_takes_turns_with_a_short_one(make_node: Callable[..., Node]
 
 
 def test_a_bug_in_one_batch_ends_its_load_after_the_others(
-    make_node: Callable[..., Node], caplog: pytest.LogCaptureFixture
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`select` fails once a loss makes it run again."""
     node = make_node(tiers=[filled(K[:48])], timeout_s=60.0, loads=3)
@@ -381,7 +380,7 @@ def test_a_bug_in_one_batch_ends_its_load_after_the_others(
 
 
 def test_an_error_in_on_done_or_select_ends_only_its_own_task(
-    make_node: Callable[..., Node], caplog: pytest.LogCaptureFixture
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = make_node(tiers=[filled(K[:4])])
 
@@ -399,7 +398,7 @@ def test_an_error_in_on_done_or_select_ends_only_its_own_task(
     node.assert_idle()
 
 
-def test_on_done_may_ask_for_more(make_node: Callable[..., Node]) -> None:
+def test_on_done_may_ask_for_more(make_node: MakeNode) -> None:
     node = make_node(tiers=[filled(K[:4])])
     tasks = []
     node.load_in_background(K[:2], lambda: tasks.append(node.load_in_background(K[2:4])))
@@ -407,7 +406,7 @@ def test_on_done_may_ask_for_more(make_node: Callable[..., Node]) -> None:
     assert node.read(K[:4])
 
 
-def test_too_many_loads_are_refused(make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_loads_are_refused(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "MAX_TASKS", 3)
     node = make_node(tiers=[filled(K[:4])])
     node.tier.stall("contains")
@@ -420,7 +419,7 @@ def test_too_many_loads_are_refused(make_node: Callable[..., Node], monkeypatch:
     wait_until(lambda: node.manager.tiers.submit_prefetch_task(K[:1], DESC) is not None)
 
 
-def test_without_tiers_nothing_is_submitted(make_node: Callable[..., Node]) -> None:
+def test_without_tiers_nothing_is_submitted(make_node: MakeNode) -> None:
     node = make_node(tiers=[])
     assert node.manager.tiers.submit_prefetch_task(K[:1], DESC) is None
     assert node.manager.tiers.submit_record_task(NAMESPACE, lambda: None) is False
@@ -434,7 +433,7 @@ def ask_record(node: Node) -> NamespaceRecord | None:
     return node.manager.records.get(NAMESPACE)
 
 
-def test_another_node_learns_the_namespace_from_l2(make_node: Callable[..., Node]) -> None:
+def test_another_node_learns_the_namespace_from_l2(make_node: MakeNode) -> None:
     shared: dict[PackedKey, bytes] = {}
     writer, reader = make_node(tiers=[MemoryTier(shared)]), make_node(tiers=[MemoryTier(shared)])
     assert ask_record(reader) is None
@@ -452,7 +451,7 @@ def test_the_answer_on_a_namespace_comes_also_from_a_tier_in_trouble(node: Node,
     assert ask_record(node) is None
 
 
-def test_a_damaged_record_is_deleted_and_the_next_tier_asked(make_node: Callable[..., Node]) -> None:
+def test_a_damaged_record_is_deleted_and_the_next_tier_asked(make_node: MakeNode) -> None:
     sound = MemoryTier()
     writer = make_node(tiers=[sound])
     writer.manager.records.add(NAMESPACE, RECORD)
@@ -471,7 +470,7 @@ def test_a_damaged_record_is_deleted_and_the_next_tier_asked(make_node: Callable
 
 
 def test_a_record_that_contradicts_what_is_known_changes_nothing(
-    make_node: Callable[..., Node], caplog: pytest.LogCaptureFixture
+    make_node: MakeNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     shared: dict[PackedKey, bytes] = {}
     writer, reader = make_node(tiers=[MemoryTier(shared)]), make_node(tiers=[MemoryTier(shared)])

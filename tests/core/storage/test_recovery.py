@@ -15,8 +15,14 @@ from kvframework.config.tenants import MAX_TENANTS
 from kvframework.errors import ArenaError
 from kvframework.storage import recovery as kept_module
 from kvframework.storage.l1.entries import ALIGNMENT
-from kvframework.storage.l1.journal import description_for, lock_for_server, may_write, own_description
-from kvframework.storage.l1.journal_format import SLOTS_AT, Identity
+from kvframework.storage.l1.journal import (
+    SLOTS_AT,
+    Identity,
+    description_for,
+    lock_for_server,
+    may_write,
+    own_description,
+)
 from kvframework.storage.recovery import ARENA, JOURNAL, Recovery, free_recoverable, recover
 from tests.core.storage.memory import packed_key
 

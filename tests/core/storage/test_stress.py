@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 
 from kvframework.errors import LeaseUnknown
 from tests.core.storage.memory import packed_key
-from tests.core.storage.node import DESC, SIZE, Node, prefix
+from tests.core.storage.node import DESC, SIZE, MakeNode, Node, prefix
 from tests.core.storage.tier import MemoryTier
 from tests.support.waiting import wait_until
 
@@ -31,11 +30,11 @@ def live(node: Node, owner: int, answered: list[object], accepted: list[object])
         elif action < 7:
             node.read(keys, owner=owner)
         elif action == 7:
-            left = node.manager.table.reserve([(key, SIZE) for key in keys], owner=owner, request_id="x", lease_s=30.0)
-            node.manager.table.pin(keys[:1], owner=owner, request_id="x", lease_s=30.0)
-            node.manager.table.cancel(owner, "x")
+            left = node.table.reserve([(key, SIZE) for key in keys], owner=owner, request_id="x", lease_s=30.0)
+            node.table.pin(keys[:1], owner=owner, request_id="x", lease_s=30.0)
+            node.table.cancel(owner, "x")
             if left.lease is not None:
-                node.manager.table.abort(left.lease.id, owner=owner)
+                node.table.abort(left.lease.id, owner=owner)
         elif action == 8:
             task = node.manager.tiers.submit_prefetch_task(
                 keys, DESC, select=prefix, on_done=lambda: answered.append(node.read(K[:1]))
@@ -45,13 +44,13 @@ def live(node: Node, owner: int, answered: list[object], accepted: list[object])
                 if chance.random() < 0.3:
                     task.cancel()
         else:
-            node.manager.table.tick()
+            node.table.tick()
             node.manager.status()
             if chance.random() < 0.2:
                 node.manager.clear()
 
 
-def test_right_bytes_or_a_miss(make_node: Callable[..., Node]) -> None:
+def test_right_bytes_or_a_miss(make_node: MakeNode) -> None:
     node = make_node(tiers=[MemoryTier(), MemoryTier()], units=20, high_watermark=0.9, low_watermark=0.7)
     errors: list[BaseException] = []
     answered: list[object] = []

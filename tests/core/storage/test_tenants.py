@@ -4,7 +4,7 @@ costs little."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from hypothesis import settings
@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator, StoredObject, rounded
+from kvframework.storage.l1.entries import ALIGNMENT, rounded
 from kvframework.storage.l1.eviction import MAX_SALTS, Tenant, Tenants
 from kvframework.storage.l1.eviction_statistics import Cause
-from kvframework.storage.l1.leases import NO_DEADLINE, Reservation
-from kvframework.storage.l1.objects import ObjectTable
-from tests.core.storage.memory import OrderedLru, content, packed_key
-from tests.core.storage.node import SIZE, Node
+from kvframework.storage.l1.leases import Reservation
+from tests.core.storage.memory import ClockedTable, OrderedLru, content, packed_key
+from tests.core.storage.node import SIZE, MakeNode
 from tests.core.storage.tier import MemoryTier, in_envelope
 
-MakeNode = Callable[..., Node]
 UNITS = 14
 # In units: least and most of the tenants 1 and 2; 0 is everyone else.
 SHARES = ((0, UNITS), (4, 7), (5, UNITS))
@@ -44,30 +42,22 @@ def named(shares: Sequence[tuple[int, int]] = SHARES[1:]) -> list[Tenant]:
     ]
 
 
-class Table:
-    """A table with tenants; `left` is what was evicted since it was cleared."""
+class Shared(ClockedTable):
+    """A table with tenants."""
 
     def __init__(self, units: int = UNITS, shares: Sequence[tuple[int, int]] = SHARES[1:]) -> None:
-        allocator = RangeAllocator()
-        allocator.grow(units * ALIGNMENT)
-        self.left: list[tuple[StoredObject, Cause]] = []
-        self.table = ObjectTable(
-            allocator, OrderedLru(), lambda stored, cause, _by: self.left.append((stored, cause)), named(shares)
-        )
-        self.tenants = self.table.tenants
+        super().__init__(OrderedLru(), named(shares), nbytes=units * ALIGNMENT)
         for tenant in range(1, len(shares) + 1):
             self.tenants.learn(salt(tenant), tenant)
-        self.now = 0.0
 
-    def reserve(self, tenant: int, items: Sequence[tuple[int, int]]) -> Reservation:
-        keys = [(key_of(tenant, number), size) for number, size in items]
-        return self.table.reserve(keys, owner=1, request_id="", deadline=NO_DEADLINE)
+    def place(self, tenant: int, items: Sequence[tuple[int, int]]) -> Reservation:
+        return self.reserve([(key_of(tenant, number), size) for number, size in items], owner=1)
 
     def store(self, tenant: int, number: int, size: int = ALIGNMENT) -> Reservation:
         self.now += 1
-        result = self.reserve(tenant, [(number, size)])
+        result = self.place(tenant, [(number, size)])
         if result.lease is not None:
-            self.table.commit(result.lease.id, owner=1, now=self.now)
+            self.commit(result.lease.id, owner=1)
         return result
 
     def fill(self, tenant: int, objects: int) -> None:
@@ -77,11 +67,11 @@ class Table:
 
     def use(self, tenant: int, number: int) -> bool:
         self.now += 1
-        self.table.expire(self.now)
-        lease = self.table.pin([key_of(tenant, number)], owner=1, request_id="", deadline=NO_DEADLINE)
+        self.expire()
+        lease = self.pin([key_of(tenant, number)], owner=1)
         if lease is None:
             return False
-        self.table.unpin(lease.id, owner=1, now=self.now)
+        self.unpin(lease.id, owner=1)
         return True
 
     def evicted(self) -> list[tuple[int, int, str]]:
@@ -94,7 +84,7 @@ class Table:
 class TenantMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.of = Table()
+        self.of = Shared()
         self.open: list[tuple[str, int, list[tuple[PackedKey, int, int]]]] = []
         self.pins: list[str] = []
         self.before = [0] * len(SHARES)
@@ -118,7 +108,7 @@ class TenantMachine(RuleBasedStateMachine):
     @rule(tenant=tenants, items=st.lists(st.tuples(st.integers(0, 9), st.sampled_from(SIZES)), min_size=1, max_size=4))
     def reserve(self, tenant: int, items: list[tuple[int, int]]) -> None:
         self.note()
-        result = self.of.reserve(tenant, items)
+        result = self.of.place(tenant, items)
         self.check_guaranteed(tenant)
         if any(cause is Cause.TENANT for _, cause in self.of.left):
             assert SHARES[tenant][1] < UNITS
@@ -133,54 +123,54 @@ class TenantMachine(RuleBasedStateMachine):
     def end(self, number: int, commits: bool) -> None:
         lease, _, _ = self.open.pop(number % len(self.open))
         if commits:
-            self.of.table.commit(lease, owner=1, now=self.of.now)
+            self.of.commit(lease, owner=1)
         else:
-            self.of.table.abort(lease, owner=1)
+            self.of.abort(lease, owner=1)
 
     @rule(tenant=tenants, numbers=st.lists(st.integers(0, 9), min_size=1, max_size=3))
     def pin(self, tenant: int, numbers: list[int]) -> None:
         keys = [key_of(tenant, number) for number in numbers]
-        lease = self.of.table.pin(keys, owner=1, request_id="", deadline=NO_DEADLINE)
+        lease = self.of.pin(keys, owner=1)
         if lease is not None:
             self.pins.append(lease.id)
 
     @precondition(lambda self: self.pins)
     @rule(number=st.integers(0, 99))
     def unpin(self, number: int) -> None:
-        self.of.table.unpin(self.pins.pop(number % len(self.pins)), owner=1, now=self.of.now)
+        self.of.unpin(self.pins.pop(number % len(self.pins)), owner=1)
 
     @rule()
     def time_passes(self) -> None:
         self.of.now += 1
-        self.of.table.expire(self.of.now)
+        self.of.expire()
 
     @rule(units=st.integers(0, UNITS))
     def evict_down_to(self, units: int) -> None:
         self.note()
-        self.of.table.evict(self.of.table.candidates(units * ALIGNMENT))
+        self.of.drop(self.of.candidates(units * ALIGNMENT), Cause.WATERMARK)
         self.check_guaranteed(None)
 
     @rule(tenant=tenants, number=st.integers(0, 9))
     def drop(self, tenant: int, number: int) -> None:
-        self.of.table.drop(key_of(tenant, number))
+        self.of.drop([key_of(tenant, number)])
 
     @invariant()
     def each_byte_is_of_one_tenant_and_none_has_more_than_its_most(self) -> None:
         used = [0] * len(SHARES)
-        for stored in self.of.table.objects():
+        for stored in self.of.objects():
             assert stored.key == key_of(stored.tenant, int.from_bytes(stored.key[40:], "big"))
             used[stored.tenant] += rounded(stored.length)
         for _, tenant, items in self.open:
             used[tenant] += sum(rounded(size) for _, _, size in items)
         assert self.of.tenants.used == used
-        assert sum(used) == self.of.table.used_bytes
+        assert sum(used) == self.of.used_bytes
         for nbytes, (_, most) in zip(used, SHARES, strict=True):
             assert nbytes <= most * ALIGNMENT
 
     @invariant()
     def a_policy_has_the_objects_of_its_tenant(self) -> None:
         for tenant, policy in enumerate(self.of.tenants.policies):
-            assert set(policy.victims()) == {x.key for x in self.of.table.objects() if x.tenant == tenant}
+            assert set(policy.victims()) == {x.key for x in self.of.objects() if x.tenant == tenant}
 
 
 TenantMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -188,38 +178,38 @@ TestTenants = TenantMachine.TestCase
 
 
 def test_beyond_its_most_a_tenant_replaces_its_own_objects_although_there_is_room() -> None:
-    of = Table()
+    of = Shared()
     of.fill(1, 9)
     assert of.evicted() == [(1, 0, "TENANT"), (1, 1, "TENANT")]
     assert of.tenants.used[1] == 7 * ALIGNMENT
 
 
 def test_what_exceeds_the_most_by_itself_is_dropped_and_evicts_nothing() -> None:
-    of = Table()
+    of = Shared()
     of.fill(1, 1)
     result = of.store(1, 2, size=8 * ALIGNMENT)
     assert (result.dropped, result.over_share, of.evicted()) == (1, True, [])
 
 
 def test_a_tenant_whose_objects_are_all_in_use_is_dropped_at_its_most() -> None:
-    of = Table()
+    of = Shared()
     of.fill(1, 7)
-    assert of.table.pin([key_of(1, n) for n in range(7)], owner=1, request_id="", deadline=NO_DEADLINE)
+    assert of.pin([key_of(1, n) for n in range(7)], owner=1)
     result = of.store(1, 7)
     assert (result.lease, result.over_share, of.evicted()) == (None, True, [])
 
 
 def test_a_tenant_that_may_have_all_of_l1_is_bounded_by_l1() -> None:
-    of = Table()
+    of = Shared()
     of.fill(2, UNITS + 1)
     assert of.evicted() == [(2, 0, "ROOM")]
-    assert of.table.pin([key_of(2, n + 1) for n in range(UNITS)], owner=1, request_id="", deadline=NO_DEADLINE)
+    assert of.pin([key_of(2, n + 1) for n in range(UNITS)], owner=1)
     result = of.store(2, UNITS + 1)
     assert (result.lease, result.over_share, of.evicted()) == (None, False, [])
 
 
 def test_across_tenants_the_object_unused_longest_leaves_first() -> None:
-    of = Table()
+    of = Shared()
     of.fill(0, 2)
     of.fill(2, 6)
     of.store(0, 2)
@@ -234,7 +224,7 @@ def test_across_tenants_the_object_unused_longest_leaves_first() -> None:
 
 
 def test_a_tenant_below_its_least_takes_from_others_and_not_from_itself() -> None:
-    of = Table()
+    of = Shared()
     of.fill(1, 1)
     of.fill(0, 13)
     for number in range(1, 4):
@@ -245,12 +235,12 @@ def test_a_tenant_below_its_least_takes_from_others_and_not_from_itself() -> Non
 
 
 def test_the_watermark_leaves_what_is_guaranteed() -> None:
-    of = Table()
+    of = Shared()
     of.fill(1, 6)
     of.fill(0, 8)
-    of.table.evict(of.table.candidates(0))
+    of.drop(of.candidates(0), Cause.WATERMARK)
     assert of.tenants.used == [0, 4 * ALIGNMENT, 0]
-    assert of.table.candidates(0) == []
+    assert of.candidates(0) == []
 
 
 def test_without_named_tenants_there_is_one_policy_and_no_rule() -> None:
@@ -272,7 +262,7 @@ def test_loaded_objects_count_for_their_tenant(make_node: MakeNode) -> None:
     keys = [key_of(1, number) for number in range(4)]
     tier = MemoryTier({key: in_envelope(key, content(key, SIZE)) for key in keys})
     node = make_node(tiers=[tier], tenants=[Tenant("t1", 0, 2 * SIZE, OrderedLru())])
-    node.manager.table.belongs(salt(1), 1)
+    node.table.belongs(salt(1), 1)
     for key in keys:
         node.load([key])
     assert node.present(keys) == 2
@@ -286,7 +276,7 @@ PROMPTS, CACHE, REQUESTS = 200, 100, 3000
 def zipf_hits(*shares: tuple[int, int], noisy: bool) -> float:
     """The hit rate of tenant 1, whose prompts are Zipf distributed, in the second half. The neighbour stores two new
     objects for each of its requests."""
-    of, chance = Table(CACHE, shares), random.Random(20)
+    of, chance = Shared(CACHE, shares), random.Random(20)
     weights = list(accumulate(1 / rank**1.1 for rank in range(1, PROMPTS + 1)))
     hits = 0
     for turn, number in enumerate(chance.choices(range(PROMPTS), cum_weights=weights, k=REQUESTS)):

@@ -1,8 +1,12 @@
-"""The table of tickets against a model: hypothesis drives both, and books what is pinned and loaded for each ticket."""
+"""Tickets against a model: hypothesis looks up, loads and ends over a real object table, and books what is pinned and
+loaded for each ticket."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
@@ -11,10 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvframework.errors import LeaseUnknown
 from kvframework.storage import tickets as tickets
-from kvframework.storage.tickets import Ticket, TicketTable
+from kvframework.storage.l1.entries import ALIGNMENT
+from kvframework.storage.tickets import Answer, LookupTickets, Wanted
+from tests.core.storage.memory import ClockedTable, OrderedLru, packed_key
 
-TICKET_S = 2.0
-MOST_LOADS = 3
+TICKET_S, CHUNK, MOST_LOADS = 2.0, 8, 3
+KEY = packed_key(0)
 owners = st.sampled_from([1, 2])
 requests = st.sampled_from(["a", "b"])
 picks = st.integers(0, 1 << 16)
@@ -22,179 +28,186 @@ picks = st.integers(0, 1 << 16)
 
 @dataclass(eq=False)
 class Held:
-    """A ticket as its client sees it."""
+    """A ticket as its client sees it. `end` and `change` are what its load calls; `hits`: whether it finds its object
+    from now on."""
 
-    ticket: Ticket
     owner: int
     request_id: str
-    deadline: float
-    pins: str = ""
+    id: str = ""
+    deadline: float = 0.0
+    pinned: bool = False
+    hits: bool = False
     loading: bool = False
+    grown: bool = False
     cancels: int = 0
-    ended: bool = False
+    end: Callable[[], None] = field(default=lambda: None)
+    change: Callable[[], None] = field(default=lambda: None)
 
 
-@dataclass
-class Model:
-    listed: list[Held] = field(default_factory=list)
-    # Tickets with a load under way, also those that have ended.
-    loading: list[Held] = field(default_factory=list)
-    owners: set[int] = field(default_factory=set)
-    # The pin leases that the table has taken over and not given back.
-    leases: set[str] = field(default_factory=set)
-    opened: int = 0
-
-
-class TicketTableMachine(RuleBasedStateMachine):
+class TicketsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.before, tickets.MAX_LOADS = tickets.MAX_LOADS, MOST_LOADS
-        self.table = TicketTable(TICKET_S)
-        self.model = Model()
-        self.now = 0.0
+        self.table = ClockedTable(OrderedLru(), nbytes=ALIGNMENT)
+        cast("Any", self.table).looked_up = lambda *_: None
+        lease = self.table.reserve([(KEY, 1)], owner=0).lease
+        assert lease is not None
+        self.objects = self.table.commit(lease.id, owner=0)
+        storage = SimpleNamespace(table=self.table, clock=self.table.clock, tiers=SimpleNamespace(stores=[object()]))
+        self.ended: list[str] = []
+        self.changed: list[str] = []
+        self.tickets = LookupTickets(
+            cast("Any", storage), ticket_s=TICKET_S, on_end=self.ended.append, on_change=self.changed.append
+        )
+        self.listed: list[Held] = []
+        # Tickets with a load under way, also those that have ended.
+        self.loads: list[Held] = []
+        self.owners: set[int] = set()
 
     def teardown(self) -> None:
         tickets.MAX_LOADS = self.before
-        for held in list(self.model.listed):
-            self.end(held)
-        for held in list(self.model.loading):
-            self.load_ends(held)
-        assert not len(self.table)
-        assert not self.model.leases, "a pin lease was lost"
-        assert self.table.loads(1) == self.table.loads(2) == 0
+        for held in list(self.listed):
+            self.tickets.free(held.id, held.owner)
+        for held in list(self.loads):
+            held.end()
+        assert not len(self.tickets)
+        assert not self.table.pins, "a pin was lost"
+        assert not self.tickets._loading
 
     def pick(self, number: int) -> Held:
-        return self.model.listed[number % len(self.model.listed)]
+        return self.listed[number % len(self.listed)]
 
-    def lease(self) -> str:
-        self.model.opened += 1
-        lease_id = f"lease-{self.model.opened}"
-        self.model.leases.add(lease_id)
-        return lease_id
+    def gone(self, ending: list[Held]) -> None:
+        assert sorted(self.ended) == sorted(held.id for held in ending)
+        self.ended.clear()
+        for held in ending:
+            assert held.cancels == held.loading, "a load under way is cancelled, no other"
+            self.listed.remove(held)
 
-    def give_back(self, held: Held, lease_id: str) -> None:
-        assert lease_id == held.pins, "another ticket's pins, or the same ones twice"
-        self.model.leases.discard(lease_id)
-        held.pins = ""
-
-    def pin(self, held: Held, *, hit: bool) -> None:
-        lease_id = self.lease() if hit else ""
-        before = self.table.pin(held.ticket, lease_id, objects=int(hit), hit_tokens=8 * hit, now=self.now)
-        self.give_back(held, before)
-        held.pins, held.deadline = lease_id, self.now + TICKET_S
-        assert held.ticket.hit_tokens == 8 * hit
-
-    def keep(self, held: Held) -> None:
-        """The client gets an answer: what pins nothing and waits for nothing leaves the table."""
-        self.table.keep(held.ticket)
-        self.model.listed = [each for each in self.model.listed if each is not held]
-        if held.pins or held.loading:
-            self.model.listed.append(held)
-
-    def end(self, held: Held) -> None:
-        cancels = held.cancels
-        self.give_back(held, self.table.end(held.ticket))
-        assert held.cancels == cancels + held.loading, "a load under way is cancelled, no other"
-        held.ended = True
-        self.model.listed.remove(held)
-
-    def load_ends(self, held: Held) -> None:
-        self.table.load_ended(held.ticket, self.now)
-        self.model.loading.remove(held)
-        held.loading = False
-        held.deadline = self.now + TICKET_S
+    def answered(self, held: Held, answer: Answer) -> None:
+        """What pins nothing and waits for nothing has no ticket."""
+        assert (bool(answer.ticket), answer.pending) == (held.pinned or held.loading, held.loading)
+        assert answer.hit_tokens == CHUNK * held.pinned
+        self.listed = [each for each in self.listed if each is not held]
+        if answer.ticket:
+            held.id = answer.ticket
+            self.listed.append(held)
 
     @rule(owner=owners, request_id=requests, hit=st.booleans(), loads=st.booleans())
     def look_up(self, owner: int, request_id: str, hit: bool, loads: bool) -> None:
-        ticket = self.table.open(owner, request_id, self.now)
-        held = Held(ticket, owner, request_id, self.now + TICKET_S)
-        with pytest.raises(LeaseUnknown):
-            self.table.get(ticket.id, owner)
-        self.pin(held, hit=hit)
-        may = sum(each.owner == owner for each in self.model.loading) < MOST_LOADS
-        assert self.table.may_load(owner) is may
-        if loads and may:
+        held = Held(owner, request_id, deadline=self.table.now + TICKET_S, pinned=hit, hits=hit)
+        asked: list[bool] = []
 
-            def cancel() -> None:
-                held.cancels += 1
+        def cancel() -> None:
+            held.cancels += 1
 
-            self.table.load_begun(ticket, cancel)
-            held.loading = True
-            self.model.loading.append(held)
-        self.keep(held)
+        def load(on_done: Callable[[], None], on_change: Callable[[], None]) -> Any:
+            asked.append(True)
+            if not loads:
+                return None
+            held.end, held.change, held.loading = on_done, on_change, True
+            return SimpleNamespace(cancel=cancel)
 
-    @precondition(lambda self: self.model.loading)
+        wanted = Wanted(
+            KEY[:40], [KEY[40:], b""], CHUNK, lambda _: (1, list(self.objects)) if held.hits else (0, []), load
+        )
+        may = sum(each.owner == owner for each in self.loads) < MOST_LOADS
+        self.answered(held, self.tickets.look_up(owner, request_id, wanted))
+        assert bool(asked) is may
+        if held.loading:
+            self.loads.append(held)
+
+    @precondition(lambda self: self.loads)
+    @rule(number=picks)
+    def a_load_brings_something(self, number: int) -> None:
+        held = self.loads[number % len(self.loads)]
+        held.hits = True
+        held.change()
+        held.grown = held in self.listed
+
+    @precondition(lambda self: self.loads)
     @rule(number=picks, hit=st.booleans())
     def a_load_ends(self, number: int, hit: bool) -> None:
         """What has ended meanwhile pins nothing more."""
-        held = self.model.loading[number % len(self.model.loading)]
-        self.load_ends(held)
-        assert held.ticket.ended is held.ended
-        if not held.ended:
-            self.pin(held, hit=hit)
+        held = self.loads.pop(number % len(self.loads))
+        held.hits = hit
+        held.end()
+        held.change()
+        assert self.changed.pop() == held.id
+        held.loading = held.grown = False
+        held.deadline = self.table.now + TICKET_S
+        if held in self.listed:
+            held.pinned = hit
 
-    @precondition(lambda self: self.model.listed)
+    @precondition(lambda self: self.listed)
     @rule(number=picks)
     def ask_again(self, number: int) -> None:
         held = self.pick(number)
-        assert self.table.get(held.ticket.id, held.owner) is held.ticket
-        assert held.ticket.pending is held.loading
-        self.keep(held)
+        if held.grown:
+            held.pinned, held.grown = held.hits, False
+            held.deadline = self.table.now + TICKET_S
+        assert self.tickets.is_loading(held.id, held.owner) is held.loading
+        self.answered(held, self.tickets.ask_again(held.id, held.owner))
 
-    @precondition(lambda self: self.model.listed)
+    @precondition(lambda self: self.listed)
     @rule(number=picks)
     def free(self, number: int) -> None:
         held = self.pick(number)
-        self.end(held)
+        pins = held.pinned and bool(self.tickets.pinned(held.id, held.owner))
+        assert self.tickets.free(held.id, held.owner) == pins
+        self.gone([held])
         with pytest.raises(LeaseUnknown):
-            self.table.get(held.ticket.id, held.owner)
+            self.tickets.ask_again(held.id, held.owner)
 
     @rule(owner=owners, request_id=st.one_of(st.none(), requests))
     def cancel(self, owner: int, request_id: str | None) -> None:
-        ending = [h for h in self.model.listed if h.owner == owner and request_id in (None, h.request_id)]
-        assert {id(t) for t in self.table.of(owner, request_id)} == {id(held.ticket) for held in ending}
-        for held in ending:
-            self.end(held)
+        ending = [h for h in self.listed if h.owner == owner and request_id in (None, h.request_id)]
+        assert self.tickets.cancel(owner, request_id) == len(ending)
+        self.gone(ending)
 
     @rule(owner=owners, begins=st.booleans())
     def a_session_begins_or_ends(self, owner: int, begins: bool) -> None:
         if begins:
-            self.table.begin_owner(owner)
-            self.model.owners.add(owner)
+            self.tickets.begin_owner(owner)
+            self.owners.add(owner)
         else:
-            self.cancel(owner, None)
-            self.table.end_owner(owner)
-            self.model.owners.discard(owner)
+            ending = [held for held in self.listed if held.owner == owner]
+            assert self.tickets.end_owner(owner) == len(ending)
+            self.gone(ending)
+            self.owners.discard(owner)
+
+    @rule(owner=owners, request_id=requests)
+    def a_plugin_pins(self, owner: int, request_id: str) -> None:
+        ticket = self.tickets.pin(owner, [KEY], request_id)
+        assert bool(ticket) is (owner in self.owners)
+        if ticket:
+            self.listed.append(Held(owner, request_id, ticket, self.table.now + TICKET_S, pinned=True))
+            self.tickets.free(ticket, owner)
+            self.gone([self.listed[-1]])
 
     @rule()
     def a_stranger_asks(self) -> None:
-        for ticket_id in ("", "gone", *(held.ticket.id for held in self.model.listed)):
+        for ticket_id in ("", "gone", *(held.id for held in self.listed)):
             with pytest.raises(LeaseUnknown):
-                self.table.get(ticket_id, 9)
+                self.tickets.ask_again(ticket_id, 9)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 2.0]))
     def time_passes(self, seconds: float) -> None:
-        self.now += seconds
+        self.table.now += seconds
 
     @rule()
     def expire(self) -> None:
-        due = [held for held in self.model.listed if not held.loading and self.now >= held.deadline]
-        assert {id(t) for t in self.table.due(self.now)} == {id(held.ticket) for held in due}
-        for held in due:
-            self.end(held)
+        due = [held for held in self.listed if not held.loading and self.table.now >= held.deadline]
+        self.tickets.expire()
+        self.gone(due)
 
     @invariant()
     def it_holds_what_the_model_holds(self) -> None:
-        assert len(self.table) == len(self.model.listed)
-        assert {id(ticket) for ticket in self.table} == {id(held.ticket) for held in self.model.listed}
-        for held in self.model.listed:
-            assert (held.ticket.pins, held.ticket.pending) == (held.pins, held.loading)
-            assert held.ticket.deadline == held.deadline
-        assert {held.pins for held in self.model.listed} - {""} == self.model.leases
-        for owner in (1, 2):
-            assert self.table.loads(owner) == sum(held.owner == owner for held in self.model.loading)
-            assert self.table.is_owner(owner) is (owner in self.model.owners)
+        assert self.tickets._tickets.keys() == {held.id for held in self.listed}
+        for held in self.listed:
+            assert self.tickets._tickets[held.id].deadline == held.deadline
+        assert self.table.pin_leases == sum(held.pinned for held in self.listed)
 
 
-TestTicketTable = TicketTableMachine.TestCase
-TestTicketTable.settings = settings(max_examples=100, stateful_step_count=50)
+TestTickets = TicketsMachine.TestCase
+TestTickets.settings = settings(max_examples=100, stateful_step_count=50)

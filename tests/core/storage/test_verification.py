@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvframework.storage.envelope import UNKNOWN_LAYOUT, object_checksum
 from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.manager import StorageManager
-from kvframework.storage.recovery import Verification
+from kvframework.storage.namespaces import UNKNOWN_LAYOUT, object_checksum
+from kvframework.storage.table import Verification
 from tests.core.storage.memory import OrderedLru, PlainMemory, content, packed_key
 from tests.support.waiting import wait_until
 
@@ -18,7 +18,7 @@ KEYS = [packed_key(number) for number in range(40)]
 @pytest.fixture
 def storage() -> StorageManager:
     manager = StorageManager(PlainMemory(64 * ALIGNMENT), OrderedLru())
-    placed = manager.table.reserve([(key, ALIGNMENT) for key in KEYS], owner=1, request_id="", lease_s=None)
+    placed = manager.table.reserve([(key, ALIGNMENT) for key in KEYS], owner=1)
     assert placed.lease is not None
     for index, offset in placed.placed:
         manager.table.arena[offset : offset + ALIGNMENT] = content(KEYS[index], ALIGNMENT)
@@ -50,7 +50,7 @@ def test_whole_objects_stay_and_damaged_ones_go(storage: StorageManager) -> None
 
 
 def test_a_damaged_object_that_is_read_goes_afterwards(storage: StorageManager) -> None:
-    lease = storage.table.pin([KEYS[0]], owner=1, request_id="", lease_s=None)
+    lease = storage.table.pin([KEYS[0]], owner=1)
     assert lease is not None
     verification = check(storage, [(KEYS[0], 1)])
     wait_until(lambda: verification.damaged, 30, "the check")
@@ -62,7 +62,7 @@ def test_a_damaged_object_that_is_read_goes_afterwards(storage: StorageManager) 
 
 
 def test_the_end_of_the_storage_ends_the_check(storage: StorageManager) -> None:
-    lease = storage.table.pin([KEYS[0]], owner=1, request_id="", lease_s=None)
+    lease = storage.table.pin([KEYS[0]], owner=1)
     assert lease is not None
     verification = check(storage, [(KEYS[0], 1)])
     assert verification.stop(30)

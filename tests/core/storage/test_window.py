@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l1.entries import ALIGNMENT, ObjectRows, RangeAllocator, rounded
-from kvframework.storage.l1.leases import NO_DEADLINE
+from kvframework.storage.l1.entries import ALIGNMENT, ObjectRows, rounded
 from kvframework.storage.l1.objects import ObjectTable
 from tests.core.storage.memory import OrderedLru, packed_key
 
@@ -43,21 +42,19 @@ class Table:
     """An object table, with stores of one object at a time, numbered from 0."""
 
     def __init__(self, units: int) -> None:
-        allocator = RangeAllocator()
-        allocator.grow(units * ALIGNMENT)
         self.policy = WatchedLru()
-        self.table = ObjectTable(allocator, self.policy)
+        self.table = ObjectTable(self.policy, nbytes=units * ALIGNMENT)
         self.stored = 0
 
     def store(self, nbytes: int) -> list[tuple[PackedKey, int]] | None:
         """What left for it; None if it was refused."""
         self.policy.left = []
         key = packed_key(self.stored)
-        lease = self.table.reserve([(key, nbytes)], owner=1, request_id="", deadline=NO_DEADLINE).lease
+        lease = self.table.reserve([(key, nbytes)], owner=1).lease
         if lease is None:
             return None
         self.stored += 1
-        self.table.commit(lease.id, owner=1, now=0.0)
+        self.table.commit(lease.id, owner=1)
         return self.policy.left
 
     def fill(self, nbytes: int = ALIGNMENT) -> None:
@@ -75,7 +72,7 @@ class Table:
         self.policy.on_access_many(keys)
 
     def pin(self, key: PackedKey) -> str:
-        lease = self.table.pin([key], owner=1, request_id="", deadline=NO_DEADLINE, use=None)
+        lease = self.table.pin([key], owner=1, use=None)
         assert lease is not None
         return lease.id
 
@@ -148,7 +145,7 @@ def test_it_is_refused_where_pins_leave_no_window_and_then_nothing_leaves() -> N
     assert full.store(8 * ALIGNMENT) is None
     assert full.policy.left == []
     assert full.store(7 * ALIGNMENT) is not None
-    full.table.unpin(pins[3], owner=1, now=0.0)
+    full.table.unpin(pins[3], owner=1)
     assert full.store(8 * ALIGNMENT) is not None
 
 
@@ -156,10 +153,10 @@ def test_what_is_being_written_is_in_the_way_like_a_pin() -> None:
     full = Table(64)
     for number in range(64):
         key = packed_key(1000 + number)
-        lease = full.table.reserve([(key, 1)], owner=1, request_id="", deadline=NO_DEADLINE).lease
+        lease = full.table.reserve([(key, 1)], owner=1).lease
         assert lease is not None
         if number % 8 != 7:
-            full.table.commit(lease.id, owner=1, now=0.0)
+            full.table.commit(lease.id, owner=1)
     assert full.store(8 * ALIGNMENT) is None
     assert full.policy.left == []
 
@@ -194,7 +191,7 @@ def test_the_bound_holds_for_any_mix_and_it_is_refused_only_where_nothing_could_
         elif what == "pin" and keys:
             pins.append(table.pin(keys[number % len(keys)]))
         elif what == "unpin" and pins:
-            table.table.unpin(pins.pop(number % len(pins)), owner=1, now=0.0)
+            table.table.unpin(pins.pop(number % len(pins)), owner=1)
 
 
 @pytest.mark.parametrize("ages", ["stored", "any"])
@@ -216,7 +213,7 @@ def test_over_a_long_mix_of_sizes_little_more_leaves_than_comes(ages: str) -> No
         if turn % 10 == 0:
             pins.append(table.pin(chance.choice(list(table.policy.order))))
         if len(pins) > 12:
-            table.table.unpin(pins.pop(0), owner=1, now=0.0)
+            table.table.unpin(pins.pop(0), owner=1)
     assert came > 20 << 20
     assert went < 1.2 * came
     assert refused < 10

@@ -11,7 +11,7 @@ import pytest
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.storage.l2.writer import MAX_GHOSTS, WriteBack, WriteThroughSelective
 from tests.core.storage.memory import packed_key
-from tests.core.storage.node import SIZE, Node
+from tests.core.storage.node import SIZE, MakeNode, Node
 from tests.core.storage.test_prefetch import filled
 from tests.core.storage.tier import MemoryTier
 from tests.support.waiting import wait_until
@@ -59,7 +59,7 @@ def test_write_back_names_what_is_not_written_yet() -> None:
 
 
 @pytest.mark.parametrize("use", ["read", "write"])
-def test_write_through_selective_never_writes_what_is_used_once(make_node: Callable[..., Node], use: str) -> None:
+def test_write_through_selective_never_writes_what_is_used_once(make_node: MakeNode, use: str) -> None:
     node = make_node(write_policy="write_through_selective")
     node.write(K[:8])
     assert written(node) == set()
@@ -69,24 +69,24 @@ def test_write_through_selective_never_writes_what_is_used_once(make_node: Calla
     assert node.tier.asked("put").count(K[0]) == 1
 
 
-def test_a_load_of_this_tier_is_not_written_to_it_again(make_node: Callable[..., Node]) -> None:
+def test_a_load_of_this_tier_is_not_written_to_it_again(make_node: MakeNode) -> None:
     for policy in ("write_through_selective", "write_back"):
         node = make_node(tiers=[filled(K[:4])], write_policy=policy)
         node.load(K[:4])
         node.read(K[:4])
-        node.manager.table.tick()
+        node.table.tick()
         assert written(node) == set(K[:4])
         assert node.tier.asked("put") == []
 
 
-def test_write_back_what_leaves_above_the_watermark_is_written_first(make_node: Callable[..., Node]) -> None:
+def test_write_back_what_leaves_above_the_watermark_is_written_first(make_node: MakeNode) -> None:
     node = make_node(units=100, write_policy="write_back", high_watermark=0.5, low_watermark=0.25)
     node.write(K[:50])
-    node.manager.table.tick()
+    node.table.tick()
     assert written(node) == set(), "there is room"
     node.write(K[50:60])
     written(node)
-    node.manager.table.tick()
+    node.table.tick()
     assert node.l1("used_bytes") == 25 * SIZE
     gone = {key for key in K[:60] if not node.present([key])}
     assert len(gone) == 35
@@ -97,7 +97,7 @@ def test_write_back_what_leaves_above_the_watermark_is_written_first(make_node: 
 
 
 def test_write_back_what_goes_beyond_the_watermark_is_written_before_the_next_tick(
-    make_node: Callable[..., Node],
+    make_node: MakeNode,
 ) -> None:
     node = make_node(units=20, write_policy="write_back", high_watermark=0.5, low_watermark=0.25)
     node.write(K[:10])
@@ -112,7 +112,7 @@ def test_write_back_what_goes_beyond_the_watermark_is_written_before_the_next_ti
 
 @pytest.mark.parametrize("sending", [False, True], ids=["between calls", "during a call"])
 def test_write_back_a_tier_that_is_down_keeps_nobody_from_storing(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, sending: bool
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch, sending: bool
 ) -> None:
     monkeypatch.setattr("kvframework.storage.l2.writer.MAX_ATTEMPTS", 1 << 30)  # nothing is given up
     node = make_node(units=20, write_policy="write_back", high_watermark=0.5, low_watermark=0.25, timeout_s=60.0)
@@ -121,7 +121,7 @@ def test_write_back_a_tier_that_is_down_keeps_nobody_from_storing(
         node.tier.stall("put")
     for number in range(60):
         assert node.write(K[number : number + 1]) == 1
-        node.manager.table.tick()
+        node.table.tick()
         if sending and number == 10:
             node.wait_stalled()
     node.tier.resume()
@@ -130,13 +130,13 @@ def test_write_back_a_tier_that_is_down_keeps_nobody_from_storing(
     assert node.store_counters.get("write_dropped", 0) == 0
     stayed = {key for key in K[:60] if node.present([key])}  # not always the newest: what is being sent is pinned
     node.tier.down = False
-    wait_until(lambda: node.manager.table.tick() or node.l1("used_bytes") <= 10 * SIZE, what="the watermark")
+    wait_until(lambda: node.table.tick() or node.l1("used_bytes") <= 10 * SIZE, what="the watermark")
     left = {key for key in stayed if not node.present([key])}
     lost = left - written(node)
     assert len(lost) == node.store_counters["write_lost"] - 40, "nothing is lost that is not counted"
 
 
-def test_what_a_later_tier_had_goes_to_those_before_it(make_node: Callable[..., Node]) -> None:
+def test_what_a_later_tier_had_goes_to_those_before_it(make_node: MakeNode) -> None:
     near, middle, far = MemoryTier(), filled(K[:2]), filled(K[:6])
     node = make_node(tiers=[near, middle, far])
     assert node.load(K[:6]).loaded == 6
@@ -145,7 +145,7 @@ def test_what_a_later_tier_had_goes_to_those_before_it(make_node: Callable[..., 
     assert (middle.asked("put"), far.asked("put")) == (K[2:6], [])
 
 
-def test_without_promotion_it_stays_where_it_was(make_node: Callable[..., Node]) -> None:
+def test_without_promotion_it_stays_where_it_was(make_node: MakeNode) -> None:
     node = make_node(tiers=[MemoryTier(), filled(K[:6])], promote=False)
     assert node.load(K[:6]).loaded == 6
     assert written(node) == set()
@@ -155,7 +155,7 @@ class Forgetful(MemoryTier):
     has = frozenset({"touch"})
 
 
-def test_what_is_used_is_touched_in_the_tiers_that_forget(make_node: Callable[..., Node]) -> None:
+def test_what_is_used_is_touched_in_the_tiers_that_forget(make_node: MakeNode) -> None:
     node = make_node(tiers=[Forgetful(), MemoryTier()])
     node.write(K[:4])
     written(node)
@@ -185,7 +185,7 @@ class Stepped(Forgetful):
 
 
 def test_write_back_what_is_written_is_not_sent_again_with_its_batch_under_way(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvframework.storage.l2.writer.BATCH_BYTES", 1)
     tier = Stepped("put")
@@ -193,19 +193,17 @@ def test_write_back_what_is_written_is_not_sent_again_with_its_batch_under_way(
         tiers=[tier], units=100, write_policy="write_back", high_watermark=0.5, low_watermark=0.45, timeout_s=60.0
     )
     node.write(K[:55])
-    node.manager.table.tick()
+    node.table.tick()
     tier.allowed.release()
     wait_until(lambda: len(tier.asked("put waits")) == 2, what="the second object of the batch")
-    node.manager.table.tick()
+    node.table.tick()
     tier.allowed.release(200)
     assert written(node) == set(tier.asked("put"))
     assert len(tier.asked("put")) == len(tier.values)
     assert node.store_counters.get("write_lost", 0) == 0
 
 
-def test_many_touches_keep_nothing_from_being_written(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_touches_keep_nothing_from_being_written(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvframework.storage.l2.writer.TOUCH_AT_ONCE", 2)
     tier = Stepped("touch")
     node = make_node(tiers=[tier], timeout_s=60.0)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.errors import TierError
-from kvframework.storage.envelope import HEADER_BYTES, unseal
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.sealed_tier import DELETE_AT_ONCE, L2Store
@@ -22,9 +21,16 @@ from kvframework.storage.l2.writer import (
     AttachedTier,
     TierWriter,
 )
-from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords, decode_record, record_key
+from kvframework.storage.namespaces import (
+    HEADER_BYTES,
+    NamespaceRecord,
+    NamespaceRecords,
+    decode_record,
+    record_key,
+    unseal,
+)
 from tests.core.storage.memory import NAMESPACE, content, packed_key
-from tests.core.storage.node import DESC, SIZE, Node
+from tests.core.storage.node import DESC, SIZE, MakeNode, Node
 from tests.core.storage.tier import MemoryTier
 from tests.support.waiting import wait_until
 
@@ -39,7 +45,7 @@ def wait_written(tier: MemoryTier, keys: list[PackedKey]) -> None:
         assert value[HEADER_BYTES:] == content(key, SIZE)
 
 
-def test_what_is_committed_reaches_every_tier(make_node: Callable[..., Node]) -> None:
+def test_what_is_committed_reaches_every_tier(make_node: MakeNode) -> None:
     node = make_node(tiers=[MemoryTier(), MemoryTier()])
     assert node.write(K[:40]) == 40
     for tier in node.tiers:
@@ -50,11 +56,11 @@ def test_what_is_committed_reaches_every_tier(make_node: Callable[..., Node]) ->
 
 
 def test_nothing_uncommitted_reaches_a_tier(node: Node) -> None:
-    reserved = node.manager.table.reserve([(K[0], SIZE)], owner=1, request_id="", lease_s=30.0)
+    reserved = node.table.reserve([(K[0], SIZE)], owner=1)
     assert reserved.lease is not None
     node.write(K[1:2])
     wait_written(node.tier, K[1:2])
-    node.manager.table.abort(reserved.lease.id, owner=1)
+    node.table.abort(reserved.lease.id, owner=1)
     assert K[0] not in node.tier.asked("put")
 
 
@@ -92,7 +98,7 @@ def test_while_the_circuit_is_open_nothing_spins(node: Node) -> None:
     wait_written(node.tier, K[:1])
 
 
-def test_reserve_and_commit_never_wait_for_a_stalled_tier(make_node: Callable[..., Node]) -> None:
+def test_reserve_and_commit_never_wait_for_a_stalled_tier(make_node: MakeNode) -> None:
     node = make_node(units=200, write_queue=8, timeout_s=60.0)
     node.tier.stall("put")
     node.write(K[:1])
@@ -108,7 +114,7 @@ def test_reserve_and_commit_never_wait_for_a_stalled_tier(make_node: Callable[..
     assert not set(node.tier.values) & set(K[9:])
 
 
-def test_only_what_is_being_sent_is_pinned_and_the_evicted_is_counted(make_node: Callable[..., Node]) -> None:
+def test_only_what_is_being_sent_is_pinned_and_the_evicted_is_counted(make_node: MakeNode) -> None:
     node = make_node(units=4, timeout_s=60.0)
     node.tier.stall("put")
     node.write(K[:1])
@@ -222,7 +228,7 @@ def test_a_batch_is_bounded(node: Node) -> None:
     assert max(len(keys) for name, keys in node.tier.calls if name == "put") == BATCH_OBJECTS
 
 
-def test_several_writers_write_everything_once(make_node: Callable[..., Node]) -> None:
+def test_several_writers_write_everything_once(make_node: MakeNode) -> None:
     node = make_node(units=200, timeout_s=60.0, writes=3)
     node.manager.records.add(NAMESPACE, NamespaceRecord("llama", 1, DESC))
     node.tier.stall("put")
@@ -237,9 +243,7 @@ def test_several_writers_write_everything_once(make_node: Callable[..., Node]) -
 
 
 @pytest.mark.parametrize("writes", [1, 3])
-def test_what_can_never_be_written_is_given_up_beside_other_writers(
-    make_node: Callable[..., Node], writes: int
-) -> None:
+def test_what_can_never_be_written_is_given_up_beside_other_writers(make_node: MakeNode, writes: int) -> None:
     """A whole batch fails for one value of it; what the others write meanwhile must not make it part of one again."""
 
     class Choosy(MemoryTier):
@@ -259,7 +263,7 @@ def test_what_can_never_be_written_is_given_up_beside_other_writers(
     node.assert_idle()
 
 
-def test_closing_drains_several_writers(make_node: Callable[..., Node]) -> None:
+def test_closing_drains_several_writers(make_node: MakeNode) -> None:
     node = make_node(units=200, writes=3)
     node.tier.slow_s = 0.001
     node.write(K[:150])
@@ -288,7 +292,7 @@ def test_a_record_that_was_refused_is_tried_again(node: Node) -> None:
     assert record_key(NAMESPACE) in node.tier.values
 
 
-def test_clearing_with_l2_deletes_there_what_was_dropped_here(make_node: Callable[..., Node]) -> None:
+def test_clearing_with_l2_deletes_there_what_was_dropped_here(make_node: MakeNode) -> None:
     node = make_node(tiers=[MemoryTier(), MemoryTier()])
     node.write(K[:3])
     for tier in node.tiers:
@@ -301,7 +305,7 @@ def test_clearing_with_l2_deletes_there_what_was_dropped_here(make_node: Callabl
     assert node.tiers[1].values == {}, "the tier behind the failing one was asked too"
 
 
-def test_clearing_with_l2_deletes_in_batches_that_each_have_their_time(make_node: Callable[..., Node]) -> None:
+def test_clearing_with_l2_deletes_in_batches_that_each_have_their_time(make_node: MakeNode) -> None:
     many = [packed_key(number) for number in range(600)]
     node = make_node(units=600, write_queue=600)
     node.write(many)
@@ -338,7 +342,7 @@ class Held:
     """An L1 that holds whatever is asked for."""
 
     def pin_present(self, keys: Sequence[PackedKey]) -> list[PinLease]:
-        return [PinLease("", 0, "", 0.0, [StoredObject(key, 0, SIZE)]) for key in keys]
+        return [PinLease(0, "", 0.0, 0, 0, objects=[StoredObject(key, 0, SIZE)]) for key in keys]
 
     def release(self, leases: Sequence[PinLease]) -> None:
         return

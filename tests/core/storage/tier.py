@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvframework.api.tier import Outcome, PackedKey, Tier
 from kvframework.errors import TierError
-from kvframework.storage.envelope import seal
+from kvframework.storage.namespaces import seal
 
 T = TypeVar("T", bound="int | Outcome")
 

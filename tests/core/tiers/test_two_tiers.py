@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvf_filesystem.form import HEAD_BYTES, path_of
-from kvframework.storage.envelope import HEADER_BYTES
+from kvframework.storage.namespaces import HEADER_BYTES
 from tests.core.tiers.engine import OBJECT_BYTES, Engine
 from tests.core.tiers.nodes import await_count, await_rest, await_state, await_written, count, tier
 from tests.core.tiers.prompts import object_key, prompt

@@ -10,8 +10,8 @@ from kvf_eviction.lru import Lru
 from kvf_plan.planning.lru_curve import lru_curve
 from kvf_plan.planning.prompts import Prompts, prompts_of
 from kvframework.api.keys import DIGEST_BYTES, PACKED_KEY_BYTES
-from kvframework.storage.l1.entries import ALIGNMENT, RangeAllocator
-from kvframework.storage.l1.leases import NO_DEADLINE, PromptPart
+from kvframework.storage.l1.entries import ALIGNMENT
+from kvframework.storage.l1.leases import PromptPart
 from kvframework.storage.l1.objects import ObjectTable
 from tests.plan.planning.traces import MadeTrace, conversations, traces
 
@@ -20,12 +20,12 @@ _PREFIX = bytes(PACKED_KEY_BYTES - DIGEST_BYTES)
 
 def table_hits(prompts: Prompts, chunks: int) -> list[int]:
     """What LOOKUPs find of each prompt in an L1 of so many chunks, if each stores what it can of its prompt."""
-    allocator = RangeAllocator()
-    allocator.grow(chunks * ALIGNMENT)
-    table = ObjectTable(allocator, Lru())
+    now = 0.0
+    table = ObjectTable(Lru(), nbytes=chunks * ALIGNMENT, clock=lambda: now)
     hits = []
     for number, prompt in enumerate(prompts.prompts):
-        table.expire(prompt.at)
+        now = prompt.at
+        table.expire()
         table.report_uses()
         keys = [node.to_bytes(DIGEST_BYTES, "big") for node in prompt.nodes]
         row = table.row(_PREFIX, keys)
@@ -34,14 +34,14 @@ def table_hits(prompts: Prompts, chunks: int) -> list[int]:
         hits.append(len(found))
         ticket = None
         if found:
-            ticket = table.pin_objects(found, owner=1, request_id=str(number), deadline=NO_DEADLINE)
+            ticket = table.pin_objects(found, owner=1, request_id=str(number))
         items = [(_PREFIX + key, ALIGNMENT) for key in keys]
         part = PromptPart(range(len(keys)), prompts.chunk_tokens)
-        lease = table.reserve(items, owner=1, request_id=str(number), deadline=NO_DEADLINE, prompt=part).lease
+        lease = table.reserve(items, owner=1, request_id=str(number), prompt=part).lease
         if lease is not None:
-            table.commit(lease.id, owner=1, now=prompt.at)
+            table.commit(lease.id, owner=1)
         if ticket is not None:
-            table.unpin(ticket.id, owner=1, now=prompt.at)
+            table.unpin(ticket.id, owner=1)
     return hits
 
 

@@ -22,19 +22,19 @@ def check(world: World) -> None:
 
 def glance(world: World) -> None:
     """After every step."""
-    table = world.manager.table._table
+    table = world.manager.table
     must(table.used_bytes + table.allocator.free_bytes == table.allocator.limit, "bytes were lost or found")
     must(table.pins >= 0, "more was unpinned than pinned")
 
 
 def check_deadlines(world: World) -> None:
     """After a tick nothing that was to end by then goes on."""
-    book = world.manager.table._table._leases
+    book = world.manager.table._leases
     for write in book.writes.values():
         must(write.quarantined or world.now < write.deadline, "a write lease outlived its deadline")
     for pin in book.pins.values():
         must(not pin.held or world.now < pin.deadline, "a pin outlived its deadline")
-    for ticket in world.lookups.tickets._table:
+    for ticket in world.lookups.tickets._tickets.values():
         must(ticket.pending or world.now < ticket.deadline, "a ticket outlived its deadline")
     for held, until in world.held:
         must(held.query() or world.now < until, "an answer was held back for too long")
@@ -47,14 +47,14 @@ def check_at_rest(world: World) -> None:
     for ledger in world.ledgers:
         ledger.check_at_rest()
     must(not world.lookups.waits and all(held.query() for held, _ in world.held), "an answer was never given")
-    table = world.manager.table._table
+    table = world.manager.table
     must(not table.pins and not table.pin_leases and not table.write_leases, "something is still held")
     must(not table.quarantined_bytes, "something is still in quarantine")
     must(all(count == 1 for count in world.manager.tiers.accepted.values()), "an on_done never ran")
 
 
 def _arena(world: World) -> None:
-    table, model = world.manager.table._table, world.model
+    table, model = world.manager.table, world.model
     taken = sorted(model.ranges())
     must(table.used_bytes == total(taken), "the used bytes are not those of objects and leases")
     end = 0
@@ -69,7 +69,7 @@ def _arena(world: World) -> None:
 
 
 def _objects(world: World) -> None:
-    table, model = world.manager.table._table, world.model
+    table, model = world.manager.table, world.model
     here = {stored.key: (stored.offset, stored.length) for stored in table._objects}
     must(here == model.objects, "other objects are here than were published and not evicted")
     must(world.policy.order.keys() == here.keys(), "the eviction policy knows other objects")
@@ -78,13 +78,16 @@ def _objects(world: World) -> None:
 
 
 def _leases(world: World) -> None:
-    table, model = world.manager.table._table, world.model
+    table, model = world.manager.table, world.model
     book = table._leases
     owners = {client.owner for client in world.clients} | {INTERNAL_OWNER}
     must(set(book._of) <= owners, "somebody who is dead holds a lease")
-    must({ticket.owner for ticket in world.lookups.tickets._table} <= owners, "somebody who is dead holds a ticket")
+    must(
+        {ticket.owner for ticket in world.lookups.tickets._tickets.values()} <= owners,
+        "somebody who is dead holds a ticket",
+    )
     must(book.writes.keys() == model.writings.keys(), "other write leases are open than were given")
-    known = {ticket.pins for ticket in world.lookups.tickets._table}
+    known = {ticket.pins for ticket in world.lookups.tickets._tickets.values()}
     known |= {guard.id for client in world.clients for guard in client.reads}
     pins = {lease.id for lease in book.pins.values() if lease.owner != INTERNAL_OWNER}
     must(pins <= known, "a pin is left that nobody will end")
@@ -104,7 +107,7 @@ def _leases(world: World) -> None:
 def _waits(world: World) -> None:
     """Whoever waits, waits for a load that goes on."""
     world.serve()
-    tickets = list(world.lookups.tickets._table)
+    tickets = list(world.lookups.tickets._tickets.values())
     going_on = {ticket.id for ticket in tickets if ticket.pending}
     waited_for = world.lookups.waits._of_ticket.keys()
     must(waited_for <= {ticket.id for ticket in tickets}, "an answer is held back, and its ticket is over")
@@ -120,7 +123,7 @@ def _waits(world: World) -> None:
         if world.now < lasts_until
     }
     must(lasting <= {ticket.id for ticket in tickets}, "a ticket ended before its time")
-    pins = world.manager.table._table._leases.pins
+    pins = world.manager.table._leases.pins
     for ticket in tickets:
         pinned = pins.get(ticket.pins)
         chunks = len(pinned.objects) // len(SIZES) if pinned is not None and pinned.held else CHUNKS

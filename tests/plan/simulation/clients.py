@@ -66,7 +66,7 @@ def commit(world: World) -> str | None:
         world.memory.fill(offset, CONTENT[key])
     writing.unwritten = []
     client.writings.remove(writing)
-    published = world.manager.table.commit(writing.id, owner=client.owner)
+    published = len(world.manager.table.commit(writing.id, owner=client.owner))
     world.counts["published"] += published
     world.counts["late"] += not published
     return f"client {client.owner} commits lease {writing.id}: {published} published"
@@ -217,8 +217,10 @@ def die(world: World) -> str | None:
     owner = world.clients[number].owner
     world.lookups.tickets.end_owner(owner)
     world.manager.table.end_owner(owner)
-    must(not world.manager.table._table._leases.of(owner), "a dead client holds a lease")
-    must(all(ticket.owner != owner for ticket in world.lookups.tickets._table), "a dead client holds a ticket")
+    must(not world.manager.table._leases.of(owner), "a dead client holds a lease")
+    must(
+        all(ticket.owner != owner for ticket in world.lookups.tickets._tickets.values()), "a dead client holds a ticket"
+    )
     world.clients[number] = world.fresh_client()
     return f"client {owner} dies"
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 from kvframework.api.tier import Outcome, PackedKey
 from kvframework.service.lookups import Lookups, LookupWaits
-from kvframework.storage import envelope
+from kvframework.storage import namespaces
 from kvframework.storage.l1.entries import ALIGNMENT, ObjectRows, RangeAllocator, StoredObject
 from kvframework.storage.l1.eviction import Tenants
 from kvframework.storage.l1.leases import LeaseBook, PinLease, WriteLease
@@ -20,7 +20,7 @@ from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.tier_calls import Absences, Breaker
 from kvframework.storage.l2.writer import Batch, WriteQueue
 from kvframework.storage.table import Table
-from kvframework.storage.tickets import LookupTickets, Ticket, TicketTable
+from kvframework.storage.tickets import LookupTickets, Ticket
 
 Plant = Callable[[], Any]
 PLANTED: dict[str, Plant] = {}
@@ -46,8 +46,9 @@ def plant(owner: object, name: str) -> Callable[[Callable[..., Any]], Callable[.
 
 
 @plant(ObjectTable, "commit")
-def an_expired_lease_is_published(original: Any, table: ObjectTable, lease_id: str, *, owner: int, now: float) -> Any:
-    return original(table, lease_id, owner=owner, now=0.0)
+def an_expired_lease_is_published(original: Any, table: ObjectTable, lease_id: str, *, owner: int) -> Any:
+    with mock.patch.object(table, "clock", return_value=0.0):
+        return original(table, lease_id, owner=owner)
 
 
 @plant(ObjectTable, "_quarantine")
@@ -60,7 +61,7 @@ def a_quarantined_range_is_freed(original: Any, table: ObjectTable, lease: Write
 
 
 @plant(ObjectTable, "expire")
-def time_ends_nothing(_original: Any, _table: ObjectTable, _now: float) -> None:
+def time_ends_nothing(_original: Any, _table: ObjectTable) -> None:
     return
 
 
@@ -79,9 +80,9 @@ def the_pins_of_the_dead_stay(original: Any, book: LeaseBook, owner: int, reques
     return [lease for lease in original(book, owner, request_id) if isinstance(lease, WriteLease)]
 
 
-@plant(TicketTable, "of")
-def the_tickets_of_the_dead_stay(_original: Any, *_arguments: Any) -> list[Ticket]:
-    return []
+@plant(LookupTickets, "cancel")
+def the_tickets_of_the_dead_stay(_original: Any, *_arguments: Any) -> int:
+    return 0
 
 
 @plant(LookupTickets, "_loaded")
@@ -90,11 +91,9 @@ def a_ticket_that_ended_pins_again(original: Any, tickets: LookupTickets, ticket
     original(tickets, ticket, wanted)
 
 
-@plant(TicketTable, "load_ended")
-def a_ticket_without_a_hit_ends_before_it_is_asked(
-    original: Any, table: TicketTable, ticket: Ticket, now: float
-) -> None:
-    original(table, ticket, now)
+@plant(LookupTickets, "_load_ended")
+def a_ticket_without_a_hit_ends_before_it_is_asked(original: Any, tickets: LookupTickets, ticket: Ticket) -> None:
+    original(tickets, ticket)
     ticket.deadline = 0.0
 
 
@@ -121,15 +120,15 @@ def a_lapsed_pin_is_said_to_hold(_original: Any, table: ObjectTable, lease: PinL
     lease.objects = []
 
 
-@plant(Table, "_pin_internal")
-def what_is_sent_is_not_pinned(original: Any, table: Table, key: PackedKey) -> PinLease | None:
+@plant(ObjectTable, "hold")
+def what_is_sent_is_not_pinned(original: Any, table: ObjectTable, key: PackedKey) -> PinLease | None:
     lease: PinLease | None = original(table, key)
     if lease is not None:
-        table._table._unpin(lease.objects, lease.payer)
+        table._unpin(lease.objects, lease.payer)
         lease.held = True
         kept, lease.objects = lease.objects, []
         lease.objects = [StoredObject(kept[0].key, kept[0].offset, kept[0].length, 1)]
-        table._table.pins += 1
+        table.pins += 1
     return lease
 
 
@@ -257,7 +256,7 @@ def what_was_not_received_is_published(original: Any, table: Table, lease_id: st
     return original(table, lease_id, True)
 
 
-@plant(envelope, "_checksum")
+@plant(namespaces, "_checksum")
 def damage_is_not_noticed(_original: Any, *_parts: Any) -> int:
     return 0
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
-from kvframework.storage.envelope import HEADER_BYTES
+from kvframework.storage.namespaces import HEADER_BYTES
 from tests.plan.simulation.dice import Dice
 from tests.plan.simulation.jobs import Turns
 from tests.plan.simulation.model import must

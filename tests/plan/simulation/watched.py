@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvframework.api.eviction import Use
 from kvframework.api.layout import MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
 from kvframework.storage.l1.entries import StoredObject
@@ -60,8 +59,6 @@ class WatchedTable(Table):
         self.model = model
         self.turns = turns
         self.bytes = memory
-        # A load that is just being published.
-        self._loading: Writing | None = None
         super().__init__(memory, *arguments, **named)
 
     def reserve(
@@ -69,8 +66,8 @@ class WatchedTable(Table):
         items: Sequence[tuple[PackedKey, int]],
         *,
         owner: int,
-        request_id: str,
-        lease_s: float | None,
+        request_id: str = "",
+        lease_s: float | None = None,
         **bounds: Any,
     ) -> Reservation:
         result = super().reserve(items, owner=owner, request_id=request_id, lease_s=lease_s, **bounds)
@@ -96,12 +93,12 @@ class WatchedTable(Table):
     ) -> tuple[str, memoryview] | None:
         return self.turns.step("reserve_load", super().reserve_load, key, nbytes, prompt, client)
 
-    def commit(self, lease_id: str, *, owner: int) -> int:
+    def commit(self, lease_id: str, *, owner: int) -> list[StoredObject]:
         writing = self.model.writings.get(lease_id)
         published = super().commit(lease_id, owner=owner)
         assert writing is not None
         must(published or writing.cancelled or self.clock() >= writing.deadline, "a lease that held was not published")
-        self.model.ended(writing, published)
+        self.model.ended(writing, len(published))
         return published
 
     def abort(self, lease_id: str, *, owner: int) -> int:
@@ -110,45 +107,22 @@ class WatchedTable(Table):
         return freed
 
     def finish_load(self, lease_id: str, good: bool) -> PinLease | None:
-        writing = self.model.writings[lease_id]
-        self._loading = writing if good else None
-        pin = super().finish_load(lease_id, good)
-        if not good:
-            self.model.ended(writing, 0)
-        return pin
+        if good:
+            self.model.writings[lease_id].unwritten = []
+        return super().finish_load(lease_id, good)
 
-    def pin(self, keys: Sequence[PackedKey], *, owner: int, request_id: str, lease_s: float | None) -> PinLease | None:
-        lease = super().pin(keys, owner=owner, request_id=request_id, lease_s=lease_s)
+    def pin(self, keys: Sequence[PackedKey], **named: Any) -> PinLease | None:
+        lease = super().pin(keys, **named)
         must((lease is None) != all(key in self.model.objects for key in keys), "a pin says hit or miss wrongly")
         return lease
 
-    def pin_objects(
-        self,
-        objects: list[StoredObject],
-        *,
-        owner: int,
-        request_id: str,
-        lease_s: float | None,
-        use: Use | None = "lookup",
-        prompt: PromptPart = NO_PROMPT,
-        asked_by: int | None = None,
-        hit: bool = False,
-    ) -> PinLease:
-        lease = super().pin_objects(
-            objects,
-            owner=owner,
-            request_id=request_id,
-            lease_s=lease_s,
-            use=use,
-            prompt=prompt,
-            asked_by=asked_by,
-            hit=hit,
-        )
+    def pin_objects(self, objects: list[StoredObject], **named: Any) -> PinLease:
+        lease = super().pin_objects(objects, **named)
         self._guard(lease)
         return lease
 
-    def unpin(self, lease_id: str, *, owner: int) -> PinLease:
-        lease = super().unpin(lease_id, owner=owner)
+    def unpin(self, lease_id: str, **named: Any) -> PinLease:
+        lease = super().unpin(lease_id, **named)
         self._unguard(lease)
         return lease
 
@@ -170,12 +144,8 @@ class WatchedTable(Table):
     def check_bytes(self, key: PackedKey, offset: int, nbytes: int) -> None:
         must(self.bytes.bytes_at(offset, nbytes) == CONTENT[key], "what can be read is not what was stored")
 
-    def _pin_internal(self, key: PackedKey) -> PinLease | None:
-        writing, self._loading = self._loading, None
-        if writing is not None:
-            writing.unwritten = []
-            self.model.ended(writing, 1)
-        lease = super()._pin_internal(key)
+    def hold(self, key: PackedKey) -> PinLease | None:
+        lease = super().hold(key)
         if lease is not None:
             self._guard(lease)
         return lease

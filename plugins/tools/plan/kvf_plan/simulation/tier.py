@@ -10,8 +10,7 @@ from kvf_plan.simulation.settings import TierSpeed
 from kvf_plan.simulation.threads import Sleep
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry, TierUsage
 from kvframework.errors import TierError
-from kvframework.storage.envelope import HEADER_BYTES, seal
-from kvframework.storage.namespaces import is_record_key
+from kvframework.storage.namespaces import HEADER_BYTES, is_record_key, seal
 
 
 class VirtualTier(Tier):
