@@ -53,11 +53,8 @@ class Empty(Message, frozen=True):
 class Hello(Message, frozen=True):
     """The first request on every connection. `session` joins a further socket to a session; `replaces` names a session
     of the same client that ends first, as its connection was lost; `min_version` and `max_version` bound the versions
-    that the client speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its release.
-
-    Read before any version is agreed upon, so every version reads every other's: `client` and `pid` never change, and a
-    client without versions speaks 1.
-    """
+    that the client speaks; `hasher` is a fingerprint, "" to take the server's; `client_version` is its release. Every
+    version reads every other's: `client` and `pid` never change, and a client without versions speaks 1."""
 
     client: str
     pid: int
@@ -136,11 +133,9 @@ class ChunkSize(Message, frozen=True):
 
 
 class RegisterKvCache(Message, frozen=True):
-    """Registers an instance with a declared layout. `handles` come from the transport's engine half.
-
-    `ranks`, of an instance whose objects are shards: the ranks of `world_size` that it holds, `rank` first, whose layer
-    groups the layout lists rank by rank. (): `rank` alone. `model_dtype` is what the model computes in, for the status.
-    """
+    """Registers an instance with a declared layout. `handles` come from the transport's engine half. `ranks`, of an
+    instance whose objects are shards: the ranks of `world_size` that it holds, `rank` first, whose layer groups the
+    layout lists rank by rank. (): `rank` alone. `model_dtype` is what the model computes in, for the status."""
 
     instance_id: InstanceId
     model_name: str
@@ -156,10 +151,8 @@ class RegisterKvCache(Message, frozen=True):
 
 class RegisterNonGpuContextPayload(Message, frozen=True):
     """The registration by eight scalars: one layer group, objects in canonical form `[planes, layers, tokens, hidden]`.
-
     `hidden_dim_size` is the elements of one token, one layer, one plane; `use_mla` means one latent plane instead of K
-    and V. The namespace follows from them, see `kvframework.wire.protocol`.
-    """
+    and V. The namespace follows from them, see `kvframework.wire.protocol`."""
 
     instance_id: InstanceId
     model_name: str
@@ -183,9 +176,9 @@ class Unregister(Message, frozen=True):
 
 
 class TransferRequest(Message, frozen=True):
-    """STORE and RETRIEVE of a server-driven transport. `block_ids` is packed little-endian u32, one frame of bytes per
-    layer group; `event` is the transport's own handle of an event to wait for before the engine's memory is touched.
-    `content` is that of the key's tokens, for a server that asks for it."""
+    """STORE and RETRIEVE of a server-driven transport. `block_ids` is packed little-endian u32, per layer group; the
+    transport's `event` is waited for before the engine's memory is touched. `content` is that of the key's tokens, for
+    a server that asks for it."""
 
     key: CacheKey
     instance_id: InstanceId
@@ -196,8 +189,7 @@ class TransferRequest(Message, frozen=True):
 
 
 class GatherBlock(Message, frozen=True):
-    """GATHER_BLOCK of a server-driven transport, for the canary: one block id per layer group, each packed like
-    `block_ids` of a transfer."""
+    """GATHER_BLOCK, for the canary: one block id per layer group, each packed like `block_ids` of a transfer."""
 
     instance_id: InstanceId
     block_ids: PerGroup
@@ -226,11 +218,9 @@ class Prepare(Message, frozen=True):
 
 
 class StorePlan(Message, frozen=True):
-    """The answer to PREPARE_STORE: write `ranges`, then commit `lease`, which is "" when there is nothing to write.
-
-    The ranges belong to the caller until COMMIT, ABORT or its end; after `lease_s` seconds they are quarantined: still
-    the caller's to write, but never published.
-    """
+    """The answer to PREPARE_STORE: write `ranges`, then commit `lease`, which is "" when there is nothing to write. The
+    ranges belong to the caller until COMMIT, ABORT or its end; after `lease_s` seconds they are quarantined: still the
+    caller's to write, but never published."""
 
     lease: str
     ranges: Ranges
@@ -282,12 +272,9 @@ class Aborted(Message, frozen=True):
 
 
 class StoreCpuChunks(Message, frozen=True):
-    """STORE_CPU_CHUNKS: raw objects behind the payload, one buffer each.
-
-    `objects` names them in order: ascending packed u32 that count chunk by chunk from the key's `start`, in each chunk
-    by layer group. Without objects and buffers the request asks for the missing objects. `content` is that of the key's
-    tokens, for a server that asks for it.
-    """
+    """STORE_CPU_CHUNKS: raw objects behind the payload, one buffer each. `objects` names them in order: ascending
+    packed u32 that count chunk by chunk from the key's `start`, in each chunk by layer group. Without objects and
+    buffers the request asks for the missing objects. `content` is that of the key's tokens, if the server asks."""
 
     key: CacheKey
     instance_id: InstanceId
@@ -319,14 +306,12 @@ class ChunksSent(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """ONE key, worker id None. The hit counts from `key.start`.
-
-    The answer is held back until it is known whether L2 has more than L1, for `wait_s` at most; the load of what it has
-    is not waited for. With a `speed` the hit is cut where the engine computes the rest sooner than a tier loads it. The
-    tickets `free` end first, as by FREE_LOOKUP_LOCKS; those that have ended already are passed over. `grant` are the
-    instances for whose loads the hit is prepared at once, as by PREPARE_RETRIEVE; `free` then has the leases of grants
-    that no load uses, too. These fields are for servers with the feature that `wire.protocol` names beside each.
-    """
+    """ONE key, worker id None. The hit counts from `key.start`. The answer is held back until it is known if L2 has
+    more than L1, for `wait_s` at most; the load of what it has is not waited for. With a `speed` the hit is cut where
+    the engine computes the rest sooner than a tier loads it. The tickets `free` end first, as by FREE_LOOKUP_LOCKS;
+    those that have ended already are passed over. `grant` are the instances for whose loads the hit is prepared at
+    once, as by PREPARE_RETRIEVE; `free` then has the leases of grants that no load uses, too. All but `key` are for
+    servers of 0.3 or later."""
 
     key: CacheKey
     wait_s: WaitSeconds = 0.0
@@ -337,11 +322,9 @@ class Lookup(Message, frozen=True):
 
 class Grant(Message, frozen=True):
     """The objects of one instance that a LOOKUP has found, pinned under a `lease` of the session that registered the
-    instance: it reads them, then sends COMMIT_RETRIEVE, by which the server hears of the load.
-
-    `offsets` are their places in the arena, packed little-endian u64. `objects` names them in the same order, like
-    those of `StoreCpuChunks`; b"" for all.
-    """
+    instance: it reads them, then sends COMMIT_RETRIEVE, by which the server hears of the load. `offsets` are their
+    places in the arena, packed little-endian u64. `objects` names them in the same order, like those of
+    `StoreCpuChunks`; b"" for all."""
 
     instance_id: InstanceId
     lease: str
@@ -350,12 +333,10 @@ class Grant(Message, frozen=True):
 
 
 class LookupReply(Message, frozen=True):
-    """`hit_tokens` from the key's `start`, pinned under `ticket` ("" when nothing is pinned or in progress).
-
-    `pending` True: a load from L2 is in progress; ask by QUERY_PREFETCH_STATUS with the ticket. The hit grows with what
-    arrives. `grants`, of an answer that is not pending: those that were asked for, pinned for `lease_s` seconds,
-    whatever becomes of the ticket. An instance without one prepares its load.
-    """
+    """`hit_tokens` from the key's `start`, pinned under `ticket` ("" when nothing is pinned or in progress). `pending`:
+    a load from L2 is in progress, and the hit grows with what arrives; ask by QUERY_PREFETCH_STATUS. `grants`, of an
+    answer that is not pending: those that were asked for, pinned for `lease_s` seconds, whatever becomes of the ticket.
+    An instance without one prepares its load."""
 
     hit_tokens: int
     ticket: str = ""

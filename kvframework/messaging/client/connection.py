@@ -254,11 +254,9 @@ class Connection:
         return link is not None and link.released_at < began
 
     def cancel(self, future: Future[Answer]) -> Future[Answer]:
-        """Send CANCEL for a request made here, even one whose future has failed with `DeadlineExceeded` already.
-
-        The returned future resolves to `CancelReply` once the server no longer touches anything for the request, or
-        fails with `ServerGone` if the connection of the request has ended.
-        """
+        """Send CANCEL for a request made here, even one whose deadline has passed. The returned future resolves to
+        `CancelReply` once the server no longer touches anything for the request, or fails with `ServerGone` if the
+        connection of the request has ended."""
         if not isinstance(future, Request):  # it never left this process
             return Future.resolved(Answer(CancelReply(found=False)))
         if os.getpid() != self._pid:
@@ -489,7 +487,7 @@ def dial(
     waiting: Callable[[ServerGone], None] = lambda _: None,
 ) -> tuple[frames_io.Socket, HelloReply]:
     """One attempt to reach a server, blocking: return a connected DEALER, which the caller owns, and HELLO's answer.
-    `context` has `IO_THREADS`. The DEALER never reconnects, so that no message for one server reaches another.
+    It never reconnects, so that no message for one server reaches another. `context` has `IO_THREADS`.
 
     Raises `ServerGone` without a listener, without an answer in time, or on `closing()`; `EndpointError` for an ipc://
     endpoint in a directory that others may write to; else the server's refusal. `waiting` is called once HELLO has been

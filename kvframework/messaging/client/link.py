@@ -94,8 +94,7 @@ class Request(Promise[Answer]):
             self._send_cancel(self.request_id)
 
     def cancelled(self) -> Future[Answer]:
-        """Send CANCEL and return the future of its answer, which comes once the server no longer touches anything for
-        the request."""
+        """See `Connection.cancel`."""
         return self._send_cancel(self.request_id)
 
     def rest(self, timeout: float) -> None:
@@ -105,8 +104,8 @@ class Request(Promise[Answer]):
         self.resting = False
 
     def answer(self, envelope: Envelope) -> Answer:
-        """Return the server's response. Raises the error that it named, and `ProtocolError` or `InvalidPayload` for a
-        reply that does not answer this request."""
+        """Return the server's response. Raises the error that it named, and `ProtocolError` for a reply that does not
+        answer this request."""
         if envelope.type == ERROR_TYPE:
             raise error_from(decode(envelope.payload, ErrorPayload, where=self.spec.name))
         if envelope.type != self.spec.name:
@@ -254,8 +253,8 @@ class Link:
         return not self._closed
 
     def start(self) -> None:
-        """Start the I/O thread, which from now on owns the sockets. Raises `RuntimeError` if the process gets no
-        thread, and keeps no descriptor then; the liveness socket is still the caller's."""
+        """Start the I/O thread, which owns the sockets from now on. Raises `RuntimeError` if the process gets none; the
+        liveness socket is still the caller's then."""
         try:
             self._thread.start()
         except RuntimeError:
@@ -287,8 +286,7 @@ class Link:
         turn: float = 0.0,
         on_late: OnLate | None = None,
     ) -> Future[Answer]:
-        """Send a request from any thread and return its future, which has failed for one that cannot be sent. Waits as
-        `ask` does for at most `turn` seconds; not while the server takes longer than such a turn, nor in callbacks of
+        """See `Connection.begin`. Does not wait while the server takes longer than such a turn, nor in callbacks of
         futures."""
         try:
             item = self._request(spec, payload, buffers, timeout, on_late)

@@ -54,7 +54,6 @@ class Heartbeat:
         return self._next
 
     def due(self, now: float) -> bool:
-        """Whether a PING is due."""
         return now >= self._next
 
     def overdue(self, now: float) -> bool:
@@ -74,7 +73,6 @@ class Heartbeat:
         self._next = now + self._repeat.delay(now)
 
     def answered(self) -> None:
-        """Record that some PING was answered."""
         since = self._waiting_since
         if since is not None:
             self._next = since + self._interval
@@ -180,7 +178,6 @@ class Reports:
             return Ping(() if lost == self._answered else lost)
 
     def answered(self, ping: Ping) -> None:
-        """Record that the server of this session has answered a PING."""
         with self._lock:
             self._answered = ping.lost or self._answered
 

@@ -83,7 +83,7 @@ class Call:
             return error
 
     def withdraw(self) -> bool:
-        """Return True if the call has not begun and now never will."""
+        """True if the call has not begun and now never will."""
         if self.job is not None:
             return self.job.cancel()
         return not self.started
@@ -188,7 +188,7 @@ class InFlight:
         self._run_queues()
 
     def expire(self, now: float) -> None:
-        """Answer the calls whose deadline has passed. Work that has begun continues, and its late result is dropped."""
+        """Answer the calls whose deadline has passed. Work that has begun continues; its late result is dropped."""
         for key in self._deadlines.due(now):
             call = self._calls[key]
             spec = call.handler.spec
@@ -280,7 +280,7 @@ class InFlight:
             self._advance.append(call.key[0])
 
     def _run_queues(self) -> None:
-        """Start the ordered calls whose turn has come. Only here, and in a loop, since each may end at once."""
+        """Start the ordered calls whose turn has come: in a loop, since each may end at once."""
         while self._advance:
             session_id = self._advance.popleft()
             queue = self._queues.get(session_id)
@@ -303,7 +303,6 @@ class InFlight:
         return waiter
 
     def _cancel(self, call: Call) -> None:
-        """Ask the work to stop. A call that has not begun is done at once, any other when its work ends."""
         call.cancelled = True
         if call.withdraw():
             if not call.answered:

@@ -432,11 +432,11 @@ class Refusals:
             self._of(session, name, error.code, _reason(error))
 
     def server(self, session: ClientSession, code: str, reason: str) -> None:
-        """Record that the client left because it cannot use this server."""
+        """Record that a client left because it cannot use this server."""
         self._of(session, "server", code, reason)
 
     def report(self) -> list[dict[str, object]]:
-        """Return the refusals for the status document, the latest first."""
+        """For the status document, the latest first."""
         now, latest = self._clock(), reversed(list(self._kept.values()))
         return [{**vars(refusal), "ago_s": round(now - last, 1)} for refusal, last, _ in latest]
 

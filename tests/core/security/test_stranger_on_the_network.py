@@ -108,7 +108,7 @@ def test_connections_that_say_nothing_cost_others_nothing(server: RemoteServer) 
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (in_use + 20, before[1]))
         try:
             for _ in range(60):
-                # Once the server holds newcomers off, the kernel says nothing to them.
+                # Once the server has no descriptor left, connections wait in the kernel's queue.
                 with contextlib.suppress(TimeoutError):
                     strangers.enter_context(socket.create_connection((host, int(port)), timeout=0.2))
             # However many of them came in before.

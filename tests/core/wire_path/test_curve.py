@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,11 +225,3 @@ def test_no_secret_is_ever_shown(tmp_path: Path) -> None:
     loaded = keys.of("client").load()
     assert loaded.secret.decode() not in repr(loaded)
     assert keys_for("ipc:///x", keys.of("client")) is None
-
-
-def test_a_stalled_handshake_keeps_nobody_waiting(server: RemoteServer) -> None:
-    host, _, port = server.tcp.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port))) as silent, server.connect() as client:
-        silent.sendall(b"\xff\0\0")
-        assert client.wait_up(20)
-        wait_until(lambda: client.usable)
