@@ -28,23 +28,18 @@ class NamedCall(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, function: Callable[..., object], options: msgspec.Struct, *, where: str) -> NamedCall:
         """Raises `PluginBroken`, with `where`, for a function or options that another process could not make."""
+        kind = type(options).__qualname__
         if not isinstance(options, msgspec.Struct):
-            raise PluginBroken(
-                f"options of type {type(options).__qualname__}",
-                where=where,
-                available="a struct",
-                hint="derive them from kvframework.api.plugin.Options",
-            )
+            hint = "derive them from kvframework.api.plugin.Options"
+            raise PluginBroken(f"options of type {kind}", where=where, available="a struct", hint=hint)
         names = _name(function, where), _name(type(options), where)
         try:
             call = cls(*names, msgspec.msgpack.encode(options, enc_hook=plain))
             call._unpacked(type(options))
         except (msgspec.MsgspecError, NotImplementedError, TypeError) as error:
-            raise PluginBroken(
-                f"{type(options).__qualname__} cannot be sent to another process: {error}",
-                where=where,
-                hint="give its fields types that msgspec knows, or ByteSize",
-            ) from error
+            fact = f"{kind} cannot be sent to another process: {error}"
+            hint = "give its fields types that msgspec knows, or ByteSize"
+            raise PluginBroken(fact, where=where, hint=hint) from error
         return call
 
     def resolve(self) -> tuple[Callable[..., Any], Any]:

@@ -178,26 +178,21 @@ class EngineDriver(ABC, Generic[E]):
 
     @abstractmethod
     def record(self, event: E, behind: object | None) -> None:
-        """Records the event, which is reached once the engine's work so far is done.
-
-        `behind` is the engine's argument at its submit, unchanged: its own event behind that work (a `torch.Event`, one
-        of its backend's event class, or one of the vendor's runtime), or None for the work in the calling thread's
-        current stream. Raise `DeviceError` for any other object: taking it for None would copy too early. Recording
-        again replaces the former record; events are pooled, and one may be recorded again while work that the former
-        record waited for has not been reached.
-        """
+        """Records the event, which is reached once the engine's work so far is done. `behind` is the engine's argument
+        at its submit: its own event behind that work (a `torch.Event`, one of its backend's event class, or one of the
+        vendor's runtime), or None for the work in the calling thread's current stream. Raise `DeviceError` for any
+        other object: taking it for None would copy too early. Events are pooled: recording again replaces the former
+        record, also while the work of that has not been reached."""
 
     @abstractmethod
     def destroy_event(self, event: E) -> None: ...
 
     def block_stream(self, stream: object | None) -> Callable[[], None]:
-        """Blocks all further work of one of the engine's streams, on the device, until the returned release is called.
-
-        `stream` is the engine's object for a stream, or None for the calling thread's current one. Never blocks. The
-        release may be called by any thread, more than once, and after `close`, and never blocks either: until then the
-        driver keeps the memory that the device reads. Raises `DeviceError` for an object that is no stream, and where
-        streams cannot wait for the host: the caller then waits in its own thread.
-        """
+        """Blocks all further work of one of the engine's streams (None: the calling thread's current one), on the
+        device, until the returned release is called. Never blocks. The release may be called by any thread, more than
+        once, and after `close`, and never blocks either: until then the driver keeps the memory that the device reads.
+        Raises `DeviceError` for an object that is no stream, and where streams cannot wait for the host: the caller
+        then waits in its own thread."""
         del stream
         raise DeviceError("this device's streams cannot wait for a transfer")
 
@@ -211,10 +206,8 @@ class CopierDriver(ABC, Generic[E, S]):
     the same time. Only `open`, `close_memory`, `destroy_event` and `pin` may wait for the device, for a moment.
 
     Raises `DeviceError` for one operation that failed, and `DeviceLost` once nothing works any more (a poisoned
-    context, a device that vanished): the process then ends, and a new one starts. `E` is an event, `S` a stream.
-
-    There is no call at the end: the process may be killed at any moment, also when the server stops in good order. All
-    that was pinned, opened and created has to end with it.
+    context, a device that vanished): the process then ends, and a new one starts. It may be killed at any moment: all
+    that was pinned, opened and created has to end with it. `E` is an event, `S` a stream.
     """
 
     @abstractmethod
@@ -223,9 +216,9 @@ class CopierDriver(ABC, Generic[E, S]):
 
     @abstractmethod
     def open(self, allocation: Allocation) -> int:
-        """Maps another process's allocation and returns its address here. Raises `DeviceError` for one that no
-        longer exists, is of another device, malformed, or smaller than its `nbytes`: a copy beyond its end would
-        harm others. Where the driver cannot tell the size, that is one of `lacks`, and no reason to refuse."""
+        """Maps another process's allocation and returns its address here. Raises `DeviceError` for one that no longer
+        exists, is of another device, malformed, or smaller than its `nbytes`: a copy beyond its end would harm others.
+        Where the driver cannot tell the size, that is one of `lacks`."""
 
     @abstractmethod
     def close_memory(self, address: int) -> None:
@@ -291,13 +284,10 @@ D = TypeVar("D", bound=DeviceOptions)
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTransportProvider(AnyTransportProvider[D]):
-    """A server-driven transport of an accelerator: the vendor gives the two sides of the driver, the core the rest.
-
-    `create_engine(options)` runs in engine processes. `create_copier(options, device, arena)` runs in the copier
-    process of one device and takes that device; the process finds it by its name, so it is a function at the top of a
-    module that can be imported. It raises `DeviceError` for a device that this machine lacks. `diagnose` as for
-    `TierProvider`, of the devices and their driver.
-    """
+    """A server-driven transport of an accelerator. `create_engine(options)` runs in engine processes.
+    `create_copier(options, device, arena)` runs in the copier process of one device, which finds it by its name: it is
+    a function at the top of a module that can be imported. It raises `DeviceError` for a device that this machine
+    lacks. `diagnose` as for `TierProvider`, of the devices and their driver."""
 
     create_engine: Callable[[D], EngineDriver]  # type: ignore[type-arg]
     create_copier: Callable[[D, str, Arena], CopierDriver]  # type: ignore[type-arg]

@@ -37,7 +37,10 @@ class Endpoint(NamedTuple):
 def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
     """Parses `text`. Pure: looks at the text only. Raises `EndpointError`."""
     if text.startswith(_TCP):
-        return _parse_tcp(text, where)
+        hint = "a server names the address that it listens at"
+        return Endpoint(
+            "tcp", "", *_host_and_port(text.removeprefix(_TCP), 1, where, "tcp://HOST:PORT, tcp://[ADDRESS]:PORT", hint)
+        )
     path = text.removeprefix(_IPC)
     if path == text:
         raise EndpointError(f"{text!r} is no endpoint", where=where, available="ipc://, tcp://", hint=_HINT)
@@ -57,25 +60,15 @@ def parse_endpoint(text: str, *, where: str = "") -> Endpoint:
 
 def parse_listen(text: str, *, where: str = "") -> tuple[str, int]:
     """The host and the port, 0 to 65535, of "HOST:PORT". Pure. Raises `EndpointError`."""
+    host, port = _host_and_port(text, 0, where, "HOST:PORT, [ADDRESS]:PORT", "127.0.0.1:9309")
+    return "" if host == "*" else host, port
+
+
+def _host_and_port(text: str, least: int, where: str, available: str, hint: str) -> tuple[str, int]:
     match = ADDRESS.fullmatch(text)
-    if match is None or int(match["port"]) > 65535:
-        raise EndpointError(
-            f"{text!r} is no host and port", where=where, available="HOST:PORT, [ADDRESS]:PORT", hint="127.0.0.1:9309"
-        )
-    host = match["six"] or match["host"]
-    return "" if host == "*" else host, int(match["port"])
-
-
-def _parse_tcp(text: str, where: str) -> Endpoint:
-    match = ADDRESS.fullmatch(text.removeprefix(_TCP))
-    if match is None or not 1 <= int(match["port"]) <= 65535:
-        raise EndpointError(
-            f"{text!r} is no host and port",
-            where=where,
-            available="tcp://HOST:PORT, tcp://[ADDRESS]:PORT",
-            hint="a server names the address that it listens at",
-        )
-    return Endpoint("tcp", host=match["six"] or match["host"], port=int(match["port"]))
+    if match is None or not least <= int(match["port"]) <= 65535:
+        raise EndpointError(f"{text!r} is no host and port", where=where, available=available, hint=hint)
+    return match["six"] or match["host"], int(match["port"])
 
 
 class ObserveConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -370,10 +370,8 @@ class HelperTier(Tier):
     options that are no struct.
 
     Thread-safe. The process is started at the first call, and killed where `make` takes longer than `start_s`; a
-    `KVFrameworkError` of `make` is that of the calls that wait for it. `close` ends the process within a second. It
-    also ends with the server, however that ends. Values in its own memory end with it.
-
-    Each call at a time has memory of its own for its values, as large as its largest batch was.
+    `KVFrameworkError` of `make` is that of the calls that wait for it. It ends within a second of `close`, and with the
+    server, however that ends. Each call at a time has memory of its own, as large as its largest batch was.
     """
 
     def __init__(

@@ -46,10 +46,10 @@ class CacheKey(Message, frozen=True):
     """The name of a request's content, as an engine sends it.
 
     `worker_id` is the rank, None for all ranks (the scheduler's LOOKUP). The content covers the request from its first
-    token to `end`, in exactly one form: `tokens` (packed u32 token ids) or `digests` (packed 32-byte chunk digests);
-    `start` selects, in tokens. `start` and `end` are multiples of the namespace's chunk. Beside the name, `request_id`
-    and `trace`, the W3C traceparent of a sampled request ("" for none), say who asks, and `retain` for how long its
-    content is of use: the first that fits a chunk counts.
+    token to `end`, as either `tokens` (packed u32 token ids) or `digests` (packed 32-byte chunk digests); `start`
+    selects, in tokens. `start` and `end` are multiples of the namespace's chunk. `request_id` and `trace`, the W3C
+    traceparent of a sampled request ("" for none), say who asks, and `retain` for how long its content is of use: the
+    first that fits a chunk counts.
     """
 
     model_name: str
@@ -119,12 +119,10 @@ def compute_namespace(
     packing: str = "",
     split: Sequence[int] = (),
 ) -> bytes:
-    """Returns 16 bytes that name everything which must be equal before two engines may share bytes.
-
-    BLAKE2b-16 over the JSON array of: model, revision, quantisation, packing (instruction-set specific order inside a
-    block, "" for none), hasher fingerprint, world size, the desc (chunk size, shapes, dtypes, forms, windows), and of
-    objects that are shards of the whole model how it is `split`, see `kvframework.client.shards`.
-    """
+    """Returns 16 bytes that name everything which must be equal before two engines may share bytes: BLAKE2b-16 over the
+    JSON array of model, revision, quantisation, packing (instruction-set specific order inside a block, "" for none),
+    hasher fingerprint, world size, the desc, and of objects that are shards of the whole model how it is `split`, see
+    `kvframework.client.shards`."""
     fields = [model, revision, quantization, packing, hasher_fingerprint, world_size, msgspec.to_builtins(desc)]
     if split:
         fields.append(list(split))
@@ -167,15 +165,13 @@ Token = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKEN)]
 
 
 class Retain(Message, frozen=True):
-    """What a request says of the future of its KV. Ranges and fields are spelled as in vLLM's proposed
-    `retention_directives`, which follow TensorRT-LLM's `KvCacheRetentionConfig`; docs/hints.md has the sources.
+    """What a request says of the future of its KV; docs/hints.md has the sources. `what` "done": no one asks for these
+    tokens again; "keep": keep them before others for `duration` seconds, those of a higher `priority` (1 to 100)
+    longest.
 
-    `what` "done": no one asks for these tokens again; "keep": keep them before others for `duration` seconds, those
-    of a higher `priority` (1 to 100) longest.
-
-    It is said of the tokens `[start, end)` of the prompt, of all chunks that lie in there as a whole; `end` None: up to
-    the end. With `start` None it is said of the request, and "done" then only of what the request is the first to
-    store: others may use what it found, and what came again although that had been said of it before.
+    It is said of the chunks that lie in the tokens `[start, end)` of the prompt as a whole; `end` None: up to the end.
+    With `start` None it is said of the request, and "done" then only of what the request is the first to store: others
+    may use what it found, and what came again although that had been said of it before.
     """
 
     what: Literal["done", "keep"]

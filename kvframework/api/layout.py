@@ -168,10 +168,8 @@ def chunk_tokens_for(block_sizes: Sequence[int], chunk_size: int) -> int:
     unit = math.lcm(*block_sizes)
     tokens = -(-chunk_size // unit) * unit
     if tokens > MAX_CHUNK_TOKENS:
-        raise BadLayout(
-            f"a chunk of whole blocks of all of {list(block_sizes)} tokens has more than {MAX_CHUNK_TOKENS}",
-            hint="choose block sizes that have a small common multiple",
-        )
+        fact = f"a chunk of whole blocks of all of {list(block_sizes)} tokens has more than {MAX_CHUNK_TOKENS}"
+        raise BadLayout(fact, hint="choose block sizes that have a small common multiple")
     return tokens
 
 

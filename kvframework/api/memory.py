@@ -34,11 +34,9 @@ __all__ = [
 
 
 class Memory(ABC):
-    """One shared segment. Objects are (offset, length) in it; the core allocates, the plugin provides the memory.
-
-    Created once by the server. `fd` is passed to local clients, which map it; it stays owned by this object. `capacity`
-    is in bytes.
-    """
+    """One shared segment, created once by the server. Objects are (offset, length) in it; the core allocates, the
+    plugin provides the memory. `fd` is passed to local clients, which map it; it stays owned by this object. `capacity`
+    is in bytes."""
 
     fd: int
     capacity: int
@@ -149,31 +147,31 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
 
 
 def cgroup_limits(proc: Path, cgroups: Path) -> Iterator[tuple[Path, int, int, str]]:
-    """Yields folder, limit and use of each cgroup above this process that has a limit, and the name in its memory.stat
-    of what the kernel would reclaim. The names of the files differ between versions 1 and 2."""
+    """Yields folder, limit and use of each cgroup above this process that has a limit of memory, and the name in its
+    memory.stat of what the kernel would reclaim."""
+    for folder, version in cgroup_folders("memory", proc, cgroups):
+        first = version == 1
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if first else ("memory.max", "memory.current")
+        limit, used = (_text(folder / name).strip() for name in names)
+        if limit.isdigit() and used.isdigit():
+            yield folder, int(limit), int(used), "total_inactive_file" if first else "inactive_file"
+
+
+def cgroup_folders(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[Path, int]]:
+    """Yields the folder of this process's group and all above it, any of which may hold a limit, and their version of
+    cgroups, by which the names of files differ. Inside a container the path may be one of the host that does not exist;
+    then the root of the container counts."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
-        if controllers == "":
-            root, names, reclaimable = cgroups, ("memory.max", "memory.current"), "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            reclaimable = "total_inactive_file"
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
-        for directory in _up(root, group):
-            limit, used = (_text(directory / name).strip() for name in names)
-            if limit.isdigit() and used.isdigit():
-                yield directory, int(limit), int(used), reclaimable
-
-
-def _up(root: Path, group: str) -> Iterator[Path]:
-    """The group's directory, which inside a container may be one of the host that does not exist, and all above it."""
-    directory = root / group.strip("/")
-    yield directory
-    while directory != root and root in directory.parents:
-        directory = directory.parent
-        yield directory
+        root = cgroups / controller if controllers else cgroups
+        folder = root / group.strip("/")
+        for each in (folder, *folder.parents):
+            yield each, 1 if controllers else 2
+            if each == root:
+                break
 
 
 def _table(path: Path) -> dict[str, int]:

@@ -77,11 +77,9 @@ SecretUrl = Annotated[str, Meta(extra={"secret": "url"})]
 
 
 class Options(Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of a plugin's own options: the keys of its TOML table besides the core's.
-
-    A field's `msgspec.Meta(description=...)` is its documentation in `kvframework plugins info`. The repr hides values
-    of type `Secret` and `SecretUrl`, and so does all output of the framework.
-    """
+    """Base of a plugin's own options: the keys of its TOML table besides the core's. A field's
+    `msgspec.Meta(description=...)` is its documentation in `kvframework plugins info`. The repr hides values of type
+    `Secret` and `SecretUrl`, and so does all output of the framework."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
@@ -134,10 +132,8 @@ class ServerTerms:
 @dataclass(frozen=True)
 class TableContext:
     """The TOML table for which `create`, `check` or `diagnose` is called. `where` is its place, for error texts.
-
     `replaces` is for `check`: the process of the server whose place the new one will take, None: no server runs. What
-    that process holds, such as a lock, is free by then. `server` is of the same configuration.
-    """
+    that process holds, such as a lock, is free by then."""
 
     where: str
     replaces: int | None = None
@@ -148,12 +144,10 @@ Level = Literal["ok", "warn", "fail"]
 
 
 class Finding(Struct, frozen=True):
-    """The result of one check.
-
-    `id` is stable, of the form "subject.thing", such as "redis.policy". `level` "fail": it will not work; "warn": it
-    works, but badly or not for long. `fact` is the observation, with its numbers and never a secret; `advice` is the
-    one thing to do about it, "" if there is none. `where` is the place in the TOML; the doctor fills it in for plugins.
-    """
+    """The result of one check. `id` is stable, of the form "subject.thing", such as "redis.policy". `level` "fail": it
+    will not work; "warn": it works, but badly or not for long. `fact` is the observation, with its numbers and never a
+    secret; `advice` is the one thing to do about it, "" if there is none. `where` is the place in the TOML; the doctor
+    fills it in for plugins."""
 
     id: Annotated[str, Meta(pattern=r"^[a-z0-9_-]+(\.[a-z0-9_-]+)+$")]
     level: Level
@@ -164,8 +158,7 @@ class Finding(Struct, frozen=True):
 
 O = TypeVar("O", bound=Options)  # noqa: E741
 
-# (options, TableContext, deadline) -> Sequence[Finding]: the report of `kvframework doctor` on a plugin's store or
-# device.
+# (options, TableContext, deadline): the report of `kvframework doctor` on a plugin's store or device.
 Diagnose = Callable[[O, TableContext, float], Sequence[Finding]]
 
 # (options, TableContext): raises what `create` would raise.

@@ -69,11 +69,10 @@ class Tier(ABC):
     """An L2 key-value store of opaque values.
 
     All calls block, take an absolute `deadline` on `time.monotonic()` and return one outcome per key, in order. Several
-    threads call at once: those of the tier's loads and of its writes, as many as `TierProvider` or the `[[l2]]` table
-    says, one more for `contains`, and those that clear. FAILED is for one key; an operation that failed as a whole (no
-    connection, protocol surprise, deadline) raises `TierError`. The caller owns the buffers: a tier keeps no reference
-    after it returned. A deadline that has passed and a closed tier are `TierError` at every call. A key that occurs
-    twice in a batch is processed twice, in order. `kvf_dev.testing.TierConformance` holds a tier to all of this.
+    threads call at once, see `TierProvider`. FAILED is for one key; an operation that failed as a whole (no connection,
+    protocol surprise, deadline) raises `TierError`, and so does every call after `close`. The caller owns the buffers:
+    a tier keeps no reference after it returned. A key that occurs twice in a batch is processed twice, in order.
+    `kvf_dev.testing.TierConformance` holds a tier to all of this.
 
     With `read_only` the values are those of others: the core neither puts, deletes nor touches any, and tells routers
     nothing of them. Such a tier still has `put` and `delete`, which answer FAILED and MISSING.
@@ -130,24 +129,21 @@ class Tier(ABC):
 
     def attach(self, node: Node) -> None:
         """Gives the tier what a server's node has, once, before the server serves; only `ping` and `problems` may be
-        called before. What the tier does with it ends by `close`. Optional; must not block. A `KVFrameworkError` stops
-        the start."""
+        called before. Optional; must not block. A `KVFrameworkError` stops the start."""
         return
 
     def problems(self) -> Sequence[str]:
-        """Returns what keeps the tier from working as configured now, a line each and without a secret, for the
-        server's status: the place, and the store's own words. Asked every few seconds, also while calls fail, and after
-        a `put` with a FAILED value, whose reason the log has from here; must not block. Optional."""
+        """Returns what keeps the tier from working as configured now, a line each and without a secret: the place, and
+        the store's own words. Asked every few seconds, also while calls fail, and after a `put` with a FAILED value,
+        whose reason the log has from here; must not block. Optional."""
         return ()
 
     def status(self) -> Mapping[str, object]:
         """Returns what an operator wants to see of the tier besides, as JSON-like values without a secret, 64 KiB at
-        most: `l2[].details` in the server's status. Asked like `problems`. Optional.
-
-        What several nodes have in common is shown, and has metrics: rows `nodes` with `node` (its name), `state`
-        (`up` if it answers) and the counters `values`, `nbytes` and `failed` of what came from it; and a table
-        `lending` with the counters `values` and `nbytes` of what went to others, and those in `refused`. Under
-        `counters`, the tier's own: what `kvframework.api.counter.Counts.status` returns."""
+        most: `l2[].details` in the server's status. Asked like `problems`. Optional. These have metrics: rows `nodes`
+        with `node` (its name), `state` (`up` if it answers) and the counters `values`, `nbytes` and `failed` of what
+        came from it; a table `lending` with the counters `values` and `nbytes` of what went to others, and those in
+        `refused`; and `counters`, the tier's own: what `kvframework.api.counter.Counts.status` returns."""
         return {}
 
     def rejected(self, key: PackedKey) -> None:

@@ -64,10 +64,8 @@ def error_code(error: BaseException) -> str:
 
 class StoreOutcome(Message, frozen=True):
     """The outcome of a STORE: objects by result, counted over chunks x layer groups. True in a condition if `ok`.
-
     `unknown` objects were written, and their COMMIT was not answered. `error` is the code of the error for which
-    objects were dropped or are unknown, "" if there was none (a full L1 drops without one).
-    """
+    objects were dropped or are unknown, "" if there was none (a full L1 drops without one)."""
 
     stored: int = 0
     present: int = 0
@@ -98,10 +96,8 @@ class StoreOutcome(Message, frozen=True):
 
 class LoadOutcome(Message, frozen=True):
     """The outcome of a load: if it is `ok` the blocks hold the requested KV, else any content, and must be computed.
-    True in a condition if `ok`.
-
-    `reason` is the cause of a miss, in words; `error` is the code of the error, "" for a plain miss.
-    """
+    True in a condition if `ok`. `reason` is the cause of a miss, in words; `error` is the code of the error, "" for a
+    plain miss."""
 
     ok: bool
     reason: str = ""
@@ -118,11 +114,9 @@ class LoadOutcome(Message, frozen=True):
 
 class Registration(Message, frozen=True):
     """The engine side's knowledge of its own instance once the server accepted it, at `since` of the monotonic clock.
-
     `rank` of `world_size` is in its keys. Where objects are shards of the whole model, `shards` is the number of those
-    that the instance holds, else 0. `rank` is then the first of them, `world_size` the number of all, and a transport
-    gets a `layout` and a `desc` with the engine's layer groups once for each shard.
-    """
+    that the instance holds, else 0; `rank` is the first of them, `world_size` the number of all, and `layout` and
+    `desc` have the engine's layer groups once for each shard."""
 
     instance_id: int
     rank: int
@@ -152,12 +146,10 @@ class LoadGrant(NamedTuple):
 
 
 class GroupBlocks(NamedTuple):
-    """The blocks of one layer group of a transfer.
-
-    `ids` are the blocks of the objects, object by object, `per_object` to each: all blocks of a chunk, of a state only
-    the last one. Every id but `NO_BLOCK` is a block of the engine, `highest` at most (-1: none is touched). The first
-    `first` ids are `NO_BLOCK`: a store leaves these objects out, a load does not write these blocks.
-    """
+    """The blocks of one layer group of a transfer. `ids` are those of the objects, object by object, `per_object` to
+    each: all blocks of a chunk, of a state only the last one. Every id but `NO_BLOCK` is a block of the engine,
+    `highest` at most (-1: none is touched). The first `first` ids are `NO_BLOCK`: a store leaves these objects out, a
+    load does not write these blocks."""
 
     ids: Sequence[int]
     per_object: int
@@ -263,13 +255,11 @@ class _Plan(Generic[R]):
 
 
 class StorePlan(_Plan[StoreOutcome]):
-    """The answer to a prepared store: the caller writes each of `ranges` in `arena`, then calls `commit`.
-
-    `with plan:` aborts at its end unless `commit` was called. The ranges lie in `arena`, are objects of the transfer
-    that the engine holds, and belong to the caller until COMMIT, ABORT or its end; after their lease they are
-    quarantined: the caller may still write them, but they are never published. `outcome` is that of the other objects.
-    `arena` stays valid as long as there is a reference to it or to a tensor made from it: never release it.
-    """
+    """The answer to a prepared store: the caller writes each of `ranges` in `arena`, then calls `commit`; `with plan:`
+    aborts at its end otherwise. The ranges are objects of the transfer that the engine holds, and the caller's until
+    then; after their lease they are quarantined: the caller may still write them, but they are never published.
+    `outcome` is that of the other objects. `arena` stays valid as long as there is a reference to it or to a tensor
+    made from it: never release it."""
 
     def __init__(
         self,
@@ -289,18 +279,15 @@ class StorePlan(_Plan[StoreOutcome]):
     def commit(self) -> Future[StoreOutcome]:
         """Publishes the ranges. The future has the outcome of all objects of the transfer and never fails: ranges that
         were not published count as dropped, and after a `DeadlineExceeded` as unknown (the server publishes them when
-        it handles the request, and nothing stays reserved). Ranges that were given back before are dropped."""
+        it handles the request, and nothing stays reserved)."""
         return self._end(self.outcome + StoreOutcome(dropped=len(self.ranges)))
 
 
 class LoadPlan(_Plan[LoadOutcome]):
-    """The answer to a prepared load: the caller reads each of `ranges`, then calls `commit`. No ranges if `hit` is
-    False.
-
-    `with plan:` gives the pins back at its end unless `commit` was called. The ranges lie in `arena` and are pinned for
-    a while; `commit` says whether they stayed pinned throughout. `arena` is like that of a `StorePlan`; it is empty
-    where the arena is not mapped, see `receive`.
-    """
+    """The answer to a prepared load: the caller reads each of `ranges` in `arena`, which are pinned for a while, then
+    calls `commit`, which says whether they stayed pinned throughout; `with plan:` gives the pins back at its end
+    otherwise. No ranges if `hit` is False. `arena` is like that of a `StorePlan`, empty where it is not mapped, see
+    `receive`."""
 
     def __init__(
         self,
@@ -321,9 +308,8 @@ class LoadPlan(_Plan[LoadOutcome]):
         return self
 
     def receive(self, positions: Sequence[int]) -> Future[Sequence[memoryview]]:
-        """Returns the bytes of `ranges` at `positions` over the wire, a buffer each; an empty sequence if the pins have
-        lapsed. Bounds and waiting as for `EngineDrivenLink.store_chunks`. The caller owns the buffers; their content is
-        only known to be right once `commit` has confirmed the pins."""
+        """Returns the bytes of `ranges` at `positions` over the wire, a buffer each, which the caller owns; an empty
+        sequence if the pins have lapsed. Bounds and waiting as for `EngineDrivenLink.store_chunks`."""
         return self._receive(positions)
 
     def commit(self) -> Future[LoadOutcome]:
@@ -339,11 +325,11 @@ LostKind = Literal["lookups", "loads", "stores"]
 class EngineDrivenLink(ABC):
     """The server as an engine-driven transport sees it. Thread-safe.
 
-    A call that returns a future waits for the answer only briefly (50 ms, and not again while the server is slow): most
-    often the future it returns is resolved. Else the future resolves by the deadline of its kind, seconds later, and a
-    transport should not hold up the engine's thread for that long. Futures fail with `KVFrameworkError`
-    (`DeadlineExceeded`, `ServerGone`, a typed refusal) unless documented otherwise. `cancel` on the future of a
-    `prepare` gives back ranges and pins that the answer may still reserve.
+    A call that returns a future waits for the answer only briefly (50 ms, and not again while the server is slow), so
+    most often the future is resolved. Else it resolves by the deadline of its kind, seconds later, for which a
+    transport should not hold up the engine's thread. Futures fail with `KVFrameworkError` (`DeadlineExceeded`,
+    `ServerGone`, a typed refusal) unless documented otherwise. `cancel` on the future of a `prepare` gives back what
+    the answer may still reserve.
     """
 
     @property
@@ -376,21 +362,17 @@ class EngineDrivenLink(ABC):
         self, transfer: Transfer, objects: Sequence[int], buffers: Sequence[Buffer]
     ) -> Future[StoreOutcome]:
         """Sends one buffer for each of `objects` (ascending); a stored object is a hit from then on. At most 256 MiB
-        and 4096 buffers a call. Does not wait for the answer, but may wait for a handshake at first.
-
-        Nothing is copied: the buffers belong to the call until the future has a result. After a failure they may still
-        be read, for as long as there is a reference to them: drop them, never write to them again.
-        """
+        and 4096 buffers a call. Does not wait for the answer, but may wait for a handshake at first. Nothing is copied:
+        the buffers belong to the call until the future has a result. After a failure they may still be read: drop them,
+        never write to them again."""
         raise TransportMismatch(f"{type(self).__name__} moves no bytes over the wire")
 
 
 class ServerDrivenLink(ABC):
-    """The server as the engine half of a server-driven transport sees it. Thread-safe.
-
-    The futures of transfers resolve once the server no longer touches the blocks and never fail; `cancel` sends CANCEL.
-    `event` is the transport's own handle of an event that the server half waits for; `stream_hook` blocks a stream of
-    the engine until the future is resolved, see `EngineDriver.block_stream`.
-    """
+    """The server as the engine half of a server-driven transport sees it. Thread-safe. The futures of transfers resolve
+    once the server no longer touches the blocks and never fail; `cancel` sends CANCEL. `event` is the transport's own
+    handle of an event that the server half waits for; `stream_hook` blocks a stream of the engine until the future is
+    resolved, see `EngineDriver.block_stream`."""
 
     @abstractmethod
     def store(
@@ -415,12 +397,10 @@ class EngineLink(EngineDrivenLink, ServerDrivenLink):
 
 
 class TransferContext(ABC):
-    """The engine half of a transport, one per registered instance. Called from the engine's own thread.
-
-    Returns futures and never polls or keeps them. An error that `store` and `load` raise, or with which a future fails,
-    is a miss that the core logs and counts; only `BadLayout` and `BadBlockIds`, for tensors and blocks that differ from
-    the registered ones, reach the engine.
-    """
+    """The engine half of a transport, one per registered instance. Called from the engine's own thread. Returns futures
+    and never polls or keeps them. An error that `store` and `load` raise, or with which a future fails, is a miss that
+    the core logs and counts; only `BadLayout` and `BadBlockIds`, for tensors and blocks that differ from the registered
+    ones, reach the engine."""
 
     def on_layout(self, layout: Layout, declared: KVLayout) -> None:
         """Receives the declaration of the tensors before each `memory_handles`: for transports that export them."""
@@ -455,10 +435,8 @@ class TransferContext(ABC):
 
     def gather_block(self, kv_caches: Mapping[str, LayerTensors], blocks: Sequence[int]) -> list[bytes]:
         """Returns one block per layer group (`blocks`), through the path that stores take, as the bytes of its
-        canonical form `[planes, layers, slots per block, hidden]`. Blocking; only for the canary at registration.
-
-        Server-driven transports answer with `ServerDrivenLink.gather_block`, engine-driven ones gather by themselves.
-        """
+        canonical form `[planes, layers, slots per block, hidden]`; server-driven transports by
+        `ServerDrivenLink.gather_block`. Blocking; only for the canary at registration."""
         raise TransportMismatch(
             f"{type(self).__name__} cannot gather a block for the canary", hint="implement gather_block"
         )
@@ -484,11 +462,9 @@ class TransportProvider(AnyTransportProvider[O]):
 
 class CopyJob:
     """One server-driven STORE or RETRIEVE, made and checked by the core, carried out by a transport's server half.
-
     `ranges` are in `arena`. `blocks` are by layer group, below the registered number of blocks; a `NO_BLOCK` among
     their ids must not be touched. `event` is the handle that the engine half sent. `cancelled` is set once the copy is
-    no longer wanted.
-    """
+    no longer wanted."""
 
     __slots__ = ("_on_cancel", "arena", "blocks", "cancelled", "event", "is_store", "ranges", "skip_tokens")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import inspect as types
+from msgspec.structs import replace
 
 from kvframework.api.codec import NO_CODEC, CodecProvider
 from kvframework.api.eviction import EvictionProvider
@@ -128,18 +129,16 @@ def codec_tables(config: Config) -> list[PluginTable]:
 def named_tables(config: Config) -> list[tuple[PluginTable, type[Provider[Any]]]]:
     """Every table that names a plugin, with the descriptor of its kind; those of codecs only if `codec_tables` has
     them."""
-    tables: list[tuple[PluginTable, type[Provider[Any]]]] = [
-        (config.l1.memory, MemoryProvider),
-        (config.l1.eviction, EvictionProvider),
-        (config.hasher, HasherProvider),
-    ]
-    tables += [(table, AnyTransportProvider) for table in config.transport]
-    tables += [(table, LayoutProvider) for table in config.layout]
-    tables += [(l2.tier, TierProvider) for l2 in config.l2]
+    tables: list[tuple[PluginTable, type[Provider[Any]]]] = []
+
+    def collect(table: PluginTable, descriptor: type[Provider[Any]]) -> PluginTable:
+        tables.append((table, descriptor))
+        return table
+
+    codecs: list[PluginTable] = []
     with contextlib.suppress(ConfigFieldError):
-        tables += [(table, CodecProvider) for table in codec_tables(config)]
-    tables += [(table, RequestsProvider) for table in config.requests]
-    tables += [(table, ListenerProvider) for table in config.listeners]
+        codecs = codec_tables(config)
+    _with_tables(config, codecs, collect)
     return tables
 
 
@@ -150,25 +149,30 @@ def complete_config(
     mean the same are equal then. Blocking. Raises like `check_config`."""
 
     def complete(table: PluginTable, descriptor: type[Provider[Any]]) -> PluginTable:
-        return msgspec.structs.replace(table, options=form(resolve_table(registry, table, descriptor)[1]))
+        return replace(table, options=form(resolve_table(registry, table, descriptor)[1]))
 
-    replace = msgspec.structs.replace
+    made = _with_tables(config, codec_tables(config), complete)
+    return replace(made, server=replace(made.server, endpoint=made.server.endpoint or default_endpoint()))
+
+
+def _with_tables(
+    config: Config,
+    codecs: Iterable[PluginTable],
+    changed: Callable[[PluginTable, type[Provider[Any]]], PluginTable],
+) -> Config:
+    """The configuration with each table that names a plugin as `changed` returns it."""
+    l1 = config.l1
     return replace(
         config,
-        server=replace(config.server, endpoint=config.server.endpoint or default_endpoint()),
-        l1=replace(
-            config.l1,
-            memory=complete(config.l1.memory, MemoryProvider),
-            eviction=complete(config.l1.eviction, EvictionProvider),
-        ),
-        transport=tuple(complete(table, AnyTransportProvider) for table in config.transport),
-        layout=tuple(complete(table, LayoutProvider) for table in config.layout),
-        l2=tuple(replace(l2, tier=complete(l2.tier, TierProvider)) for l2 in config.l2),
-        hasher=complete(config.hasher, HasherProvider),
-        requests=tuple(complete(table, RequestsProvider) for table in config.requests),
-        events=complete(config.events, ListenerProvider) if config.events else None,
-        listener=tuple(complete(table, ListenerProvider) for table in config.listener),
-        codecs=replace(config.codecs, options=tuple(complete(table, CodecProvider) for table in codec_tables(config))),
+        l1=replace(l1, memory=changed(l1.memory, MemoryProvider), eviction=changed(l1.eviction, EvictionProvider)),
+        hasher=changed(config.hasher, HasherProvider),
+        transport=tuple(changed(table, AnyTransportProvider) for table in config.transport),
+        layout=tuple(changed(table, LayoutProvider) for table in config.layout),
+        l2=tuple(replace(l2, tier=changed(l2.tier, TierProvider)) for l2 in config.l2),
+        codecs=replace(config.codecs, options=tuple(changed(table, CodecProvider) for table in codecs)),
+        requests=tuple(changed(table, RequestsProvider) for table in config.requests),
+        events=changed(config.events, ListenerProvider) if config.events else None,
+        listener=tuple(changed(table, ListenerProvider) for table in config.listener),
     )
 
 
@@ -213,9 +217,6 @@ _BASIC: dict[type[types.Type], str] = {
     types.IntType: "integer",
     types.FloatType: "number",
     types.StrType: "string",
-    types.DateTimeType: "date and time",
-    types.DateType: "date",
-    types.TimeType: "time",
     types.StructType: "table",
     types.TypedDictType: "table",
 }

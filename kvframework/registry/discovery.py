@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import zip_longest
+from operator import eq, ge, gt, le, lt, ne
 from typing import Any, NamedTuple
 
 import kvframework
@@ -97,10 +97,8 @@ _GROUP = re.compile(re.escape(ENTRY_POINT_GROUP.rpartition(".v")[0]) + r"\.v(\d+
 
 @dataclass(frozen=True)
 class EntryPointInfo:
-    """One offer of one provider, by one distribution. `value` names a module or an object in one.
-
-    An entry point is called `<kind>.<name>`; one without a dot has the kind "". `api_major` comes from the group.
-    """
+    """One offer of one provider, by one distribution. `value` names a module or an object in one. An entry point is
+    called `<kind>.<name>`; one without a dot has the kind "". `api_major` comes from the group."""
 
     kind: str
     name: str
@@ -124,10 +122,8 @@ class EntryPointInfo:
 
 
 def discover() -> list[EntryPointInfo]:
-    """All offers on `sys.path`, those for other API majors too, sorted by kind, name and distribution.
-
-    Two distributions that offer the same name are both in it. Blocking: reads metadata files.
-    """
+    """All offers on `sys.path`, those for other API majors too, sorted by kind, name and distribution. Blocking: reads
+    metadata files."""
     installed = metadata.entry_points()
     offers = {
         _info(entry_point, int(match[1]))
@@ -151,6 +147,8 @@ _OURS = "kvframework"
 _OTHER_RELEASE = "install a release of the plugin for this kvframework, or another kvframework"
 # A requirement with a marker, such as that of an extra, is not judged, nor one of a distribution with a longer name.
 _REQUIREMENT = re.compile(rf"{_OURS}(?![\w.-])\s*(?:\[[^]]*\])?\s*\(?([^;()]*)\)?\s*", re.IGNORECASE)
+_COMPARE = {"==": eq, "!=": ne, ">=": ge, "~=": ge, "<=": le, ">": gt, "<": lt}
+_RELEASE = re.compile(r"\d+(?:\.\d+)*")
 _CLAUSE = re.compile(r"\s*(~=|==|!=|<=|>=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?(\S*)\s*")
 
 
@@ -203,35 +201,16 @@ def check_release(distribution: str, title: str) -> None:
 def _admits(wanted: str, present: str) -> bool:
     """Whether a range has a version. A development version counts as its release; what is no plain clause admits all:
     pip judges more exactly, at each installation."""
-    have = _release(present)
-    for clause in wanted.split(","):
-        match = _CLAUSE.fullmatch(clause)
-        if match is None:
-            continue
-        operator, text, wildcard, suffix = match.groups()
-        want = _release(text)
-        order = _order(have[: len(want)] if wildcard else have, want)
-        if suffix and order == 0:
-            continue  # a development version of this release
-        fits = {
-            "==": order == 0,
-            "!=": order != 0,
-            ">=": order >= 0,
-            "<=": order <= 0,
-            ">": order > 0,
-            "<": order < 0,
-            "~=": order >= 0 and have[: len(want) - 1] == want[:-1],
-        }
-        if not fits[operator]:
-            return False
-    return True
+    return all(_fits(match, present) for clause in wanted.split(",") if (match := _CLAUSE.fullmatch(clause)))
 
 
-def _release(version: str) -> list[int]:
-    found = re.match(r"\d+(?:\.\d+)*", version)
-    return [int(each) for each in found[0].split(".")] if found else []
-
-
-def _order(one: list[int], other: list[int]) -> int:
-    pairs = zip_longest(one, other, fillvalue=0)
-    return next(((a > b) - (a < b) for a, b in pairs if a != b), 0)
+def _fits(clause: re.Match[str], present: str) -> bool:
+    operator, text, wildcard, suffix = clause.groups()
+    want, have = ([int(each) for each in version.split(".")] for version in (text, _RELEASE.findall(present)[0]))
+    if operator == "~=" and have[: len(want) - 1] != want[:-1]:
+        return False
+    have = have[: len(want)] if wildcard else have
+    length = max(len(have), len(want))
+    have, want = (each + [0] * (length - len(each)) for each in (have, want))
+    # A suffix names a development version of a release, which counts as the release.
+    return (have == want and bool(suffix)) or _COMPARE[operator](have, want)

@@ -84,11 +84,9 @@ class PluginRegistry:
         self._able: set[EntryPointInfo] = set()
 
     def register(self, plugin: object, *, distribution: str = IN_PROCESS, version: str = "") -> None:
-        """Adds a plugin object of this process, with all that its hooks offer. For tests and embedders.
-
-        Raises `PluginBroken` and `PluginWrongKind`, and nothing is added. Errors of a single provider (its name, its
-        API version) are raised when that one is resolved.
-        """
+        """Adds a plugin object of this process, with all that its hooks offer. For tests and embedders. Raises
+        `PluginBroken` and `PluginWrongKind`, and nothing is added. Errors of a single provider (its name, its API
+        version) are raised when that one is resolved."""
         value = f"{getattr(plugin, '__name__', type(plugin).__name__)} at {id(plugin):#x}"
         title = f"{value} of {distribution}"
         if self.manager.is_registered(plugin):
@@ -111,11 +109,9 @@ class PluginRegistry:
         self._outcomes |= outcomes
 
     def resolve(self, kind: str, name: str, *, where: str = "") -> AnyProvider:
-        """The provider of this kind and name, loaded, checked and probed. Blocking: may import.
-
-        Raises `PluginNotFound`, `PluginConflict`, `PluginBroken`, `PluginWrongKind`, `PluginWrongApi` or
-        `PluginUnavailable`, with `where` as the place that named the plugin.
-        """
+        """The provider of this kind and name, loaded, checked and probed. Blocking: may import. Raises
+        `PluginNotFound`, `PluginConflict`, `PluginBroken`, `PluginWrongKind`, `PluginWrongApi` or `PluginUnavailable`,
+        with `where` as the place that named the plugin."""
         hint = ""
         try:
             offer = self.offer(kind, name)
@@ -157,9 +153,7 @@ class PluginRegistry:
 
     def describe(self, kind: str, name: str) -> tuple[builtins.list[PluginInfo], AnyProvider | None]:
         """Every offer of one plugin, probed, and its descriptor if it could be loaded, whether or not it can run here.
-
-        Blocking: may import it. Raises `PluginNotFound` and `PluginWrongKind` if no distribution offers it.
-        """
+        Blocking: may import it. Raises `PluginNotFound` and `PluginWrongKind` if no distribution offers it."""
         offers = [offer for offer in self._listed() if (offer.kind, offer.name) == (kind, name)]
         if not offers:
             self.offer(kind, name)
@@ -354,9 +348,8 @@ def _checked(provider: object, kind: str, title: str) -> AnyProvider:
         and not callable(getattr(provider, field.name, None))
     ]
     if not isinstance(provider.name, str) or not provider.name or lacking:
-        raise PluginBroken(
-            f"{title}: {hook} returned a {found} without a name or {' and '.join(lacking) or 'create'}()"
-        )
+        what = " and ".join(lacking) or "create"
+        raise PluginBroken(f"{title}: {hook} returned a {found} without a name or {what}()")
     if kind == "codec" and not (provider.name.isascii() and len(provider.name) <= MAX_CODEC_NAME):
         raise PluginBroken(
             f"{title}: the name of codec {provider.name!r} does not fit into a value's header",

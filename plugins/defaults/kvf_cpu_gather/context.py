@@ -71,7 +71,7 @@ class CpuGather(TransferContext):
                 return store_in_arena(self._link, transfer, moves, ready)
             return self._wire.store(transfer, moves, ready)
 
-        failed = partial(_none_stored, transfer.objects)
+        failed = partial(_none_stored, transfer.objects)  # holds no tensors
         return self._started(steps, partial(self._ended, "stored", transfer.request_id, failed), transfer)
 
     def load(self, transfer: Transfer, skip_tokens: int) -> Future[LoadOutcome]:

@@ -24,10 +24,6 @@ from kvframework.errors import BadBlockIds
 if TYPE_CHECKING:
     from kvf_cpu_gather.torch_copies import GroupViews
 
-# The places of a layout's views in an engine's tensors, remembered without holding a tensor.
-#
-# A layout makes views by rules and checks; making the same views of the same tensors again is one call of torch each.
-
 
 class _Place(NamedTuple):
     """A view of one of the tensors, which is named by its order; `offset` is in elements from the tensor's first."""
@@ -126,33 +122,30 @@ class KernelCopies(Copies):
 class EngineMemory(ABC):
     """An engine's tensors; `block_counts` has the number of blocks of each layer group."""
 
-    block_counts: tuple[int, ...]
+    def __init__(self, views: Sequence[GroupViews]) -> None:
+        self.block_counts = tuple(planes[0][0].shape[0] for planes in views)
 
     @abstractmethod
     def copies(self, blocks: Sequence[GroupBlocks]) -> Copies:
         """Return the copies of one transfer; `blocks` are by layer group, each below its count."""
 
-    @abstractmethod
     def wait(self) -> None:
-        """Block until the work queued on the tensors' devices is done."""
+        """Block until the work queued on the tensors' devices is done: none in host memory."""
+        return
 
-    @abstractmethod
     def mark(self) -> torch.Event | None:
         """Return an event behind the work that the calling thread has queued on the tensors' device, for another thread
         to wait for; None for host memory."""
+        return None
 
 
 class PlannedMemory(EngineMemory):
     """Host memory as the kernel sees it: addresses. Valid as long as the tensors keep them."""
 
     def __init__(
-        self,
-        kernel: CopyKernel,
-        groups: Sequence[LayerGroup],
-        desc: MemoryLayoutDesc,
-        views: Sequence[GroupViews],
+        self, kernel: CopyKernel, groups: Sequence[LayerGroup], desc: MemoryLayoutDesc, views: Sequence[GroupViews]
     ) -> None:
-        self.block_counts = _block_counts(views)
+        super().__init__(views)
         self._kernel = kernel
         placed = [[[_placed(view) for view in plane] for plane in planes] for planes in views]
         self._planner = CopyPlanner(groups, desc, placed, merged=False)
@@ -160,18 +153,12 @@ class PlannedMemory(EngineMemory):
     def copies(self, blocks: Sequence[GroupBlocks]) -> Copies:
         return KernelCopies(self._kernel, self._planner, blocks)
 
-    def wait(self) -> None:
-        return None
-
-    def mark(self) -> torch.Event | None:
-        return None
-
 
 class ViewedMemory(EngineMemory):
     """Any memory, as torch sees it. Borrows the tensors."""
 
     def __init__(self, groups: Sequence[LayerGroup], desc: MemoryLayoutDesc, views: Sequence[GroupViews]) -> None:
-        self.block_counts = _block_counts(views)
+        super().__init__(views)
         self._groups = groups
         self._desc = desc
         self._views = views
@@ -219,10 +206,6 @@ def memory_of(
     if kernel is not None and on_host(views):
         return PlannedMemory(kernel, groups, desc, views)
     return ViewedMemory(groups, desc, views)
-
-
-def _block_counts(views: Sequence[GroupViews]) -> tuple[int, ...]:
-    return tuple(planes[0][0].shape[0] for planes in views)
 
 
 def _placed(view: torch.Tensor) -> PlacedView:

@@ -65,9 +65,7 @@ class TorchCopies(Copies):
         self._desc = desc
         self._views = views
         self._blocks = blocks
-        self._selections = [
-            BlockSelection(torch.tensor(each.ids, dtype=torch.int64), each.per_object) for each in blocks
-        ]
+        self._selections = [BlockSelection(each) for each in blocks]
 
     def gather(self, memory: torch.Tensor, places: Sequence[ArenaRange]) -> None:
         with torch.inference_mode():
@@ -113,12 +111,11 @@ def object_view(data: torch.Tensor, desc: GroupDesc, sample: torch.Tensor) -> to
 class BlockSelection:
     """The block ids of one layer group, chunk by chunk: a run of neighbours moves as one slice, others by index."""
 
-    def __init__(self, ids: torch.Tensor, blocks_in_chunk: int) -> None:
-        """`ids` is int64, already checked against the views; its length is a multiple of `blocks_in_chunk`."""
-        chunks = ids.view(-1, blocks_in_chunk)
+    def __init__(self, blocks: GroupBlocks) -> None:
+        chunks = torch.tensor(blocks.ids, dtype=torch.int64).view(-1, blocks.per_object)
         self._first = chunks[:, 0].tolist()
         self._is_run = (chunks.diff(dim=1) == 1).all(dim=1).tolist()
-        self._count = blocks_in_chunk
+        self._count = blocks.per_object
         self._chunks = {chunks.device: chunks}
 
     def gather(self, chunk: int, views: GroupViews, target: torch.Tensor) -> None:

@@ -142,9 +142,8 @@ class WirePath:
         `KVFrameworkError`."""
         missing = yield self._link.missing_chunks(transfer)
         firsts = transfer.first_chunks
-        wanted = [
-            place for place in (_place(transfer, index) for index in missing) if place.chunk >= firsts[place.group]
-        ]
+        places = (_place(transfer, index) for index in missing)
+        wanted = [place for place in places if place.chunk >= firsts[place.group]]
         held = sum(transfer.chunks - first for first in firsts)
         outcome = StoreOutcome(present=held - len(wanted))
         unsent = len(wanted)
@@ -191,21 +190,14 @@ class WirePath:
     def _send(self, transfer: Transfer, moves: Moves, batch: Batch) -> Steps[_Sent]:
         staged = self._staging.take(batch.nbytes)
         groups = len(transfer.blocks)
-        moves.gather(
-            staged,
-            [
-                ArenaRange(place.chunk, place.group, offset, place.length)
-                for place, offset in zip(batch.places, batch.offsets, strict=True)
-            ],
-        )
+        placed = list(zip(batch.places, batch.offsets, strict=True))
+        moves.gather(staged, [ArenaRange(place.chunk, place.group, at, place.length) for place, at in placed])
         try:
             yield from unless_cancelled()
         except (Cancelled, GeneratorExit):
             self._staging.give_back(staged)
             raise
-        buffers = [
-            staged[offset : offset + place.length] for place, offset in zip(batch.places, batch.offsets, strict=True)
-        ]
+        buffers = [staged[at : at + place.length] for place, at in placed]
         objects = [place.chunk * groups + place.group for place in batch.places]
         return _Sent(self._link.store_chunks(transfer, objects, buffers), staged, len(objects))
 

@@ -20,11 +20,9 @@ from struct import Struct
 from kvf_eviction.hinted import Hinted, sized
 from kvframework.api.eviction import EvictionPolicy, PackedKey, RequestFacts, Why
 
-# Whether `two_queues` finds more than LRU would, so that it gives way where it does not. Pure.
-#
-# LRU holds what was used last, as many objects as L1 has: so it would have found an object that is used again at an age
-# up to that of its oldest one. A use of an older object that L1 has is a gain, and one of a younger object that is only
-# a ghost is a loss.
+# Whether `two_queues` finds more than LRU would, so that it gives way where it does not. LRU holds what was used last,
+# as many objects as L1 has: so it would have found an object that is used again at an age up to that of its oldest one.
+# A use of an older object that L1 has is a gain, and one of a younger object that is only a ghost is a loss.
 
 # Times of which the number of objects that were used last in them is known.
 _TIMES = 256
@@ -95,8 +93,7 @@ class AgainstLru:
             self.balance, self.uses = self.balance // 2, self.uses // 2
 
 
-# The ghosts of `two_queues`: a mark for each of the keys that left L1 last. Pure.
-#
+# The ghosts of `two_queues`: a mark for each of the keys that left L1 last.
 # A key has one set of `WAYS` places, found by its hash; a new ghost takes the place of the oldest one of its set. Of a
 # full table the newest half is there but for one in a hundred, and no other is used: ghosts of one prompt are forgotten
 # together, since a part of it that counts as used again, behind a part that does not, would be of no use. Two keys of
@@ -111,8 +108,7 @@ _pack = _CODE.pack
 
 
 class GhostMarks:
-    """The last `most` ghosts, a power of two of at least `WAYS`, in 32 bytes each. A mark has `MARK_BITS`
-    bits."""
+    """The last `most` ghosts, a power of two of at least `WAYS`, in 32 bytes each. A mark has `MARK_BITS` bits."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -156,8 +152,7 @@ class GhostMarks:
         return mark & (1 << MARK_BITS) - 1 if newer < self.most else -1
 
 
-# How soon objects of a queue are used again, and what it is worth to keep one of a certain age. Pure.
-#
+# How soon objects of a queue are used again, and what it is worth to keep one of a certain age.
 # Time is counted in objects that came into L1. An object begins to wait at each use by another request; the wait ends
 # with the next one, in L1 or after it left, as long as its ghost is remembered. From the waits that ended at an age, as
 # a share of those that are old enough to have ended there, follows for each age how many hits an object of that age

@@ -52,10 +52,7 @@ class OpaqueOptions(Options, frozen=True):
         int | None,
         Meta(description="which axis of a layer's tensor counts blocks, from 0; engines must declare it"),
     ] = None
-    groups: Annotated[
-        tuple[OpaqueRule, ...],
-        Meta(description="layer groups, see below"),
-    ] = ()
+    groups: Annotated[tuple[OpaqueRule, ...], Meta(description="layer groups, see below")] = ()
     chunk_tokens: Annotated[
         int,
         Meta(

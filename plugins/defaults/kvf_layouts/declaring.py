@@ -57,10 +57,8 @@ class OpaqueRule(GroupRule, frozen=True, forbid_unknown_fields=True):
 
 
 def rules_of_layers(rules: Sequence[GroupRule], names: Iterable[str]) -> dict[str, int]:
-    """The index of the first rule that matches each layer; 0 for all without rules.
-
-    Raises `BadLayout` for a layer that no rule matches, and for a rule without a layer.
-    """
+    """The index of the first rule that matches each layer; 0 for all without rules. Raises `BadLayout` for a layer that
+    no rule matches, and for a rule without a layer."""
     if not rules:
         return dict.fromkeys(names, 0)
     found: dict[str, int] = {}
@@ -115,12 +113,8 @@ class Signature(NamedTuple):
     role: str = "all planes"
 
     def fits(self, group: LayerGroup) -> bool:
-        return (self.planes, self.heads, self.head_dim, self.dtype) == (
-            group.planes,
-            group.heads,
-            group.head_dim,
-            group.dtype,
-        )
+        of_group = (group.planes, group.heads, group.head_dim, group.dtype)
+        return (self.planes, self.heads, self.head_dim, self.dtype) == of_group
 
 
 @dataclass
@@ -218,20 +212,22 @@ def _check_declared(layout: KVLayout, found: Sequence[TensorGroup]) -> None:
             )
         if want.layer_names and tuple(have.names) != want.layer_names:
             raise BadLayout(f"layers {', '.join(have.names)}", where=where, available=", ".join(want.layer_names))
+        fact, available = "", f"{want.strides} as declared"
         if want.strides and have.strides != {want.strides}:
-            raise BadLayout(
-                f"strides {sorted(have.strides)}",
-                where=where,
-                available=f"{want.strides} as declared",
-                hint="register again when the engine's memory has changed",
-            )
-        if (told := layout.blocks_of(index)) and (blocks := have.blocks()) != told:
-            raise BadLayout(
-                f"{blocks} blocks",
-                where=where,
-                available=f"{told} as declared",
-                hint="register again when the engine's memory has changed",
-            )
+            fact = f"strides {sorted(have.strides)}"
+        elif (told := layout.blocks_of(index)) and (blocks := have.blocks()) != told:
+            fact, available = f"{blocks} blocks", f"{told} as declared"
+        if fact:
+            hint = "register again when the engine's memory has changed"
+            raise BadLayout(fact, where=where, available=available, hint=hint)
+
+
+def check_given(kv_caches: Mapping[str, LayerTensors], block_size: int) -> None:
+    """Raises `BadLayout` unless there are layers, and tokens in a block."""
+    if not kv_caches:
+        raise BadLayout("there are no layers", available="layer name -> tensors, in layer order")
+    if block_size < 1:
+        raise BadLayout(f"block_size is {block_size}", available="1 or more tokens")
 
 
 R = TypeVar("R", bound=GroupRule)
@@ -252,38 +248,27 @@ def declare(
     is declared. `chunk_tokens` as in `KVLayout`. Raises `BadLayout` or `BadDtype`."""
     blocks = [group.blocks() for group in groups] if stable else [0] * len(groups)
     most = max(blocks)
-    declared = tuple(
-        _declare(group, rules[group.signature.rule], block_size, axes, packing, stable, count if count != most else 0)
-        for group, count in zip(groups, blocks, strict=True)
-    )
-    layout = KVLayout(name, declared, most, chunk_tokens)
+    declared = []
+    for group, count in zip(groups, blocks, strict=True):
+        signature, rule = group.signature, rules[group.signature.rule]
+        declared.append(
+            LayerGroup(
+                num_layers=len(group.names),
+                block_size=rule.block_size or block_size,
+                heads=signature.heads,
+                head_dim=signature.head_dim,
+                dtype=signature.dtype,
+                planes=signature.planes,
+                axes=axes(rule),
+                strides=group.one_stride() if stable else (),
+                window=rule.window,
+                compress_ratio=rule.compress_ratio if isinstance(rule, PagedRule) and not rule.state else 1,
+                layer_names=tuple(group.names),
+                state=rule.state,
+                packing=packing,
+                num_blocks=count if count != most else 0,
+            )
+        )
+    layout = KVLayout(name, tuple(declared), most, chunk_tokens)
     validate_layout(layout)
     return layout
-
-
-def _declare(
-    group: TensorGroup,
-    rule: R,
-    block_size: int,
-    axes: Callable[[R], tuple[str, ...]],
-    packing: str,
-    stable: bool,
-    num_blocks: int,
-) -> LayerGroup:
-    signature = group.signature
-    return LayerGroup(
-        num_layers=len(group.names),
-        block_size=rule.block_size or block_size,
-        heads=signature.heads,
-        head_dim=signature.head_dim,
-        dtype=signature.dtype,
-        planes=signature.planes,
-        axes=axes(rule),
-        strides=group.one_stride() if stable else (),
-        window=rule.window,
-        compress_ratio=rule.compress_ratio if isinstance(rule, PagedRule) and not rule.state else 1,
-        layer_names=tuple(group.names),
-        state=rule.state,
-        packing=packing,
-        num_blocks=num_blocks,
-    )

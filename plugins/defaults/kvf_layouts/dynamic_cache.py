@@ -10,6 +10,7 @@ from kvf_layouts.declaring import (
     GroupRule,
     SeenLayer,
     TensorGroup,
+    check_given,
     declare,
     group_layers,
     plane_tensors,
@@ -45,8 +46,7 @@ class DynamicCacheLayout(Layout):
 
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
         """See `Layout.describe`."""
-        if block_size < 1:
-            raise BadLayout(f"block_size is {block_size}", available="1 or more tokens")
+        check_given(kv_caches, block_size)
         for pattern in self._states:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in kv_caches):
                 raise BadLayout(
@@ -64,8 +64,6 @@ class DynamicCacheLayout(Layout):
         return views_of(layout, self._groups(kv_caches, layout.groups[0].block_size))
 
     def _groups(self, kv_caches: Mapping[str, LayerTensors], block_size: int) -> list[TensorGroup]:
-        if not kv_caches:
-            raise BadLayout("there are no layers", available="layer name -> (keys, values), in layer order")
         pairs, states = {}, {}
         for name, tensors in kv_caches.items():
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._states):

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvf_layouts.declaring import OpaqueRule, SeenLayer, declare, group_layers, plane_tensors, rules_of_layers, views_of
+from kvf_layouts.declaring import (
+    OpaqueRule,
+    SeenLayer,
+    check_given,
+    declare,
+    group_layers,
+    plane_tensors,
+    rules_of_layers,
+    views_of,
+)
 from kvf_layouts.tensors import check_apart
 from kvframework.api.layout import KVLayout, LayerTensors, Layout
 from kvframework.errors import BadLayout
@@ -36,10 +45,7 @@ class OpaqueLayout(Layout):
 
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
         """See `Layout.describe`. Raises `BadLayout` naming the layer and a declaration that would work."""
-        if not kv_caches:
-            raise BadLayout("there are no layers", available="layer name -> tensors, in layer order")
-        if block_size < 1:
-            raise BadLayout(f"block_size is {block_size}", available="1 or more tokens")
+        check_given(kv_caches, block_size)
         if not self._packing:
             raise BadLayout(
                 "the packing of the blocks is not declared",
@@ -58,10 +64,9 @@ class OpaqueLayout(Layout):
                     for at, tensor in enumerate(plane_tensors(name, kv_caches[name]))
                 }
             )
-        groups = group_layers(self._see(kv_caches, chosen))
         return declare(
             self.name,
-            groups,
+            group_layers(self._see(kv_caches, chosen)),
             rules,
             block_size,
             lambda _rule: AXES,

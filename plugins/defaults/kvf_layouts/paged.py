@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvf_layouts.declaring import (
     PagedRule,
     SeenLayer,
+    check_given,
     declare,
     group_layers,
     plane_tensors,
@@ -47,10 +48,7 @@ class PagedLayout(Layout):
 
     def describe(self, kv_caches: Mapping[str, LayerTensors], *, block_size: int) -> KVLayout:
         """See `Layout.describe`. Raises `BadLayout` naming layer, axis, expected and found size."""
-        if not kv_caches:
-            raise BadLayout("there are no layers", available="layer name -> tensors, in layer order")
-        if block_size < 1:
-            raise BadLayout(f"block_size is {block_size}", available="1 or more tokens")
+        check_given(kv_caches, block_size)
         rules = self._rules or (PagedRule(),)
         chosen = rules_of_layers(self._rules, kv_caches)
         seen: list[SeenLayer] = []

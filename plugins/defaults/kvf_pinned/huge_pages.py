@@ -1,9 +1,6 @@
-"""Which pages the arena gets. Pure reading of sysfs and of cgroup files.
-
-Huge pages are those that an administrator reserved (hugetlb), or transparent ones, which the kernel takes for a file in
-memory if `shmem_enabled` says so. With either a process maps the arena in a thousandth of the time and of the memory
-for page tables.
-"""
+"""Which pages the arena gets, by sysfs and cgroup files. Huge pages are those that an administrator reserved (hugetlb),
+or transparent ones, which the kernel takes for a file in memory if `shmem_enabled` says so. With either a process maps
+the arena in a thousandth of the time and of the memory for page tables."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from kvf_pinned.options import HugePages
-from kvframework.api.memory import huge_page_bytes
+from kvframework.api.memory import cgroup_folders, huge_page_bytes
 from kvframework.api.plugin import ByteSize
 
 _TRANSPARENT = Path("kernel/mm/transparent_hugepage")
@@ -86,7 +83,7 @@ def read_pool(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Pool:
     folder = sysfs / _RESERVED / f"hugepages-{huge_page_bytes() >> 10}kB"
     machine, free, promised = (_number(folder / f"{name}_hugepages") or 0 for name in ("nr", "free", "resv"))
     unused = max(free - promised, 0)
-    limits = list(_limits(proc / "self" / "cgroup", sysfs / "fs" / "cgroup"))
+    limits = list(_limits(proc, sysfs / "fs" / "cgroup"))
     return Pool(
         machine,
         unused,
@@ -138,25 +135,14 @@ def _pages(nbytes: int) -> int:
     return -(-nbytes // huge_page_bytes())
 
 
-def _limits(membership: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of the groups above this process, in bytes, in both versions of cgroups. Kubernetes sets limits of
-    0 for containers that ask for no such pages."""
-    for line in _text(membership).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
-        if controllers == "":
-            root, limit, use = cgroups, "max", "current"
-        elif "hugetlb" in controllers.split(","):
-            root, limit, use = cgroups / "hugetlb", "limit_in_bytes", "usage_in_bytes"
-        else:
-            continue
-        folder = root / group.strip("/")
-        for each in (folder, *folder.parents):
-            for kind in (f"hugetlb.{huge_page_bytes() >> 20}MB", f"hugetlb.{huge_page_bytes() >> 20}MB.rsvd"):
-                if (most := _number(each / f"{kind}.{limit}")) is not None:
-                    yield most, _number(each / f"{kind}.{use}") or 0
-            if each == root:
-                break
+def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use of the groups above this process, in bytes. Kubernetes sets limits of 0 for containers that ask for
+    no such pages."""
+    for folder, version in cgroup_folders("hugetlb", proc, cgroups):
+        limit, use = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+        for kind in (f"hugetlb.{huge_page_bytes() >> 20}MB", f"hugetlb.{huge_page_bytes() >> 20}MB.rsvd"):
+            if (most := _number(folder / f"{kind}.{limit}")) is not None:
+                yield most, _number(folder / f"{kind}.{use}") or 0
 
 
 def _chosen(file: Path) -> str:

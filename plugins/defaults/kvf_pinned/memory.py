@@ -22,10 +22,6 @@ from kvframework.api.memory import Memory, SharedMapping, available_memory, map_
 from kvframework.api.plugin import ByteSize
 from kvframework.errors import ArenaError
 
-# Making a range of the arena resident, without a signal and without holding the interpreter lock.
-#
-# Called from the arena's own thread only.
-
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -128,11 +124,8 @@ def _new_file(capacity: int, pages: Pages) -> int:
 
 
 class MemfdArena(Memory):
-    """One shared segment without a name: the kernel frees it when the last process that maps it ends.
-
-    Owns `fd` and the mapping until `close`. Thread-safe where the contract needs it: `close` may come while the
-    background thread works.
-    """
+    """One shared segment without a name: the kernel frees it when the last process that maps it ends. Owns `fd` and the
+    mapping until `close`, which may come while the background thread works."""
 
     def __init__(
         self,
@@ -175,10 +168,8 @@ class MemfdArena(Memory):
         self._thread: threading.Thread | None = None
 
     def start(self, on_ready: Callable[[int], None]) -> None:
-        """Starts the background thread, which ends by itself once all is resident. Once per arena, else `ArenaError`.
-
-        When the memory runs out meanwhile, the thread logs it and ends: bytes that were ready stay usable.
-        """
+        """Starts the background thread, which ends by itself once all is resident, or the memory has run out: bytes
+        that were ready stay usable then. Once per arena, else `ArenaError`."""
         if self._stop.is_set() or self._thread is not None:
             raise ArenaError("the arena was started or closed before", where=self._where)
         self._thread = threading.Thread(target=self._touch_all, args=(on_ready,), name="kvf-pinned", daemon=True)
@@ -191,11 +182,8 @@ class MemfdArena(Memory):
         return self._segment.view()
 
     def close(self) -> None:
-        """Ends the background thread (waits for its current step), closes fd and mapping.
-
-        Raises `BufferError` while a view is still exported: the fd is closed then, and `close` can be called again once
-        the views are released.
-        """
+        """Ends the background thread (waits for its current step), closes fd and mapping. Raises `BufferError` while a
+        view is still exported: the fd is closed then, and `close` can be called again once the views are released."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -218,13 +206,8 @@ class MemfdArena(Memory):
             with self._segment.view() as view:
                 place(view, choice.nodes)
         except OSError as error:
-            _log.warning(
-                "%s: the arena lies where the kernel puts it, not on %s: %s; %s",
-                self._where,
-                choice.names,
-                error.strerror,
-                hint(error),
-            )
+            line = "%s: the arena lies where the kernel puts it, not on %s: %s; %s"
+            _log.warning(line, self._where, choice.names, error.strerror, hint(error))
         else:
             _log.info("%s: the arena %s", self._where, choice)
 
@@ -237,18 +220,9 @@ class MemfdArena(Memory):
                 done = end
                 on_ready(done)
         except OSError as error:
-            _log.error(
-                "%s: the arena stays at %s of %s: %s; lower [l1] capacity",
-                self._where,
-                ByteSize(done),
-                ByteSize(self.capacity),
-                error.strerror,
-            )
+            line = "%s: the arena stays at %s of %s: %s; lower [l1] capacity"
+            _log.error(line, self._where, ByteSize(done), ByteSize(self.capacity), error.strerror)
 
     def _refused(self, error: Exception) -> ArenaError:
-        reason = getattr(error, "strerror", None) or str(error)
-        return ArenaError(
-            f"an arena of {ByteSize(self.capacity)} cannot be made: {reason}",
-            where=self._where,
-            hint="lower [l1] capacity",
-        )
+        fact = f"an arena of {ByteSize(self.capacity)} cannot be made: {getattr(error, 'strerror', None) or error}"
+        return ArenaError(fact, where=self._where, hint="lower [l1] capacity")

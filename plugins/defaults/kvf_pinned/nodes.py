@@ -14,10 +14,6 @@ from typing import NamedTuple
 
 from kvf_pinned.options import Numa
 
-# The system call that sets the NUMA nodes of a mapping's pages.
-#
-# For a memfd the kernel keeps the policy with the file: it holds for every process, whichever touches a page first.
-
 # The number of mbind in the system call table, for 64-bit processes.
 _NUMBERS = {"x86_64": 237, "aarch64": 235, "riscv64": 235, "ppc64le": 259, "s390x": 268}
 
@@ -38,11 +34,9 @@ _syscall.restype = ctypes.c_long
 
 def place(segment: mmap.mmap | memoryview, nodes: Sequence[int]) -> None:
     """Sets the nodes of the pages of `segment` that are not resident yet: one preferred node, or several interleaved,
-    while they have room.
-
-    Does not block. Raises `OSError`, which `hint` explains: EPERM where a container does not allow it, EINVAL for a
-    node that does not exist or is not allowed, ENOSYS for a kernel without NUMA.
-    """
+    while they have room. Of a memfd that holds for every process, whichever touches a page first. Does not block.
+    Raises `OSError`, which `hint` explains: EPERM where a container does not allow it, EINVAL for a node that does not
+    exist or is not allowed, ENOSYS for a kernel without NUMA."""
     number = _NUMBERS.get(platform.machine())
     if number is None or sys.maxsize < 1 << 32:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -128,12 +122,9 @@ def memory_nodes(sysfs: Path = Path("/sys")) -> list[int]:
 
 def accelerator_nodes(sysfs: Path = Path("/sys")) -> set[int]:
     """The nodes that compute accelerators are attached to by PCI, as far as the kernel knows (it says -1 if not)."""
-    nodes = (_number(device / "numa_node") for device in _accelerators(sysfs))
+    devices = (device for device in (sysfs / "bus/pci/devices").glob("*") if _computes(device))
+    nodes = (_number(device / "numa_node") for device in devices)
     return {node for node in nodes if node is not None and node >= 0}
-
-
-def _accelerators(sysfs: Path) -> list[Path]:
-    return [device for device in (sysfs / "bus/pci/devices").glob("*") if _computes(device)]
 
 
 def _computes(device: Path) -> bool:
