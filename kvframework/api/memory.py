@@ -27,6 +27,7 @@ __all__ = [
     "SharedMapping",
     "TableContext",
     "available_memory",
+    "cgroup_folders",
     "hookimpl",
     "huge_page_bytes",
     "map_shared",
