@@ -62,7 +62,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "cuda/test_conformance.py",
         "cuda/test_guesses.py",
         "cuda/test_simulated.py",
-        "cuda/test_simulated_streams.py",
         "cuda/test_transport.py",
         "demo/test_variants.py",
         "dev/test_plugins_check.py",

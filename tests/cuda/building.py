@@ -49,7 +49,8 @@ def kernels_library() -> Path:
             pytest.skip(f"{needed.name} is not there")
     found = compiler("c++")
     library = _directory() / "libkernels.so"
-    flags = ["-std=c++17", "-O2", "-Wall", "-shared", "-fPIC", "-include", str(_SHIM), "-x", "c++"]
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+    flags += ["-fsanitize=undefined", "-fno-sanitize-recover", "-include", str(_SHIM), "-x", "c++"]
     _run([found, *flags, str(_GATHER), "-o", str(library)])
     return library
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.cuda.building import KERNELS_VARIABLE, driver_library, environment, preload
+from kvf_dev.testing.transport.node import client_of, serving
+from kvframework.client import KVClient
+from tests.cuda.building import KERNELS_VARIABLE, environment, preload
 from tests.cuda.node import CudaNode
-from tests.cuda.peers import Peer
+from tests.cuda.rig import CudaRig, make_simulated
 
 
 @pytest.fixture(scope="session")
@@ -41,20 +42,21 @@ def cuda_kernels(cuda_node: CudaNode) -> Iterator[None]:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[CudaNode]:
-    """A node for processes that the test starts."""
-    driver_library()
-    with CudaNode(tmp_path / "node", nbytes=1 << 20, seed=11) as made:
-        yield made
+def engine_option() -> str:
+    return "dma"
 
 
 @pytest.fixture
-def peer(node: CudaNode) -> Iterator[Peer]:
-    with Peer(node) as made:
-        yield made
+def rig(cuda_node: CudaNode, engine_option: str) -> Iterator[CudaRig]:
+    """On the first GPU; nothing wrong may be done there."""
+    made = make_simulated(str(cuda_node.path), device=0, engine=engine_option)
+    made.empty((1,), "uint8")  # an engine uses its GPU before it registers
+    yield made
+    made.close()
+    assert cuda_node.violations() == []
 
 
 @pytest.fixture
-def other(node: CudaNode) -> Iterator[Peer]:
-    with Peer(node) as made:
-        yield made
+def client(rig: CudaRig) -> Iterator[KVClient]:
+    with serving(rig) as server, client_of(rig, server.endpoint) as connected:
+        yield connected

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import array
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +17,8 @@ from kvf_cuda_ipc import gathering
 from kvf_cuda_ipc.gathering import PAIRS, Batch, GatherKernel, described, parts, source
 from kvframework.api.driver import CopyBatch, Step
 from kvframework.errors import DeviceError
+from tests.cuda.building import kernels_library
 
-SHIM = Path(__file__).with_name("host_kernel.h")
 MEMORY = 1 << 17
 PATTERN = bytes((7 * number + number // 251) % 255 + 1 for number in range(MEMORY))
 
@@ -50,37 +47,8 @@ class HostKernels:
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    folder = tmp_path_factory.mktemp("kernel")
-    (folder / "gather.cu").write_text(source())
-    built = folder / "libgather.so"
-    subprocess.run(
-        [
-            compiler,
-            "-x",
-            "c++",
-            "-std=c++17",
-            "-O1",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            "-Wno-unknown-pragmas",
-            "-shared",
-            "-fPIC",
-            "-fsanitize=undefined",
-            "-fno-sanitize-recover",
-            "-include",
-            SHIM,
-            folder / "gather.cu",
-            "-o",
-            built,
-        ],
-        check=True,
-    )
-    return HostKernels(ctypes.CDLL(str(built)))
+def kernels() -> HostKernels:
+    return HostKernels(ctypes.CDLL(str(kernels_library())))
 
 
 @st.composite

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,30 +12,14 @@ import pytest
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import client_of, serving
 from kvf_dev.testing.transport.programs import Program, endpoint_in
 from kvframework.client import KVClient
-from kvframework.errors import DeviceError
 from tests.cuda.building import KERNELS_VARIABLE, environment
 from tests.cuda.node import CudaNode
 from tests.cuda.rig import CudaRig, make_simulated
 from tests.support.waiting import wait_until
 
 NHD = PAGED["nhd"]
-
-
-@pytest.fixture
-def rig(cuda_node: CudaNode) -> Iterator[CudaRig]:
-    made = make_simulated(str(cuda_node.path), device=0, engine="dma")
-    yield made
-    made.close()
-    assert cuda_node.violations() == []
-
-
-@pytest.fixture
-def client(rig: CudaRig) -> Iterator[KVClient]:
-    with serving(rig) as server, client_of(rig, server.endpoint) as connected:
-        yield connected
 
 
 def test_engines_on_two_gpus_share_what_one_server_keeps(cuda_node: CudaNode, rig: CudaRig, client: KVClient) -> None:
@@ -50,15 +33,6 @@ def test_engines_on_two_gpus_share_what_one_server_keeps(cuda_node: CudaNode, ri
     one.close()
     other.close()
     other_rig.close()
-
-
-def test_memory_that_cannot_be_exported_is_refused_with_the_setting_to_change(
-    cuda_node: CudaNode, rig: CudaRig, client: KVClient
-) -> None:
-    with cuda_node.virtual_memory(), pytest.raises(DeviceError, match="cannot be exported") as refused:
-        KitEngine(rig, client, 1, NHD)
-    assert "expandable_segments:True out of" in refused.value.hint
-    KitEngine(rig, client, 1, NHD).close()
 
 
 def test_a_gpu_that_falls_off_the_bus_is_a_miss_and_comes_back(

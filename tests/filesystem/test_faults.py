@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import multiprocessing
 import os
@@ -84,33 +83,6 @@ def test_a_file_of_others_takes_its_share_of_the_capacity(small_disk: Path) -> N
     (small_disk / "other").write_bytes(bytes(2 << 20))
     assert tier.usage(deadline=soon()).capacity_bytes <= 2 << 20
     tier.close()
-
-
-def test_a_disk_that_became_read_only_fails_writes_until_it_is_writable(small_disk: Path) -> None:
-    tier, key, other = open_tier(small_disk), fresh_key(), fresh_key()
-    assert put(tier, key, b"value") is STORED
-
-    def remount(mode: str) -> None:
-        subprocess.run(["mount", "-o", f"remount,{mode}", str(small_disk)], check=True)
-
-    with contextlib.ExitStack() as undo:
-        undo.callback(tier.close)
-        marker = tier._shared_root._root.marker_fd  # type: ignore[union-attr]
-        with open(os.devnull, "rb") as nothing:
-            os.dup2(nothing.fileno(), marker)  # an open, writable file forbids a remount
-        remount("ro")
-        for call in (lambda: put(tier, other, b"value"), lambda: delete(tier, key), lambda: tier.ping(deadline=soon())):
-            with pytest.raises(TierError, match="Read-only") as raised:
-                call()
-            assert "writable" in raised.value.hint
-        assert get(tier, key, 5) == (FOUND, b"value")
-        assert used(tier) == 5
-        assert tier.problems() == [f"{small_disk}: Read-only file system"]
-        remount("rw")
-        tier.ping(deadline=soon())
-        assert put(tier, other, b"value") is STORED
-        assert tier.problems() == []
-        assert delete(tier, key) is DELETED
 
 
 def test_a_quota_that_is_used_up_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from kvf_filesystem import root
-from kvf_filesystem.form import FOLDERS, LARGE
+from kvf_filesystem.form import LARGE
 from kvf_filesystem.ledger import Lister
-from kvf_filesystem.root import MARKER, Folders
+from kvf_filesystem.root import MARKER
 from kvf_filesystem.tier import FilesystemTier
 from kvframework.api.tier import Outcome
 from kvframework.errors import ConfigFieldError, TierError
@@ -152,27 +152,6 @@ def test_a_folder_replaced_by_a_link_within_a_batch(tmp_path: Path, monkeypatch:
     with pytest.raises(TierError, match="Not a directory"):
         batches[name]()
     assert contents(outside) == seen
-    tier.close()
-
-
-def test_a_folder_replaced_by_a_link_between_the_listing_and_the_removal(tmp_path: Path) -> None:
-    root, keys = tmp_path / "kv", [fresh_key() for _ in range(20)]
-    tier = open_tier(root)
-    for key in keys:
-        assert put(tier, key, b"value") is STORED
-    listed = [entry.key for entry in tier.scan(deadline=soon())]
-    assert sorted(listed) == sorted(keys)
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    for folder in [path for path in root.iterdir() if path.is_dir()]:
-        folder.rename(outside / folder.name)
-        folder.symlink_to(outside / folder.name)
-    before = contents(outside)
-    for key in listed:
-        with pytest.raises(TierError, match="Not a directory"):
-            delete(tier, key)
-    assert contents(outside) == before
-    assert len(before) == 20
     tier.close()
 
 
@@ -422,34 +401,6 @@ def test_a_link_to_nothing_is_refused_as_it_may_be_a_disk_that_is_missing(tmp_pa
 
 
 # The descriptors
-
-
-def test_the_descriptor_of_a_folder_keeps_its_number_until_the_end(tmp_path: Path) -> None:
-    root_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    opened = Folders(root_fd)
-    try:
-        with pytest.raises(FileNotFoundError):
-            opened.at(7)
-        numbers = set()
-        for _ in range(20):
-            (tmp_path / "07").mkdir()
-            opened.seen(os.fstat(root_fd))
-            numbers.add(opened.at(7))
-            assert os.path.samestat(os.fstat(opened.at(7)), (tmp_path / "07").stat())
-            assert not os.get_inheritable(opened.at(7))
-            (tmp_path / "07").rmdir()
-            opened.seen(os.fstat(root_fd))
-            with pytest.raises(FileNotFoundError):
-                opened.at(7)
-        assert len(numbers) == 1
-        for number in range(FOLDERS):
-            (tmp_path / f"{number:02x}").mkdir()
-            opened.now(number)
-        assert len(open_files(tmp_path)) == FOLDERS + 1
-    finally:
-        opened.close()
-        os.close(root_fd)
-    assert open_files(tmp_path) == []
 
 
 def test_listing_spares_what_a_linked_folder_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,14 +210,6 @@ def test_so_many_pictures_as_were_asked_for(server: ServerProcess) -> None:
     assert run(*TOP, server.endpoint, "--once").stdout.count("hit rate") == 1
 
 
-def test_on_a_terminal_pictures_as_text_fit_it(server: ServerProcess) -> None:
-    with Terminal([*COMMAND, *TOP, server.endpoint, "--once"], environment(TERM="xterm")) as screen:
-        assert screen.ended() == 0
-        screen.wrote("connected client")
-        assert "\x1b[?1049h" not in screen.shown
-        assert max(cell_len(line) for line in screen.plain().splitlines()) <= 80
-
-
 def test_without_an_answer_the_status_is_2(tmp_path: Path) -> None:
     done = run("top", "--once", "--timeout", "0.1", "--endpoint", f"ipc://{tmp_path}/none.sock")
     assert done.returncode == 2

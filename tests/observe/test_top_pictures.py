@@ -171,14 +171,6 @@ def test_any_keys_lead_to_a_state_that_can_be_drawn(keys: Sequence[str]) -> None
     assert len(picture(state, shown(), 80, 24)) == 24
 
 
-@given(st.sampled_from(NAMES), st.sampled_from([("r", "r"), ("left", "right"), ("tab", "backtab")]))
-def test_keys_undo_each_other(view: str, pair: tuple[str, str]) -> None:
-    state = State(view=view)
-    there = pressed(state, pair[0])
-    back = pressed(there, pair[1])
-    assert (back.view, back.sorting) == (state.view, state.sorting)
-
-
 def test_each_view_keeps_its_order() -> None:
     state = State(view="models")
     for key in ("right", "r", "3", "r", "2"):
@@ -227,18 +219,6 @@ def test_a_picture_is_as_large_as_its_screen(view: str, width: int, height: int,
     assert len(lines) == height
     assert max(cell_len(line.plain) for line in lines) <= width
     assert all(line.plain.isprintable() for line in lines)
-
-
-@pytest.mark.parametrize("view", NAMES)
-def test_80_columns_by_24_lines_cut_no_number(view: str) -> None:
-    state = State(view=view)
-    lines = [line.plain for line in picture(state, shown(), 80, 24)]
-    assert lines[1] == "1 overview  2 models  3 tenants  4 namespaces  5 engines  6 tiers  7 prefixes"
-    rows = [line for line in lines[2:] if line.startswith("a\\x1b[2J")]
-    assert rows or view in ("overview", "prefixes")
-    # Only names, and what stands behind the first sentence, give way.
-    assert all(line[20:].count("…") == 0 for line in rows)
-    assert all(len(line.split()) > 4 for line in rows)
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=14), st.integers(1, 200), st.data())

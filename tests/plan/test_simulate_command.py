@@ -49,7 +49,6 @@ def test_the_outcome_as_tables_and_as_json(trace: str) -> None:
 
 REFUSED = {
     "no trace": (("nosuch.jsonl",), "trace.invalid"),
-    "a tier that is not configured": (("TRACE", "--tier", "disk=1GB/s"), "there is no tier 'disk'"),
     "a tier without a speed": (("TRACE", *TIER[:4]), "--tier redis=3GB/s"),
     "engines without a speed": (("TRACE", "--engines", "3"), "how fast are the engines?"),
     "no size": (("TRACE", "--bytes-per-token", "many"), "'--bytes-per-token': expected a size such as"),
@@ -58,8 +57,6 @@ REFUSED = {
         ("TRACE", "--set", "l1.capacity=1MiB"),
         "of your model's token (--bytes-per-token)",
     ),
-    "a policy that is not installed": (("TRACE", "--set", "l1.eviction.use=nosuch"), "nosuch"),
-    "a chunk of another size": (("TRACE", "--set", "server.chunk_size=100"), "--set server.chunk_size=512"),
 }
 
 

@@ -22,10 +22,7 @@ import pytest
 from kvf_hashers import Sha256
 from kvf_plan.cli.amounts import parsed_duration
 from kvf_plan.cli.trace.recording import Recorder
-from kvf_plan.errors import TraceError
-from kvf_plan.trace.form import Request
 from kvf_plan.trace.reading import open_trace
-from kvf_plan.trace.writing import TraceFile
 from kvframework.api.requests import Handler
 from kvframework.errors import UnknownRequest
 from kvframework.service import finished as ring
@@ -330,20 +327,6 @@ def full_disk(at: int = 4096) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
-
-
-def test_a_full_disk_leaves_the_lines_that_were_whole_before(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    with full_disk(), TraceFile(path) as file:
-        file.begin(CHUNK)
-        for count in (10, 1000):
-            for each in range(count):
-                file.add(Request(float(each), 512, 0, [1, 2]))
-            if count == 10:
-                file.flush()
-        with pytest.raises(TraceError, match="File too large"):
-            file.flush()
-    assert len(list(open_trace(path))) == 10
 
 
 def test_a_recording_that_fills_the_disk_says_what_is_in_the_file(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -104,29 +103,6 @@ def test_what_is_refused_is_not_sent_back(asking: Asking) -> None:
     assert reply.status == 400
     assert "unknown field `xxx" in json.loads(reply.body)["error"]
     assert len(reply.body) < 1000
-
-
-def test_a_long_prompt_leaves_the_loop_to_others(asking: Asking) -> None:
-    """A part of it is decoded, then others have their turn: also while twelve such prompts are asked for."""
-    wanted = asking.app.answer(Request("POST", "/score"))
-    assert isinstance(wanted, WantsBody)
-    body = msgspec.json.encode({"tokens": [100_000] * MOST_TOKENS})
-    rounds = 0
-
-    async def count() -> None:
-        nonlocal rounds
-        while True:
-            await asyncio.sleep(0)
-            rounds += 1
-
-    async def score() -> list[int]:
-        counting = asyncio.ensure_future(count())
-        replies = await asyncio.gather(*(wanted.answer(bytearray(body)) for _ in range(12)))  # type: ignore[arg-type]
-        counting.cancel()
-        return [reply.status for reply in replies]
-
-    assert asking._loop.run_until_complete(score()) == [200] * 12
-    assert rounds > 12 * 200
 
 
 def test_paths_and_methods(asking: Asking) -> None:

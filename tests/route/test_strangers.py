@@ -16,7 +16,7 @@ from kvf_route import subscription
 from kvf_route.router import Router
 from kvf_route.settings import Node
 from kvframework.messaging.curve import read_secret, write_pair
-from tests.route.publisher import batch, removed, stored
+from tests.route.publisher import batch, stored
 from tests.support.ports import free_port
 
 SLOW_S = 60.0
@@ -122,33 +122,6 @@ def test_a_key_that_is_admitted_later(tmp_path: Path) -> None:
             finally:
                 await router.stop()
                 guard.stop()
-
-    asyncio.run(follow())
-
-
-def test_a_long_batch_leaves_the_loop_to_others() -> None:
-    """Neither an answer to a caller nor another publisher waits for its end."""
-    pairs = 3000
-
-    async def follow() -> None:
-        router = Router(1000)
-        with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
-            port = publisher.bind_to_random_port("tcp://127.0.0.1")
-            router.follow([Node("a", f"tcp://127.0.0.1:{port}")])
-            try:
-                await until(lambda: publisher.poll(0))
-                both = ((stored([name], None, range(4)), removed([name])) for name in range(pairs))
-                publisher.send_multipart([b"", bytes(8), batch(*(each for pair in both for each in pair))])
-                seen = set()
-
-                def is_over() -> bool:
-                    seen.add(told(router)["blocks_by_fate"]["removed"])
-                    return pairs in seen
-
-                await until(is_over)
-                assert len(seen) > 10
-            finally:
-                await router.stop()
 
     asyncio.run(follow())
 

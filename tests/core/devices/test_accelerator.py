@@ -14,7 +14,6 @@ import pytest
 from kvf_dev.testing.accelerator import (
     Accelerator,
     AcceleratorError,
-    ContextLost,
     DeviceTensor,
     Misuse,
     SimulatedNode,
@@ -93,13 +92,6 @@ def host() -> memoryview:
 # memory
 
 
-def test_memory_is_written_and_read_by_kernels(runtime: Accelerator, device: str) -> None:
-    address = runtime.allocate(device, 1024)
-    runtime.write(address + 100, DATA)
-    assert runtime.read(address + 100, 256) == DATA
-    assert runtime.export_memory(address + 100)[2:] == (1024, 100)
-
-
 def test_memory_that_is_gone_is_refused(runtime: Accelerator, node: SimulatedNode, device: str) -> None:
     address = runtime.allocate(device, 1024)
     runtime.free(address)
@@ -115,15 +107,6 @@ def test_memory_that_is_gone_is_refused(runtime: Accelerator, node: SimulatedNod
     assert kinds(node) == ["use_after_free", "out_of_bounds", "wrong_process"]
 
 
-def test_memory_is_finite_and_comes_back(runtime: Accelerator, device: str) -> None:
-    half = runtime.allocate(device, 1 << 19)
-    runtime.allocate(device, 512)
-    with pytest.raises(AcceleratorError, match="out of memory"):
-        runtime.allocate(device, 1 << 19)
-    runtime.free(half)
-    runtime.allocate(device, 1 << 19)
-
-
 def test_tensors_know_their_places(runtime: Accelerator, device: str) -> None:
     tensor = DeviceTensor.empty(runtime, device, (4, 6), "uint8")
     tensor.fill(bytes(range(24)))
@@ -136,25 +119,6 @@ def test_tensors_know_their_places(runtime: Accelerator, device: str) -> None:
 
 
 # streams and events
-
-
-def test_streams_run_later_and_events_tell_when(runtime: Accelerator, device: str) -> None:
-    stream, other = runtime.stream(device), runtime.stream(device)
-    address = runtime.allocate(device, 256)
-    event = runtime.create_event(device)
-    stream.hold()
-    runtime.write(address, DATA, stream)
-    runtime.record(event, stream)
-    assert not runtime.reached(event)
-    runtime.wait(other, event)
-    runtime.pin(0, 4096)
-    memory = host()
-    runtime.copy(other, memory, [address], [0], 256, to_host=True)
-    assert bytes(memory[:256]) == bytes(256)
-    stream.release()
-    other.synchronize()
-    assert runtime.reached(event)
-    assert bytes(memory[:256]) == DATA
 
 
 def test_delays_are_drawn_from_the_seed() -> None:
@@ -223,51 +187,6 @@ def test_work_on_the_wrong_device_is_caught(runtime: Accelerator, node: Simulate
 
 
 # faults
-
-
-def test_a_copy_that_fails_is_told_by_the_event_behind_it(
-    runtime: Accelerator, node: SimulatedNode, device: str
-) -> None:
-    stream, address = runtime.stream(device), runtime.allocate(device, 256)
-    runtime.pin(0, 4096)
-    node.inject("copy_fails", device)
-    runtime.copy(stream, host(), [address], [0], 8, to_host=False)
-    failed, after = runtime.create_event(device), runtime.create_event(device)
-    runtime.record(failed, stream)
-    runtime.copy(stream, host(), [address], [0], 8, to_host=False)
-    runtime.record(after, stream)
-    stream.synchronize()
-    with pytest.raises(AcceleratorError, match="the copy failed"):
-        runtime.reached(failed)
-    assert runtime.reached(after)
-    assert (node.hits("copy_fails"), kinds(node)) == (1, [])
-
-
-def test_a_poisoned_context_never_works_again(runtime: Accelerator, node: SimulatedNode, device: str) -> None:
-    stream, address = runtime.stream(device), runtime.allocate(device, 256)
-    runtime.pin(0, 4096)
-    node.inject("poison", device)
-    runtime.copy(stream, host(), [address], [0], 8, to_host=False)
-    stream.synchronize()
-    for device_of in node.devices:
-        with pytest.raises(ContextLost, match="poisoned"):
-            runtime.allocate(device_of, 8)
-    other = Accelerator(node.path)
-    other.allocate(device, 8)
-    other.close()
-
-
-def test_a_device_that_vanishes_takes_all_processes_with_it(
-    runtime: Accelerator, peer: Peer, node: SimulatedNode, device: str
-) -> None:
-    node.vanish(device)
-    with pytest.raises(ContextLost, match="has vanished"):
-        runtime.allocate(device, 8)
-    with pytest.raises(AcceleratorError, match="has vanished"):
-        peer("allocate", device, 8)
-    peer("allocate", node.devices[1], 8)
-    node.vanish(device, back=True)
-    runtime.allocate(device, 8)
 
 
 # other processes

@@ -178,20 +178,6 @@ def test_a_copier_that_is_stopped_is_killed(
     comes_back(first)
 
 
-def test_one_copy_that_fails_is_one_miss(
-    engines: list[KitEngine], node: SimulatedNode, pids: Callable[[], dict[str, int]]
-) -> None:
-    first, second, _ = engines
-    before = pids()
-    request = first.request()
-    node.inject("copy_fails", node.devices[0])
-    assert not first.store(request, first.source()).result(PATIENCE_S).ok
-    assert first.hit(request) == 0
-    works(first)
-    works(second)
-    assert pids() == before
-
-
 def test_a_device_that_vanishes_comes_back(
     engines: list[KitEngine], node: SimulatedNode, rigs: list[SimulatedRig], client: KVClient
 ) -> None:
@@ -203,28 +189,6 @@ def test_a_device_that_vanishes_comes_back(
     works(first)
     node.vanish(node.devices[1], back=True)
     comes_back(other)
-
-
-def test_memory_that_cannot_be_opened_is_refused_at_registration(
-    rigs: list[SimulatedRig], client: KVClient, node: SimulatedNode
-) -> None:
-    engine = KitEngine(rigs[0], client, 50, NHD)
-    engine.close()
-    node.vanish(node.devices[0])
-    with pytest.raises(DeviceError, match="has vanished"):
-        engine.worker.register_kv_caches(engine.caches, block_size=4)
-    node.vanish(node.devices[0], back=True)
-
-    def registers() -> bool:
-        try:
-            engine.worker.register_kv_caches(engine.caches, block_size=4)
-        except DeviceError:
-            return False
-        return True
-
-    wait_until(registers, PATIENCE_S, "the registration")
-    works(engine)
-    engine.close()
 
 
 def test_devices_that_are_none_keep_no_room_from_others(

@@ -108,19 +108,6 @@ def test_no_callback_that_fails_keeps_a_stream_waiting(pending: Promise[bool], s
     assert streams.released == {"stream": 1}
 
 
-def test_threads_wait_on_streams_of_their_own(pending: Promise[bool], streams: Streams) -> None:
-    seen = pending.to_cuda_future()
-    threads = [threading.Thread(target=seen.wait, args=(number,)) for number in range(8)]
-    for thread in threads[:4]:
-        thread.start()
-    pending.set_result(True)
-    for thread in threads[4:]:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert set(streams.released.values()) <= {1}
-
-
 def test_an_overdue_future_lets_streams_go_and_stays_pending(pending: Promise[bool], streams: Streams) -> None:
     ended: list[bool] = []
     pending.add_done_callback(lambda future: ended.append(future.result(0)))

@@ -35,33 +35,6 @@ class Work:
         self.done += 1
 
 
-def test_it_is_asked_once_it_says_so() -> None:
-    work, time = Work(), VirtualTime()
-    threads = VirtualThreads(time, [(work, 1)], Sleep(time))
-    threads.look()
-    polls = work.polls
-    threads.look()
-    assert work.polls == polls
-    with work.changed:
-        work.todo = 3
-        work.changed.notify_all()
-    threads.look()
-    assert work.done == 3
-    assert not threads.busy
-
-
-def test_it_is_asked_at_its_time() -> None:
-    work, time = Work(), VirtualTime()
-    work.due_s = 2.0
-    threads = VirtualThreads(time, [(work, 1)], Sleep(time))
-    threads.look()
-    assert time.next_at() == 2.0
-    work.todo, work.due_s = 1, math.inf
-    time.happen()
-    threads.look()
-    assert work.done == 1
-
-
 def test_what_is_due_but_for_a_rounding_is_asked_after_the_next_event() -> None:
     work, time = Work(), VirtualTime(1e9)
     work.due_s = 1e-12
