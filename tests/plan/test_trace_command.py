@@ -273,7 +273,7 @@ def test_an_older_server(tmp_path: Path) -> None:
         handlers = server._messages._served.handlers
         assert isinstance(handlers, dict)
         old = Handler(handlers["TRACE"].spec, refuse)  # type: ignore[arg-type]
-        with mock.patch.dict(server._messages._bound.dispatcher._calls._handlers, {"TRACE": old}):  # type: ignore[union-attr]
+        with mock.patch.dict(server._messages._calls._handlers, {"TRACE": old}):
             done = run("trace", "record", "-o", str(tmp_path / "t.jsonl"), "--endpoint", server.endpoint)
     assert done.returncode == 2
     assert "this server is older: it records no traces" in done.stderr

@@ -15,7 +15,8 @@ from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import ServerProgram, client_of, held_by, serving, status_of
+from kvf_dev.testing.transport.node import client_of, held_by, serving, status_of
+from kvf_dev.testing.transport.programs import Program
 from kvf_dev.testing.transport.rig import RigSpec
 from kvframework.client import KVClient
 from kvframework.devices.endpoints import DeviceServerTransport
@@ -228,7 +229,7 @@ def test_the_copier_says_to_the_engine_that_it_lives(
 def test_a_copier_ends_with_its_server(tmp_path: Path, node: SimulatedNode) -> None:
     endpoint = f"ipc://{tmp_path}/s.sock"
     spec = RigSpec("tests.core.devices.rigs:simdev", {"node": str(node.path)})
-    program = ServerProgram(spec, endpoint)
+    program = Program("server", spec, endpoint)
     try:
         with closing(spec.make()) as rig, client_of(rig, endpoint) as client:
             engine = KitEngine(rig, client, 1, NHD)

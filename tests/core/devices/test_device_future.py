@@ -16,7 +16,8 @@ from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import ServerProgram, client_of, endpoint_in
+from kvf_dev.testing.transport.node import client_of
+from kvf_dev.testing.transport.programs import Program, endpoint_in
 from kvf_dev.testing.transport.rig import RigSpec
 from kvframework.api import futures
 from kvframework.api.futures import Future, Promise
@@ -260,7 +261,7 @@ def test_a_stream_goes_on_at_the_deadline_of_a_server_that_is_silent(
     spec = RigSpec("tests.core.devices.rigs:simdev", {"node": str(node.path)})
     with tempfile.TemporaryDirectory(prefix="kvf-") as directory:
         endpoint = endpoint_in(Path(directory))
-        server = ServerProgram(spec, endpoint)
+        server = Program("server", spec, endpoint)
         try:
             with client_of(rig, endpoint) as client:
                 engine = KitEngine(rig, client, 3, NHD)

@@ -18,7 +18,8 @@ from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import ServerProgram, client_of, endpoint_in, status_of
+from kvf_dev.testing.transport.node import client_of, status_of
+from kvf_dev.testing.transport.programs import Program, endpoint_in
 from kvframework.client import KVClient
 from kvframework.devices.supervisor import START_S
 from kvframework.errors import DeadlineExceeded
@@ -57,11 +58,11 @@ class Servers:
     def __init__(self, spec: RigSpec, endpoint: str) -> None:
         self._spec = spec
         self.endpoint = endpoint
-        self.now = ServerProgram(spec, endpoint)
+        self.now = Program("server", spec, endpoint)
 
     def another(self) -> None:
         self.now.kill()
-        self.now = ServerProgram(self._spec, self.endpoint)
+        self.now = Program("server", self._spec, self.endpoint)
 
 
 @pytest.fixture

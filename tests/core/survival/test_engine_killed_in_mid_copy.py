@@ -20,7 +20,8 @@ from kvf_dev.testing.accelerator.rig import SimulatedRig
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import EngineProgram, ServerProgram, client_of, endpoint_in, held_by, status_of
+from kvf_dev.testing.transport.node import client_of, held_by, status_of
+from kvf_dev.testing.transport.programs import Program, endpoint_in
 from kvframework.client import KVClient
 from kvframework.wire import messages as m
 from tests.core.devices.engines import works
@@ -49,8 +50,8 @@ def spec(node: SimulatedNode) -> RigSpec:
 
 
 @pytest.fixture
-def server(spec: RigSpec, short: Path) -> Iterator[ServerProgram]:
-    with closing(ServerProgram(spec, endpoint_in(short))) as program:
+def server(spec: RigSpec, short: Path) -> Iterator[Program]:
+    with closing(Program("server", spec, endpoint_in(short))) as program:
         yield program
 
 
@@ -69,14 +70,14 @@ def elsewhere(node: SimulatedNode) -> Iterator[SimulatedRig]:
 
 @pytest.mark.parametrize("what", ["store", "load"])
 def test_nobody_notices_while_the_copy_of_a_dead_engine_stands_still(
-    spec: RigSpec, node: SimulatedNode, server: ServerProgram, short: Path, elsewhere: SimulatedRig, what: str
+    spec: RigSpec, node: SimulatedNode, server: Program, short: Path, elsewhere: SimulatedRig, what: str
 ) -> None:
     endpoint = endpoint_in(short)
     pid = server.process.pid
     with client_of(elsewhere, endpoint) as client, contextlib.ExitStack() as stack:
         bystander = KitEngine(elsewhere, client, BYSTANDER, NHD, seed=BYSTANDER)
         works(bystander)
-        doomed = EngineProgram(spec, endpoint, DOOMED, "nhd")
+        doomed = Program("engine", spec, endpoint, str(DOOMED), "nhd")
         stack.callback(doomed.close)
         if what == "load":
             assert doomed.ask("store", DOOMED) is True
@@ -110,7 +111,7 @@ def test_nobody_notices_while_the_copy_of_a_dead_engine_stands_still(
 
 
 def test_an_engine_that_ends_after_it_has_cancelled(
-    spec: RigSpec, node: SimulatedNode, server: ServerProgram, short: Path, elsewhere: SimulatedRig
+    spec: RigSpec, node: SimulatedNode, server: Program, short: Path, elsewhere: SimulatedRig
 ) -> None:
     """CANCEL is under way, and nobody is left to be answered."""
     endpoint = endpoint_in(short)
