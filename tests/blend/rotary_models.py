@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvf_blend.rotary import Rotary
-from tests.support.lazy import torch, transformers
 
 ENDS: dict[str, Any] = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.2}
 SMALL: dict[str, Any] = {
@@ -141,8 +140,3 @@ FAMILIES: dict[str, Callable[[Any], tuple[Any, Rotary]]] = {
     "deepseek_v3": lambda t: (t.DeepseekV3Config(**MLA), latent(t, "half")),
     "deepseek_v3, yarn": lambda t: (t.DeepseekV3Config(**MLA, rope_parameters=YARN), latent(t, "half", **SAID_YARN)),
 }
-
-
-def make_model(config: Any, dtype: str = "float32", seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()

@@ -7,8 +7,9 @@ import pytest
 
 from kvf_blend.errors import BadRotary
 from kvf_blend.rotary import check
-from tests.blend.rotary_models import ENDS, FAMILIES, LLAMA3, SMALL, YARN, make_model
+from tests.blend.rotary_models import ENDS, FAMILIES, LLAMA3, SMALL, YARN
 from tests.support.lazy import torch, transformers
+from tests.transformers.hybrid_models import made
 
 pytestmark = pytest.mark.transformers
 
@@ -16,8 +17,7 @@ pytestmark = pytest.mark.transformers
 @pytest.fixture(scope="module", autouse=True)
 def imports() -> None:
     global probe, rotary_of, rotate_keys
-    from kvf_blend.engine.model_rotary import rotary_of
-    from kvf_blend.engine.rotary_proof import probe
+    from kvf_blend.engine.model_rotary import probe, rotary_of
     from kvf_blend.engine.rotation import rotate_keys
 
 
@@ -39,7 +39,7 @@ def kv_at(model, position):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_said_of_a_model_moves_its_kv(family):
     config, expected = FAMILIES[family](transformers)
-    model = make_model(config)
+    model = made(config)
 
     rotary = rotary_of(model)
 
@@ -63,12 +63,12 @@ def test_what_is_said_of_a_model_moves_its_kv(family):
 @pytest.mark.parametrize("family", ["llama, llama3", "gpt_neox, a part", "cohere", "deepseek_v3, yarn"])
 def test_other_dtypes_prove_it_too(family, dtype):
     config, expected = FAMILIES[family](transformers)
-    assert rotary_of(make_model(config, dtype)) == expected
+    assert rotary_of(made(config, dtype=dtype)) == expected
 
 
 def test_a_deep_model_in_half_precision_is_proven():
     deep = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 32}, rope_parameters=LLAMA3)
-    assert rotary_of(make_model(deep, "bfloat16")).scaling == "llama3"
+    assert rotary_of(made(deep, dtype="bfloat16")).scaling == "llama3"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_deep_model_in_half_precision_is_proven():
 )
 def test_the_proof_sees_a_parameter_that_is_a_little_wrong(family, wrong):
     config, right = FAMILIES[family](transformers)
-    asked = probe(make_model(config))
+    asked = probe(made(config))
     assert asked.first_difference(right) == (config.num_hidden_layers, "")
     layer, difference = asked.first_difference(msgspec.structs.replace(right, **wrong))
     assert layer == 0
@@ -140,13 +140,13 @@ REFUSED = {
 def test_a_model_that_cannot_be_moved_is_refused(kind):
     config, why = REFUSED[kind](transformers)
     with pytest.raises(BadRotary, match=why) as refused:
-        rotary_of(make_model(config))
+        rotary_of(made(config))
     assert refused.value.available
     assert refused.value.hint
 
 
 def test_a_norm_behind_the_rotation_is_seen():
-    model = make_model(transformers.HunYuanDenseV1Config(**SMALL, head_dim=16))
+    model = made(transformers.HunYuanDenseV1Config(**SMALL, head_dim=16))
     assert rotary_of(model).style == "half"  # its weights are all 1 as yet, which any rotation passes
     for layer in model.model.layers[1:]:
         layer.self_attn.key_layernorm.weight.data.uniform_(0.5, 2)
@@ -155,18 +155,18 @@ def test_a_norm_behind_the_rotation_is_seen():
 
 
 def test_frequencies_that_lost_their_precision_are_told():
-    model = make_model(transformers.LlamaConfig(**SMALL)).to(torch.bfloat16)
+    model = made(transformers.LlamaConfig(**SMALL)).to(torch.bfloat16)
     with pytest.raises(BadRotary, match=r"inv_freq is torch.bfloat16: give the dtype when the model is loaded"):
         rotary_of(model)
 
 
 def test_a_model_in_training_is_not_asked():
     with pytest.raises(BadRotary, match="training mode"):
-        rotary_of(make_model(transformers.LlamaConfig(**SMALL)).train())
+        rotary_of(made(transformers.LlamaConfig(**SMALL)).train())
 
 
 def test_keys_that_are_zero_prove_nothing():
-    model = make_model(transformers.LlamaConfig(**SMALL))
+    model = made(transformers.LlamaConfig(**SMALL))
     model.model.layers[1].self_attn.k_proj.weight.data.zero_()
     with pytest.raises(BadRotary, match=r"layer 1 .* prove nothing"):
         rotary_of(model)

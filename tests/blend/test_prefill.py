@@ -9,6 +9,7 @@ import pytest
 from kvf_blend.errors import BlendRefused
 from kvf_blend.messages import Piece
 from tests.support.lazy import torch, transformers
+from tests.transformers.hybrid_models import SMALL, made
 
 pytestmark = pytest.mark.transformers
 
@@ -19,30 +20,15 @@ def imports() -> None:
     global prefill, prefill_module, rotary_of
     from kvf_blend.engine import prefill as prefill_module
     from kvf_blend.engine.decoder import Decoder
-    from kvf_blend.engine.decoder_check import check_decoder
-    from kvf_blend.engine.demo_model import local_llama
+    from kvf_blend.engine.demo_engine import local_llama
     from kvf_blend.engine.model_rotary import rotary_of
     from kvf_blend.engine.placing import Loaded, placed
-    from kvf_blend.engine.prefill import prefill
+    from kvf_blend.engine.prefill import check_decoder, prefill
     from kvf_blend.engine.recompute import Held, by_deviation
     from kvf_transformers.cache_form import learn_form
     from kvf_transformers.shapes import layers_of
 
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 WITHOUT_HEAD_DIM = {key: value for key, value in SMALL.items() if key != "head_dim"}
 
 FAMILIES = {
@@ -71,9 +57,7 @@ REFUSED = {
 
 
 def make_model(config, attention="sdpa", dtype="float32"):
-    torch.manual_seed(0)
-    auto = transformers.AutoModelForCausalLM
-    return auto.from_config(config, dtype=getattr(torch, dtype), attn_implementation=attention).eval()
+    return made(config, dtype=dtype, attn_implementation=attention)
 
 
 def tokens_of(count, seed=0):

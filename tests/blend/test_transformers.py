@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,9 +13,9 @@ from kvf_blend.errors import BadSegments, BlendRefused
 from kvframework.client import KVClient
 from kvframework.errors import KVFrameworkError, RequestError, UnknownRequest, VersionMismatch
 from tests.support.lazy import torch, transformers
-from tests.support.redis_server import RedisServer
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
+from tests.transformers.hybrid_models import SMALL, VOCABULARY, made
 
 pytestmark = pytest.mark.transformers
 
@@ -33,21 +31,7 @@ def imports() -> None:
 
 CHUNK = 32
 SETTINGS = (f"server.chunk_size={CHUNK}", "requests.0.use=blend")
-VOCABULARY = 97
-CONFIG = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+CONFIG = {**SMALL, "max_position_embeddings": 1024}
 SEPARATOR = [95, 96]
 
 
@@ -62,10 +46,7 @@ LOADED = 20 + 45 + 96
 
 
 def make_model(seed=0, dtype="float32"):
-    torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(
-        transformers.LlamaConfig(**CONFIG), dtype=getattr(torch, dtype)
-    ).eval()
+    return made(transformers.LlamaConfig(**CONFIG), seed, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -157,19 +138,6 @@ def test_segments_are_held_as_shards(model):
         model(input_ids=torch.tensor([SHUFFLED]), past_key_values=cache)
     assert torch.allclose(layers[0].keys, cache.layers[0].keys, rtol=1e-4, atol=1e-4)
     assert torch.allclose(layers[0].values, cache.layers[0].values, rtol=1e-4, atol=1e-5)
-
-
-def test_loaded_keys_are_exact_in_layer_0_at_their_new_places(server, model):
-    cache = transformers.DynamicCache()
-    with torch.no_grad():
-        model(input_ids=torch.tensor([SHUFFLED]), past_key_values=cache)
-    with attach(model, server, "places") as kv:
-        store(kv)
-        layers = kv.prefill(SHUFFLED, ranges=RANGES, share=0.0).cache.layers
-    assert torch.allclose(layers[0].keys, cache.layers[0].keys, rtol=1e-4, atol=1e-4)
-    assert torch.allclose(layers[0].values, cache.layers[0].values, rtol=1e-4, atol=1e-5)
-    # Deeper layers know what stood before; these were computed alone.
-    assert not torch.allclose(layers[2].values, cache.layers[2].values, rtol=1e-2, atol=1e-2)
 
 
 HEAD = tokens_of(7, 9)
@@ -327,50 +295,6 @@ def test_bfloat16_is_blended_as_it_is_stored(server):
         assert done.cache.layers[0].keys.dtype == torch.bfloat16
         expected = computed(model, SHUFFLED)[0]
         assert (done.logits - expected).norm() < 0.1 * expected.norm()
-
-
-@pytest.mark.redis
-def test_a_new_server_finds_marked_segments_in_redis(tmp_path, model):
-    """Its index is empty: only what is marked can be asked of L2."""
-    redis = RedisServer(tmp_path)
-    with contextlib.ExitStack() as stack:
-        redis.start()
-        stack.callback(redis.stop)
-        running = stack.enter_context(ServerProcess(*SETTINGS, "l2.0.use=redis", f"l2.0.url={redis.url}"))
-        with attach(model, running, "redis") as kv:
-            assert store(kv).held == 3
-        wait_until(lambda: not running.status()["l2"][0]["write_pending"], what="the write to L2")
-        running.kill9()
-        running.start()
-        with attach(model, running, "redis") as kv:
-            assert kv.restore(SHUFFLED).held.loaded == 0
-            done = kv.prefill(SHUFFLED, ranges=RANGES, share=1.0)
-            assert done.blended.hit_tokens == LOADED
-            same(done, model, SHUFFLED)
-
-
-def test_a_damaged_segment_is_computed_and_the_others_are_loaded(tmp_path, model):
-    folder = tmp_path / "l2"
-    with ServerProcess(*SETTINGS, "l2.0.use=filesystem", f"l2.0.path={folder}") as running:
-        with attach(model, running, "damaged") as kv:
-            text, ranges = joined(DOCUMENTS[:2])
-            kv.pre_compute(text, ranges=ranges)
-            wait_until(lambda: not running.status()["l2"][0]["write_pending"], what="the write to L2")
-            before = set(values(folder))
-            kv.pre_compute(DOCUMENTS[2], ranges=[(0, 96)])
-            wait_until(lambda: not running.status()["l2"][0]["write_pending"], what="the write to L2")
-        damaged = next(path for path in values(folder) if path not in before)
-        damaged.write_bytes(damaged.read_bytes()[:-9] + b"otherwise")
-        running.kill9()
-        running.start()
-        with attach(model, running, "damaged") as kv:
-            done = kv.prefill(SHUFFLED, ranges=RANGES, share=1.0)
-            assert done.blended.hit_tokens == 20 + 45
-            same(done, model, SHUFFLED)
-
-
-def values(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def test_a_server_that_dies_costs_the_prefill_and_a_new_one_is_used_again(model, caplog, monkeypatch):

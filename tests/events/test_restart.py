@@ -208,8 +208,11 @@ def test_churn_over_kills_and_stops_leaves_every_reader_with_what_l1_holds() -> 
             server.serving(pid)
             with server.client() as client:
                 assert found(Engine(client), prompts) == held, "a keeper holds L1"
+                counters = client.status()["events"]["counters"]
+                assert counters["dropped"] == counters["mismatched"] == 0
             deaf.lost = set()
             with router(server) as late:
                 late.until(held)
                 reader.until(held)
                 deaf.until(held)
+        assert reader.kinds["BlockRemoved"] > 3

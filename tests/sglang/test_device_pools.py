@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from kvf_sglang.cache import KV
-from kvf_sglang.lookups import HIT_HOLDS_S, MISS_HOLDS_S, MOST_REQUESTS, RecentLookups
-from kvf_sglang.offloads import MOST_WAITING, Offloads
 from kvf_sglang.options import KNOWN, check_linker_version
 from kvf_sglang.pools import device_form_of
+from kvf_sglang.waiting import HIT_HOLDS_S, MISS_HOLDS_S, MOST_REQUESTS, MOST_WAITING, Offloads, RecentLookups
 from kvframework.errors import BadLayout, VersionMismatch
 from tests.sglang.caches import MAMBA, Engine
 from tests.sglang.pools import (

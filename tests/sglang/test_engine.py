@@ -1,5 +1,6 @@
-"""A whole SGLang engine on the CPU: what one process stores another loads, and the tokens are the same. Each control,
-whose loaded bytes are changed, gives other tokens: so it is the loaded bytes that decide."""
+"""A whole SGLang engine on the CPU, by its hierarchical cache and by its external linker: what one process stores
+another loads, and the tokens are the same. Each control, whose loaded bytes are changed, gives other tokens: so it is
+the loaded bytes that decide."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ import pytest
 from tests.sglang.engine_order import Ask
 from tests.sglang.model import HYBRID, make
 from tests.sglang.rows import Answer, Bench, stored
+from tests.sglang.standins import vision
 from tests.support.server_process import ServerProcess
+from tests.support.trained_model import asked, trained_folder
 from tests.support.waiting import wait_until
 from tests.vllm.model import prompt
 
@@ -164,3 +167,89 @@ def test_a_hybrid_needs_its_states(tmp_path: Path) -> None:
         (spoiled,) = bench.answers(server, **FAULTS, class_name="SpoiledStates")
         assert spoiled.stored == length - 1
         assert spoiled.tokens != own.tokens
+
+
+LINKER_FAULTS = {"module": "tests.sglang.faults_of_linkers"}
+
+
+def cached(answer: Answer) -> tuple[list[int], int]:
+    return answer.tokens, answer.cached
+
+
+def test_device_pools_are_loaded_by_a_new_process(bench: Bench, cold: Answer) -> None:
+    """Its objects are those of the hierarchical cache."""
+    with ServerProcess(capacity="128MiB") as server:
+        assert bench.answers(server, objects=PAGES, linker={}) == [cold]
+        (loaded,) = bench.answers(server, linker={})
+        assert cached(loaded) == (cold.tokens, PAGES * PAGE)
+        (spoiled,) = bench.answers(server, linker={**LINKER_FAULTS, "name": "SpoiledPages"})
+        assert spoiled.cached == PAGES * PAGE
+        assert spoiled.tokens != cold.tokens
+        assert bench.answers(server) == [Answer(cold.tokens, PAGES * PAGE, PAGES * PAGE)]
+
+
+@pytest.mark.engine_feature("SGLang", "no server")
+def test_a_dead_server_costs_no_answer(bench: Bench, cold: Answer, tmp_path: Path) -> None:
+    files = [tmp_path / str(number) for number in range(3)]
+    server = ServerProcess(capacity="128MiB")
+    asks = [Ask(bench.prompt), *(Ask(bench.prompt, wait_file=str(file), flush=True) for file in files)]
+    try:
+        with bench.running(server, *asks, linker={}) as engine:
+
+            def go_on(number: int) -> Answer:
+                engine.expect("waiting")
+                files[number].touch()
+                return engine.answer()
+
+            assert engine.answer() == cold
+            server.start()
+            wait_until(lambda: len(server.status()["instances"]) == 2, what="the registration")
+            assert go_on(0) == cold
+            wait_until(lambda: stored(server) == PAGES, what="the stores")
+            assert cached(go_on(1)) == (cold.tokens, PAGES * PAGE)
+            server.kill9()
+            assert go_on(2) == cold
+    finally:
+        server.__exit__()
+
+
+@pytest.mark.engine_feature("SGLang", "tensor parallel")
+def test_tensor_parallel_ranks_agree(bench: Bench, cold: Answer) -> None:
+    with ServerProcess(capacity="128MiB") as server:
+        ranks = {"engine": {"tp_size": 2}, "linker": {}}
+        assert bench.answers(server, objects=2 * PAGES, **ranks) == [cold]
+        assert cached(bench.answers(server, **ranks)[0]) == (cold.tokens, PAGES * PAGE)
+
+
+@pytest.mark.engine_feature("SGLang", "hybrid models")
+def test_a_linked_hybrid_needs_its_states(tmp_path: Path) -> None:
+    length = 321
+    settings = {"page_size": 1, "mamba_radix_cache_strategy": "no_buffer"}
+    bench = Bench(make(MODELS / HYBRID, HYBRID), tmp_path, prompt(length, seed=3), settings)
+    first = Ask(bench.prompt[:-1])
+    _, own = bench.answers(None, first, Ask(bench.prompt))
+    with ServerProcess(capacity="256MiB") as server:
+        bench.answers(server, first, objects=length - 1 + 2, linker={})
+        assert cached(bench.answers(server, linker={})[0]) == (own.tokens, length - 1)
+        (spoiled,) = bench.answers(server, linker={**LINKER_FAULTS, "name": "SpoiledStates"})
+        assert spoiled.cached == length - 1
+        assert spoiled.tokens != own.tokens
+
+
+def test_an_answer_in_words_comes_from_the_kv_of_another_engine(tmp_path: Path) -> None:
+    vision.install()
+    model = trained_folder(MODELS)
+    question, words = asked(model)
+    bench = Bench(model, tmp_path, question)
+    ask = Ask(question, 32)
+    # A page is left to compute, if only for the last token.
+    pages = (len(question) - 1) // PAGE
+    (cold,) = bench.answers(None, ask)
+    print(words(cold.tokens))
+    with ServerProcess(capacity="256MiB") as server:
+        assert bench.answers(server, ask, objects=pages) == [cold]
+        assert bench.answers(server, ask) == [Answer(cold.tokens, pages * PAGE, pages * PAGE)]
+        (spoiled,) = bench.answers(server, ask, module_path="tests.sglang.faults", class_name="SpoiledPages")
+    assert "pledge" in words(cold.tokens)
+    assert spoiled.stored == pages * PAGE
+    assert spoiled.tokens != cold.tokens

@@ -94,9 +94,9 @@ FORGETFUL: dict[str, Callable[[], Any]] = {
 }
 
 
-def made(config: Any, seed: int = 0) -> Any:
+def made(config: Any, seed: int = 0, dtype: str = "float32", **more: Any) -> Any:
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), **more).eval()
 
 
 def prompt(tokens: int = 3 * CHUNK + 9, seed: int = 0) -> torch.Tensor:

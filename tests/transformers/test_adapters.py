@@ -64,22 +64,6 @@ def test_what_one_adapter_stored_is_not_served_to_another(server, names):
         check_exact(kv, model, 3 * CHUNK)
 
 
-@pytest.mark.parametrize("names", [{}, {"weights": "w"}], ids=["by its weights", "by names"])
-def test_a_merged_adapter_is_part_of_the_weights(server, names):
-    model = make_model()
-    layers = add_adapters(model, a=1)
-    with attach(model, server, f"merged {names}", **names) as kv:
-        kv.save(PROMPT, check_exact(kv, model, 0))
-        set_adapter(layers, "a")
-        for layer in layers:
-            layer.merge()
-        kv.save(PROMPT, check_exact(kv, model, 0))
-        check_exact(kv, model, 3 * CHUNK)
-        for layer in layers:
-            layer.unmerge()
-        check_exact(kv, model, 0)
-
-
 def test_adapters_that_the_next_forward_pass_takes_out_make_a_miss(server, caplog):
     model = make_model()
     layers = add_adapters(model, a=1)
@@ -93,47 +77,6 @@ def test_adapters_that_the_next_forward_pass_takes_out_make_a_miss(server, caplo
         assert (restored.hit_tokens, kv.save(PROMPT, cache).tokens) == (0, 0)
         assert "unmerge_adapter" in caplog.text
         check_exact(kv, model, 0)
-
-
-def change_in_place(model):
-    with torch.no_grad():
-        model.model.embed_tokens.weight[40:80] += 1.0
-
-
-def replace_parameter(model):
-    linear = model.model.layers[1].self_attn.v_proj
-    linear.weight = torch.nn.Parameter(linear.weight * 1.5)
-
-
-def scale_rope(model):
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-def scale_attention(model):
-    model.model.layers[0].self_attn.scaling *= 2
-
-
-CHANGES = {
-    "rows of the embedding": change_in_place,
-    "a parameter that is replaced": replace_parameter,
-    "rope scaling": scale_rope,
-    "a number of a layer": scale_attention,
-    "the order of layers": lambda model: model.model.layers.insert(0, model.model.layers.pop(1)),
-    "weights that are loaded": lambda model: model.load_state_dict(
-        {name: weight + 0.25 for name, weight in model.state_dict().items()}
-    ),
-}
-
-
-@pytest.mark.parametrize("names", [{}, {"weights": "w"}], ids=["by its weights", "by names"])
-def test_whatever_changes_kv_while_it_lives_is_seen_at_the_next_request(server, names):
-    for what, change in CHANGES.items():
-        model = make_model()
-        with attach(model, server, f"{what} {names}", **names) as kv:
-            kv.save(PROMPT, check_exact(kv, model, 0))
-            check_exact(kv, model, 3 * CHUNK)
-            change(model)
-            check_exact(kv, model, 0)
 
 
 def test_writes_around_torch_are_seen_once_they_are_told(server):

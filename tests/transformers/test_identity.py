@@ -6,6 +6,7 @@ import pytest
 
 from kvframework.errors import BadLayout, RequestError
 from tests.support.lazy import torch, transformers
+from tests.transformers.hybrid_models import SMALL, made
 
 pytestmark = pytest.mark.torch
 
@@ -20,22 +21,8 @@ def imports() -> None:
     from tests.transformers.lora_layers import LoraLayer, add_adapters, disable_adapters, set_adapter
 
 
-CONFIG = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
 def make_model(**changes):
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**CONFIG, **changes})).eval()
+    return made(transformers.LlamaConfig(**{**SMALL, **changes}))
 
 
 def name(model, **named):
@@ -84,15 +71,19 @@ CHANGES = {
     "a module in a list": lambda model: setattr(_attention(model), "more", [torch.nn.Linear(2, 2)]),
     "a replaced forward": lambda model: setattr(_attention(model), "forward", _hook),
     "attention of another kind": lambda model: setattr(model.config, "_attn_implementation_internal", "mine"),
+    "a parameter that is replaced": lambda model: setattr(
+        _attention(model).v_proj, "weight", torch.nn.Parameter(_attention(model).v_proj.weight * 1.5)
+    ),
     "the dtype": lambda model: model.to(torch.bfloat16),
     "an extra layer": lambda model: model.model.layers.append(torch.nn.Identity()),
 }
 
 
+@pytest.mark.parametrize("named", [{}, {"weights": "w"}], ids=["by content", "by the user"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_may_change_kv_changes_the_name(change):
+def test_what_may_change_kv_changes_the_name(change, named):
     model = make_model()
-    identity = ModelIdentity(model, "m")
+    identity = ModelIdentity(model, "m", **named)
     before = identity.current()
     change(model)
     assert identity.current() != before
@@ -136,7 +127,7 @@ def test_weights_are_read_when_they_change_and_not_again(monkeypatch):
     # A parameter whose memory was freed and given to another is another.
     weight = model.lm_head.weight
     old, weight.data = weight.data.data_ptr(), torch.empty(0)
-    weight.data = torch.zeros(97, 32)
+    weight.data = torch.zeros(97, 64)
     identity.current()
     assert len(read) == 2, old
 
@@ -344,7 +335,7 @@ def test_a_model_that_keeps_more_than_it_is_given_is_refused():
 def test_where_positions_depend_on_the_length_of_the_text():
     assert length_limit(make_model().config) == 0
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert length_limit(transformers.LlamaConfig(**CONFIG, rope_parameters=rope)) == 512
+    assert length_limit(transformers.LlamaConfig(**SMALL, rope_parameters=rope)) == 512
     assert length_limit(type("Config", (), {"rope_parameters": {"sliding": rope, "full": {}}})()) == 1
 
 

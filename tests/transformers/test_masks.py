@@ -74,63 +74,49 @@ def from_one(ids):
     return torch.arange(1, ids.shape[1] + 1)[None]
 
 
+# A family, what is given beside the prompt or in its place, and the word that the refusal has.
 DEPARTURES = {
-    "left padding": ("llama", lambda ids, _: {"input_ids": ids, "attention_mask": zeros_first(ids)}, "zeros"),
+    "left padding": ("llama", lambda ids, _: {"attention_mask": zeros_first(ids)}, "zeros"),
     "left padding with positions": (
         "llama",
         lambda ids, _: {
-            "input_ids": ids,
             "attention_mask": zeros_first(ids),
             "position_ids": (zeros_first(ids).cumsum(1) - 1).clamp(min=0),
         },
         "position_ids",
     ),
-    "positions from 1 on": ("llama", lambda ids, _: {"input_ids": ids, "position_ids": from_one(ids)}, "position"),
-    "learned positions from 1 on": (
-        "gpt2",
-        lambda ids, _: {"input_ids": ids, "position_ids": from_one(ids)},
-        "position",
-    ),
+    "positions from 1 on": ("llama", lambda ids, _: {"position_ids": from_one(ids)}, "position"),
+    "learned positions from 1 on": ("gpt2", lambda ids, _: {"position_ids": from_one(ids)}, "position"),
     "two texts in one row": (
         "llama",
-        lambda ids, _: {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None] % 50},
+        lambda ids, _: {"position_ids": torch.arange(ids.shape[1])[None] % 50},
         "position_ids",
     ),
-    "a mask of four dimensions": (
-        "llama",
-        lambda ids, _: {"input_ids": ids, "attention_mask": blind(ids)},
-        "attention_mask",
-    ),
-    "a mask under windows": (
-        "gemma2 with windows",
-        lambda ids, _: {"input_ids": ids, "attention_mask": zeros_first(ids)},
-        "zeros",
-    ),
-    "a mask over states": (
-        "lfm2 with states",
-        lambda ids, _: {"input_ids": ids, "attention_mask": zeros_first(ids)},
-        "zeros",
-    ),
+    "a mask of four dimensions": ("llama", lambda ids, _: {"attention_mask": blind(ids)}, "attention_mask"),
+    "a mask under windows": ("gemma2 with windows", lambda ids, _: {"attention_mask": zeros_first(ids)}, "zeros"),
+    "a mask over states": ("lfm2 with states", lambda ids, _: {"attention_mask": zeros_first(ids)}, "zeros"),
     "embeddings": ("llama", lambda ids, model: {"inputs_embeds": model.model.embed_tokens(ids) * 2}, "inputs_embeds"),
-    "token types": (
-        "gpt2",
-        lambda ids, _: {"input_ids": ids, "token_type_ids": torch.ones_like(ids)},
-        "token_type_ids",
-    ),
-    "attention to later tokens": ("llama", lambda ids, _: {"input_ids": ids, "is_causal": False}, "is_causal"),
+    "token types": ("gpt2", lambda ids, _: {"token_type_ids": torch.ones_like(ids)}, "token_type_ids"),
+    "attention to later tokens": ("llama", lambda *_: {"is_causal": False}, "is_causal"),
 }
+
+
+def departing(case, ids, model):
+    """The arguments of a pass that departs so."""
+    given = DEPARTURES[case][1](ids, model)
+    return given if "inputs_embeds" in given else {"input_ids": ids, **given}
 
 
 @pytest.mark.parametrize("case", DEPARTURES)
 def test_kv_that_its_tokens_do_not_name_is_not_stored_under_them(server, case):
-    family, arguments, reason = DEPARTURES[case]
+    family, _, reason = DEPARTURES[case]
     model, ids = made(family), prompt()
     with attach(model, server, case) as kv:
         # Once into a cache of the caller's, once into one that the model makes.
         own = transformers.DynamicCache(config=None if "windows" in family else model.config)
         with torch.no_grad():
-            model(**arguments(ids, model), past_key_values=own)
-            made_by_it = model(**arguments(ids, model)).past_key_values
+            model(**departing(case, ids, model), past_key_values=own)
+            made_by_it = model(**departing(case, ids, model)).past_key_values
         for cache in (own, *([] if "windows" in family else [made_by_it])):
             assert cache.get_seq_length() == TOKENS
             with pytest.raises(RequestError, match=reason) as refused:
@@ -141,13 +127,13 @@ def test_kv_that_its_tokens_do_not_name_is_not_stored_under_them(server, case):
 
 @pytest.mark.parametrize("case", DEPARTURES)
 def test_restored_kv_is_not_used_for_what_its_tokens_do_not_name(server, case):
-    family, arguments, reason = DEPARTURES[case]
+    family, _, reason = DEPARTURES[case]
     model, ids = made(family), prompt(seed=1)
     with attach(model, server, f"restored, {case}") as kv:
         assert kv.generate(ids, 1).saved.tokens == 3 * CHUNK
         restored = kv.restore(ids)
         assert restored.hit_tokens == 3 * CHUNK
-        given = arguments(ids, model)
+        given = departing(case, ids, model)
         given = {
             name: value[:, 3 * CHUNK :]
             if name in ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")

@@ -135,8 +135,9 @@ def test_adapters_that_are_merged_and_taken_out_between_two_requests_are_seen(se
     """PEFT writes through `data`, and the model looks like the one before."""
     model = made()
     layers = add_adapters(model, a=1)
-    set_adapter(layers, "a")
     with attach(model, server, f"merges {names}", **names) as kv:
+        kv.save(prompt, exact(kv, model, prompt, 0))
+        set_adapter(layers, "a")
         for layer in layers:
             layer.merge()
         kv.save(prompt, exact(kv, model, prompt, 0))

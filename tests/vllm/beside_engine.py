@@ -7,26 +7,20 @@ ask first.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.engine import STEPS, Ask, Order, counters, make_engine
+from tests.vllm.engine import STEPS, Ask, counters, make_engine, ordered
 
 
 def main() -> None:
-    given = json.loads(sys.stdin.read())
-    order = Order(**{**given, "asks": [Ask(**ask) for ask in given["asks"]]})
-    events, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
-    os.dup2(2, 1)
+    order, tell = ordered()
     llm = make_engine(order)
     tokens = _answers(llm.llm_engine, order.asks)
     found = {"cached": 0, "computed": -1, "ttft": 0.0, "wall": 0.0, "counters": counters()}
     for name in ("first", "second"):
-        events.write(json.dumps({"event": "answer", "tokens": tokens.get(name, []), **found}) + "\n")
-    events.flush()
+        tell(event="answer", tokens=tokens.get(name, []), **found)
     llm.llm_engine.engine_core.shutdown()
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,17 +54,23 @@ class Order:
     engine: dict[str, Any] = field(default_factory=dict)
 
 
-def main() -> None:
+def ordered() -> tuple[Order, Callable[..., None]]:
+    """The order of this process, from its argument or for `-` from stdin, and what tells of it: a JSON line on stdout.
+    Whatever a library or a child process prints goes to the log."""
     given = json.loads(sys.stdin.read() if sys.argv[1] == "-" else sys.argv[1])
     order = Order(**{**given, "asks": [Ask(**ask) for ask in given["asks"]]})
     events, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
-    # Whatever a library or a child process prints goes to the log.
     os.dup2(2, 1)
 
     def tell(**fields: Any) -> None:
         events.write(json.dumps(fields) + "\n")
         events.flush()
 
+    return order, tell
+
+
+def main() -> None:
+    order, tell = ordered()
     started = time.perf_counter()
     llm = make_engine(order)
     from vllm.lora.request import LoRARequest

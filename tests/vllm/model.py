@@ -6,7 +6,9 @@ Needs torch and transformers; run as `python -m tests.vllm.model DIR SIZE`.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,12 @@ def make(directory: Path, size: str, *, seed: int = 1234) -> Path:
     others = {"window": _gemma, "windows": _mistral, "mla": _deepseek_v2}
     config = others[size]() if size in others else _llama(*SIZES[size])
     return save(directory, AutoModelForCausalLM.from_config(config).float())
+
+
+def cached(size: str, *, name: str = "", seed: int = 1234) -> Path:
+    """A model in the folder that `KVF_VLLM_MODELS` names, or in that of temporary files."""
+    folder = os.environ.get("KVF_VLLM_MODELS") or Path(tempfile.gettempdir()) / "kvf-vllm-models"
+    return make(Path(folder) / (name or size), size, seed=seed)
 
 
 def save(directory: Path, model: Any) -> Path:

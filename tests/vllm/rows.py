@@ -28,7 +28,8 @@ from tests.vllm.engine import SERVER_PID, STEPS, Ask, Order, encode, kvframework
 from tests.vllm.model import make, prompt
 
 CHUNK = 256
-_START_S = 300.0
+# What takes too long under load would be a miss, or not stored.
+PATIENT = {"kvframework.deadline_scale": 50.0, "kvframework.lookup_deadline_s": 100.0}
 
 
 @dataclass(frozen=True)
@@ -92,16 +93,7 @@ def run_engine(
 ) -> list[Answer]:
     """The answers of a new engine process, whose log stays in `directory`. Asserts that it ends well."""
     steps = Path(tempfile.mkstemp(dir=directory, prefix="steps-")[1])
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": cores,
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-        STEPS: str(steps),
-        **(environment or {}),
-    }
+    environment = {**environment_of(cores), STEPS: str(steps), **(environment or {})}
     log = steps.with_suffix(".log")
     with log.open("w") as stderr:
         process = subprocess.Popen(
@@ -126,6 +118,18 @@ def run_engine(
     text = log.read_text()
     assert status == 0, text[-6000:]
     return [replace(answer, log=text) for answer in answers]
+
+
+def environment_of(cores: str) -> dict[str, str]:
+    """The variables of a process of vLLM on these cores."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+    }
 
 
 def _answers(stream: TextIO, on_wait: Callable[[], None] | None) -> Iterator[Answer]:
@@ -190,6 +194,23 @@ def restarted(server: ServerProcess) -> None:
     written_back(server)
     server.stop()
     server.start()
+
+
+def several(*connectors: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """vLLM's MultiConnector over these."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+        **fields,
+    }
+
+
+def example(folder: Path) -> dict[str, Any]:
+    """vLLM's own connector, which keeps KV in files."""
+    extra = {"shared_storage_path": str(folder)}
+    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 # the rows

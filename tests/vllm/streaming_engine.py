@@ -7,25 +7,17 @@ Run as `python -m tests.vllm.streaming_engine -` with an `Order` on stdin, whose
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from tests.vllm.engine import Ask, Order, counters, settings_of
+from tests.vllm.engine import Order, counters, ordered, settings_of
 
 
 def main() -> None:
-    given = json.loads(sys.stdin.read())
-    order = Order(**{**given, "asks": [Ask(**ask) for ask in given["asks"]]})
-    events, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
-    os.dup2(2, 1)
+    order, tell = ordered()
     tokens = asyncio.run(_answer(order))
     counted = {name: count for name, count in counters().items() if count}
-    found = {"tokens": tokens, "cached": 0, "computed": -1, "ttft": 0.0, "wall": 0.0, "counters": counted}
-    events.write(json.dumps({"event": "answer", **found}) + "\n")
-    events.flush()
+    tell(event="answer", tokens=tokens, cached=0, computed=-1, ttft=0.0, wall=0.0, counters=counted)
 
 
 async def _answer(order: Order) -> list[int]:

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from kvf_vllm import adapters
-from kvf_vllm.adapter_names import NO_ADAPTER, Adapted, AdapterNames
-from kvf_vllm.adapters import AdapterFacts, AdapterReader, adapter_of
-from kvf_vllm.loaded_adapters import LoadedAdapters
+from kvf_vllm.adapters import NO_ADAPTER, Adapted, AdapterFacts, AdapterNames, AdapterReader, LoadedAdapters, adapter_of
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import AdapterNews, AdapterUse, LoadOp, StepPlan, StepReport, StoreOp

@@ -17,7 +17,6 @@ from kvf_vllm.options import VllmOptions
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan
 from kvf_vllm.worker import WorkerSide
-from kvframework.api.layout import NO_BLOCK
 from kvframework.client import KVClient, KvIdentity, WorkerAdapter, integration
 from kvframework.errors import BadLayout
 from tests.support.lazy import torch
@@ -108,6 +107,19 @@ class Engine:
             client.close()
 
 
+def spied_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the requests that the engine's worker sends from now on."""
+    asked: list[str] = []
+    begin = engine.clients[0]._connection.begin
+
+    def spy(name: str, *rest: Any, **options: Any) -> Any:
+        asked.append(name)
+        return begin(name, *rest, **options)
+
+    monkeypatch.setattr(engine.clients[0]._connection, "begin", spy)
+    return asked
+
+
 @pytest.fixture(scope="module")
 def process() -> Iterator[ServerProcess]:
     with ServerProcess(f"server.chunk_size={CHUNK}") as running:
@@ -164,49 +176,25 @@ def test_the_server_shows_what_the_model_computes_in(make: Any, server: ServerPr
     assert (instance["dtype"], instance["model_dtype"]) == ("uint8", "bfloat16")
 
 
-def test_what_one_engine_stores_another_loads_byte_by_byte(make: Any) -> None:
+def test_what_one_engine_stores_another_loads_byte_by_byte(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without another question: what the lookup said is enough."""
     first, other = make(), make()
     tokens = list(range(3 * CHUNK))
     request = FakeRequest("a", tokens)
     assert first.match(request) == 0
     first.compute(request, [[5, 4, 9, 8, 1, 2]])
     again = FakeRequest("b", tokens)
+    begin = spied_on(other, monkeypatch)
     assert other.match(again) == 3 * CHUNK
     before = other.memory.clone()
     assert other.load(again, [[10, 11, 12, 13, 14, 15]], 3 * CHUNK) == ({"b"}, set())
+    assert begin == []
     assert torch.equal(other.memory[:, 10:16], first.memory[:, [5, 4, 9, 8, 1, 2]])
     untouched = [block for block in range(BLOCKS) if not 10 <= block < 16]
     assert torch.equal(other.memory[:, untouched], before[:, untouched])
     assert other.worker.tally.counts["loaded_tokens"] == 3 * CHUNK
     assert other.worker.tally.counts["loaded_bytes"] == first.worker.tally.counts["stored_bytes"]
     assert other.worker.tally.counts["loaded_bytes"] == before[:, 10:16].numel() * 4
-
-
-@pytest.mark.parametrize("groups", [PLAIN, HYBRID], ids=["plain", "windows"])
-def test_a_hit_is_loaded_without_another_question(
-    make: Any, groups: tuple[GroupFacts, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, other = make(groups), make(groups)
-    tokens = list(range(3 * CHUNK))
-    request = FakeRequest("a", tokens)
-    assert first.match(request) == 0
-    table = [[5, 4, 9, 8, 1, 2], [20, 21, 22, 23, 24, 25]][: len(groups)]
-    first.compute(request, table)
-    again = FakeRequest("b", [*tokens, 9])
-    asked: list[str] = []
-    begin = other.clients[0]._connection.begin
-    monkeypatch.setattr(
-        other.clients[0]._connection,
-        "begin",
-        lambda name, *rest, **options: (asked.append(name), begin(name, *rest, **options))[1],
-    )
-    assert other.match(again) == 3 * CHUNK
-    into = [[10, 11, 12, 13, 14, 15], [26, 27, 28, 29, 30, 31]][: len(groups)]
-    assert other.load(again, into, 3 * CHUNK) == ({"b"}, set())
-    assert asked == []
-    assert torch.equal(other.memory[:, 10:16], first.memory[:, [5, 4, 9, 8, 1, 2]])
-    if len(groups) > 1:
-        assert torch.equal(other.memory[0, 31], first.memory[0, 25])
 
 
 def test_local_blocks_are_not_written(make: Any) -> None:
@@ -225,7 +213,9 @@ def test_local_blocks_are_not_written(make: Any) -> None:
 
 
 @pytest.mark.parametrize("form", [WHOLE, canonical("CPU_ATTN", "vec", "LBHNC")], ids=["opaque", "canonical"])
-def test_groups_with_a_window_move_what_the_window_needs(make: Any, form: BlockForm) -> None:
+def test_groups_with_a_window_move_what_the_window_needs(
+    make: Any, form: BlockForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, other = make(HYBRID, form), make(HYBRID, form)
     tokens = list(range(3 * CHUNK + 1))
     request = FakeRequest("a", tokens)
@@ -233,8 +223,10 @@ def test_groups_with_a_window_move_what_the_window_needs(make: Any, form: BlockF
     # The window group has given its first blocks away.
     first.compute(request, [[1, 2, 3, 4, 5, 6, 7], [0, 0, 20, 21, 22, 23, 24]])
     again = FakeRequest("b", tokens)
+    begin = spied_on(other, monkeypatch)
     assert other.match(again) == 3 * CHUNK
     other.load(again, [[10, 11, 12, 13, 14, 15], [0, 0, 0, 0, 25, 26]], 3 * CHUNK)
+    assert begin == []
     assert torch.equal(other.memory[:, 10:16], first.memory[:, 1:7])
     # One layer: the other one's memory under these block ids belongs to nobody.
     assert torch.equal(other.memory[0, 25:27], first.memory[0, 22:24])
@@ -278,16 +270,22 @@ def test_kv_without_its_state_is_not_loaded(make: Any, server: ServerProcess) ->
     assert make(RECURRENT).match(FakeRequest("d", tokens)) == 2 * BLOCK
 
 
-def test_what_is_lost_after_the_lookup_fails_the_whole_load(make: Any, server: ServerProcess) -> None:
-    first, other = make(RECURRENT), make(RECURRENT)
-    tokens = list(range(2 * BLOCK + 1))
+@pytest.mark.parametrize("groups", [PLAIN, RECURRENT], ids=["plain", "states"])
+def test_what_is_lost_between_lookup_and_load_is_computed(
+    make: Any, server: ServerProcess, groups: tuple[GroupFacts, ...]
+) -> None:
+    """vLLM is told the blocks of a single group, and the request if there are several."""
+    first, other = make(groups), make(groups)
+    tokens, is_single = list(range(2 * BLOCK + 1)), groups == PLAIN
     request = FakeRequest("a", tokens)
     first.match(request)
-    first.compute(request, [[1, 2, 3], [0, 20, 22]], [(1, 20, 2 * BLOCK)])
+    first.compute(request, [[1, 2, 3], [0, 20, 22]][: len(groups)], () if is_single else [(1, 20, 2 * BLOCK)])
     again = FakeRequest("b", tokens)
     assert other.match(again) == 2 * BLOCK
     server.kill9()
-    assert other.load(again, [[10, 11], [0, 25]], 2 * BLOCK) == ({"b"}, {"b"})
+    failed = set() if is_single else {"b"}
+    assert other.load(again, [[10, 11], [0, 25]][: len(groups)], 2 * BLOCK) == ({"b"}, failed)
+    assert other.worker.take_failed_blocks() == ({10, 11} if is_single else set())
     assert other.match(again) == 0
 
 
@@ -298,19 +296,6 @@ def test_another_packing_never_mixes(make: Any) -> None:
     first.compute(request, [[1, 2]])
     assert other.match(FakeRequest("b", list(range(CHUNK)))) == 0
     assert make().match(FakeRequest("c", list(range(CHUNK)))) == CHUNK
-
-
-def test_what_is_lost_between_lookup_and_load_is_computed(make: Any, server: ServerProcess) -> None:
-    first = make()
-    request = FakeRequest("a", list(range(CHUNK)))
-    first.match(request)
-    first.compute(request, [[1, 2]])
-    again = FakeRequest("b", list(range(CHUNK)))
-    assert first.match(again) == CHUNK
-    server.kill9()
-    assert first.load(again, [[8, 9]], CHUNK) == ({"b"}, set())
-    assert first.worker.take_failed_blocks() == {8, 9}
-    assert first.match(again) == 0
 
 
 def test_a_server_that_comes_later_is_found(server: ServerProcess, caplog: pytest.LogCaptureFixture) -> None:
@@ -386,16 +371,6 @@ def test_a_layer_that_uses_the_kv_of_another_is_left_out_and_cut_blocks_are_join
     assert list(found) == ["l.0"]
     assert found["l.0"].shape == (BLOCKS, 4, 3)
     assert torch.equal(found["l.0"][2].reshape(-1), torch.arange(2 * 12, 3 * 12))
-
-
-def test_chunks_without_blocks_in_the_window_are_left_out(make: Any) -> None:
-    engine = make(HYBRID)
-    request = FakeRequest("a", list(range(2 * CHUNK)))
-    engine.match(request)
-    plan = engine.scheduler.plan_step({"a": 2 * CHUNK}, lambda _request_id: [[1, 2, 3, 4], [0, 0, 0, 9]])
-    assert [op.block_ids[1] for op in plan.stores] == [[NO_BLOCK, NO_BLOCK, NO_BLOCK, 9]]
-    engine.step(plan)
-    assert engine.worker.tally.counts["failed_stores"] == 0
 
 
 def test_engines_of_other_layouts_and_kinds_read_each_others_objects(make: Any, server: ServerProcess) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -22,8 +20,8 @@ from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.vllm import rows
 from tests.vllm.engine import Order, encode
-from tests.vllm.model import make, prompt
-from tests.vllm.rows import Answer, Bench
+from tests.vllm.model import cached, prompt
+from tests.vllm.rows import PATIENT, Answer, Bench, environment_of, example, several
 from tests.vllm.test_pd_proxy import pd_proxy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -34,9 +32,8 @@ TOKENS = 4 * CHUNK
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
     directory = tmp_path_factory.mktemp("beside")
-    return Bench(make(cache / "tiny", "tiny"), directory, prompt(TOKENS, seed=5), 8)
+    return Bench(cached("tiny"), directory, prompt(TOKENS, seed=5), 8)
 
 
 @pytest.fixture(scope="module")
@@ -46,33 +43,12 @@ def cold(bench: Bench) -> Answer:
 
 def alone(server: ServerProcess, **fields: Any) -> dict[str, Any]:
     """By its name: vLLM knows it by the entry point."""
-    # What takes too long under load would be a miss.
-    patient = {"kvframework.deadline_scale": 50.0, "kvframework.lookup_deadline_s": 100.0}
     return {
         "kv_connector": "KvFrameworkConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"kvframework.endpoint": server.endpoint, **patient},
+        "kv_connector_extra_config": {"kvframework.endpoint": server.endpoint, **PATIENT},
         **fields,
-    }
-
-
-def several(*connectors: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": list(connectors)},
-        **fields,
-    }
-
-
-def example(folder: Path) -> dict[str, Any]:
-    """vLLM's own, which keeps KV in files."""
-    return {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
     }
 
 
@@ -117,25 +93,13 @@ def test_engines_of_one_process_share_their_metrics(bench: Bench, cold: Answer) 
                 text=True,
                 timeout=1700,
                 check=False,
-                env=environment(bench),
+                env=environment_of(bench.cores),
             )
     assert done.returncode == 0, log.read_text()[-6000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["tokens"] for each in found] == [cold.tokens] * 4
     # The second engine, the first again, and one made after the first has ended.
     assert [each["loaded"] for each in found] == [0, TOKENS, 2 * TOKENS, 3 * TOKENS]
-
-
-def environment(bench: Bench, **more: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": bench.cores,
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-        **more,
-    }
 
 
 class Api:
@@ -212,7 +176,7 @@ def api(bench: Bench, transfer: dict[str, Any], *options: str) -> Iterator[Api]:
             ],
             stdout=output,
             stderr=output,
-            env=environment(bench),
+            env=environment_of(bench.cores),
         )
         try:
             server = Api(process, port, str(bench.model), log)
@@ -255,7 +219,7 @@ def test_two_of_it_behind_an_openai_server_whose_clients_mean_no_good(bench: Ben
 DETAILS = "--enable-prompt-tokens-details"
 
 
-def cached(answer: dict[str, Any]) -> int:
+def hit(answer: dict[str, Any]) -> int:
     return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
 
@@ -275,15 +239,15 @@ def test_prefill_and_decode_in_two_engines_behind_the_examples_proxy(bench: Benc
         stack.callback(proxy.shutdown)
         front = Api(decode.process, proxy.server_address[1], str(bench.model), decode.log)
         answer = front.ask(tokens, max_tokens=12, return_token_ids=True)
-        assert cached(answer) == 1280
+        assert hit(answer) == 1280
         # The prefill engine has computed the prompt and has not loaded it.
         alone_computed = prefill.ask(tokens, max_tokens=12, return_token_ids=True, cache_salt="other")
-        assert cached(alone_computed) == 0
+        assert hit(alone_computed) == 0
         assert answer["choices"][0]["token_ids"] == alone_computed["choices"][0]["token_ids"]
         # Without the prefill engine the other one computes, and stores nothing.
         prefill.kill()
         other = prompt(600, seed=7)
-        assert [cached(front.ask(other, cache_salt=salt)) for salt in ("one", "two")] == [0, 0]
+        assert [hit(front.ask(other, cache_salt=salt)) for salt in ("one", "two")] == [0, 0]
 
 
 def test_ranks_of_data_parallel_engines_read_each_others_kv(bench: Bench) -> None:
@@ -292,5 +256,5 @@ def test_ranks_of_data_parallel_engines_read_each_others_kv(bench: Bench) -> Non
         answers = [
             server.ask(bench.prompt, headers={"X-data-parallel-rank": rank}, return_token_ids=True) for rank in "01"
         ]
-        assert [cached(answer) for answer in answers] == [0, TOKENS]
+        assert [hit(answer) for answer in answers] == [0, TOKENS]
         assert answers[0]["choices"][0]["token_ids"] == answers[1]["choices"][0]["token_ids"]

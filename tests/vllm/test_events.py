@@ -21,7 +21,7 @@ from tests.vllm.stand_ins import BLOCK, CHUNK, FakeRequest, FakeServer, schedule
 TOKENS = list(range(20))
 
 
-def stored(side: SchedulerSide, request: FakeRequest, *, server: FakeServer | None = None, by: int = 1) -> None:
+def stored(side: SchedulerSide, request: FakeRequest, *, server: FakeServer | None = None, by: int = 1) -> StepPlan:
     """Computes all of a request; `by` of its two workers store it."""
     if not request.num_computed_tokens:
         side.matched_tokens(request, 0)
@@ -34,6 +34,7 @@ def stored(side: SchedulerSide, request: FakeRequest, *, server: FakeServer | No
         side.heard(report)
         if server is not None:
             server.stored(op)
+    return plan
 
 
 def test_blocks_are_announced_when_all_workers_have_stored_them() -> None:
@@ -56,13 +57,8 @@ def test_what_a_lookup_misses_is_gone() -> None:
     server = FakeServer()
     side = scheduler(server, event_block_size=BLOCK)
     request = FakeRequest("a", list(TOKENS))
-    side.matched_tokens(request, 0)
-    (op,) = side.plan_step({"a": 20}, lambda _request_id: [list(range(1, 6))]).stores
-    report = StepReport()
-    report.ended[0] = report.stored[0] = 1
-    side.heard(report)
+    (op,) = stored(side, request, server=server).stores
     side.events.take()
-    server.stored(op)
     server.known = {each for each in server.known if each[1] == op.digests[:32]}
     # Another prompt says nothing about this one.
     side.matched_tokens(FakeRequest("other", list(range(50, 70))), 0)
@@ -81,11 +77,7 @@ def test_what_a_lookup_misses_is_gone() -> None:
 def test_after_a_reset_everything_is_gone() -> None:
     side = scheduler(FakeServer(), event_block_size=BLOCK)
     request = FakeRequest("a", list(TOKENS))
-    side.matched_tokens(request, 0)
-    side.plan_step({"a": 20}, lambda _request_id: [list(range(1, 6))])
-    report = StepReport()
-    report.ended[0] = report.stored[0] = 1
-    side.heard(report)
+    stored(side, request)
     side.events.take()
     side.reset()
     assert side.events.take() == [BlocksRemoved(request.block_hashes[:4])]
@@ -207,24 +199,13 @@ def test_a_store_that_ends_after_a_reset_is_not_announced() -> None:
     assert side.events.take() == []
 
 
-def told_by(server: FakeServer, request: FakeRequest, side: SchedulerSide) -> StepPlan:
-    side.matched_tokens(request, 0)
-    plan = side.plan_step({request.request_id: request.num_tokens}, lambda _request_id: [list(range(1, 9))])
-    for op in plan.stores:
-        server.stored(op)
-        report = StepReport()
-        report.ended[op.number] = report.stored[op.number] = 1
-        side.heard(report)
-    return plan
-
-
 def test_what_the_server_tells_the_engine_leaves_out_and_gives_the_server() -> None:
     server = FakeServer()
     server.telling = True
     side = scheduler(server, event_block_size=BLOCK)
     image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=3, length=6))
     request = FakeRequest("a", list(TOKENS), mm_features=[image])
-    (store,) = told_by(server, request, side).stores
+    (store,) = stored(side, request, server=server, by=2).stores
     assert side.events.take() == []
     content = store.content
     assert content is not None
@@ -244,7 +225,7 @@ def test_of_a_salt_that_the_server_withholds_the_engine_decides() -> None:
     server = FakeServer()
     server.telling = True
     side = scheduler(server, event_block_size=BLOCK, announce_salts=True)
-    (store,) = told_by(server, FakeRequest("a", list(TOKENS), cache_salt="tenant"), side).stores
+    (store,) = stored(side, FakeRequest("a", list(TOKENS), cache_salt="tenant"), server=server, by=2).stores
     assert store.content is None
     assert len(side.events.take()) == 1
 
@@ -255,7 +236,7 @@ def test_an_adapter_is_named_and_its_content_verified() -> None:
     side = scheduler(server, event_block_size=BLOCK)
     side.heard(StepReport(adapters={0: {1: AdapterNews("style", "/x", "content")}}))
     lora = SimpleNamespace(lora_name="style", lora_int_id=1, lora_path="/x")
-    (store,) = told_by(server, FakeRequest("a", list(TOKENS), lora_request=lora), side).stores
+    (store,) = stored(side, FakeRequest("a", list(TOKENS), lora_request=lora), server=server, by=2).stores
     assert store.content is not None
     assert (store.content.lora_name, store.content.hashes) == ("style", b"")
     assert verified(store.content, store.digests, store.start, CHUNK, Sha256())

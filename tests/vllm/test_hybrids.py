@@ -31,12 +31,7 @@ def bench_of(family: str, directory: Path, **engine: object) -> Bench:
         directory,
         prompt(told.chunks * told.chunk + 1, seed=7),
         NEW_TOKENS,
-        # On a busy machine the workers' first step takes seconds, and a miss would follow.
-        {
-            "kvframework.deadline_scale": 50.0,
-            "kvframework.connect_timeout_s": 60.0,
-            "kvframework.lookup_deadline_s": 60.0,
-        },
+        {**rows.PATIENT, "kvframework.connect_timeout_s": 60.0},
         {**told.engine, **engine},
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 
 from tests.support.server_process import ServerProcess
 from tests.vllm import rows
-from tests.vllm.model import make, make_adapter, prompt
+from tests.vllm.model import cached, make_adapter, prompt
 from tests.vllm.rows import Answer, Bench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -25,12 +23,9 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
     engine = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     directory = tmp_path_factory.mktemp("lora")
-    # What takes too long under load is not stored.
-    options = {"kvframework.deadline_scale": 50.0, "kvframework.lookup_deadline_s": 100.0}
-    return Bench(make(cache / "tiny", "tiny"), directory, prompt(TOKENS, seed=11), NEW, options, engine)
+    return Bench(cached("tiny"), directory, prompt(TOKENS, seed=11), NEW, rows.PATIENT, engine)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ and the connector promises nothing. Where the user alone has switched it off, hi
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,28 +14,25 @@ import pytest
 from kvf_vllm.facts import why_unread
 from tests.support.lazy import torch
 from tests.vllm import rows
-from tests.vllm.model import make, prompt
+from tests.vllm.model import cached, prompt
 from tests.vllm.rows import Bench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 TOKENS = 1281
-# On a busy machine the workers' first step takes seconds, and a miss would follow.
-OPTIONS = {
-    "kvframework.deadline_scale": 50.0,
-    "kvframework.connect_timeout_s": 60.0,
-    "kvframework.lookup_deadline_s": 60.0,
-}
+OPTIONS = {**rows.PATIENT, "kvframework.connect_timeout_s": 60.0}
 WARNING = "nothing is loaded or stored: this engine has neither prefix caching nor chunked prefill"
 
 
-def model(size: str) -> Path:
-    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
-    return make(cache / size, size)
-
-
 def bench_of(size: str, directory: Path, **engine: Any) -> Bench:
-    return Bench(model(size), directory, prompt(TOKENS, seed=3), 12, OPTIONS, engine)
+    return Bench(
+        cached(size),
+        directory,
+        prompt(TOKENS, seed=3),
+        12,
+        OPTIONS,
+        engine,
+    )
 
 
 def asks_of(bench: Bench) -> list[rows.Ask]:
@@ -108,7 +104,7 @@ def test_what_vllm_decides_is_followed(
     if "pooler_config" in given:
         given = {**given, "pooler_config": PoolerConfig(seq_pooling_type=given["pooler_config"])}
     config = EngineArgs(
-        model=str(model(size)), max_model_len=4096, max_num_batched_tokens=4096, skip_tokenizer_init=True, **given
+        model=str(cached(size)), max_model_len=4096, max_num_batched_tokens=4096, skip_tokenizer_init=True, **given
     ).create_engine_config()
     assert why_unread(config).startswith(reason)
     assert bool(why_unread(config)) == bool(reason)
@@ -119,5 +115,5 @@ def test_a_batch_invariant_engine_without_prefix_caching_loads_nothing() -> None
     """Some of vLLM's attention backends switch it off for that."""
     from vllm.engine.arg_utils import EngineArgs
 
-    config = EngineArgs(model=str(model("tiny")), enable_prefix_caching=False, skip_tokenizer_init=True)
+    config = EngineArgs(model=str(cached("tiny")), enable_prefix_caching=False, skip_tokenizer_init=True)
     assert "batch-invariant" in why_unread(config.create_engine_config(), invariant=True)

@@ -3,10 +3,6 @@ happens in the middle."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from pathlib import Path
-
 import pytest
 
 from kvf_dev.testing.transport.node import held_by
@@ -14,7 +10,7 @@ from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.vllm import rows
 from tests.vllm.engine import SERVER_PID, Ask, Order, kvframework_transfer
-from tests.vllm.model import make, prompt
+from tests.vllm.model import cached, prompt
 from tests.vllm.rows import Answer, Bench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -25,8 +21,7 @@ LONG, SHORT = Ask(prompt(TOKENS + 1, seed=3), tokens=16), Ask(prompt(64, seed=4)
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
-    return Bench(make(cache / "small", "small"), tmp_path_factory.mktemp("pieces"), [], 4)
+    return Bench(cached("small"), tmp_path_factory.mktemp("pieces"), [], 4)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import zmq
 from tests.events.node import Router, beginnings
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
+from tests.support.trained_model import asked, trained_folder
 from tests.vllm import rows
+from tests.vllm.cuts import CHUNKS, cuts
+from tests.vllm.cuts import TOKENS as CUT_TOKENS
 from tests.vllm.engine import Ask
-from tests.vllm.model import make, prompt
+from tests.vllm.model import cached, prompt
 from tests.vllm.rows import Answer, Bench
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 # Correctness does not need the large model: `python -m tests.vllm.rows` has the figures.
 SIZE = os.environ.get("KVF_VLLM_SIZE", "tiny")
@@ -31,9 +35,8 @@ CHUNK = rows.CHUNK
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
     directory = tmp_path_factory.mktemp("rows")
-    return Bench(make(cache / SIZE, SIZE), directory, prompt(TOKENS), 16)
+    return Bench(cached(SIZE), directory, prompt(TOKENS), 16)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +162,7 @@ def test_opting_out_salts_and_generated_tokens(bench: Bench, cold: Answer) -> No
 
 @pytest.mark.engine_feature("vLLM", "sliding windows")
 def test_a_model_with_sliding_windows(bench: Bench, tmp_path: Path) -> None:
-    window = Bench(make(bench.model.parent / "window", "window"), tmp_path, prompt(TOKENS + 100, seed=3), 16)
+    window = Bench(cached("window"), tmp_path, prompt(TOKENS + 100, seed=3), 16)
     cold = rows.cold(window)
     stored, loaded = rows.store_and_load(window)
     assert stored.tokens == loaded.tokens == cold.tokens
@@ -168,14 +171,13 @@ def test_a_model_with_sliding_windows(bench: Bench, tmp_path: Path) -> None:
     assert rows.server_dies(window, "ServerDiesBeforeLoad").tokens == cold.tokens
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.engine_feature("vLLM", "sliding windows")
 def test_a_model_all_of_whose_layers_have_windows(bench: Bench, tmp_path: Path) -> None:
     """vLLM keeps one KV cache group of it. Of what a load passes by, vLLM takes the blocks away at once, also those of
     its own cache: after a failure they are missing."""
     local, loaded = 5 * CHUNK, CHUNK
     tokens = prompt(local + loaded + 100, seed=4)
-    windows = Bench(make(bench.model.parent / "windows", "windows"), tmp_path, tokens, 16)
+    windows = Bench(cached("windows"), tmp_path, tokens, 16)
     cold = rows.cold(windows)
     with rows.server_for() as server:
         windows.run(server, windows.ask())
@@ -281,3 +283,51 @@ def test_salted_blocks_are_announced_with_their_salt_or_not_at_all(bench: Bench)
     ]
     by_vllm = {each for event in events if event["medium"] == "GPU" for each in event["block_hashes"]}
     assert {each for event in of_server for each in event["block_hashes"]} <= by_vllm
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_hit_that_is_cut_anywhere_changes_no_token(tmp_path: Path, dtype: str) -> None:
+    bench = Bench(cached("tiny"), tmp_path, [], 32, engine={"dtype": dtype})
+    (cut,) = cuts(bench, [7])
+    assert [answer.cached for answer in cut.loaded] == [CHUNK * chunks for chunks in range(CHUNKS + 1)]
+    assert [answer.computed for answer in cut.loaded] == [CUT_TOKENS - CHUNK * chunks for chunks in range(CHUNKS + 1)]
+    # The control: the engine's own cache, without a connector.
+    assert [answer.cached for answer in cut.own] == [answer.cached for answer in cut.loaded]
+    assert [answer.tokens for answer in cut.loaded] == [answer.tokens for answer in cut.own]
+    if dtype == "float32":
+        assert all(answer.tokens == cut.cold.tokens for answer in cut.loaded)
+
+
+def test_an_answer_in_words_comes_from_the_kv_of_another_engine(tmp_path: Path) -> None:
+    model = trained_folder(Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models")))
+    question, words = asked(model)
+    bench = Bench(model, tmp_path, question, engine={"max_model_len": 4096})
+    cold = rows.cold(bench)
+    stored, loaded = rows.store_and_load(bench)
+    print(words(cold.tokens))
+    assert stored.tokens == loaded.tokens == cold.tokens
+    whole = len(question) // CHUNK * CHUNK
+    assert (stored.cached, loaded.cached, loaded.computed) == (0, whole, len(question) - whole)
+    assert "pledge" in words(loaded.tokens)
+    assert rows.wrong_kv(bench).tokens != cold.tokens
+
+
+def test_an_engine_learns_its_speed_and_tells_it(bench: Bench, tmp_path: Path) -> None:
+    bench = replace(bench, prompt=prompt(8 * CHUNK + 52, seed=3), new_tokens=4)
+    go_on = tmp_path / "go-on"
+    told: list[dict[str, float]] = []
+    asks = [Ask(prompt(len(bench.prompt), seed=100 + number), tokens=4) for number in range(8)]
+    with rows.server_for() as server:
+
+        def waiting() -> None:
+            told.extend(server.status()["price"]["engines"])
+            go_on.touch()
+
+        answers = bench.run(server, *asks, bench.ask(wait_file=str(go_on)), on_wait=waiting)
+        assert all(answer.computed == len(bench.prompt) for answer in answers)
+    (engine,) = told
+    measured = sorted(len(bench.prompt) / answer.wall for answer in answers)[len(answers) // 2]
+    # The wall also holds four tokens that were generated, and what is around a step.
+    assert 0.5 * measured < engine["tokens_per_s"] < 20 * measured
+    assert engine["requests_per_s"] > 0
+    print(engine, measured)

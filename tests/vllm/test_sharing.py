@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.vllm import hf_engine, rows
-from tests.vllm.model import make, prompt
+from tests.vllm.model import cached, prompt
 from tests.vllm.rows import Answer, Bench
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 CHUNKS = 8 * rows.CHUNK
 # Both engines leave what is no whole chunk to be computed.
@@ -29,9 +28,8 @@ CANONICAL = {
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
     directory = tmp_path_factory.mktemp("sharing")
-    return Bench(make(cache / "tiny", "tiny"), directory, prompt(PROMPT, seed=7), 16, CANONICAL)
+    return Bench(cached("tiny"), directory, prompt(PROMPT, seed=7), 16, CANONICAL)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +74,6 @@ def test_vllm_continues_what_transformers_has_computed(bench: Bench, cold: Answe
         assert vllm_answers(bench, server, weights="").computed == PROMPT
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.skipif("KVF_VLLM_OTHER" not in os.environ, reason="names no interpreter with another release of vLLM")
 def test_engines_of_two_releases_share_blocks_of_attention(bench: Bench) -> None:
     """Whether they share depends on the release of transformers, too: it describes the model."""
@@ -91,7 +88,7 @@ def test_engines_of_two_releases_share_blocks_of_attention(bench: Bench) -> None
 
 
 def test_a_model_with_sliding_windows_is_canonical_for_vllm_too(bench: Bench, tmp_path: Path) -> None:
-    window = Bench(make(bench.model.parent / "window", "window"), tmp_path, prompt(PROMPT, seed=3), 16, CANONICAL)
+    window = Bench(cached("window"), tmp_path, prompt(PROMPT, seed=3), 16, CANONICAL)
     stored, loaded = rows.store_and_load(window)
     assert stored.tokens == loaded.tokens
     assert (stored.computed, loaded.computed) == (PROMPT, PROMPT - CHUNKS)
@@ -107,3 +104,36 @@ def test_an_order_of_elements_that_is_not_known_stops_the_engines_start(bench: B
         pytest.skip("vLLM itself has no fp8 on this machine")
     assert 'kvframework.layout is "canonical", but it is CPU_ATTN/' in log
     assert 'leave kvframework.layout at "opaque"' in log
+
+
+SHARDS = 4
+
+
+def of_size(one: Bench, server: Any, size: int, **fields: Any) -> Answer:
+    """Of a new engine of `size` workers. What another size computes may differ in its last bits: few tokens, which do
+    not."""
+    split = replace(one, engine={"tensor_parallel_size": size}, cores="|".join(map(str, range(size))), **fields)
+    return split.run(server, split.ask())[0]
+
+
+@pytest.mark.parametrize(("stored", "loaded"), [(2, 1), (1, 2)])
+def test_an_engine_of_another_size_continues_what_one_has_computed(bench: Bench, stored: int, loaded: int) -> None:
+    with rows.server_for(f"server.tp_lcm={SHARDS}") as server:
+        first = of_size(bench, server, stored)
+        assert first.computed == PROMPT
+        with server.client() as client:
+            assert client.status()["l1"]["objects"] == SHARDS * CHUNKS // rows.CHUNK
+        found = of_size(bench, server, loaded)
+        assert (found.computed, found.tokens) == (PROMPT - CHUNKS, first.tokens)
+        there = transformers_answers(bench, server.endpoint)
+        assert (there.hit, there.tokens) == (CHUNKS, first.tokens)
+        # If it were not the KV that decides, this would be no proof.
+        assert transformers_answers(bench, server.endpoint, spoil=True).tokens != first.tokens
+        # A third engine, of the size that stored, reads its own.
+        assert of_size(bench, server, stored).computed == PROMPT - CHUNKS
+
+
+def test_without_the_setting_sizes_share_nothing(bench: Bench) -> None:
+    with rows.server_for() as server:
+        assert of_size(bench, server, 1).computed == PROMPT
+        assert of_size(bench, server, 2).computed == PROMPT

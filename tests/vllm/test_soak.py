@@ -3,16 +3,23 @@ killed. No wrong token, and nothing is kept."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.engine_soak.run import NotRepeatableError
+from tests.support.engine_soak.conversations import Talk
+from tests.support.engine_soak.engine import Answer, Engine
+from tests.support.engine_soak.run import NotRepeatableError, soak
 from tests.support.held_server import HeldServer
 from tests.support.server_process import ServerProcess
-from tests.vllm import soak
+from tests.vllm import hybrid_models
+from tests.vllm.model import make
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -23,11 +30,11 @@ def test_conversations_with_two_engines(tmp_path: Path, model: str, server: type
     cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
     seconds = float(os.environ.get("KVF_VLLM_SOAK_S", "150"))
     try:
-        seen = soak.run(soak.model_of(cache, model), server(capacity="20MiB"), tmp_path, seconds)
+        seen = run(model_of(cache, model), server(capacity="20MiB"), tmp_path, seconds)
     except NotRepeatableError as error:
         pytest.skip(f"vLLM without a connector: {error}")
     print(seen)
-    assert seen["answers"] >= soak.TALK.conversations * soak.TALK.turns
+    assert seen["answers"] >= TALK.conversations * TALK.turns
     assert seen["broken off"]
     assert seen["connector"]["kvframework:hit_tokens_total"]
     assert bool(seen["recovered"]["objects"]) == (server is HeldServer)
@@ -36,3 +43,103 @@ def test_conversations_with_two_engines(tmp_path: Path, model: str, server: type
     grown = {name: after[name] - before[name] for name in before if "Worker" not in name}
     assert grown
     assert all(mib < 30 for mib in grown.values()), seen
+
+
+TALK = Talk()
+_ERRORS = "kvframework:errors_total"
+
+
+class VLLM:
+    """vLLM's OpenAI server with the connector. `metrics` are the connector's, of the engines at rest."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self.metrics: list[dict[str, float]] = []
+
+    def command(self, port: int, endpoint: str) -> Sequence[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(self._model),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "2048",
+            "--enforce-eager",
+            # Little memory: requests are preempted, and vLLM's own cache forgets.
+            "--kv-cache-memory-bytes",
+            str(14 << 20),
+            "--max-num-seqs",
+            "8",
+            "--enable-prompt-tokens-details",
+        ]
+        if endpoint:
+            connector = {
+                "kv_connector": "KvFrameworkConnector",
+                "kv_connector_module_path": "kvf_vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"kvframework.endpoint": endpoint, "kvframework.deadline_scale": 10.0},
+            }
+            command += ["--kv-transfer-config", json.dumps(connector)]
+        return command
+
+    def environment(self) -> Mapping[str, str]:
+        bind = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+        return {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": bind,
+        }
+
+    def request(self, tokens: list[int], new_tokens: int, *, stream: bool) -> tuple[str, dict[str, Any]]:
+        body = {
+            "model": str(self._model),
+            "prompt": tokens,
+            "max_tokens": new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": stream,
+        }
+        return "/v1/completions", body
+
+    def answer(self, reply: Any) -> Answer:
+        cached = (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Answer(reply["choices"][0]["token_ids"], cached)
+
+    def faults(self, engine: Engine, *, server_killed: bool) -> list[str]:
+        """Tracebacks, and what the connector counts as errors: a transfer for which there is no server is one."""
+        metrics = engine.metrics()
+        lines = [line for line in engine.log.read_text().splitlines() if "Traceback" in line]
+        if server_killed:
+            self.metrics.append(metrics)
+            return lines
+        return lines + [f"{metrics[_ERRORS]} {_ERRORS}"] * bool(metrics[_ERRORS])
+
+
+def model_of(cache: Path, name: str) -> Path:
+    """A model by its size, or by its family for one with recurrent layers."""
+    return hybrid_models.make(cache / name, name) if name in hybrid_models.FAMILIES else make(cache / name, name)
+
+
+def run(model: Path, server: ServerProcess, directory: Path, seconds: float) -> dict[str, Any]:
+    """What was seen, for those who read it."""
+    kind = VLLM(model)
+    seen = soak(kind, TALK, server, directory, seconds)
+
+    def total(name: str) -> float:
+        return sum(each.get(name, 0) for each in kind.metrics)
+
+    counters = (name for name in kind.metrics[0] if name.startswith("kvframework:") and name.endswith("_total"))
+    return seen | {
+        "preemptions": total("vllm:num_preemptions_total"),
+        "connector": {name: total(name) for name in sorted(counters)},
+    }

@@ -3,8 +3,6 @@ requests whose KV depends on more than tokens. Tokens are those of a cold engine
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,23 +12,20 @@ import pytest
 from tests.support.server_process import ServerProcess
 from tests.vllm import rows
 from tests.vllm.engine import Ask, Order
-from tests.vllm.model import make, prompt
-from tests.vllm.rows import Answer, Bench
+from tests.vllm.model import cached, prompt
+from tests.vllm.rows import PATIENT, Answer, Bench, example, several
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 CHUNK = rows.CHUNK
 # One token after the last chunk: it depends on all of the KV.
 TOKENS = 5 * CHUNK + 1
-# What takes too long under load would be a miss.
-PATIENT = {"kvframework.deadline_scale": 50.0, "kvframework.lookup_deadline_s": 100.0}
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
     directory = tmp_path_factory.mktemp("together")
-    return Bench(make(cache / "tiny", "tiny"), directory, prompt(TOKENS, seed=17), 12, PATIENT)
+    return Bench(cached("tiny"), directory, prompt(TOKENS, seed=17), 12, PATIENT)
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +43,6 @@ def kvframework(server: ServerProcess, name: str = "KvFrameworkConnector", **fie
         "kv_connector_extra_config": {"kvframework.endpoint": server.endpoint, **PATIENT},
         **fields,
     }
-
-
-def several(*connectors: dict[str, Any]) -> dict[str, Any]:
-    extra = {"connectors": list(connectors)}
-    return {**connectors[0], "kv_connector": "MultiConnector", "kv_connector_module_path": None} | {
-        "kv_connector_extra_config": extra
-    }
-
-
-def example(folder: Path) -> dict[str, Any]:
-    """vLLM's own, which keeps KV in files."""
-    extra = {"shared_storage_path": str(folder)}
-    return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def answers(bench: Bench, transfer: dict[str, Any], *asks: Ask) -> list[Answer]:

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from kvframework.config import load_config
 from kvframework.registry import PluginRegistry, check_config
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer
-from tests.vllm.model import make
+from tests.vllm.model import cached
 from tests.vllm.rows import server_for
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "vllm"
@@ -33,8 +32,7 @@ def python(*arguments: str) -> str:
 
 @pytest.fixture
 def model() -> str:
-    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
-    return str(make(cache / "tiny", "tiny"))
+    return str(cached("tiny"))
 
 
 def test_the_servers_configuration_is_accepted() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from kvf_vllm.identity import Named, identify
 from kvf_vllm.step_messages import LoadOp, StepPlan, StepReport, StoreOp, Weights
-from kvf_vllm.weight_updates import CacheResets, WeightUpdates
+from kvf_vllm.weights import CacheResets, WeightUpdates
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import LoadOutcome

@@ -3,17 +3,14 @@ another one of the same server, and after an update back."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.vllm import rows
 from tests.vllm.engine import Ask
-from tests.vllm.model import make, prompt
+from tests.vllm.model import cached, prompt
 from tests.vllm.rows import Answer, Bench
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -45,12 +42,9 @@ def ask(index: int, **fields: Any) -> Ask:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    cache = Path(os.environ.get("KVF_VLLM_MODELS", Path(tempfile.gettempdir()) / "kvf-vllm-models"))
-    # What takes too long under load is not stored.
-    options = {"kvframework.deadline_scale": 50.0, "kvframework.lookup_deadline_s": 100.0}
     directory = tmp_path_factory.mktemp("updates")
     old, new = (
-        Bench(make(cache / name, "tiny", seed=seed), directory, [], NEW, options, ENGINE)
+        Bench(cached("tiny", name=name, seed=seed), directory, [], NEW, rows.PATIENT, ENGINE)
         for name, seed in (("tiny", 1234), ("tiny-4321", 4321))
     )
     cold = {

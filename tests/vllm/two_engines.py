@@ -5,18 +5,11 @@ Run as `python -m tests.vllm.two_engines JSON` with an `Order`; the answers are 
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-
-from tests.vllm.engine import Ask, Order, make_engine
+from tests.vllm.engine import make_engine, ordered
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
-    order = Order(**{**given, "asks": [Ask(**ask) for ask in given["asks"]]})
-    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
-    os.dup2(2, 1)
+    order, answer = ordered()
     from prometheus_client import REGISTRY
 
     from vllm import SamplingParams
@@ -28,8 +21,7 @@ def main() -> None:
         loaded = REGISTRY.get_sample_value(
             "kvframework:loaded_tokens_total", {"model_name": order.model, "engine": "0"}
         )
-        answers.write(json.dumps({"tokens": list(output.outputs[0].token_ids), "loaded": loaded}) + "\n")
-        answers.flush()
+        answer(tokens=list(output.outputs[0].token_ids), loaded=loaded)
 
     first = make_engine(order)
     tell(first)

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from kvf_blend.engine.blend import BlendTransformers
-from kvf_blend.engine.demo_model import local_llama
+from kvf_blend.engine.demo_engine import local_llama
 from kvf_blend.engine.placing import Loaded
 from kvf_demo.models import chosen_model
 from kvf_transformers.demo_model import DemoModel, Dialogue, dialogue_of, encode, end_tokens, local_model

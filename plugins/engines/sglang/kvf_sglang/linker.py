@@ -18,10 +18,9 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 import sglang
 from kvf_sglang.cache import KV, PageCache, Worker, engine_name, name_of
 from kvf_sglang.facts import identify, kv_heads, model_facts
-from kvf_sglang.lookups import LOOKUP_S, RecentLookups
-from kvf_sglang.offloads import Offloads
 from kvf_sglang.options import LINKER, check_linker_version, parse_options
 from kvf_sglang.pools import device_form_of
+from kvf_sglang.waiting import LOOKUP_S, Offloads, RecentLookups
 from kvf_sglang.weight_updates import watch
 from kvframework.client import ErrorNotes, harmless
 

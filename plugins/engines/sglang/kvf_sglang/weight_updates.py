@@ -6,8 +6,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
+from kvf_sglang.cache import PageCache
 from kvframework.client import WatchedCall, watch_calls
 
 UPDATES = (
@@ -17,11 +18,6 @@ UPDATES = (
     "update_weights_from_tensor",
     "update_weights_from_ipc",
 )
-
-
-class Retiring(Protocol):
-    def retire(self, why: str) -> None:
-        """Everything is a miss from now on. Never raises."""
 
 
 class _Updates:
@@ -43,7 +39,7 @@ class _Updates:
 _updates: weakref.WeakKeyDictionary[type, _Updates] = weakref.WeakKeyDictionary()
 
 
-def watch(cache: Retiring, updater: type) -> None:
+def watch(cache: PageCache, updater: type) -> None:
     """Retires the cache before any update of the weights of this process, and at once if there was one since the first
     call: a backend may be detached and attached. `updater` is SGLang's class. Raises `AttributeError` if its methods
     are not those that are known."""

@@ -1,24 +1,39 @@
-"""The name of an adapter (LoRA) by its content: every byte of its files, its scaling and its rank.
+"""Adapters (LoRA) by their content: their names, what the scheduler knows of them, and what a worker's vLLM has loaded.
 
-A name and a path do not name an adapter: it may be trained again in place. Adapters may come from several tenants, so
-the digest is a cryptographic one. It is remembered for as long as the files stay the same by path, inode, size,
-mtime and ctime.
+A name and a path do not name an adapter: it may be trained again in place. So it is named by every byte of its files,
+its scaling and its rank. Adapters may come from several tenants, so the digest is a cryptographic one. It is remembered
+for as long as the files stay the same by path, inode, size, mtime and ctime.
+
+vLLM reports neither loads nor evictions of adapters to a connector, so one call of vLLM's is watched in the worker: the
+load. The files are named before and after it; if they differ, what was loaded is unknown, and the adapter has no name.
+Without such a call in this vLLM no adapter has one.
+
+For the scheduler an adapter that all workers hold has the name that they tell. One that they do not hold yet is named
+by its files, in a thread; the workers compare when they have loaded it. A name that is known only from the files is
+good for a load within the step that uses the adapter, never for one before it. vLLM's own prefix cache goes by an
+adapter's name and path. Once these had two contents in the engine's life, blocks of both may lie there, and their
+requests are left out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
+import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvframework.client import WEIGHT_SUFFIXES, FileState
+from kvf_vllm.step_messages import AdapterNews, AdapterUse
+from kvframework.api.futures import Future, Promise
+from kvframework.client import WEIGHT_SUFFIXES, FileState, WatchedCall, watch_calls
 from kvframework.errors import ConfigFieldError
 
 CONFIG = "adapter_config.json"
@@ -128,3 +143,183 @@ def _no_adapter(adapter: AdapterFacts, why: str) -> ConfigFieldError:
         available=f"a folder with {CONFIG} and files of weights",
         hint="its requests are computed",
     )
+
+
+class Adapted(NamedTuple):
+    """The adapter of one request, if it has one. `use` is None as long as it has no name; `reason` says why it gets
+    none, "" as long as it is looked for. `is_loaded`: all workers hold it."""
+
+    use: AdapterUse | None = None
+    is_loaded: bool = False
+    reason: str = ""
+
+
+class AdapterNames:
+    """The scheduler's side. `by_path` False: vLLM's prefix cache goes by the adapter's name alone. For one thread."""
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        settings: Sequence[str] = (),
+        by_path: bool = True,
+        read: Callable[[AdapterFacts], str] | None = None,
+    ) -> None:
+        self._workers = workers
+        self._settings = tuple(settings)
+        self._by_path = by_path
+        self._read = read or AdapterReader().content
+        self._held: dict[int, dict[int, AdapterNews]] = {}
+        self._contents: dict[tuple[str, str], set[str]] = {}
+        self._reading: dict[str, Future[str]] = {}
+        self._wanted: queue.SimpleQueue[tuple[AdapterFacts, Promise[str]]] | None = None
+
+    def heard(self, worker: int, news: Mapping[int, AdapterNews | None]) -> None:
+        """Applies the news of one worker."""
+        for number, each in news.items():
+            held = self._held.setdefault(number, {})
+            if each is None:
+                held.pop(worker, None)
+                if not held:
+                    del self._held[number]
+                continue
+            held[worker] = each
+            self._contents.setdefault(self._key(each.name, each.path), set()).add(each.content)
+
+    def adapted(self, request_id: str, request: Any) -> Adapted:
+        """The adapter of vLLM's `LoRARequest`; without a use and a reason it is to be asked again. Never blocks."""
+        adapter = adapter_of(request, self._settings)
+        held = self._held.get(adapter.number, {})
+        is_loaded = len(held) == self._workers
+        if is_loaded:
+            contents = {each.content for each in held.values()}
+            content = contents.pop() if len(contents) == 1 else ""
+        else:
+            reading = self._reading.get(request_id) or self._started(request_id, adapter)
+            if not reading.query():
+                return Adapted()
+            content = reading.result(0) if reading.exception() is None else ""
+        self.forget(request_id)
+        if not content:
+            return Adapted(reason="lora_unnamed")
+        if self._contents.get(self._key(adapter.name, adapter.path), set()) - {content}:
+            return Adapted(reason="lora_changed")
+        return Adapted(AdapterUse(adapter.number, content), is_loaded)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended, or waits no longer."""
+        self._reading.pop(request_id, None)
+
+    def _key(self, name: str, path: str) -> tuple[str, str]:
+        return name, path if self._by_path else ""
+
+    def _started(self, request_id: str, adapter: AdapterFacts) -> Future[str]:
+        if self._wanted is None:
+            self._wanted = queue.SimpleQueue()
+            threading.Thread(
+                target=self._keep_reading, args=(self._wanted,), name="kvf-vllm-adapters", daemon=True
+            ).start()
+        promise: Promise[str] = Promise()
+        self._reading[request_id] = promise
+        self._wanted.put((adapter, promise))
+        return promise
+
+    def _keep_reading(self, wanted: queue.SimpleQueue[tuple[AdapterFacts, Promise[str]]]) -> None:
+        while True:
+            adapter, promise = wanted.get()
+            try:
+                promise.set_result(self._read(adapter))
+            except Exception as error:  # noqa: BLE001 - whatever it is, the adapter has no name
+                promise.set_exception(error)
+
+
+NO_ADAPTER = Adapted()
+
+
+log = logging.getLogger(__name__)
+
+
+class LoadedAdapters:
+    """The adapters of the engine with this `LoRAConfig`, None: it has none. `resolve` gives the folder for a path, as
+    vLLM finds it. `base_uses_last_slot`: vLLM computes requests without an adapter by whatever lies in the last slot
+    for adapters, as its code for CPUs does (index -1). For the worker's thread."""
+
+    def __init__(
+        self,
+        lora_config: Any = None,
+        *,
+        resolve: Callable[[str], str] = str,
+        base_uses_last_slot: bool = False,
+        reader: AdapterReader | None = None,
+    ) -> None:
+        self._config = lora_config
+        self._base_uses_last_slot = base_uses_last_slot
+        self._is_base_spoiled = False
+        self._settings = settings_of(lora_config)
+        self._resolve = resolve
+        self._reader = reader or AdapterReader()
+        self._content: dict[int, str] = {}
+        self._news: dict[int, AdapterNews] = {}
+        self._held: Callable[[], set[int]] = set
+        self._slots: Callable[[], Sequence[int | None]] = tuple
+
+    def watch(self, manager_class: Any) -> None:
+        """Follows the loads of vLLM's class from now on. Never raises."""
+        try:
+            watch_calls(manager_class, ("_load_adapter",), self)
+        except AttributeError as error:
+            log.warning("requests with adapters are computed, this vLLM's loads cannot be seen: %s", error)
+
+    @contextmanager
+    def around(self, call: WatchedCall) -> Iterator[None]:
+        """A load by vLLM. Several engines may share a process."""
+        manager = call.args[0]
+        if self._config is None or getattr(manager, "lora_config", None) is not self._config:
+            yield
+            return
+        adapter = adapter_of(call.argument(1, "lora_request"), self._settings)
+        before = self._named(adapter)
+        yield
+        self._loaded(manager, adapter, before)
+
+    def _loaded(self, manager: Any, adapter: AdapterFacts, before: str) -> None:
+        """A load has succeeded; `before` is the adapter's name from before that."""
+        content = self._named(adapter)
+        if content != before:
+            log.warning("the files of adapter %s changed while it was loaded: its requests are computed", adapter.name)
+            content = ""
+        self._content[adapter.number] = content
+        self._news[adapter.number] = AdapterNews(adapter.name, adapter.path, content)
+        self._held = manager.list_adapters
+        # In doubt the last slot is taken.
+        slots = getattr(manager, "_adapter_manager", None)
+        self._slots = lambda: getattr(slots, "lora_index_to_id", [adapter.number])
+
+    def holds(self, use: AdapterUse) -> bool:
+        """True if vLLM holds the adapter with just this content."""
+        return bool(use.content) and self._content.get(use.number) == use.content and use.number in self._held()
+
+    def spoils_base(self) -> bool:
+        """True once requests without an adapter may have been computed by one, and lie so in vLLM's own prefix cache.
+        To be asked after each step."""
+        if self._base_uses_last_slot and not self._is_base_spoiled and self._slots()[-1:] not in ([], (), [None]):
+            self._is_base_spoiled = True
+            log.warning("on a CPU vLLM gives requests without an adapter the one in its last slot: they are not stored")
+        return self._is_base_spoiled
+
+    def take_news(self) -> dict[int, AdapterNews | None]:
+        """What was loaded since the last call, by number; None for what vLLM has dropped."""
+        news: dict[int, AdapterNews | None] = dict(self._news)
+        self._news.clear()
+        if self._content:
+            for number in self._content.keys() - self._held():
+                del self._content[number]
+                news[number] = None
+        return news
+
+    def _named(self, adapter: AdapterFacts) -> str:
+        try:
+            return self._reader.content(replace(adapter, path=self._resolve(adapter.path)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the adapter has no name
+            log.warning("requests with adapter %s are computed: %s", adapter.name, error)
+            return ""

@@ -32,8 +32,7 @@ try:
 except ImportError:  # vLLM before 0.32 does not ask for the source of hits
     CacheHitSource = None
 
-from kvf_vllm.adapter_names import AdapterNames
-from kvf_vllm.adapters import settings_of
+from kvf_vllm.adapters import AdapterNames, LoadedAdapters, settings_of
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks, prove_planes
 from kvf_vllm.facts import (
@@ -49,7 +48,6 @@ from kvf_vllm.facts import (
 )
 from kvf_vllm.identity import Named, identify
 from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, only_between_steps
-from kvf_vllm.loaded_adapters import LoadedAdapters
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
 from kvf_vllm.options import VllmOptions, caches_adapters_by_path, check_version, parse_options
@@ -57,8 +55,7 @@ from kvf_vllm.published import published
 from kvf_vllm.registration import NAME, join_log, register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan, StepReport
-from kvf_vllm.weight_updates import CacheResets, WeightUpdates
-from kvf_vllm.weights import EngineWeights
+from kvf_vllm.weights import CacheResets, EngineWeights, WeightUpdates
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import ErrorNotes, KVClient, harmless
 from kvframework.errors import ConfigFieldError, KVFrameworkError

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kvf_vllm.adapter_names import NO_ADAPTER, Adapted, AdapterNames
+from kvf_vllm.adapters import NO_ADAPTER, Adapted, AdapterNames
 from kvf_vllm.engine_names import EngineNames
 from kvf_vllm.events import Announcements, BlocksStored
 from kvf_vllm.layouts import (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from kvf_vllm.loaded_adapters import LoadedAdapters
+from kvf_vllm.adapters import LoadedAdapters
 from kvf_vllm.step_messages import AdapterUse, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
 from kvf_vllm.weights import WorkerWeights

@@ -19,10 +19,9 @@ import torch
 
 from kvf_blend.engine.client import BlendClient
 from kvf_blend.engine.decoder import Decoder
-from kvf_blend.engine.decoder_check import check_decoder
 from kvf_blend.engine.model_rotary import rotary_of
 from kvf_blend.engine.placing import Loaded, held_of, placed
-from kvf_blend.engine.prefill import prefill
+from kvf_blend.engine.prefill import check_decoder, prefill
 from kvf_blend.engine.recompute import Held, by_deviation
 from kvf_blend.engine.results import Blended, BlendedPrompt, PreComputed
 from kvf_blend.errors import BadSegments

@@ -57,24 +57,13 @@ def by_deviation(held: Held, deviation: torch.Tensor, share: float) -> torch.Ten
     `deviation` is one number for each of `held.loaded_positions()`; NaN counts as the most. Sorted positions, on the
     CPU.
     """
-    measured = _measured(held, deviation)
-    chosen = measured.topk(_count(share, held.loaded), sorted=False).indices
-    return _with_missing(held, held.loaded_positions()[chosen])
-
-
-def _count(share: float, loaded: int) -> int:
     if not 0 <= share <= 1:
         raise ValueError(f"a share of {share}; it is 0 to 1")
-    return min(loaded, math.ceil(share * loaded - _ROUNDING))
-
-
-def _measured(held: Held, deviation: torch.Tensor) -> torch.Tensor:
     if deviation.shape != (held.loaded,):
         raise ValueError(f"deviations of shape {tuple(deviation.shape)} for {held.loaded} tokens")
-    return deviation.detach().cpu().double().nan_to_num(nan=math.inf, posinf=math.inf)
-
-
-def _with_missing(held: Held, chosen: torch.Tensor) -> torch.Tensor:
+    count = min(held.loaded, math.ceil(share * held.loaded - _ROUNDING))
+    measured = deviation.detach().cpu().double().nan_to_num(nan=math.inf, posinf=math.inf)
+    chosen = held.loaded_positions()[measured.topk(count, sorted=False).indices]
     return torch.cat([held.missing_positions(), chosen]).sort().values
 
 

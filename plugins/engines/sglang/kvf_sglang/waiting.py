@@ -1,4 +1,5 @@
-"""The stores of a linker, one after the other in a thread: SGLang asks each step which have ended, in their order."""
+"""What SGLang's scheduler asks a linker at every step, without waiting for it: whether stores have ended, which run one
+after the other in a thread, and what was found for a request that waits."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -63,3 +64,34 @@ class Offloads:
             self._ended.append(stored)
             self._queue.task_done()
         self._queue.task_done()
+
+
+# How long the scheduler waits for an answer.
+LOOKUP_S = 0.1
+MISS_HOLDS_S = 0.5
+# Well before the pins of a hit end.
+HIT_HOLDS_S = 10.0
+MOST_REQUESTS = 4096
+
+
+class RecentLookups:
+    """Answers of lookups by request. For one thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._known: dict[str, tuple[float, tuple[str, str, int], list[int]]] = {}
+
+    def get(self, request: str, keys: Sequence[str], ask: Callable[[], list[int]]) -> list[int]:
+        """The answer for these keys: a recent one, or that of `ask`."""
+        now, asked = self._clock(), (keys[0], keys[-1], len(keys))
+        until, known, answer = self._known.get(request, (now, None, []))
+        if known != asked or until <= now:
+            answer = ask()
+            self.forget(request)
+            if len(self._known) >= MOST_REQUESTS:
+                del self._known[next(iter(self._known))]
+            self._known[request] = (now + (HIT_HOLDS_S if answer else MISS_HOLDS_S), asked, answer)
+        return answer
+
+    def forget(self, request: str) -> None:
+        self._known.pop(request, None)
