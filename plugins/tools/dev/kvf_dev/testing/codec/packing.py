@@ -129,20 +129,6 @@ class PackingTests(CodecKit):
         packed = self.elsewhere(codec, _ELSEWHERE, seed=1)
         self.must_unpack(codec, packed, data, "packed by another process")
 
-    def test_threads_do_not_disturb_each_other(self, codec: Codec) -> None:
-        """Storage threads share one codec."""
-
-        def work(seed: int) -> None:
-            data = random.Random(seed).randbytes(50 + 97 * seed) * 100  # noqa: S311  fixed content
-            for _ in range(60):
-                parts = self.parts_of(codec, memoryview(data))
-                packed = b"".join(parts)
-                self.must_unpack(codec, packed, data, "while other threads pack and unpack")
-                assert b"".join(parts) == packed, "packed bytes were written over by another thread"
-                self.must_refuse(codec, packed[:-1], len(data), "all but one of the packed bytes")
-
-        self.in_threads(*(lambda seed=seed: work(seed) for seed in range(6)))
-
     def test_a_call_is_not_disturbed_at_any_step(self, codec: Codec) -> None:
         """Before each instruction of a call another thread packs and unpacks: no time is too short to be in the way."""
         data, others = CONTENTS["noise"][:1000], CONTENTS["text"][:777]

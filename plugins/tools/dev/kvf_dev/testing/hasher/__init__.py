@@ -15,7 +15,7 @@ or give a fixture that returns a factory, which makes a new hasher at each call:
             return MyHasher
 
 Digests are names: two prefixes that differ must not share a digest. A test of fixed digests, beside the kit,
-shows that they stay as they are from release to release. Needs pytest and hypothesis.
+shows that they stay as they are from release to release. Needs pytest alone.
 """
 
 from __future__ import annotations

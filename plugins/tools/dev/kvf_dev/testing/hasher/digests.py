@@ -6,8 +6,6 @@ import itertools
 from types import MappingProxyType
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from kvf_dev.testing.hasher.kit import (
     CHUNKS,
@@ -94,21 +92,6 @@ class ExtraTests(HasherKit):
                 named.append((f"extra {number} ({len(extra)} bytes) at chunk {at}", found))
         must_differ(named, "extras differ in content, length or chunk")
 
-    def test_an_extra_belongs_to_its_chunk(self, hasher: KeyHasher) -> None:
-        """Extras that change places, or the border between them."""
-        tokens = packed([9] * 12)
-        cases = [{0: b"a", 1: b"b"}, {0: b"b", 1: b"a"}, {0: b"ab"}, {1: b"ab"}, {0: b"a", 2: b"b"}]
-        cases += [{0: b"a"}, {1: b"a"}, {2: b"a"}, {0: b"a", 1: b"a"}, {0: b"a", 1: b"a", 2: b"a"}]
-        must_differ([(case, hasher.chunk_digests(tokens, 4, extras=case)) for case in cases], "extras at other chunks")
-
-    @pytest.mark.parametrize("with_parent", [False, True])
-    def test_extras_count_far_behind_the_start(self, hasher: KeyHasher, with_parent: bool) -> None:
-        tokens, parent = packed(mixed(700)), bytes(range(DIGEST_BYTES)) if with_parent else b""
-        plain = hasher.chunk_digests(tokens, 1, parent=parent)
-        for at in (0, 1, 9, 10, 255, 256, 699):
-            found = hasher.chunk_digests(tokens, 1, parent=parent, extras={at: b"x"})
-            must_change(plain, found, at, f"the extra at {at}")
-
     def test_an_extra_is_not_taken_for_a_parent(self, hasher: KeyHasher) -> None:
         """The digest of an image is as long as a parent digest."""
         tokens, digest = packed(range(4)), bytes(range(DIGEST_BYTES))
@@ -133,31 +116,13 @@ class ExtraTests(HasherKit):
         must_equal(hasher.chunk_digests(tokens, 4, extras={}), plain, "extras={} is not `no extras`")
 
 
-_TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
-_CHUNKS = st.integers(1, 9)
-_SETS_OF_EXTRAS = st.dictionaries(st.integers(0, 12), st.binary(min_size=1, max_size=40), max_size=4)
-
-
 class PieceTests(HasherKit):
     """Prefixes, and going on from a parent."""
 
-    def test_going_on_from_a_parent_equals_one_call(self, hasher: KeyHasher) -> None:
-        """And the digests of a prefix are a prefix of the digests."""
-
-        @settings(max_examples=self.examples, deadline=None)
-        @given(tokens=_TOKENS, chunk=_CHUNKS, extras=_SETS_OF_EXTRAS, split=st.integers(0, 40))
-        @example(tokens=[*range(13)], chunk=2, extras={1: b"image", 3: b"adapter"}, split=2)
-        def check(tokens: list[int], chunk: int, extras: dict[int, bytes], split: int) -> None:
-            _must_go_on(hasher, tokens, chunk, extras, [min(split, len(tokens) // chunk)])
-            whole = hasher.chunk_digests(packed(tokens), chunk, extras=extras)
-            found = hasher.chunk_digests(packed(tokens[:split]), chunk, extras=extras)
-            must_equal(found, whole[: len(found)], "the digests of a prefix are no prefix of the digests")
-
-        check()
-
     @pytest.mark.parametrize("chunk", [1, 16, 256])
     def test_a_request_of_many_chunks_goes_on_anywhere(self, hasher: KeyHasher, chunk: int) -> None:
-        """Piece by piece, as an engine does: the parent may be the digest of the hundredth chunk."""
+        """Piece by piece, as an engine does: the parent may be the digest of the hundredth chunk. The digests of a
+        prefix are a prefix of the digests."""
         tokens, extras = mixed(300 * chunk + chunk // 2), {0: b"adapter", 99: b"image", 256: b"another"}
         for splits in ([1], [99], [100], [255], [256], [299], [300], [100, 200, 257], [*range(1, 40)]):
             _must_go_on(hasher, tokens, chunk, extras, splits)
@@ -211,20 +176,6 @@ class TokenTests(HasherKit):
             must_change(before, after, at // chunk, f"token {at} (chunks of {chunk})")
 
     @pytest.mark.parametrize("chunk", CHUNKS)
-    def test_no_two_changes_of_tokens_cancel_each_other(self, hasher: KeyHasher, chunk: int) -> None:
-        """Requests that differ in pairs of tokens, as sums, exclusive ors and products of tokens would hide it."""
-        tokens = [1 << 20 | number for number in range(2 * chunk)]
-        named = [("none", hasher.chunk_digests(packed(tokens), chunk))]
-        for one, other in itertools.pairwise(range(len(tokens))):
-            both = [*tokens]
-            both[one], both[other] = both[one] ^ 1 << 31, both[other] ^ 1 << 31
-            named.append((f"bit 31 of tokens {one} and {other}", hasher.chunk_digests(packed(both), chunk)))
-            shifted = [*tokens]
-            shifted[one], shifted[other] = shifted[one] + 5, shifted[other] - 5
-            named.append((f"5 from token {other} to token {one}", hasher.chunk_digests(packed(shifted), chunk)))
-        must_differ(named, "changes of two tokens")
-
-    @pytest.mark.parametrize("chunk", CHUNKS)
     def test_the_order_of_tokens_and_chunks_counts(self, hasher: KeyHasher, chunk: int) -> None:
         """Also of tokens whose ids read the same one after the other, in decimal or in hexadecimal."""
         count = 4 * chunk
@@ -242,15 +193,6 @@ class TokenTests(HasherKit):
         unique = {tuple(order): name for name, order in orders.items()}
         digests = [(name, hasher.chunk_digests(packed(order), chunk)) for order, name in unique.items()]
         must_differ(digests, "the order counts")
-
-    def test_a_long_request_is_hashed_to_its_end(self, hasher: KeyHasher) -> None:
-        """More chunks than a byte counts, and more than 64 KiB of them: the first and the last token count in all."""
-        for chunk, chunks in ((1, 5000), (256, 300)):
-            tokens = mixed(chunk * chunks)
-            before = hasher.chunk_digests(packed(tokens), chunk)
-            for at in (0, len(tokens) // 2, len(tokens) - 1):
-                after = hasher.chunk_digests(packed([*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]]), chunk)
-                must_change(before, after, at // chunk, f"a request of {chunks} chunks of {chunk}: token {at}")
 
     @pytest.mark.parametrize("chunk", [4, 256])
     def test_the_parent_counts(self, hasher: KeyHasher, chunk: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
 
 import pytest
 
@@ -22,9 +21,6 @@ class HasherKit(NamedKit):
     """Settings and fixtures of the kit. An author must give either `use` or a `make_hasher` fixture."""
 
     _descriptor = HasherProvider
-
-    examples: ClassVar[int] = 100
-    """How many generated requests each property is tested on."""
 
     @pytest.fixture
     def make_hasher(self) -> MakeHasher:

@@ -141,19 +141,6 @@ class ServingTests(HasherKit):
         must_equal(there[: len(here)], here, "another process finds other digests")
         assert there[len(here) :].decode() == hasher.fingerprint, "another process has another fingerprint"
 
-    @pytest.mark.parametrize("chunk", [50, 1000])
-    def test_threads_do_not_disturb_each_other(self, hasher: KeyHasher, chunk: int) -> None:
-        """The server and the engine each hash in several threads."""
-        chance = random.Random(1)  # noqa: S311  fixed content
-        requests = [packed(chance.randrange(2**32) for _ in range(2000)) for _ in range(4)]
-        alone = [hasher.chunk_digests(tokens, chunk) for tokens in requests]
-
-        def work(index: int) -> None:
-            for _ in range(30):
-                must_equal(hasher.chunk_digests(requests[index], chunk), alone[index], "threads disturb each other")
-
-        self.in_threads(*(lambda index=index: work(index) for index in range(4)))
-
     def test_a_call_is_not_disturbed_at_any_step(self, hasher: KeyHasher) -> None:
         """Before each instruction of a call another thread makes another: no time is too short to be in the way."""
         tokens, others = (packed(mixed((2 + seed) * _CHUNK)[seed:]) for seed in range(2))
