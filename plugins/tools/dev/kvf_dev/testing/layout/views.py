@@ -132,14 +132,6 @@ class InstanceTests(LayoutKit):
                 )
             must_be_the_engines(views, instance)
 
-    def test_instances_with_more_blocks_share_objects(
-        self, make_subject: MakeSubject, make_layout: MakeLayout, layout: Layout, subject: LayoutSubject
-    ) -> None:
-        other = make_subject(Slab(), LAYERS, BLOCKS + 2)
-        of_other = self.of_engine(make_layout, other)
-        one = layout.object_desc(declare(layout, subject), 48)
-        assert of_other.object_desc(declare(of_other, other), 48) == one, "more blocks make other objects"
-
     def test_nothing_is_kept_of_the_tensors(self, make_subject: MakeSubject, make_layout: MakeLayout) -> None:
         memory = Slab()
         subject = make_subject(memory, LAYERS, BLOCKS)
@@ -150,19 +142,3 @@ class InstanceTests(LayoutKit):
         del subject, memory
         gc.collect()
         assert not any(buffer() for buffer in buffers), "the layout keeps tensors, or views, that the engine has freed"
-
-    def test_threads_do_not_disturb_each_other(
-        self, make_subject: MakeSubject, layout: Layout, subject: LayoutSubject
-    ) -> None:
-        subjects = [subject, make_subject(Slab(), LAYERS + 1, BLOCKS + 2)]
-        declared = [declare(layout, each) for each in subjects]
-        views = [layout.block_views(told, each.kv_caches) for told, each in zip(declared, subjects, strict=True)]
-
-        def work(at: int) -> None:
-            for _ in range(20):
-                told = layout.describe(subjects[at].kv_caches, block_size=subjects[at].block_size)
-                assert told == declared[at], "threads disturb each other in describe()"
-                found = layout.block_views(told, subjects[at].kv_caches)
-                assert same_memory(found, views[at]), "threads disturb each other in block_views()"
-
-        self.in_threads(*(lambda at=at: work(at) for at in (0, 1, 0, 1)))
