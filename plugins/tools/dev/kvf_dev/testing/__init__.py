@@ -45,7 +45,7 @@ _HOMES = {
 
 if "pytest" in sys.modules:
     # Without this, a failing assertion of the kit would not show its values.
-    _KITS = sorted({*_HOMES.values(), "kit", "making", "together"} - {"faults"})
+    _KITS = sorted({*_HOMES.values(), "kit", "making"} - {"faults"})
     sys.modules["pytest"].register_assert_rewrite(*(f"{__name__}.{kit}" for kit in _KITS))
 
 

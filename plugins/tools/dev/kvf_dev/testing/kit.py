@@ -42,13 +42,20 @@ def stacks(threads: Collection[threading.Thread]) -> str:
     return "\n".join(shown)
 
 
-class Overdue:
-    """Hooks of pytest that limit setup, call and teardown of a kit's tests to `limit_s` seconds each."""
+_LONGEST = 300
 
-    def __init__(self, kit: type, config: pytest.Config) -> None:
-        self._kit = kit
+
+class Hooks:
+    """Hooks of pytest for a kit's tests. Setup, call and teardown are limited to `limit_s` seconds each. Where a setup
+    fails at the place where that of another test of the class did, the test is skipped, and names the other one. The
+    promise stands before the text of an assertion, and an assertion around any other error; an assertion of a kit is
+    shown by its text alone, without the values that pytest adds: they may be large."""
+
+    def __init__(self, config: pytest.Config) -> None:
         # By class, the test that did not end.
         self._ended: dict[type, str] = {}
+        # The first test by class, type of the error, and the line that raised it.
+        self._first: dict[tuple[object, ...], str] = {}
         capture = config.pluginmanager.getplugin("capturemanager")
         if capture is None:
             self._stderr = os.dup(2)
@@ -58,22 +65,49 @@ class Overdue:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
-        if (other := self._ended.get(getattr(item, "cls", type(None)))) is not None:
-            pytest.skip(f"{other} did not end: the rest of its class is left out")
         __tracebackhide__ = True
-        with self._limited(item, "setup"):
+        if (case := _kit_of(item)) is None:
             return (yield)
+        if (other := self._ended.get(case)) is not None:
+            pytest.skip(f"{other} did not end: the rest of its class is left out")
+        try:
+            with self._limited(item, case, "setup"):
+                return (yield)
+        except pytest.skip.Exception:
+            raise
+        except (Exception, pytest.fail.Exception) as error:
+            *_, place = traceback.extract_tb(error.__traceback__)
+            first = self._first.setdefault((case, type(error), place.filename, place.lineno), item.name)
+            if first == item.name:
+                raise
+        pytest.skip(f"its setup fails as that of {first} does, which shows the error")
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
         __tracebackhide__ = True
-        with self._limited(item, "call"):
+        if (case := _kit_of(item)) is None:
             return (yield)
+        promise = item.name.partition("[")[0].removeprefix("test_").replace("_", " ")
+        try:
+            with self._limited(item, case, "call"):
+                return (yield)
+        except pytest.skip.Exception:
+            raise
+        except pytest.fail.Exception as error:
+            error.msg = f"{promise}: {error.msg}"
+            raise
+        except AssertionError as error:
+            error.args = (f"{promise}: {_text(error)}",)
+            raise
+        except Exception as error:
+            raise AssertionError(f"{promise}: {_call(error.__traceback__)} raised {shown(error)}") from error
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
         __tracebackhide__ = True
-        with self._limited(item, "teardown"):
+        if (case := _kit_of(item)) is None:
+            return (yield)
+        with self._limited(item, case, "teardown"):
             return (yield)
 
     @pytest.hookimpl(trylast=True)
@@ -81,6 +115,11 @@ class Overdue:
         left = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
         if left:
             threading.Thread(target=self._end, args=(left, int(exitstatus)), daemon=True).start()
+
+    def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str] | None:
+        """Return what differs, where the left side of a comparison knows how to say it (`Answers`)."""
+        differs = getattr(left, "differs_from", None)
+        return [differs(right)] if op == "==" and differs is not None else None
 
     def _end(self, left: list[threading.Thread], exitstatus: int) -> None:
         """End the process where threads of a plugin keep it from ending, in a thread of its own."""
@@ -93,11 +132,7 @@ class Overdue:
             os._exit(exitstatus or 1)
 
     @contextmanager
-    def _limited(self, item: pytest.Item, step: str) -> Iterator[None]:
-        case = getattr(item, "cls", None)
-        if case is None or not issubclass(case, self._kit):
-            yield
-            return
+    def _limited(self, item: pytest.Item, case: type[Kit], step: str) -> Iterator[None]:
         limit_s, began = float(case.limit_s), time.monotonic()
         others_s = signal.getitimer(signal.ITIMER_REAL)[0]  # pytest-timeout, for example
 
@@ -130,6 +165,11 @@ class Overdue:
                     signal.setitimer(signal.ITIMER_REAL, max(others_s - (time.monotonic() - began), 0.001))
             if last_resort:
                 faulthandler.cancel_dump_traceback_later()
+
+
+def _kit_of(item: pytest.Item) -> type[Kit] | None:
+    case = getattr(item, "cls", None)
+    return case if case is not None and issubclass(case, Kit) else None
 
 
 def _has_other_limit(config: pytest.Config) -> bool:
@@ -199,70 +239,6 @@ def together(works: Sequence[Callable[[], object]], within_s: float) -> None:
         raise raised[0]
     if running := [thread for thread in threads if thread.is_alive()]:
         pytest.fail(f"a call does not end within {within_s:g} s:\n{stacks(running)}", pytrace=False)
-
-
-class Once:
-    """Hooks of pytest: where the setup of a test fails at the place where another test's of its class did, the test is
-    skipped, and names the other one."""
-
-    def __init__(self, kit: type, _config: pytest.Config) -> None:
-        self._kit = kit
-        # The first test by class, type of the error, and the line that raised it.
-        self._first: dict[tuple[object, ...], str] = {}
-
-    @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
-        case = getattr(item, "cls", None)
-        if case is None or not issubclass(case, self._kit):
-            return (yield)
-        __tracebackhide__ = True
-        try:
-            return (yield)
-        except pytest.skip.Exception:
-            raise
-        except (Exception, pytest.fail.Exception) as error:
-            *_, place = traceback.extract_tb(error.__traceback__)
-            first = self._first.setdefault((case, type(error), place.filename, place.lineno), item.name)
-            if first == item.name:
-                raise
-        pytest.skip(f"its setup fails as that of {first} does, which shows the error")
-
-
-_LONGEST = 300
-
-
-class Promise:
-    """Hooks of pytest that put the promise before the text of an assertion, and an assertion around any other error.
-
-    An assertion of a kit is shown by its text alone, without the values that pytest adds: they may be large."""
-
-    def __init__(self, kit: type, _config: pytest.Config) -> None:
-        self._kit = kit
-
-    @pytest.hookimpl(wrapper=True, trylast=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
-        __tracebackhide__ = True
-        case = getattr(item, "cls", None)
-        if case is None or not issubclass(case, self._kit):
-            return (yield)
-        promise = item.name.partition("[")[0].removeprefix("test_").replace("_", " ")
-        try:
-            return (yield)
-        except pytest.skip.Exception:
-            raise
-        except pytest.fail.Exception as error:
-            error.msg = f"{promise}: {error.msg}"
-            raise
-        except AssertionError as error:
-            error.args = (f"{promise}: {_text(error)}",)
-            raise
-        except Exception as error:
-            raise AssertionError(f"{promise}: {_call(error.__traceback__)} raised {shown(error)}") from error
-
-    def pytest_assertrepr_compare(self, op: str, left: object, right: object) -> list[str] | None:
-        """Return what differs, where the left side of a comparison knows how to say it (`Answers`)."""
-        differs = getattr(left, "differs_from", None)
-        return [differs(right)] if op == "==" and differs is not None else None
 
 
 def _text(error: AssertionError) -> str:
@@ -354,10 +330,8 @@ class Kit:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         plugins = metafunc.config.pluginmanager
-        for kind in (Once, Promise, Overdue):
-            name = f"{kind.__module__}.{kind.__name__}"
-            if not plugins.has_plugin(name):
-                plugins.register(kind(Kit, metafunc.config), name)
+        if not plugins.has_plugin(__name__):
+            plugins.register(Hooks(metafunc.config), __name__)
 
     def in_threads(self, *works: Callable[[], object], within_s: float = 30.0) -> None:
         """Run `works` at the same time. Raises the first error that one of them raised; fails if one does not end."""
