@@ -1,8 +1,8 @@
-"""Blend's requests over real sockets: names, hits, plans and tickets."""
+"""Blend's requests over real sockets: names, hits and plans, and tickets that end as those of a LOOKUP do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,11 +12,13 @@ from kvf_blend import messages as b
 from kvf_blend.errors import BadSegments
 from kvframework.api.keys import DIGEST_BYTES, CacheKey
 from kvframework.client import KVClient
-from kvframework.errors import InvalidPayload, MessageTooLarge
+from kvframework.errors import InvalidPayload, LeaseUnknown, MessageTooLarge
 from kvframework.server import Server
+from kvframework.service.lifecycle import CacheService
 from kvframework.wire import messages as m
 from tests.blend.blend_client import CHUNK, ROTARY, SETTINGS, BlendWire, packed, pairs, spans
 from tests.core.server.in_process import serving
+from tests.support.waiting import wait_until
 
 SEPARATOR = [7, 7, 7]
 # None of whole chunks.
@@ -297,3 +299,74 @@ def test_other_parameters_never_share(server: Server, client: BlendWire) -> None
         assert other.registered == client.registered
         assert (other.look(prompt, 2, **MARKS), other.look(prompt, 2)) == (b.Hits(), b.Hits())
         assert not other.names(joined(DOCUMENTS[0]), 2, **MARKS)[0].held
+
+
+@pytest.fixture
+def engine(server: Server) -> Iterator[BlendWire]:
+    """Of an engine that has stored the documents."""
+    with BlendWire(server.endpoint) as connected:
+        connected.begin()
+        connected.pre_compute(joined(*DOCUMENTS), **MARKS)
+        yield connected
+
+
+def test_what_leaves_between_the_look_and_the_pin(engine: BlendWire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked for anew; if it leaves every time, nothing is promised."""
+    original = CacheService.pin
+    left = 2
+
+    def pin(self: CacheService, *arguments: Any) -> str:
+        nonlocal left
+        left -= 1
+        return original(self, *arguments) if left < 0 else ""
+
+    monkeypatch.setattr(CacheService, "pin", pin)
+    hits = engine.look([1, *joined(*DOCUMENTS), 2])
+    assert len(hits.segments) == len(DOCUMENTS)
+    assert hits.ticket
+    left = 10
+    assert engine.look([1, *joined(*DOCUMENTS), 2]) == b.Hits()
+    assert engine.plan(hits) == b.LoadPlan()
+
+
+def _free(engine: BlendWire, hits: b.Hits) -> None:
+    assert engine.free(hits.ticket)
+
+
+def _end_session(engine: BlendWire, _hits: b.Hits) -> None:
+    assert engine.call("END_SESSION", m.EndSession("other")).tickets == 0
+    assert engine.call("END_SESSION", m.EndSession("mine")).tickets == 1
+
+
+def _cancel(engine: BlendWire, hits: b.Hits) -> None:
+    assert engine.call("CANCEL", m.Cancel(ticket=hits.ticket)).found
+
+
+def _die(engine: BlendWire, _hits: b.Hits) -> None:
+    engine.close()
+
+
+@pytest.mark.parametrize("end", [_free, _end_session, _cancel, _die])
+def test_a_ticket_ends_like_one_of_a_lookup(
+    server: Server, engine: BlendWire, end: Callable[[BlendWire, b.Hits], None]
+) -> None:
+    with BlendWire(server.endpoint) as other:
+        hits = other.look([1, *joined(*DOCUMENTS), 2], request_id="mine")
+        assert engine.pins() == len(b"".join(each.digests for each in hits.segments)) // DIGEST_BYTES
+        with pytest.raises(LeaseUnknown):
+            engine.free(hits.ticket)
+        assert engine.call("CLEAR", m.Clear()).in_use == engine.pins() > 0
+        assert not other.call("QUERY_PREFETCH_STATUS", m.TicketRef(hits.ticket)).pending
+        end(other, hits)
+        wait_until(lambda: engine.pins() == 0, what="the end of the pins")
+        assert engine.status()["tickets"] == 0
+
+
+def test_a_retrieve_has_a_ticket_of_its_own(engine: BlendWire) -> None:
+    hits = engine.look([1, *joined(*DOCUMENTS), 2])
+    plan = engine.plan(hits)
+    engine.free(hits.ticket)
+    engine.call("CLEAR", m.Clear())
+    assert b"".join(engine.get(plan) or []) == plan.digests
+    assert engine.free(plan.ticket)
+    assert engine.pins() == 0

@@ -4,11 +4,10 @@ is downloaded."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from tests.support.lazy import torch
 from tests.vllm import model as llama
-from tests.vllm.model import VOCABULARY
+from tests.vllm.hybrid_models import config_of
 
 HYBRID = "qwen3-next"
 
@@ -25,9 +24,12 @@ def make(directory: Path, size: str, *, seed: int = 1234) -> Path:
         return directory
     from transformers import AutoModelForCausalLM
 
+    # The interval says the same as the layers' types, in SGLang's words.
+    small = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "full_attention_interval": 4}
+    config = config_of(HYBRID, **small)
     directory.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    made = AutoModelForCausalLM.from_config(_qwen3_next()).float()
+    made = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, weights in made.named_parameters():
             # As they are initialised a state forgets all within a token, and wrong ones would do no harm.
@@ -38,34 +40,3 @@ def make(directory: Path, size: str, *, seed: int = 1234) -> Path:
     made.save_pretrained(directory)
     (directory / "done").touch()
     return directory
-
-
-def _qwen3_next() -> Any:
-    from transformers import Qwen3NextConfig
-
-    return Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        linear_conv_kernel_dim=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        full_attention_interval=4,  # the same in SGLang's words
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=128,
-        shared_expert_intermediate_size=128,
-        max_position_embeddings=8192,
-        initializer_range=0.1,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )

@@ -12,19 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.lazy import torch, transformers
-from tests.vllm.model import VOCABULARY, save
+from tests.vllm.model import COMMON, save
 
 # Weights so large that a state shows in the next token.
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "max_position_embeddings": 8192,
-    "initializer_range": 0.1,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+_LARGE = {"hidden_size": 256, "initializer_range": 0.1, "pad_token_id": 0, "tie_word_embeddings": False}
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 _DELTA = {
     "linear_num_key_heads": 2,
@@ -160,14 +151,19 @@ FAMILIES = {
 }
 
 
+def config_of(name: str, **changes: Any) -> Any:
+    """The configuration of a family's model, by the class that transformers has for it."""
+    family = FAMILIES[name]
+    return getattr(transformers, family.config)(**{**COMMON, **_LARGE, **family.fields, **changes})
+
+
 def make(directory: Path, name: str) -> Path:
     """The directory of a family's model. Made only if it is not there."""
     if (directory / "done").exists():
         return directory
     family = FAMILIES[name]
     torch.manual_seed(1234)
-    config = getattr(transformers, family.config)(**{**_COMMON, **family.fields})
-    return save(directory, getattr(transformers, family.model)(config).float())
+    return save(directory, getattr(transformers, family.model)(config_of(name)).float())
 
 
 if __name__ == "__main__":

@@ -22,6 +22,13 @@ SIZES = {
 }
 VOCABULARY = 32000
 WINDOW = 512
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.05,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 
 
 def make(directory: Path, size: str, *, seed: int = 1234) -> Path:
@@ -86,17 +93,13 @@ def _llama(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        vocab_size=VOCABULARY,
+        **COMMON,
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=8192,
-        initializer_range=0.05,
-        bos_token_id=0,
-        eos_token_id=1,
         tie_word_embeddings=False,
     )
 
@@ -105,19 +108,15 @@ def _gemma() -> Any:
     from transformers import Gemma3TextConfig
 
     return Gemma3TextConfig(
-        vocab_size=VOCABULARY,
+        **COMMON,
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=6,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        max_position_embeddings=8192,
         sliding_window=WINDOW,
         layer_types=["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
-        initializer_range=0.05,
-        bos_token_id=0,
-        eos_token_id=1,
         pad_token_id=0,
         query_pre_attn_scalar=64,
     )
@@ -134,7 +133,7 @@ def _deepseek_v2() -> Any:
     from transformers import DeepseekV2Config
 
     return DeepseekV2Config(
-        vocab_size=VOCABULARY,
+        **COMMON,
         hidden_size=256,
         intermediate_size=512,
         moe_intermediate_size=128,
@@ -153,10 +152,6 @@ def _deepseek_v2() -> Any:
         topk_group=1,
         topk_method="greedy",
         first_k_dense_replace=1,
-        max_position_embeddings=8192,
-        initializer_range=0.05,
-        bos_token_id=0,
-        eos_token_id=1,
     )
 
 

@@ -54,10 +54,7 @@ def test_requests_that_are_left_out(fields: dict[str, Any], reason: str) -> None
 
 
 def test_an_engine_whose_prefill_reads_no_earlier_kv_computes_every_request() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server, unread=True)
-    request = FakeRequest("a", list(range(16)), lora_request=object())
+    server, side, request = scene(16, held=16, asked={"lora_request": object()}, unread=True)
     assert side.matched_tokens(request, 0) == (0, False), "at once: it waits for no name of an adapter either"
     side.allocated(request, table(16), 0)
     assert not computed(side, request, 16).stores
@@ -89,10 +86,7 @@ def test_opting_out_of_one_direction_only() -> None:
 
 
 def test_log_probabilities_of_the_prompt_need_it_computed() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(16)), skip_reading_prefix_cache=True)
+    _, side, request = scene(16, held=16, asked={"skip_reading_prefix_cache": True})
     assert side.matched_tokens(request, 0) == (0, False)
     assert computed(side, request, 16).stores
 
@@ -134,10 +128,7 @@ def test_salts_keep_requests_apart() -> None:
     ],
 )
 def test_the_trace_of_a_sampled_request_goes_to_the_workers(headers: Any, carried: str) -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(24)), trace_headers=headers)
+    _, side, request = scene(24, held=16, asked={"trace_headers": headers})
     assert side.matched_tokens(request, 0) == (16, True)
     side.allocated(request, table(24), 16)
     request.num_computed_tokens = 16
@@ -238,10 +229,7 @@ HINTS = [{"end": 8, "priority": 90, "duration": 600}, {"start": 8, "retain": "do
 
 
 def test_what_a_request_says_of_its_future_goes_with_its_lookup_loads_and_stores() -> None:
-    server = FakeServer()
-    filled(server, list(range(16)))
-    side = scheduler(server)
-    request = FakeRequest("a", list(range(24)), kv_transfer_params={"kvframework.retain": HINTS})
+    server, side, request = scene(24, held=16, asked={"kv_transfer_params": {"kvframework.retain": HINTS}})
     assert side.matched_tokens(request, 0) == (16, True)
     side.allocated(request, table(24), 16)
     plan = side.plan_step({}, {"a": table(24)}.get)

@@ -57,22 +57,21 @@ def test_a_transfer_that_is_done_when_it_is_submitted_is_timed(what: str) -> Non
     assert worker.tally.take()["seconds"] == {what: [0.25]}
 
 
-def test_a_failed_load_names_the_blocks_that_it_was_to_fill() -> None:
-    worker = WorkerSide(answers(False), block_size=BLOCK)
+@pytest.mark.parametrize(
+    # The first block was vLLM's own. A block size of 0 stands for several groups.
+    ("block_size", "requests", "blocks"),
+    [(BLOCK, set(), {2, 3, 4}), (0, {"a"}, set())],
+)
+def test_a_failed_load_is_told_by_the_blocks_that_it_was_to_fill_or_by_its_request(
+    block_size: int, requests: set[str], blocks: set[int]
+) -> None:
+    worker = WorkerSide(answers(False), block_size=block_size)
     worker.load(StepPlan(loads=[LOAD]))
-    assert worker.finished_loads() == ({"a"}, set())
-    # The first block was vLLM's own.
-    assert worker.take_failed_blocks() == {2, 3, 4}
+    assert worker.finished_loads() == ({"a"}, requests)
+    assert worker.take_failed_blocks() == blocks
     assert worker.take_failed_blocks() == set()
     report = worker.take_report()
     assert (report.failed, report.loaded) == ({"a"}, {"a": 1})
-
-
-def test_with_several_groups_a_failed_load_is_told_by_its_request() -> None:
-    worker = WorkerSide(answers(False))
-    worker.load(StepPlan(loads=[LOAD]))
-    assert worker.finished_loads() == ({"a"}, {"a"})
-    assert worker.take_failed_blocks() == set()
 
 
 def test_a_synchronous_load_is_over_when_the_step_begins() -> None:
