@@ -250,20 +250,6 @@ class CudaNode:
         own = sum(row.state == _LIVE and alive(row.owner) for row in self._table.events)
         return own + self._openings(_EVENT)
 
-    def allocated(self, device: str) -> int:
-        """Return the bytes of the device that a living process holds, as owner or by a mapping."""
-        number, alive = self._number(device), _Alive()
-        mapped = {
-            row.row for row in self._table.openings if row.state == _LIVE and row.of == _MEMORY and alive(row.owner)
-        }
-        return sum(
-            row.nbytes
-            for at, row in enumerate(self._table.memories)
-            if row.state != _UNUSED
-            and row.device == number
-            and (at in mapped or (row.state == _LIVE and alive(row.owner)))
-        )
-
     def _openings(self, of: int) -> int:
         alive = _Alive()
         return sum(row.state == _LIVE and row.of == of and alive(row.owner) for row in self._table.openings)

@@ -56,19 +56,9 @@ def let_the_value_begin_beyond_the_end(path: Path) -> None:
         file.write(pack_head(60_000, int.from_bytes(path.read_bytes()[8:16], "little")))
 
 
-def put_a_folder_there(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 def put_a_link_there(path: Path) -> None:
     path.rename(path.with_name("the value"))
     path.symlink_to("the value")
-
-
-def put_a_fifo_there(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 DAMAGES: list[Callable[[Path], None]] = [
@@ -78,9 +68,7 @@ DAMAGES: list[Callable[[Path], None]] = [
     shorten_to_another_values_size,
     write_garbage_over_the_head,
     let_the_value_begin_beyond_the_end,
-    put_a_folder_there,
     put_a_link_there,
-    put_a_fifo_there,
 ]
 
 

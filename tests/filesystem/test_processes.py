@@ -10,13 +10,10 @@ import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-import pytest
-
-from kvf_filesystem.form import LARGE, path_of
+from kvf_filesystem.form import LARGE
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome
 from tests.filesystem.folder import (
-    contains,
     file_of,
     fresh_key,
     get,
@@ -39,21 +36,20 @@ MIB = 1 << 20
 # kill -9
 
 
-def store_for_ever(folder: Path, key: bytes, shared: bool) -> None:
+def store_for_ever(folder: Path, key: bytes) -> None:
     """Replaces one large value again and again, by one that is all of another byte."""
-    tier = open_tier(folder, shared=shared)
+    tier = open_tier(folder, shared=True)
     for turn in range(1, 1_000_000):
         parts = [memoryview(bytes([turn % 251 + 1]) * MIB)] * 32
         assert tier.put([key], [parts], deadline=soon(60)) == [STORED]
 
 
-def killed_in_the_middle(folder: Path, key: bytes, *, shared: bool, first: bool) -> None:
-    """Kills a process that has written a part of a value, of its first one or of a later one."""
-    child = SPAWN.Process(target=store_for_ever, args=(folder, key, shared))
+def killed_in_the_middle(folder: Path, key: bytes) -> None:
+    """Kills a process that has written a part of a value."""
+    child = SPAWN.Process(target=store_for_ever, args=(folder, key))
     child.start()
     assert child.pid is not None
     try:
-        wait_until(lambda: first or (folder / path_of(key)).exists(), 60, "the first value")
         deadline = time.monotonic() + 60
         while not stopped_in_the_middle(folder, child.pid):
             assert time.monotonic() < deadline, "it was never found in the middle of a value"
@@ -78,33 +74,9 @@ def size_of(path: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_kill_in_the_middle_of_a_put_leaves_no_half_object(tmp_path: Path, first: bool) -> None:
-    folder, key, kept = tmp_path / "kv", fresh_key(), fresh_key()
-    tier = open_tier(folder)
-    assert put(tier, kept, b"kept") is STORED
-    tier.close()
-    killed_in_the_middle(folder, key, shared=False, first=first)
-    (left,) = temporary_files(folder)
-
-    tier = open_tier(folder)
-    wait_until(lambda: not left.exists(), what="the sweep")
-    there = contains(tier, key) is FOUND
-    assert there or first
-    if there:
-        outcome, value = get(tier, key, 32 * MIB)
-        assert outcome is FOUND
-        assert value == value[:1] * (32 * MIB)
-        assert value[0] != 0
-    assert used(tier) == 4 + (32 * MIB if there else 0)
-    assert get(tier, kept, 4) == (FOUND, b"kept")
-    assert put(tier, key, b"again") is STORED
-    tier.close()
-
-
 def test_in_a_shared_folder_only_old_temporary_files_are_dead(tmp_path: Path) -> None:
     key = fresh_key()
-    killed_in_the_middle(tmp_path, key, shared=True, first=True)
+    killed_in_the_middle(tmp_path, key)
     (left,) = temporary_files(tmp_path)
     young = left.with_name(".0123456789abcdef-7.tmp")
     young.write_bytes(b"of another server")

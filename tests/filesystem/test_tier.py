@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from kvf_filesystem.reading import move, trimmed
 from kvf_filesystem.root import MARKER
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome, Tier
-from kvframework.errors import ConfigFieldError, TierError
+from kvframework.errors import ConfigFieldError
 from tests.filesystem.folder import (
     contains,
     file_of,
@@ -277,22 +276,3 @@ def test_a_restart_finds_everything_and_leaves_files_of_others(tmp_path: Path) -
         assert get(tier, key, len(value)) == (FOUND, value)
     tier.close()
     assert all(path.read_text() == "not the tier's" for path in others)
-
-
-def test_a_lost_folder_is_opened_again_once_it_is_back(tmp_path: Path) -> None:
-    folder, key = tmp_path / "kv", fresh_key()
-    tier = open_tier(folder)
-    assert put(tier, key, b"value") is STORED
-    shutil.rmtree(folder)
-    for _ in range(2):
-        with pytest.raises(TierError, match="lost") as raised:
-            contains(tier, key)
-        assert raised.value.hint
-    assert not folder.exists()  # it may be a mount point whose disk is missing
-    folder.mkdir()
-    assert contains(tier, key) is MISSING
-    assert put(tier, key, b"again") is STORED
-    assert get(tier, key, 5) == (FOUND, b"again")
-    assert (folder / MARKER).exists()
-    tier.close()
-    assert open_files(tmp_path) == []

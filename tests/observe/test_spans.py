@@ -14,7 +14,6 @@ from kvf_observe import settings
 from kvf_observe.spans import SpanMaker
 from kvframework.api.endpoint import collector_url
 from kvframework.api.installing import install_command
-from kvframework.api.keys import sampled_parent
 from kvframework.config import ObserveConfig, load_config
 from kvframework.errors import ConfigFieldError, PluginUnavailable
 from kvframework.status import Finished, TierCall
@@ -103,12 +102,6 @@ def test_a_transfer_that_failed_is_an_error_and_what_is_not_sampled_is_no_span()
     assert span.attributes is not None
     shown = {name.removeprefix("kvframework."): value for name, value in span.attributes.items()}
     assert (shown["objects"], shown["bytes"], shown["path"], shown["error.type"]) == (4, 4096, "server", "failed")
-
-
-def test_the_parent_of_a_sampled_request() -> None:
-    assert sampled_parent(PARENT) == PARENT
-    assert sampled_parent(PARENT[:-2] + "03") == PARENT
-    assert sampled_parent("") == sampled_parent(PARENT[:-2] + "02") == ""
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from rich.cells import cell_len
 
 from kvf_observe.top.command import View
 from kvf_observe.top.minute import APART_S, SPAN_S, Minute, Window
-from kvf_observe.top.picture import GAP, Moments, Shown, fitting, frame, picture
+from kvf_observe.top.picture import GAP, Shown, fitting, frame, picture
 from kvf_observe.top.screen import keys_of
 from kvf_observe.top.views import NAMES, OTHER, TABLES, Sorting, State, ordered, pressed
-from tests.observe.documents import answered, document, unanswered
+from tests.observe.documents import document
 
 HOSTILE = "a\x1b[2J\nvery \N{RIGHT-TO-LEFT OVERRIDE}[bold]bad[/] \u4e16\u754c :bomb: name"
 FIELDS = ("bytes", "objects", "lookups", "asked_tokens", "hit_tokens", "stored_objects", "evicted_objects")
@@ -82,24 +82,6 @@ def test_rates_are_those_of_the_last_minute_and_of_one_server(steps: list[tuple[
         assert len(minute._ring) <= SPAN_S / APART_S + 3
         rate = window.rate(window.grown("l1", "evictions"))
         assert (rate is None) == (window.seconds == 0)
-
-
-def test_a_young_server_began_with_nothing() -> None:
-    window = Minute().add(document(server__uptime_s=20.0, l1__evictions=40), 1000.0)
-    assert (window.seconds, window.rate(window.grown("l1", "evictions"))) == (20.0, 2.0)
-    old = Minute().add(document(server__uptime_s=2000.0, l1__evictions=40), 1000.0)
-    assert (old.seconds, old.rate(old.grown("l1", "evictions"))) == (0.0, None)
-
-
-def test_of_a_server_that_does_not_answer_the_last_document_is_shown_and_since_when() -> None:
-    moments = Moments("ipc:///s", 100.0)
-    first = moments.take(unanswered("no server", time=101.0))
-    assert (first.window, first.silent_since, first.error) == (None, 100.0, "no server")
-    good = moments.take(answered(busy(), time=102.0))
-    assert good.silent_since is None
-    away = moments.take(unanswered("gone", time=105.0))
-    assert (away.window, away.silent_since) == (good.window, 102.0)
-    assert "no answer since" in picture(State(), away, 80, 24)[0].plain
 
 
 # The rows.
@@ -169,14 +151,6 @@ def test_any_keys_lead_to_a_state_that_can_be_drawn(keys: Sequence[str]) -> None
         if state.table is not None and state.sorting is not None:
             assert 0 <= state.sorting.column < len(state.table.columns)
     assert len(picture(state, shown(), 80, 24)) == 24
-
-
-def test_each_view_keeps_its_order() -> None:
-    state = State(view="models")
-    for key in ("right", "r", "3", "r", "2"):
-        state = pressed(state, key)
-    assert state.sorting == Sorting(2, True)
-    assert pressed(state, "tab").sorting == Sorting(1, True)
 
 
 def test_the_views_are_those_of_the_option() -> None:

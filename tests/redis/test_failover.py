@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from kvframework.api.tier import Outcome
 from kvframework.errors import TierError
-from tests.redis.rounds import rounds
 from tests.support.redis_cluster import RedisCluster
 from tests.support.redis_tier import Opened, get, keys_of_every_master, soon
 from tests.support.waiting import wait_until
@@ -24,16 +21,6 @@ DELETED, FAILED = Outcome.DELETED, Outcome.FAILED
 PATIENCE_S = 60.0
 # A deadline that only a call which waits for a server that does not answer could use up.
 LONG_S = 60.0
-
-
-@contextmanager
-def failing_over_soon(cluster: RedisCluster) -> Iterator[None]:
-    """Within it the cluster takes a silent master for dead after a second."""
-    cluster.set_everywhere("cluster-node-timeout", "1000")
-    try:
-        yield
-    finally:
-        cluster.set_everywhere("cluster-node-timeout", "30000")
 
 
 def test_keys_of_a_dead_master_fail_and_no_others(cluster: RedisCluster, on_cluster: Opened) -> None:
@@ -118,14 +105,3 @@ def test_closing_ends_a_call_that_waits_for_a_frozen_master(cluster: RedisCluste
     assert sorted(each.name for each in outcomes) == ["FAILED", "MISSING", "MISSING"]
     with pytest.raises(TierError, match="the tier is closed"):
         tier.contains(keys, deadline=soon())
-
-
-def test_a_master_killed_under_load_is_replaced_and_no_byte_is_wrong(cluster: RedisCluster, on_cluster: Opened) -> None:
-    with rounds(on_cluster(max_value_bytes=64 << 10), 200_000, call_s=2.0, threads=2) as progress:
-        progress("found")
-        victim = cluster.master_of(16000)
-        replica = cluster.replica_of(victim)
-        with failing_over_soon(cluster), cluster.killed(victim):
-            cluster.await_promotion(replica)
-            progress("found")
-        progress("found")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,7 +12,6 @@ import pytest
 from kvframework.api.tier import Outcome, Tier
 from kvframework.errors import TierError
 from tests.redis.rounds import rounds
-from tests.support.processes import send
 from tests.support.redis_sentinel import MASTER, RedisWithSentinels
 from tests.support.redis_tier import Opened, get, open_redis_tier, put, soon
 
@@ -65,12 +63,12 @@ def test_sentinels_that_are_dead_or_silent_cost_their_share(group: RedisWithSent
     alive = f"127.0.0.1:{group.sentinels[2].port}"
     dead = opened(url="redis://127.0.0.1:1", nodes=["127.0.0.1:2", alive])
     assert dead.contains([b"key"], deadline=soon()) == [MISSING]
-    send(group.sentinels[0].pid, signal.SIGSTOP)
+    group.sentinels[0].sigstop()
     try:
         silent = opened(connections=4)
         assert silent.contains([b"key"], deadline=soon(4.0)) == [MISSING], "it leaves time for the others"
     finally:
-        os.kill(group.sentinels[0].pid, signal.SIGCONT)
+        group.sentinels[0].sigcont()
     none = opened(url="redis://127.0.0.1:1", nodes=["127.0.0.1:2"])
     with pytest.raises(TierError, match=r"cannot ask SENTINEL .*Connection refused") as caught:
         none.contains([b"key"], deadline=soon())

@@ -21,7 +21,6 @@ from kvf_redis.commands import DRAIN_BYTES, Command
 from kvf_redis.tier import RedisTier
 from kvframework.api.tier import Outcome, Tier, TierEntry
 from kvframework.errors import TierError
-from tests.redis.rounds import rounds
 from tests.support.redis_server import RedisServer
 from tests.support.redis_tier import Opened, get, open_redis_tier, put, soon
 from tests.support.tls_proxy import TlsProxy
@@ -203,25 +202,6 @@ def test_a_frozen_server_costs_no_more_than_the_deadline(server: RedisServer, ti
     assert put(tier, b"four", b"4") is STORED
 
 
-def test_stores_and_loads_go_on_through_kills_and_freezes_and_no_byte_is_wrong(
-    server: RedisServer, opened: Opened
-) -> None:
-    tier = opened(server.url, max_value_bytes=64 << 10)
-    with rounds(tier, 150_000, call_s=0.5, threads=2) as progress:
-        for _ in range(3):
-            progress("found")
-            server.restart()
-        progress("found")
-        server.sigstop()
-        progress("failed", 4)  # each takes half a second
-        server.sigcont()
-        progress("found")
-        server.kill9()
-        progress("failed")
-        server.start()
-        progress("found")
-
-
 def test_a_busy_pool_waits_no_longer_than_the_deadline(server: RedisServer) -> None:
     tier = open_redis_tier(server.url, connections=1)
     tier.ping(deadline=soon())
@@ -328,16 +308,6 @@ def test_a_value_too_long_to_read_past_costs_a_connection_and_no_other_key(share
         client.delete("huge:bad")
 
 
-def test_a_full_server_fails_the_key_and_still_answers(server: RedisServer, tier: Tier) -> None:
-    assert put(tier, b"before", b"value") is STORED
-    with server.client() as client:
-        client.config_set("maxmemory", "1")
-        assert put(tier, b"key", b"value") is FAILED
-        assert get(tier, b"before", nbytes=5) == ([FOUND], [b"value"])
-        client.config_set("maxmemory", "0")
-    assert put(tier, b"key", b"value") is STORED
-
-
 def test_prefix_and_ttl_are_seen_from_outside(shared: RedisServer) -> None:
     key = bytes(range(72))
     with shared.client() as client:
@@ -371,25 +341,3 @@ def test_the_listing_has_this_prefix_only_as_it_stands(shared: RedisServer, open
         client.flushdb()
         client.lpush(b"g" + key, b"another type")
     assert list(tiers[0].scan(deadline=soon())) == []
-
-
-def test_the_listing_has_each_value_in_pieces_once_and_whole(shared: RedisServer, opened: Opened) -> None:
-    tier, keys = opened(shared.url, prefix="pieces:", max_value_bytes=64 << 10), [os.urandom(72) for _ in range(5)]
-    sizes = {key: 1 + number * 100_000 for number, key in enumerate(keys)}
-    for key, size in sizes.items():
-        assert put(tier, key, bytes(size)) is STORED
-    with shared.client() as client:
-        assert len(client.keys("pieces:*")) > len(keys)
-    listed = [(entry.key, entry.nbytes) for entry in tier.scan(deadline=soon())]
-    assert sorted(listed) == sorted(sizes.items())
-    assert tier.delete(keys, deadline=soon()) == [Outcome.DELETED] * len(keys)
-
-
-def test_database_of_the_url_is_used(shared: RedisServer) -> None:
-    tier = open_redis_tier(shared.url.replace("/0", "/3"))
-    assert put(tier, b"in three", b"value") is STORED
-    with shared.client() as client:
-        assert client.exists(b"kvf:in three") == 0
-        client.select(3)
-        assert client.exists(b"kvf:in three") == 1
-    tier.close()

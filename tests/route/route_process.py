@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import re
 import socket
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tests.support.waiting import wait_until
-
-SLOW_S = 60.0
-
+from tests.support.observe_process import SLOW_S, ListeningProcess
 
 # As the command, with times that tests can wait for: what is slow for an operator is not for a test.
 _HASTY = """
@@ -31,34 +22,14 @@ main()
 """
 
 
-class RouteProcess:
-    """A context manager. `url` is where it answers; with `hasty` its times are short."""
+class RouteProcess(ListeningProcess):
+    """With `hasty` its times are short."""
+
+    says = "scores"
 
     def __init__(self, *arguments: str, hasty: bool = False) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="kvf-")
-        self._log = Path(self._directory.name, "log")
-        program = ["-c", _HASTY] if hasty else ["-m", "kvframework.cli.main"]
-        self._command = [sys.executable, *program, "route", "--listen", "127.0.0.1:0", "--blocks", "100000", *arguments]
-        self.url = ""
-
-    def __enter__(self) -> RouteProcess:
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(self._command, stderr=log, env={**os.environ, "PYTHONWARNINGS": ""})
-        try:
-            wait_until(self._is_listening, SLOW_S, "the address of route")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.process.kill()
-        self.process.wait(SLOW_S)
-        self._directory.cleanup()
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
+        program = ("-c", _HASTY) if hasty else ("-m", "kvframework.cli.main")
+        super().__init__("route", "--listen", "127.0.0.1:0", "--blocks", "100000", *arguments, program=program)
 
     def connect(self) -> socket.socket:
         place = urlsplit(self.url)
@@ -85,9 +56,3 @@ class RouteProcess:
     def publishers(self) -> list[dict[str, Any]]:
         listed: list[dict[str, Any]] = json.loads(self.ask("GET", "/publishers")[1])["publishers"]
         return listed
-
-    def _is_listening(self) -> bool:
-        assert self.process.poll() is None, self.log
-        said = re.search(r"scores: (\S+)/", self.log)
-        self.url = said[1] if said else ""
-        return bool(said)

@@ -180,34 +180,6 @@ def test_an_answer_with_a_hole_proves_nothing() -> None:
     assert (follower.question, sink.words) == (0, set())
 
 
-def test_another_publisher_with_the_same_numbers_is_not_taken_for_the_first() -> None:
-    sink = Words()
-    follower = Follower(sink, has_replay=True)
-    follower.connected()
-    for number in (0, 1):
-        follower.answer(TOPIC, number, b"+%d" % number)
-    follower.end()
-    follower.connected()
-    assert follower.question == 1
-    assert not follower.answer(TOPIC, 1, b"+other")
-    assert follower.question == 0
-    for number in (0, 1, 2):
-        assert follower.answer(TOPIC, number, b"+new%d" % number)
-    follower.end()
-    assert (follower.forgotten, sink.words) == (1, {b"new0", b"new1", b"new2"})
-
-
-def test_a_late_joiner_takes_what_a_short_buffer_still_has() -> None:
-    sink = Words()
-    follower = Follower(sink, has_replay=True)
-    follower.connected()
-    assert follower.question == 0
-    assert follower.answer(TOPIC, 10_000, b"+x")
-    follower.end()
-    assert follow(follower, 10_000, 10_001) == [True, True]
-    assert (follower.lost, follower.forgotten) == (0, 0)
-
-
 def test_what_was_taken_in_doubt_of_another_publisher_does_not_stay() -> None:
     """Found by chance: no batch was certain, so nothing could be asked for but all."""
     sink = Words()

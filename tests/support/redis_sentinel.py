@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +9,7 @@ from types import TracebackType
 import redis
 from tests.support.ports import free_port
 from tests.support.redis_server import RedisServer, redis_executable
+from tests.support.store_process import StoreProcess
 from tests.support.waiting import wait_until
 
 MASTER = "kvf-master"
@@ -18,20 +18,24 @@ _PATIENCE_S = 60.0
 _DOWN_MS = 60_000
 
 
-class Sentinel:
+class Sentinel(StoreProcess):
     """One sentinel process."""
 
     def __init__(self, directory: Path, number: int, password: str) -> None:
+        super().__init__(directory)
+        self.name = f"sentinel-{number + 1:x}"
         self.identity = f"{number + 1:x}" * 40
         self.port = free_port()
         self.password = password
-        self._directory = directory
-        self._process: subprocess.Popen[bytes] | None = None
+        self._config = directory / f"{self.name}.conf"
 
-    def start(self, servers: list[RedisServer], sentinels: list[Sentinel]) -> None:
-        """Introduce all sentinels to each other, which would otherwise take seconds."""
+    def command(self) -> list[str]:
+        return [redis_executable(), str(self._config), "--sentinel"]
+
+    def introduce(self, servers: list[RedisServer], sentinels: list[Sentinel]) -> None:
+        """Introduce all sentinels to each other, which would otherwise take seconds, before they are launched."""
         master, replica = servers
-        lines = [f"port {self.port}", "bind 127.0.0.1", f"dir {self._directory}", f"sentinel myid {self.identity}"]
+        lines = [f"port {self.port}", "bind 127.0.0.1", f"dir {self.directory}", f"sentinel myid {self.identity}"]
         lines += [f"sentinel monitor {MASTER} 127.0.0.1 {master.port} 2"]
         lines += [f"sentinel down-after-milliseconds {MASTER} {_DOWN_MS}", f"sentinel failover-timeout {MASTER} 3000"]
         if master.password:
@@ -42,22 +46,7 @@ class Sentinel:
         for other in sentinels:
             if other is not self:
                 lines += [f"sentinel known-sentinel {MASTER} 127.0.0.1 {other.port} {other.identity}"]
-        config = self._directory / f"sentinel-{self.identity[0]}.conf"
-        config.write_text("\n".join(lines) + "\n")
-        with open(config.with_suffix(".log"), "ab") as log:
-            command = [redis_executable(), str(config), "--sentinel"]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, "the sentinel does not run"
-        return self._process.pid
-
-    def kill9(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self._config.write_text("\n".join(lines) + "\n")
 
     def on(self, *words: str | int) -> object:
         with redis.Redis(port=self.port, password=self.password or None) as client:
@@ -103,7 +92,8 @@ class RedisWithSentinels:
                 client.replicaof("127.0.0.1", self.servers[0].port)
             self.await_replica(self.servers[1])
             for sentinel in self.sentinels:
-                sentinel.start(self.servers, self.sentinels)
+                sentinel.introduce(self.servers, self.sentinels)
+                sentinel.launch()
             self.await_sentinels()
             stack.pop_all()
         return self

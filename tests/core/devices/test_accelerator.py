@@ -14,10 +14,8 @@ import pytest
 from kvf_dev.testing.accelerator import (
     Accelerator,
     AcceleratorError,
-    DeviceTensor,
     Misuse,
     SimulatedNode,
-    Stream,
 )
 from tests.support.waiting import wait_until
 
@@ -107,30 +105,7 @@ def test_memory_that_is_gone_is_refused(runtime: Accelerator, node: SimulatedNod
     assert kinds(node) == ["use_after_free", "out_of_bounds", "wrong_process"]
 
 
-def test_tensors_know_their_places(runtime: Accelerator, device: str) -> None:
-    tensor = DeviceTensor.empty(runtime, device, (4, 6), "uint8")
-    tensor.fill(bytes(range(24)))
-    turned = tensor.permute([1, 0])
-    assert turned.content() == bytes(row * 6 + column for column in range(6) for row in range(4))
-    turned.narrow(0, 2, 1).fill(b"abcd")
-    assert tensor.content()[2::6] == b"abcd"
-    parts = tensor.unflatten(1, (2, 3)).unbind(1)
-    assert (parts[1].content()[:3], parts[1].stride()) == (bytes([3, 4, 5]), (6, 1))
-
-
 # streams and events
-
-
-def test_delays_are_drawn_from_the_seed() -> None:
-    class Runtime:
-        def poison(self, reason: str) -> None: ...
-
-    def delays(seed: str) -> list[float]:
-        stream = Stream(Runtime(), "d", 1, seed, 1.0)  # type: ignore[arg-type]
-        stream.end()
-        return [stream._random.random() for _ in range(3)]
-
-    assert delays("a") == delays("a") != delays("b")
 
 
 def test_a_read_before_its_event_is_caught(runtime: Accelerator, node: SimulatedNode, device: str) -> None:

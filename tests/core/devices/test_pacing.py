@@ -93,14 +93,6 @@ def test_a_launch_waits_until_those_before_it_are_paid_for(paced: Paced) -> None
     assert paced.done == [1, 2]
 
 
-def test_each_direction_has_its_own_pace(paced: Paced) -> None:
-    paced.add(1, 100, 100)
-    paced.run(until=0.5)
-    paced.add(2, 10, 10, is_store=False)
-    paced.run(until=10.0)
-    assert [each for each in paced.driver.at if each[0] == "loads"] == [("loads", 0.5, 10), ("loads", 0.6, 10)]
-
-
 def test_a_launch_of_more_than_a_seconds_worth_goes(paced: Paced) -> None:
     paced.add(1, 1000)
     paced.add(2, 1)
@@ -109,13 +101,6 @@ def test_a_launch_of_more_than_a_seconds_worth_goes(paced: Paced) -> None:
     assert paced.done == [1], "a job ends with its last launch, not once that is paid for"
     paced.run(until=20.0)
     assert paced.driver.at[1:] == [("stores", 10.0, 1)]
-
-
-def test_nothing_is_saved_up_in_idle_times(paced: Paced) -> None:
-    paced.run(until=50.0)
-    paced.add(1, 100, 100)
-    paced.run(until=99.0)
-    assert paced.driver.at == [("stores", 50.0, 100), ("stores", 51.0, 100)]
 
 
 def test_without_a_pace_all_go_at_once() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 from hypothesis import strategies as st
@@ -20,6 +20,14 @@ class MadeTrace:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.requests)
+
+    def at(self, times: Sequence[float]) -> MadeTrace:
+        """Return the same requests at other times."""
+        moved = [
+            Request(at, each.tokens, each.output_tokens, each.chunks)
+            for at, each in zip(times, self.requests, strict=True)
+        ]
+        return MadeTrace(moved, self.header.chunk_tokens)
 
     def lines(self) -> str:
         """The trace as a file of this framework."""

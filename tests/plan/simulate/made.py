@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from kvf_plan.trace.form import Header, Request
+from kvf_plan.trace.form import Request
+from tests.plan.planning.traces import MadeTrace
 
 # Conversations that go on do so within as many requests; those that come back do so after at least as many.
 SOON, LATE = 5, 40
-
-
-@dataclass(frozen=True)
-class MadeTrace:
-    """`requests` in chunks of `chunk_tokens` tokens."""
-
-    requests: Sequence[Request]
-    chunk_tokens: int
-
-    @property
-    def header(self) -> Header:
-        return Header(self.chunk_tokens, "made", "made")
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self.requests)
-
-    def at(self, times: Sequence[float]) -> MadeTrace:
-        """Return the same requests at other times."""
-        moved = [
-            Request(at, each.tokens, each.output_tokens, each.chunks)
-            for at, each in zip(times, self.requests, strict=True)
-        ]
-        return MadeTrace(moved, self.chunk_tokens)
 
 
 def made_trace(number: int, chunk_tokens: int, seed: int = 1, every_s: float = 0.5) -> MadeTrace:

@@ -19,7 +19,8 @@ from kvframework.config import load_config
 from kvframework.registry.registry import PluginRegistry
 from kvframework.storage.l2.tier_calls import HOLD_S
 from kvframework.wire import messages as m
-from tests.plan.simulate.made import SOON, MadeTrace
+from tests.plan.planning.traces import MadeTrace
+from tests.plan.simulate.made import SOON
 from tests.support.server_process import ServerProcess
 from tests.support.waiting import wait_until
 from tests.support.wire_client import WireClient

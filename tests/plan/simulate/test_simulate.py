@@ -26,7 +26,8 @@ from kvframework.config import load_config
 from kvframework.errors import ConfigFieldError, PluginError, TierError
 from kvframework.pricing import EngineSpeed
 from kvframework.service.lifecycle import CacheService
-from tests.plan.simulate.made import MadeTrace, made_trace
+from tests.plan.planning.traces import MadeTrace
+from tests.plan.simulate.made import made_trace
 
 CHUNK = 16
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvframework.wire import messages as m
-from tests.events.node import BLOCK, Engine, beginnings, found, prompt
+from tests.events.node import BLOCK, CHUNK, Engine, beginnings, found, prompt
 from tests.events.test_announced import TellingServer
 from tests.events.test_restart import HeldTellingServer, aged, ledgers
 from tests.route.routers.llmd import LlmD
@@ -44,6 +44,47 @@ def test_chunks_are_credited_as_blocks_to_both_engines_of_a_node(form: str) -> N
         for name in ("10.0.0.7:8000", "10.0.0.7:8001"):
             llmd.until(lambda name=name: llmd.matched(tokens, name) == 1024)  # type: ignore[misc]
         assert llmd.matched([*tokens[:500], *range(500)]) == 496
+
+
+def test_the_last_chunk_is_evicted_then_the_first_then_it_is_stored_again() -> None:
+    with TellingServer(objects=OBJECTS) as server, server.client() as client, LlmD(*sockets(server)) as llmd:
+        engine = Engine(client)
+        engine.store(LONG)
+        others = [prompt(11 + 10 * each, 1) for each in range(OBJECTS - END // CHUNK)]
+        for tokens in others:
+            engine.store(tokens)
+        llmd.until(lambda: llmd.matched(LONG) == END)
+        engine.store(prompt(1001, 1))
+        llmd.until(lambda: llmd.matched(LONG) == END - CHUNK)
+        # All are used but the first.
+        for tokens, start in [(LONG[:-CHUNK], CHUNK), *((tokens, 0) for tokens in others)]:
+            plan = client.prepare_retrieve(engine.key(tokens, start))
+            assert plan.hit
+            client.call("COMMIT_RETRIEVE", m.Commit(plan.lease))
+        engine.store(prompt(2001, 1))
+        llmd.until(lambda: llmd.matched(LONG) == 0)
+        engine.store(LONG[:-CHUNK])
+        llmd.until(lambda: llmd.matched(LONG) == END - CHUNK)
+
+
+def test_a_suffix_counts_once_its_prefix_comes() -> None:
+    with TellingServer() as server, server.client() as client, LlmD(*sockets(server)) as llmd:
+        engine = Engine(client)
+        engine.store(LONG, 2 * CHUNK)
+        engine.store(prompt(11, 1))
+        knows(llmd, engine, [LONG, prompt(11, 1)])
+        engine.store(LONG[: 2 * CHUNK])
+        llmd.until(lambda: llmd.matched(LONG) == END)
+
+
+def test_what_two_engines_store_is_gone_once_it_is_removed() -> None:
+    with TellingServer() as server, server.client() as one, server.client() as other, LlmD(*sockets(server)) as llmd:
+        for engine in (Engine(one, 1), Engine(other, 2)):
+            engine.store(LONG)
+            engine.store(prompt(2, 3))
+        llmd.until(lambda: (llmd.matched(LONG), llmd.matched(prompt(2, 3))) == (END, 3 * CHUNK))
+        one.call("CLEAR", m.Clear())
+        llmd.until(lambda: llmd.matched(LONG) == llmd.matched(prompt(2, 3)) == 0)
 
 
 @pytest.mark.parametrize("salted", ["withhold", "tell"])
