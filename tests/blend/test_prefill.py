@@ -19,11 +19,10 @@ def imports() -> None:
     global Decoder, Held, Loaded, by_deviation, check_decoder, layers_of, learn_form, local_llama, placed
     global prefill, prefill_module, rotary_of
     from kvf_blend.engine import prefill as prefill_module
-    from kvf_blend.engine.decoder import Decoder
     from kvf_blend.engine.demo_engine import local_llama
     from kvf_blend.engine.model_rotary import rotary_of
     from kvf_blend.engine.placing import Loaded, placed
-    from kvf_blend.engine.prefill import check_decoder, prefill
+    from kvf_blend.engine.prefill import Decoder, check_decoder, prefill
     from kvf_blend.engine.recompute import Held, by_deviation
     from kvf_transformers.cache_form import learn_form
     from kvf_transformers.shapes import layers_of

@@ -11,6 +11,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -18,12 +19,10 @@ from typing import Any
 import torch
 
 from kvf_blend.engine.client import BlendClient
-from kvf_blend.engine.decoder import Decoder
 from kvf_blend.engine.model_rotary import rotary_of
 from kvf_blend.engine.placing import Loaded, held_of, placed
-from kvf_blend.engine.prefill import check_decoder, prefill
+from kvf_blend.engine.prefill import Decoder, check_decoder, prefill
 from kvf_blend.engine.recompute import Held, by_deviation
-from kvf_blend.engine.results import Blended, BlendedPrompt, PreComputed
 from kvf_blend.errors import BadSegments
 from kvf_blend.messages import MAX_BEFORE, REQUESTS, Segment
 from kvf_blend.rotary import Rotary
@@ -353,3 +352,44 @@ def _checked(share: float) -> float:
     if not 0 <= share <= 1:
         raise RequestError(f"a share of {share}", where="share", available="0 to 1")
     return share
+
+
+@dataclass(frozen=True)
+class PreComputed:
+    """The result of `pre_compute`. The server holds `held` of a text's `segments`; `computed_tokens` of them went
+    through the model now, and `nbytes` were copied."""
+
+    segments: int = 0
+    held: int = 0
+    computed_tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Blended:
+    """The reuse of a prompt. `hit_tokens` of the prompt's `tokens` were loaded: the first `prefix_tokens`, and segments
+    behind them, of which `recomputed` went through the model again. `exact`: no part of the prefix is from a blended
+    prompt.
+
+    Copying the `nbytes` that were loaded took `copy_seconds` of `seconds`; the rest is the lookup, the wait for L2,
+    rotation and computation.
+    """
+
+    tokens: int
+    prefix_tokens: int = 0
+    hit_tokens: int = 0
+    recomputed: int = 0
+    exact: bool = True
+    nbytes: int = 0
+    seconds: float = 0.0
+    copy_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class BlendedPrompt:
+    """Logits `[1, vocabulary]` behind the last token, a `DynamicCache` with the whole prompt, and its reuse."""
+
+    logits: torch.Tensor
+    cache: Any
+    blended: Blended

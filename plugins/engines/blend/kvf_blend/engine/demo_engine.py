@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from kvf_blend.engine.blend import BlendTransformers
-from kvf_blend.engine.results import Blended
+from kvf_blend.engine.blend import Blended, BlendTransformers
 from kvf_transformers.demo_engine import Emit, run_engine
 from kvf_transformers.demo_model import (
     SEED,
