@@ -144,7 +144,7 @@ def test_an_older_server() -> None:
         handlers = server._messages._served.handlers
         assert isinstance(handlers, dict)
         old = Handler(handlers["RECENT"].spec, refuse)  # type: ignore[arg-type]
-        with mock.patch.dict(server._messages._bound.dispatcher._calls._handlers, {"RECENT": old}):  # type: ignore[union-attr]
+        with mock.patch.dict(server._messages._calls._handlers, {"RECENT": old}):  # type: ignore[union-attr]
             done = run("explain", "--endpoint", server.endpoint)
     assert done.returncode == 2
     assert "this server is older" in done.stderr

@@ -14,7 +14,8 @@ from kvf_dev.testing.accelerator import SimulatedNode
 from kvf_dev.testing.transport import RigSpec
 from kvf_dev.testing.transport.cases import PAGED
 from kvf_dev.testing.transport.engine import PATIENCE_S, KitEngine
-from kvf_dev.testing.transport.node import EngineProgram, client_of
+from kvf_dev.testing.transport.node import client_of
+from kvf_dev.testing.transport.programs import Program
 from tests.core.devices.engines import works
 from tests.core.devices.rigs import simdev
 from tests.core.restart.device_server import RIG
@@ -38,7 +39,7 @@ def test_a_copy_that_stands_still_at_the_kill(node: SimulatedNode, monkeypatch: 
     monkeypatch.setenv(RIG, json.dumps([spec.factory, arguments]))
     with (
         HeldServer(program=("-m", "tests.core.restart.device_server")) as server,
-        closing(EngineProgram(spec, server.endpoint, 1, "nhd")) as engine,
+        closing(Program("engine", spec, server.endpoint, "1", "nhd")) as engine,
     ):
         copies = node.hits("hold")
         node.inject("hold", node.devices[0])

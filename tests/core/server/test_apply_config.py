@@ -185,8 +185,8 @@ IN_FORCE: dict[str, tuple[Callable[[Node], object], object]] = {
     "l2.0.timeout_s": (lambda node: of_the_tier(node).store.timeout_s, 3.0),
     "l2.0.write_queue": (lambda node: of_the_tier(node)._queue.bound, 77),
     "l2.0.promote": (lambda node: node.client.status()["l2"][0]["promote"], False),
-    "l2.0.high_watermark": (lambda node: of_the_tier(node).store._watermarks.high, 0.9),
-    "l2.0.low_watermark": (lambda node: of_the_tier(node).store._watermarks.low, 0.5),
+    "l2.0.high_watermark": (lambda node: of_the_tier(node).store.watermarks.high, 0.9),
+    "l2.0.low_watermark": (lambda node: of_the_tier(node).store.watermarks.low, 0.5),
 }
 
 

@@ -132,10 +132,12 @@ def test_what_a_plugin_says_itself_passes(setting: str, code: str, place: str, f
     assert fact in caught.value.fact
 
 
-def test_a_codec_is_named_when_it_is_first_needed(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(load_config(None, ["codecs.allow=['raises']", "l1.capacity=1MiB"]), PluginRegistry())
+def test_a_codec_is_named_when_it_is_first_needed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = ["l2.0.use=filesystem", f"l2.0.path={tmp_path / 'l2'}", "l2.0.capacity=1GiB"]
+    server = Server(load_config(None, ["codecs.allow=['raises']", "l1.capacity=1MiB", *tier]), PluginRegistry())
     try:
-        table: CodecTable = server._codecs()
+        (store,) = server.service.storage.tiers.stores
+        table: CodecTable = store._codecs
         assert table.get("raises") is None
         assert f"codec.raises (kvf-broken 0.1.0): {RAISED}" in caplog.text
     finally:
