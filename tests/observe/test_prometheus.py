@@ -79,14 +79,8 @@ def test_it_scrapes_what_a_server_counts(tmp_path: Path) -> None:
     certificate = make_certificate(tmp_path)
     token = tmp_path / "token"
     token.write_text("s3cret\n")
-    options = (
-        "--tls-cert",
-        str(certificate.certificate),
-        "--tls-key",
-        str(certificate.key),
-        "--token-file",
-        str(token),
-    )
+    tls_files = ("--tls-cert", str(certificate.certificate), "--tls-key", str(certificate.key))
+    options = (*tls_files, "--token-file", str(token))
     with ServerProcess() as server, ObserveProcess(server.endpoint, *options) as observe, server.client() as client:
         target = observe.url.removeprefix("https://")
         assert target != observe.url

@@ -57,7 +57,7 @@ class TestPeersOverTls(BatchTests, ContractTests):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
         made, token = make_certificate(tmp_path), token_file(tmp_path)
-        tls = {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
+        tls = made.options()
         with Lender(token, **tls) as lender:
             tier = StoredAtPeers(peers_tier(token, peers=[lender.address], ask_s=10, **tls), [lender.node])
             yield tier

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -514,17 +514,24 @@ def test_one_with_another_token_gets_nothing(tmp_path: Path, token: Path, caplog
     assert "another token!!!" not in caplog.text
 
 
-def test_a_holder_that_does_not_know_the_token_is_not_asked(token: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as liar:
-        tier = peers_tier(token, peers=[f"127.0.0.1:{liar.getsockname()[1]}"], ask_s=10)
+@contextmanager
+def greeting(token: Path, version: int = 1) -> Iterator[tuple[PeersTier, Wire]]:
+    """A tier whose one peer has greeted it, and the peer's end of the connection."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as holder,
+        closing(peers_tier(token, peers=[f"127.0.0.1:{holder.getsockname()[1]}"], ask_s=10)) as tier,
+    ):
         state(tier).start()
-        wire = Wire(liar.accept()[0])
-        wire.write(m.Greeting(1, bytes(32)), soon())
+        with closing(Wire(holder.accept()[0])) as wire:
+            wire.write(m.Greeting(version, bytes(32)), soon())
+            yield tier, wire
+
+
+def test_a_holder_that_does_not_know_the_token_is_not_asked(token: Path) -> None:
+    with greeting(token) as (tier, wire):
         hello = wire.read(m.Hello, soon())
         wire.write(m.Welcome(hello.proof, bytes(16), 256, "sha256/0", {}), soon())
         wait_until(lambda: "does not know the token" in "".join(tier.problems()), what="the refusal")
-        wire.close()
-        tier.close()
 
 
 @pytest.mark.parametrize(
@@ -564,11 +571,11 @@ def test_a_probe_that_says_nothing_is_no_stranger_and_a_wrong_certificate_is_one
     made = make_certificate(tmp_path)
     (tmp_path / "other").mkdir()
     other = make_certificate(tmp_path / "other")
-    tls = {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
+    tls = made.options()
     with Lender(token, **tls) as lender:
         host, port = lender.address.split(":")
         wait_until(lambda: _connects(host, int(port)), what="the listener")
-        foreign = {**tls, "tls_cert": str(other.certificate), "tls_key": str(other.key)}
+        foreign = {**other.options(), "tls_ca": str(made.certificate)}
         with reading(token, lender, node=ValuesNode(), **foreign) as tier:
             wait_until(lambda: refused_by(lender)["strangers"] > 0, what="the refusal")
             wait_until(lambda: "TLS failed" in "".join(tier.problems()), what="its problem")
@@ -659,27 +666,15 @@ def test_a_token_that_cannot_be_read_is_a_refusal(
 
 
 def test_a_holder_of_another_release_is_named(token: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as later:
-        tier = peers_tier(token, peers=[f"127.0.0.1:{later.getsockname()[1]}"], ask_s=10)
-        state(tier).start()
-        wire = Wire(later.accept()[0])
-        wire.write(m.Greeting(2, bytes(32)), soon())
+    with greeting(token, 2) as (tier, _):
         wait_until(lambda: "it speaks version 2 of the protocol, this node 1" in "".join(tier.problems()), what="it")
-        wire.close()
-        tier.close()
 
 
 def test_words_of_a_stranger_are_shown_without_control_characters(token: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as liar:
-        tier = peers_tier(token, peers=[f"127.0.0.1:{liar.getsockname()[1]}"], ask_s=10)
-        state(tier).start()
-        wire = Wire(liar.accept()[0])
-        wire.write(m.Greeting(1, bytes(32)), soon())
+    with greeting(token) as (tier, wire):
         wire.read(m.Hello, soon())
         wire.write(m.Refused("it has\n\x1b[31m another token"), soon())
         wait_until(lambda: r"it has\n\x1b[31m another token" in "".join(tier.problems()), what="the refusal")
-        wire.close()
-        tier.close()
 
 
 @given(st.binary(max_size=400))
@@ -741,14 +736,14 @@ def test_options_that_cannot_be(token: Path, options: dict[str, object], fact: s
 
 def test_a_trusted_network_and_tls_are_for_other_machines(token: Path, tmp_path: Path) -> None:
     made = make_certificate(tmp_path)
-    tls = {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
+    tls = made.options()
     for more in ({"trusted_network": True}, tls):
         peers_tier(token, peers=["10.0.0.7:9310"], **more).close()  # type: ignore[arg-type]
 
 
 def test_certificates_that_are_renewed_are_used_from_the_next_connection_on(token: Path, tmp_path: Path) -> None:
     made = make_certificate(tmp_path)
-    tls = {"tls_ca": str(made.certificate), "tls_cert": str(made.certificate), "tls_key": str(made.key)}
+    tls = made.options()
     with Lender(token, **tls) as lender:
         with reading(token, lender, **tls) as tier:
             assert tier.contains(new_keys(1), deadline=soon()) == [MISSING]

@@ -62,8 +62,7 @@ def cluster(
 @pytest.fixture
 def files(certificate: Certificate, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     monkeypatch.setenv("KVF_TEST_PASSWORD", "pw")
-    paths = {"tls_ca": certificate.certificate, "tls_cert": certificate.certificate, "tls_key": certificate.key}
-    return {**{option: str(path) for option, path in paths.items()}, "password_env": "KVF_TEST_PASSWORD"}
+    return {**certificate.options(), "password_env": "KVF_TEST_PASSWORD"}
 
 
 @whole_kit
@@ -109,7 +108,7 @@ def test_a_client_that_trusts_nobody_or_shows_nothing_is_refused(
     server: RedisServer, files: dict[str, Any], tmp_path: Path
 ) -> None:
     stranger = make_certificate(tmp_path)
-    strangers = {"tls_cert": str(stranger.certificate), "tls_key": str(stranger.key)}
+    strangers = {**stranger.options(), "tls_ca": files["tls_ca"]}
     for change in (
         {"tls_ca": ""},
         {"tls_ca": str(stranger.certificate)},

@@ -13,6 +13,10 @@ class Certificate(NamedTuple):
     certificate: Path
     key: Path
 
+    def options(self) -> dict[str, str]:
+        """Of a tier that trusts it and shows it."""
+        return {"tls_ca": str(self.certificate), "tls_cert": str(self.certificate), "tls_key": str(self.key)}
+
 
 def make_certificate(directory: Path, names: str = "DNS:localhost,IP:127.0.0.1") -> Certificate:
     """Make a certificate for servers and clients with these names."""
