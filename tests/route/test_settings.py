@@ -62,7 +62,7 @@ def test_what_is_no_node(given: tuple[str, ...], said: str) -> None:
         ("[[node]]\nname = ''\nevents = 'tcp://a:1'", "length"),
         ("[[node]]\nname = 'a'", "events"),
         ("[[nodes]]\nname = 'a'", "unknown key 'nodes'"),
-        ("[[node", "line 1"),
+        ("[[node", "end of document"),
         ("[[node" + ".a" * 3000 + "]]", "line 1: nested more than"),
         ("[[node]]\nname = 'a'\nevents = 'tcp://a:1'\nserver_key = 'k'", "this router has none"),
     ],
