@@ -1,13 +1,14 @@
 """The plugins that this process can use: from names in a configuration to provider descriptors.
 
-Made and used at startup, in one thread. Hooks run here and nowhere later. Only named plugins are imported, and a
-plugin's mistake becomes a `PluginError`.
+Used at startup; an engine's instances, each in a thread, share one, so that one thread at a time loads a plugin. Hooks
+run here and nowhere later. Only named plugins are imported, and a plugin's mistake becomes a `PluginError`.
 """
 
 from __future__ import annotations
 
 import builtins
 import dataclasses
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -82,6 +83,7 @@ class PluginRegistry:
         self._outcomes: dict[EntryPointInfo, AnyProvider | PluginError] = {}
         # Those whose probe has found nothing: a server that serves asks none of them again.
         self._able: set[EntryPointInfo] = set()
+        self._loading = threading.RLock()  # pluggy's manager has none
 
     def register(self, plugin: object, *, distribution: str = IN_PROCESS, version: str = "") -> None:
         """Adds a plugin object of this process, with all that its hooks offer. For tests and embedders. Raises
@@ -118,7 +120,7 @@ class PluginRegistry:
             # The reader of this error is whoever named the plugin; its author reads `plugins check`.
             if offer.distribution != IN_PROCESS:
                 hint = f"report it to the author of {offer.distribution}; {_MORE}"
-            with named_at(where):
+            with named_at(where), self._loading:
                 provider = self._load(offer)
                 if offer not in self._able:
                     reason = probed(provider, str(offer))

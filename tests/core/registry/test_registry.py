@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,23 @@ def test_an_entry_point_may_name_an_object_in_a_module(site: Path) -> None:
     """
     install(site, "acme", {"codec.squeeze": "acme_object:plugin"}, {"acme_object": source})
     assert PluginRegistry().resolve("codec", "squeeze").summary == "an object"
+
+
+def test_threads_that_load_one_plugin_at_once_all_get_it(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each instance of an engine registers in a thread of its own."""
+    install(site, "acme", {"codec.squeeze": "acme_squeeze"}, {"acme_squeeze": codec_module("squeeze")})
+    registry = PluginRegistry()
+    both, register = threading.Barrier(2), registry.manager.register
+
+    def met(*arguments: Any, **named: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(1.0)  # for the other thread, which waits elsewhere
+        return register(*arguments, **named)
+
+    monkeypatch.setattr(registry.manager, "register", met)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda _: registry.resolve("codec", "squeeze").name, range(2)))
+    assert found == ["squeeze", "squeeze"]
 
 
 def test_first_party_plugins_are_offered_like_anybodys() -> None:
