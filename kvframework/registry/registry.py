@@ -1,7 +1,7 @@
 """The plugins that this process can use: from names in a configuration to provider descriptors.
 
-Used at startup; an engine's instances, each in a thread, share one, so that one thread at a time loads a plugin. Hooks
-run here and nowhere later. Only named plugins are imported, and a plugin's mistake becomes a `PluginError`.
+Used at startup; an engine's instances, each in a thread, share a registry. Hooks run here and nowhere later. Only named
+plugins are imported, and a plugin's mistake becomes a `PluginError`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ AnyProvider = Provider[Any]
 
 # The distribution of plugins that are registered as objects: who uses one can read its code.
 IN_PROCESS = "in-process"
+# Of pluggy's managers, which have none. No code of a plugin runs under it: that may never return.
+_registering = threading.Lock()
 _MORE = "`kvframework plugins check` says more"
 
 _STATUS: dict[type[PluginError], str] = {
@@ -83,7 +85,6 @@ class PluginRegistry:
         self._outcomes: dict[EntryPointInfo, AnyProvider | PluginError] = {}
         # Those whose probe has found nothing: a server that serves asks none of them again.
         self._able: set[EntryPointInfo] = set()
-        self._loading = threading.RLock()  # pluggy's manager has none
 
     def register(self, plugin: object, *, distribution: str = IN_PROCESS, version: str = "") -> None:
         """Adds a plugin object of this process, with all that its hooks offer. For tests and embedders. Raises
@@ -120,7 +121,7 @@ class PluginRegistry:
             # The reader of this error is whoever named the plugin; its author reads `plugins check`.
             if offer.distribution != IN_PROCESS:
                 hint = f"report it to the author of {offer.distribution}; {_MORE}"
-            with named_at(where), self._loading:
+            with named_at(where):
                 provider = self._load(offer)
                 if offer not in self._able:
                     reason = probed(provider, str(offer))
@@ -269,7 +270,7 @@ def _guarded(title: str, step: str, *, long: bool = False) -> Iterator[None]:
 def adopt(manager: pluggy.PluginManager, plugin: object, title: str) -> None:
     """Registers a plugin and checks its hooks, unless it is registered already: a module may have several entry
     points. Raises `PluginBroken`, and the plugin is then not registered."""
-    with _guarded(title, "its registration"):
+    with _guarded(title, "its registration"), _registering:
         if manager.is_registered(plugin):
             return
         try:

@@ -17,7 +17,6 @@ import pytest
 from tests.sglang.engine_order import Ask
 from tests.sglang.model import HYBRID, make
 from tests.sglang.rows import Answer, Bench, stored
-from tests.sglang.standins import vision
 from tests.support.server_process import ServerProcess
 from tests.support.trained_model import asked, trained_folder
 from tests.support.waiting import wait_until
@@ -237,6 +236,8 @@ def test_a_linked_hybrid_needs_its_states(tmp_path: Path) -> None:
 
 
 def test_an_answer_in_words_comes_from_the_kv_of_another_engine(tmp_path: Path) -> None:
+    from tests.sglang.standins import vision
+
     vision.install()
     model = trained_folder(MODELS)
     question, words = asked(model)
