@@ -250,9 +250,8 @@ class TierCalls:
             self._failed(call, error)
             raise
         except Exception as error:
-            failure = self._failure_of(name, error)
-            self._failed(call, failure)
-            raise failure from error
+            # Under no name: it refers to this frame, whose operation has views of the arena.
+            raise self._failed(call, self._failure_of(name, error)) from error
         finally:
             with self._lock:
                 del self._pending[id(call)]
@@ -290,19 +289,21 @@ class TierCalls:
         self._note(name, "its circuit is open")
         return CircuitOpen("the circuit is open after failures", where=self.name, hint=self.last_error)
 
-    def _failed(self, call: Call, error: TierError) -> None:
+    def _failed(self, call: Call, error: TierError) -> TierError:
+        said = str(error)  # a log record that waits in a queue would keep the error, its frames and their views
         with self._lock:
             circuit = self._circuit_of[call.name]
             was, quiet = circuit.state, self._closed
             circuit.failed(call.number, self._clock())
             opened = was == "closed" != circuit.state
             self.counters["errors"] += 1
-            self.last_error = str(error)
+            self.last_error = said
             self._note(call.name, "a call failed")
         if opened and not quiet:
-            log.error("tier %s is down for %s: %s", self.name, _stopped_with(call), error)
+            log.error("tier %s is down for %s: %s", self.name, _stopped_with(call), said)
         else:
-            log.log(logging.DEBUG if quiet or was != "closed" else logging.WARNING, "tier %s: %s", self.name, error)
+            log.log(logging.DEBUG if quiet or was != "closed" else logging.WARNING, "tier %s: %s", self.name, said)
+        return error
 
     def _note(self, name: str, what: str) -> None:
         if name in LOADING:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.errors import TierError
+from kvframework.errors import DeviceError, TierError
 from kvframework.storage.l2.tier_calls import Breaker, TierCalls
 
 actions = st.lists(
@@ -106,3 +109,26 @@ def test_writes_that_fail_delay_no_read() -> None:
         now += calls.wait_s("put")
     fail("get_into")
     assert calls.wait_s("get_into") == 1.0
+
+
+@pytest.mark.parametrize("raised", [TierError("down"), DeviceError("lost")], ids=lambda error: type(error).__name__)
+def test_a_call_that_failed_lets_go_of_its_values(raised: Exception) -> None:
+    """Not when Python next looks for cycles: until then the arena could not be freed."""
+    calls = TierCalls("tier", 1.0, Breaker(threshold=9, backoff_s=1.0, max_backoff_s=60.0), time.monotonic)
+    arena = bytearray(8)
+
+    def put(value: memoryview) -> None:
+        def operation(_deadline: float) -> None:
+            assert value.nbytes == 8
+            raise raised
+
+        with pytest.raises(TierError):
+            calls.call("put", operation)
+
+    gc.disable()
+    try:
+        put(memoryview(arena))
+        raised.__traceback__ = None
+        arena.clear()  # a BufferError while there is a view of it
+    finally:
+        gc.enable()
