@@ -129,7 +129,7 @@ def load(file: Path, text: bytes, settings: list[str]) -> None:
         *(t.keys.timeout_s for t in config.l2),
     ):
         assert 0 < seconds < 1e9
-    for marks in (config.l1, *(tier.keys for tier in config.l2)):
+    for marks in (config.l1.keys, *(tier.keys for tier in config.l2)):
         assert 0 < marks.low_watermark <= marks.high_watermark <= 1
 
 

@@ -71,7 +71,7 @@ def test_a_copier_that_the_kernel_holds_keeps_no_server(
     for process in processes:
         process.send_signal(signal.SIGKILL)
     assert all(each.join(20) for each in copiers)
-    assert all(each.closed.query() and isinstance(each.failure, DeviceLost) for each in instances)
+    assert all(each.closed.query() and isinstance(each.failure(), DeviceLost) for each in instances)
 
 
 def test_closing_a_client_does_not_wait_for_a_resolver(monkeypatch: pytest.MonkeyPatch, held: threading.Event) -> None:
