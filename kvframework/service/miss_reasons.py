@@ -176,9 +176,7 @@ class MissFacts:
     def of_retrieve(self, key: CacheKey, missing: bytes | None, session_id: int, began: float) -> MissReason:
         """Say why an object that a RETRIEVE needs was missing in L1, None: none was; tiers are not asked then."""
         if missing is None:
-            return MissReason(
-                "dropped_share", "its load was refused, as its client keeps its share of L1 from eviction"
-            )
+            return _LOAD_REFUSED
         return self._why(key, missing, session_id, began)
 
     def _why(
