@@ -251,8 +251,6 @@ class Lookups:
     def _asked_again(self, ticket: str, owner: int) -> tuple[Answer, PendingLookup | None]:
         """Return the state of a ticket, and its lookup if that ends with this answer."""
         answer = self.tickets.ask_again(ticket, owner)
-        if not answer.ticket:  # it is over; another wait for it would hear so from the load's last step alone
-            self.waits.changed(ticket)
         asked = None if answer.pending else self._waiting.pop(ticket, None)
         if asked is not None:
             self._ended(asked, answer.hit_tokens)

@@ -80,8 +80,8 @@ class Ticket:
 class LookupTickets:
     """`ticket_s` is a ticket's lifetime after its last pin or the end of its load, in seconds; it may be changed.
     `on_end` is called with the id of each ticket that ends, in the thread of the call that ends it, under the storage
-    lock; `on_growth` with that of a ticket whose load has brought more or is decided, and `on_change` once it is over,
-    in a storage thread."""
+    lock; `on_growth` with that of a ticket whose load has brought more or is decided, in a storage thread, and
+    `on_change` once it is over, also in a thread that asks again, under that lock."""
 
     def __init__(
         self,
@@ -228,7 +228,8 @@ class LookupTickets:
     def _answer(self, ticket: Ticket) -> Answer:
         """Return the state of a ticket; one without pins and without a load leaves the table."""
         if not ticket.pending and not ticket.pins:
-            self._tickets.pop(ticket.id, None)
+            if self._tickets.pop(ticket.id, None) is not None:
+                self._on_change(ticket.id)  # for others that wait for it: the load's last step may be to come
             return Answer(0, "", False)
         self._tickets[ticket.id] = ticket
         return Answer(ticket.hit_tokens, ticket.id, ticket.pending, ticket.decided)
