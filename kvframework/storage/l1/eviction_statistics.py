@@ -156,9 +156,19 @@ class Ghost(NamedTuple):
 
 # What each ghost takes in CPython, the share of its dictionary included.
 GHOST_BYTES = 256
-# Cause, time, idle seconds, model, place and units in the stack of evicted bytes (0 for none), whether a lookup or a
-# store has asked for it.
-_Facts = tuple[Cause, float, float, str, int, int, bool]
+
+
+class Facts(NamedTuple):
+    """A ghost as it is kept: `place` and `units` are those in the stack of evicted bytes, 0 for none; `wanted`: a
+    lookup or a store has asked for it."""
+
+    cause: Cause
+    at: float
+    idle_s: float = 0.0
+    by: str = ""
+    place: int = 0
+    units: int = 0
+    wanted: bool = False
 
 
 class Ghosts:
@@ -168,13 +178,13 @@ class Ghosts:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._newer: dict[int, _Facts] = {}
-        self._older: dict[int, _Facts] = {}
+        self._newer: dict[int, Facts] = {}
+        self._older: dict[int, Facts] = {}
 
     def __len__(self) -> int:
         return len(self._newer) + len(self._older)
 
-    def add(self, key: PackedKey, facts: _Facts) -> None:
+    def add(self, key: PackedKey, facts: Facts) -> None:
         """Record that `key`, which has no ghost, is not in L1 from now on."""
         if not self.most:
             return
@@ -182,17 +192,17 @@ class Ghosts:
             self._newer, self._older = {}, self._newer
         self._newer[hash(key)] = facts
 
-    def get(self, key: PackedKey) -> _Facts | None:
+    def get(self, key: PackedKey) -> Facts | None:
         code = hash(key)
         return self._newer.get(code) or self._older.get(code)
 
-    def want(self, key: PackedKey) -> _Facts | None:
+    def want(self, key: PackedKey) -> Facts | None:
         """Return what is known of a key that somebody asks for, as of before."""
         code = hash(key)
         half = self._newer if code in self._newer else self._older
         facts = half.get(code)
-        if facts is not None and not facts[-1]:
-            half[code] = (*facts[:-1], True)
+        if facts is not None and not facts.wanted:
+            half[code] = facts._replace(wanted=True)
         return facts
 
     def forget(self, key: PackedKey) -> None:
@@ -230,22 +240,22 @@ class EvictionStatistics:
     def left(self, stored: StoredObject, cause: Cause, by: PackedKey | None = None) -> None:
         """Record an object that leaves L1, and `by` whose object it was replaced."""
         now = self._clock()
-        idle_s, model, place, units = 0.0, "", 0, 0
+        facts = Facts(cause, now)
         if cause <= LAST_EVICTION:
             self._evicted[cause] += 1
             idle_s = now - abs(stored.used)
             self._idle.add(idle_s)
             model = "" if by is None else self._model_of(by[:NAMESPACE_BYTES])
             units = (stored.length + ALIGNMENT - 1) // ALIGNMENT
-            place = self._curve.stack.push(units)
-        self._ghosts.add(stored.key, (cause, now, idle_s, model, place, units, False))
+            facts = Facts(cause, now, idle_s, model, self._curve.stack.push(units), units)
+        self._ghosts.add(stored.key, facts)
 
     def lost(self, keys: Sequence[PackedKey], cause: Cause) -> None:
         """Record objects that did not get into L1: dropped, or damaged in a tier."""
         self.back(keys)
         now = self._clock()
         for key in keys:
-            self._ghosts.add(key, (cause, now, 0.0, "", 0, 0, False))
+            self._ghosts.add(key, Facts(cause, now))
 
     def back(self, keys: Sequence[PackedKey]) -> None:
         """Record objects that are in L1 again."""
@@ -253,9 +263,8 @@ class EvictionStatistics:
             facts = self._want(key)
             if facts is not None:
                 self._ghosts.forget(key)
-                _, _, _, _, place, units, _ = facts
-                if place:
-                    self._curve.stack.take(place, units)
+                if facts.place:
+                    self._curve.stack.take(facts.place, facts.units)
 
     def looked_up(self, row_of: FindRow, prefix: bytes, digests: Sequence[bytes], hits: int, tokens: int) -> None:
         """Record a lookup of chunks of `tokens` tokens, of which the first `hits` are in L1. The row of `prefix` stands
@@ -271,12 +280,12 @@ class EvictionStatistics:
     def was_done(self, key: PackedKey) -> bool:
         """Whether a key that is not in L1 left it since no one was to ask again, as far as that is remembered."""
         facts = self._ghosts.get(key)
-        return facts is not None and facts[0] is Cause.HINTED
+        return facts is not None and facts.cause is Cause.HINTED
 
     def ghost(self, key: PackedKey) -> Ghost | None:
         """Return the ghost of a key that is not in L1, None if there is none."""
         facts = self._ghosts.get(key)
-        return None if facts is None else Ghost(CAUSES[facts[0]], *facts[1:4])
+        return None if facts is None else Ghost(CAUSES[facts.cause], facts.at, facts.idle_s, facts.by)
 
     def status(self) -> dict[str, object]:
         evicted, ghosts = sum(self._evicted), self._ghosts
@@ -295,14 +304,12 @@ class EvictionStatistics:
         nor was evicted."""
         for stored, digest in zip(row_of(prefix, digests), digests, strict=True):
             facts = None if stored is not None else self._ghosts.get(prefix + digest)
-            if stored is None and (facts is None or not facts[4]):
+            if stored is None and (facts is None or not facts.place):
                 return
-            yield math.inf if facts is None else facts[4]
+            yield math.inf if facts is None else facts.place
 
-    def _want(self, key: PackedKey) -> _Facts | None:
+    def _want(self, key: PackedKey) -> Facts | None:
         facts = self._ghosts.want(key)
-        if facts is not None:
-            _, at, _, _, place, _, wanted = facts
-            if place and not wanted:
-                self._wanted.add(self._clock() - at)
+        if facts is not None and facts.place and not facts.wanted:
+            self._wanted.add(self._clock() - facts.at)
         return facts

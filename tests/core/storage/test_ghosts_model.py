@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.storage.l1.eviction_statistics import Cause, EvictedStack, Ghosts
+from kvframework.storage.l1.eviction_statistics import Cause, EvictedStack, Facts, Ghosts
 from tests.core.storage.memory import packed_key
 
 numbers = st.integers(0, 40)
@@ -23,7 +23,7 @@ def test_the_newer_half_is_there_and_each_ghost_is_what_was_said(most: int, move
             model.pop(number, None)
         match move:
             case "left" if known is None:
-                ghosts.add(key, (Cause.ROOM, float(at), 0.5, "", number, 1, False))
+                ghosts.add(key, Facts(Cause.ROOM, float(at), 0.5, "", number, 1))
                 model[number] = False
                 left.append(number)
             case "back" if known is not None:
