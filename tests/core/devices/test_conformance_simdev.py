@@ -17,5 +17,5 @@ class TestSimdev(TransportConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def spec(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RigSpec]:
-        with SimulatedNode(tmp_path_factory.mktemp("node"), seed=3, max_delay_s=0.0005) as node:
+        with SimulatedNode(tmp_path_factory.mktemp("node"), max_delay_s=0.0005) as node:
             yield RigSpec("tests.core.devices.rigs:simdev", {"node": str(node.path), "device": -1})

@@ -100,14 +100,14 @@ def test_no_transfer_waits_for_another_ones_event(start: Start) -> None:
     device = engine.rig.device  # type: ignore[attr-defined]
     never, done = runtime.create_event(device), runtime.create_event(device)
     stuck = runtime.stream(device)
-    stuck.hold()
+    release = stuck.hold()
     runtime.record(never, stuck)
     runtime.record(done, runtime.default_stream(device))
     first = engine.store(engine.request(), engine.source(), event=never)
     request = engine.request()
     assert engine.store(request, engine.source(), event=done).result(PATIENCE_S).ok
     assert not first.query()
-    stuck.release()
+    release()
     assert first.result(PATIENCE_S).ok
 
 

@@ -48,7 +48,7 @@ class Extended(SimulatedRig):
 
     def __init__(self, node: str) -> None:
         runtime = Accelerator(node)
-        super().__init__(runtime, node, "mine", options={"a": 1}, server_options={"b": 2}, device=0)
+        super().__init__(runtime, node, "mine", options={"a": 1}, device=0)
 
     def event(self) -> object:
         return "mine"
@@ -60,4 +60,4 @@ def test_a_rig_elsewhere_is_as_its_first(tmp_path: Path) -> None:
         other = rig.elsewhere()
         assert isinstance(other, Extended)
         assert other.device != rig.device
-        assert (other.engine_options, other.server_options, other.event()) == ({"a": 1}, {"b": 2}, "mine")
+        assert (other.engine_options, other.event()) == ({"a": 1}, "mine")

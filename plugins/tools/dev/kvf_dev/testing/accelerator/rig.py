@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvf_dev.testing.accelerator.node import AcceleratorError, SimulatedNode
-from kvf_dev.testing.accelerator.runtime import Accelerator
-from kvf_dev.testing.accelerator.streams import Stream
+from kvf_dev.testing.accelerator.runtime import Accelerator, Stream
 from kvf_dev.testing.accelerator.tensor import DeviceTensor, contiguous
 from kvf_dev.testing.transport.rig import TransportRig
 from kvframework.api.plugin import dtype_bytes
@@ -27,8 +26,7 @@ LEAD_BYTES = 1536
 
 class SimulatedRig(TransportRig):
     """Works on one device of the node to which `runtime` is attached, by default the last one: a driver that always
-    takes the first must fail. Owns neither; `transport` copies through it. `options` are for both sides, unless there
-    are `server_options`."""
+    takes the first must fail. Owns neither; `transport` copies through it. `options` are for both sides."""
 
     def __init__(
         self,
@@ -38,19 +36,18 @@ class SimulatedRig(TransportRig):
         *,
         plugins: Sequence[str] = (),
         options: Mapping[str, object] | None = None,
-        server_options: Mapping[str, object] | None = None,
         device: int = -1,
     ) -> None:
         self.transport = transport
         self.plugins = plugins
-        self.engine_options = {"node": node} if options is None else options
-        self.server_options = self.engine_options if server_options is None else server_options
+        self.engine_options = self.server_options = {"node": node} if options is None else options
         self.device = runtime.devices[device]
         self._runtime = runtime
         self._node = SimulatedNode.attached(node)
+        self._slow = Stream(runtime, self.device)
         self._held_from = 0
         self._lead = 0
-        self._holds_writes = False
+        self._gates: list[threading.Event] | None = None
 
     def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
         # Every other one not at the beginning, as with an allocator that cuts parts from a slab; the others follow the
@@ -61,21 +58,34 @@ class SimulatedRig(TransportRig):
         return DeviceTensor(self._runtime, address, shape, contiguous(shape), dtype)  # type: ignore[return-value]
 
     def write(self, tensor: torch.Tensor, data: bytes) -> None:
-        self._runtime.compute_stream(self.device).synchronize()
+        self._slow.synchronize()
         self._runtime.write(tensor.data_ptr(), data)
 
     def read(self, tensor: torch.Tensor) -> bytes:
-        self._runtime.compute_stream(self.device).synchronize()
+        self._slow.synchronize()
         return self._runtime.read(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
     def write_later(self, tensor: torch.Tensor, data: bytes) -> object:
-        stream = self._runtime.compute_stream(self.device)
-        stream.hold()
-        threading.Timer(LATER_S, self._release_writes).start()
-        self._runtime.write(tensor.data_ptr(), data, stream)
+        gate = threading.Event()
+        self._slow.add(gate.wait)
+        if self._gates is None:
+            threading.Timer(LATER_S, gate.set).start()
+        else:
+            self._gates.append(gate)
+        self._runtime.write(tensor.data_ptr(), data, self._slow)
         event = self._runtime.create_event(self.device)
-        self._runtime.record(event, stream)
+        self._runtime.record(event, self._slow)
         return event
+
+    @contextmanager
+    def holding_writes(self) -> Iterator[None]:
+        self._gates = []
+        try:
+            yield
+        finally:
+            for gate in self._gates:
+                gate.set()
+            self._gates = None
 
     def stream(self) -> Stream:
         return self._runtime.stream(self.device)
@@ -100,23 +110,14 @@ class SimulatedRig(TransportRig):
         finally:
             self._node.release()
 
-    @contextmanager
-    def holding_writes(self) -> Iterator[None]:
-        self._holds_writes = True
-        try:
-            yield
-        finally:
-            self._holds_writes = False
-            self._release_writes()
+    def held(self) -> bool:
+        return self._node.hits("hold") > self._held_from
 
     def fail_copy(self) -> None:
         self._node.inject("copy_fails", self.device)
 
     def poison(self) -> None:
         self._node.inject("poison", self.device)
-
-    def held(self) -> bool:
-        return self._node.hits("hold") > self._held_from
 
     def problems(self) -> list[str]:
         return [f"{each.kind}: {each.text} (process {each.process})" for each in self._node.violations()]
@@ -133,15 +134,10 @@ class SimulatedRig(TransportRig):
     def elsewhere(self) -> TransportRig:
         if len(self._node.devices) < 2:
             raise NotImplementedError("the node has one device")
-        at = (self._runtime.devices.index(self.device) + 1) % len(self._runtime.devices)
         other = copy.copy(self)  # of the same class, with the same options
-        other.device, other._lead = self._runtime.devices[at], 0
-        other._node = SimulatedNode.attached(str(self._node.path))
+        other.device = next(device for device in self._node.devices if device != self.device)
+        other._slow = Stream(self._runtime, other.device)
         return other
 
     def close(self) -> None:
         self._node.close()
-
-    def _release_writes(self) -> None:
-        if not self._holds_writes:
-            self._runtime.compute_stream(self.device).release()

@@ -2,27 +2,103 @@
 
 It has the functions of such libraries: allocations and interprocess handles, streams and events, batched copies that
 run later. Unlike them it refuses each mistake that a real device would let pass with wrong bytes, and notes it on the
-node (`Misuse`). Thread-safe. Close it, or end the process.
+node (`Misuse`). Thread-safe. What a process has ends with it.
 """
 
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
+import queue
+import random
 import secrets
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvf_dev.testing.accelerator.memory import AddressSpace
-from kvf_dev.testing.accelerator.node import NODE_VARIABLE, AcceleratorError, ContextLost, Ledger, Misuse, merged
-from kvf_dev.testing.accelerator.streams import Event, Stream, wait_until_reached
+from kvf_dev.testing.accelerator.memory import AddressSpace, Fragments
+from kvf_dev.testing.accelerator.node import (
+    NODE_VARIABLE,
+    AcceleratorError,
+    ContextLost,
+    Ledger,
+    Mistake,
+    Misuse,
+    merged,
+)
 
-_HANDLE = struct.Struct("=4sQ16s")
-_MEMORY, _EVENT = b"simM", b"simE"
-_HOLD_POLL_S = 0.005
+_POLL_S, _HOLD_POLL_S = 0.0005, 0.005
+_NUMBERS = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Event:
+    """A point in a stream's work: `row` of the ledger. `opening` is the row of another process's event that is open
+    here."""
+
+    device: str
+    row: int
+    opening: int | None = None
+    closed: bool = False
+
+
+class Stream:
+    """A queue of work in order, each piece a little late, in a thread of its own. `row` is that of a stream that has to
+    be destroyed."""
+
+    def __init__(self, runtime: Accelerator, device: str, row: int | None = None) -> None:
+        runtime.check(device)
+        self.device = device
+        self.row = row
+        self.number = next(_NUMBERS)
+        self.error = ""
+        self._runtime = runtime
+        self._holds: list[threading.Event] = []
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"sim-stream-{self.number}", daemon=True).start()
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Queue a piece of work. Its error is the stream's until an event has taken it."""
+        self._work.put(work)
+
+    def hold(self) -> Callable[[], None]:
+        """Begin the work queued from now on once the returned function was called, in any thread. Never waits."""
+        released = threading.Event()
+        self._holds = [each for each in self._holds if not each.is_set()] + [released]
+        self.add(released.wait)
+        return released.set
+
+    @property
+    def held(self) -> bool:
+        """Whether work queued now is behind a hold."""
+        return not all(each.is_set() for each in self._holds)
+
+    def synchronize(self, timeout: float = 20.0) -> None:
+        """Wait for all queued work. Raises the stream's error, if there was one."""
+        done = threading.Event()
+        self.add(done.set)
+        if not done.wait(timeout):
+            raise AcceleratorError(f"stream {self.number} did not come to an end within {timeout} s")
+        error, self.error = self.error, ""
+        if error:
+            raise AcceleratorError(error)
+
+    def end_later(self) -> None:
+        """End its thread after all queued work."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            time.sleep(random.uniform(0, self._runtime.max_delay_s))  # noqa: S311 - a delay
+            try:
+                work()
+            except ContextLost as error:
+                self._runtime.poison(str(error))
+            except Exception as error:  # noqa: BLE001 - a stream never ends before it is destroyed
+                self.error = self.error or str(error) or type(error).__name__
 
 
 class Accelerator:
@@ -37,29 +113,15 @@ class Accelerator:
         if not (path or NODE_VARIABLE in os.environ) or not directory.is_dir():
             raise AcceleratorError(f"there is no simulated node at {str(directory)!r}")
         self._ledger = Ledger(directory)
-        settings = dict(self._ledger.all("select name, value from settings"))
-        self._seed, self._max_delay_s = settings["seed"], float(settings["max_delay_s"])
+        rows = self._ledger.all("select uuid, max_delay_s from devices order by number")
+        self.devices: Sequence[str] = tuple(device for device, _ in rows)
+        self.max_delay_s: float = rows[0][1]
         self.process = self._ledger.enter()
-        rows = self._ledger.all("select uuid from devices order by number")
-        self.devices: Sequence[str] = tuple(uuid for (uuid,) in rows)
         self._space = AddressSpace(directory, self._ledger, self.process, self.devices)
         self._lock = threading.RLock()
-        self._streams: list[Stream] = []
-        self._numbers = itertools.count(1)
-        self._named: dict[tuple[str, str], Stream] = {}
+        self._default_streams: dict[str, Stream] = {}
         self._pinned: list[tuple[int, int]] = []
         self._poisoned = ""
-        self._closed = False
-
-    def close(self) -> None:
-        """End the streams, free this process's allocations, close the memory and events it opened. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        for stream in self._streams:
-            stream.end()
-        self._space.close()
-        self._ledger.close()
 
     def poison(self, reason: str) -> None:
         """Make every further call of this process fail with `ContextLost`."""
@@ -67,8 +129,6 @@ class Accelerator:
 
     def check(self, device: str) -> None:
         """Raise `ContextLost` if this process can no longer use the device, `AcceleratorError` if there is none."""
-        if self._closed:
-            raise AcceleratorError("the runtime is closed")
         if self._poisoned:
             raise ContextLost(self._poisoned)
         row = self._ledger.one("select vanished from devices where uuid = ?", device)
@@ -83,7 +143,7 @@ class Accelerator:
         """Return the address of new memory. It is meaningless to the host and to other processes."""
         self.check(device)
         with self._lock:
-            return self._space.allocate(device, nbytes, secrets.token_bytes(16))
+            return self._space.allocate(device, nbytes)
 
     def free(self, address: int) -> None:
         with self._lock:
@@ -97,20 +157,18 @@ class Accelerator:
         self.check(region.device)
         if region.mapping is not None:
             raise AcceleratorError("export: this memory belongs to another process")
-        row = self._ledger.one("select token from allocations where id = ?", region.allocation)
-        assert row is not None
-        return region.device, _HANDLE.pack(_MEMORY, region.allocation, row[0]), region.nbytes, address - region.address
+        (handle,) = self._ledger.one("select token from allocations where id = ?", region.allocation)
+        return region.device, handle, region.nbytes, address - region.address
 
     def open_memory(self, device: str, handle: bytes, nbytes: int = 0) -> int:
         """Return the address here of another process's allocation, which has at least `nbytes`."""
         self.check(device)
-        number, token = _unpack(handle, _MEMORY)
         row = self._ledger.one(
-            "select device, process, start, nbytes, token, freed from allocations where id = ?", number
+            "select id, device, process, start, nbytes, freed from allocations where token = ?", handle
         )
-        if row is None or row[4] != token:
+        if row is None:
             raise AcceleratorError("open: there is no such allocation")
-        owner_device, process, start, size, _, freed = row
+        number, owner_device, process, start, size, freed = row
         if process == self.process:
             raise self._misuse("wrong_process", "open: a process cannot open its own handle")
         if owner_device != device:
@@ -126,135 +184,106 @@ class Accelerator:
         with self._lock:
             self._space.unmap(address)
 
-    # host memory
-
     def pin(self, offset: int, nbytes: int) -> None:
         """Register a slice of the host segment for copies."""
         with self._lock:
-            self._pinned.append((offset, offset + nbytes))
-
-    def unpin(self, offset: int, nbytes: int) -> None:
-        with self._lock:
-            self._pinned.remove((offset, offset + nbytes))
+            self._pinned = merged([*self._pinned, (offset, offset + nbytes)])
 
     # streams and events
 
     def stream(self, device: str) -> Stream:
-        stream = self._new_stream(device)
-        stream.row = self._ledger.insert("insert into streams(process) values(?)", self.process)
-        return stream
-
-    def _new_stream(self, device: str) -> Stream:
-        self.check(device)
-        with self._lock:
-            seed = f"{self._seed}/{device}"
-            stream = Stream(self.poison, device, next(self._numbers), seed, self._max_delay_s)
-            self._streams = [each for each in self._streams if each.runs] + [stream]
-            return stream
+        row = self._ledger.insert("insert into streams(process) values(?)", self.process)
+        return Stream(self, device, row)
 
     def destroy_stream(self, stream: Stream) -> None:
         """End the stream once its queued work is done. Does not wait."""
         stream.end_later()
-        self._ledger.run("delete from streams where id = ?", stream.row)
+        self._ledger.all("delete from streams where id = ?", stream.row)
 
     def default_stream(self, device: str) -> Stream:
-        return self._named_stream("default", device)
+        with self._lock:
+            if device not in self._default_streams:
+                self._default_streams[device] = Stream(self, device)
+            return self._default_streams[device]
 
-    def compute_stream(self, device: str) -> Stream:
-        """Return a stream beside the default one, for slow work."""
-        return self._named_stream("compute", device)
+    def hold(self, stream: Stream) -> Callable[[], None]:
+        """Make later work of the stream begin once the returned function was called, in any thread. Never waits."""
+        self.check(stream.device)
+        return stream.hold()
 
     def create_event(self, device: str, *, interprocess: bool = False) -> Event:
         self.check(device)
-        if not interprocess:
-            return Event(device)
         row = self._ledger.insert(
-            "insert into events(device, process, token) values(?, ?, ?)", device, self.process, secrets.token_bytes(16)
+            "insert into events(device, process, shared, token) values(?, ?, ?, ?)",
+            device,
+            self.process,
+            interprocess,
+            secrets.token_bytes(16),
         )
         return Event(device, row)
 
     def export_event(self, event: Event) -> bytes:
-        if event.row is None or event.opened:
+        row = self._ledger.one("select token from events where id = ? and shared", event.row)
+        if row is None or event.opening is not None:
             raise AcceleratorError("export: this is no interprocess event of this process")
-        row = self._ledger.one("select token from events where id = ?", event.row)
-        assert row is not None
-        return _HANDLE.pack(_EVENT, event.row, row[0])
+        return bytes(row[0])
 
     def open_event(self, device: str, handle: bytes) -> Event:
         self.check(device)
-        number, token = _unpack(handle, _EVENT)
-        row = self._ledger.one("select device, process, token, destroyed from events where id = ?", number)
-        if row is None or row[2] != token or row[3]:
+        row = self._ledger.one("select id, device, process from events where token = ? and not destroyed", handle)
+        if row is None:
             raise AcceleratorError("open: there is no such event")
-        if row[1] == self.process:
+        number, owner_device, process = row
+        if process == self.process:
             raise self._misuse("wrong_process", "open: a process cannot open its own event")
-        if row[0] != device:
-            raise self._misuse("wrong_device", f"open: an event of {row[0]} on {device}")
+        if owner_device != device:
+            raise self._misuse("wrong_device", f"open: an event of {owner_device} on {device}")
         opening = self._ledger.insert("insert into openings(event, process) values(?, ?)", number, self.process)
-        return Event(device, number, opening=opening)
+        return Event(device, number, opening)
 
     def destroy_event(self, event: Event) -> None:
         event.closed = True
-        if event.row is not None and not event.opened:
-            self._ledger.run("update events set destroyed = 1 where id = ?", event.row)
-        if event.opening is not None:
-            self._ledger.run("delete from openings where id = ?", event.opening)
+        if event.opening is None:
+            self._ledger.all("update events set destroyed = 1 where id = ?", event.row)
+        else:
+            self._ledger.all("delete from openings where id = ?", event.opening)
 
     def record(self, event: Event, stream: Stream) -> None:
         """Record the event: it is reached once the stream has come to this point. Recording again replaces the former
         record."""
-        self.check(stream.device)
-        self._usable(event, stream.device, "record")
-        if event.row is None:
-            event.recorded += 1
-            record = event.recorded
-        else:
-            with self._ledger.change():
-                self._ledger.run("update events set recorded = recorded + 1, error = '' where id = ?", event.row)
-                row = self._ledger.one("select recorded from events where id = ?", event.row)
-            assert row is not None
-            record = row[0]
+        self._check_usable(event, stream.device, "record")
+        (record,) = self._ledger.one(
+            "update events set recorded = recorded + 1, error = '' where id = ? returning recorded", event.row
+        )
 
         def reach() -> None:
-            if self._poisoned:
-                return
-            error, stream.error = stream.error, ""
-            if event.row is None:
-                event.error, event.reached = error, record
-            else:
-                self._ledger.run("update events set reached = ?, error = ? where id = ?", record, error, event.row)
+            if not self._poisoned:
+                error, stream.error = stream.error, ""
+                self._ledger.all("update events set reached = ?, error = ? where id = ?", record, error, event.row)
 
         stream.add(reach)
 
     def reached(self, event: Event) -> bool:
         """Return whether the event's last record was reached. Raises `AcceleratorError` with an error of the work
         before it, `Misuse` if it was never recorded."""
-        self.check(event.device)
-        self._usable(event, event.device, "query")
-        recorded, reached, error, _ = self._state(event)
-        if not recorded:
-            raise self._misuse("never_recorded", "an event is asked for that was never recorded")
+        self._check_usable(event, event.device, "query")
+        recorded, reached, error, _ = self._records(event)
         if reached >= recorded and error:
             raise AcceleratorError(error)
-        return bool(reached >= recorded)
+        return reached >= recorded
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Make later work of the stream begin once the event's last record was reached."""
-        self.check(stream.device)
-        self._usable(event, stream.device, "wait")
-        recorded, _, _, owner = self._state(event)
-        if not recorded:
-            raise self._misuse("never_recorded", "a stream waits for an event that was never recorded")
-        stream.add(
-            lambda: wait_until_reached(
-                lambda: self._state(event)[1] >= recorded, lambda: self._closed or not self._ledger.lives(owner)
-            )
-        )
+        self._check_usable(event, stream.device, "wait")
+        recorded, _, _, owner = self._records(event)
 
-    def hold(self, stream: Stream) -> Callable[[], None]:
-        """Make later work of the stream begin once the returned function was called, in any thread. Never waits."""
-        self.check(stream.device)
-        return stream.hold_behind(lambda: self._closed)
+        def wait() -> None:
+            while self._records(event)[1] < recorded:
+                if not self._ledger.lives(owner):
+                    raise AcceleratorError("the process of an event ended before it was reached")
+                time.sleep(_POLL_S)
+
+        stream.add(wait)
 
     # work
 
@@ -272,38 +301,30 @@ class Accelerator:
         self.check(stream.device)
         what = f"a copy {'from' if to_host else 'to'} the device"
         with self._lock:
-            spans, regions = self._space.spans(addresses, length, stream.device, what)
-            pinned = merged(iter(self._pinned))
+            fragments = self._space.fragments(addresses, length, stream.device, what)
             for offset in {min(offsets, default=0), max(offsets, default=0)}:
-                if not any(low <= offset and offset + length <= high for low, high in pinned):
+                if not any(low <= offset and offset + length <= high for low, high in self._pinned):
                     raise self._misuse("not_pinned", f"{what}: host memory at {offset} is not registered")
-            at = [self._space.offset(address, what) for address in addresses]
-        queued = self._ledger.queue(
-            stream.device, self.process, stream.number, writes=not to_host, what=what, spans=spans
-        )
 
-        def run() -> None:
-            try:
-                self._begin(stream.device, queued, what)
-                memory = self._space.bytes_of(stream.device)
-                for number, (device_at, host_at) in enumerate(zip(at, offsets, strict=True)):
-                    if number == len(at) // 2:
-                        self._in_the_middle(stream.device)
-                    for region in regions:
-                        if number % 256 == 0:
-                            self._space.check_live(region, what)
-                    if to_host:
-                        host[host_at : host_at + length] = memory[device_at : device_at + length]
-                    else:
-                        memory[device_at : device_at + length] = host[host_at : host_at + length]
-            finally:
-                self._ledger.finished(queued)
+        def work(memory: mmap.mmap) -> None:
+            for number, (device_at, host_at) in enumerate(zip(fragments.places, offsets, strict=True)):
+                if number == len(offsets) // 2:
+                    self._in_the_middle(stream.device)
+                    self._space.check_live(fragments, what)
+                if to_host:
+                    host[host_at : host_at + length] = memory[device_at : device_at + length]
+                else:
+                    memory[device_at : device_at + length] = host[host_at : host_at + length]
 
-        stream.add(run)
+        self._queue(stream, what, fragments, work, writes=not to_host)
 
     def write(self, address: int, data: bytes, stream: Stream | None = None) -> None:
         """Queue a write by a kernel of the engine; without a stream wait for it."""
-        self._kernel(address, len(data), stream, lambda memory, at: memory.__setitem__(slice(at, at + len(data)), data))
+
+        def work(memory: mmap.mmap, at: int) -> None:
+            memory[at : at + len(data)] = data
+
+        self._kernel("a write by a kernel", address, len(data), stream, work)
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Return the bytes that a kernel of the engine reads there, after all work in the default stream. Waits for
@@ -313,90 +334,80 @@ class Accelerator:
     def read_later(self, address: int, nbytes: int, stream: Stream | None) -> list[bytes]:
         """Queue such a read: the list has the bytes once it is done. Without a stream wait for it."""
         found: list[bytes] = []
-        self._kernel(address, nbytes, stream, lambda memory, at: found.append(memory[at : at + nbytes]), writes=False)
+
+        def work(memory: mmap.mmap, at: int) -> None:
+            found.append(memory[at : at + nbytes])
+
+        self._kernel("a read by a kernel", address, nbytes, stream, work)
         return found
 
-    def _kernel(self, address, nbytes, stream, work, *, writes=True) -> None:  # type: ignore[no-untyped-def]
-        what = f"a {'write' if writes else 'read'} by a kernel"
+    def _kernel(
+        self, what: str, address: int, nbytes: int, stream: Stream | None, work: Callable[[mmap.mmap, int], None]
+    ) -> None:
         with self._lock:
-            region = self._space.region(address, what)
-            target = stream or self.default_stream(region.device)
-            self.check(region.device)
-            spans, _ = self._space.spans([address], nbytes, target.device, what)
+            target = stream or self.default_stream(self._space.region(address, what).device)
+            self.check(target.device)
+            fragments = self._space.fragments([address], nbytes, target.device, what)
+        (place,) = fragments.places
+        self._queue(target, what, fragments, lambda memory: work(memory, place), writes="write" in what)
+        if stream is None:
+            target.synchronize()
+
+    def _queue(
+        self, stream: Stream, what: str, fragments: Fragments, work: Callable[[mmap.mmap], None], *, writes: bool
+    ) -> None:
+        """Queue work on the device's memory. When it begins, its turn must have come and its memory be there."""
+        spans = merged((place, place + fragments.length) for place in fragments.places)
 
         def enter() -> int:
-            return self._ledger.queue(region.device, self.process, target.number, writes=writes, what=what, spans=spans)
+            return self._ledger.queue(stream.device, self.process, stream.number, writes=writes, what=what, spans=spans)
 
         # Behind a hold, its turn comes after all work queued before the release.
-        entered = None if target.held else enter()
+        entered = None if stream.held else enter()
 
         def run() -> None:
             queued = enter() if entered is None else entered
             try:
-                self._begin(region.device, queued, what)
-                self._space.check_live(region, what)
-                work(self._space.bytes_of(region.device), spans[0][0])
+                self.check(stream.device)
+                if other := self._ledger.conflict(queued):
+                    raise self._misuse("unordered", f"{what} runs before {other} is done, which was queued earlier")
+                self._space.check_live(fragments, what)
+                work(self._space.memory[stream.device])
             finally:
                 self._ledger.finished(queued)
 
-        target.add(run)
-        if stream is None:
-            target.synchronize()
-
-    def _named_stream(self, name: str, device: str) -> Stream:
-        with self._lock:
-            if (name, device) not in self._named:
-                self._named[name, device] = self._new_stream(device)
-            return self._named[name, device]
-
-    def _begin(self, device: str, queued: int, what: str) -> None:
-        """Check, at the beginning of every piece of work, that its turn has come."""
-        self.check(device)
-        other = self._ledger.conflict(queued)
-        if other:
-            raise self._misuse("unordered", f"{what} runs before {other} is done, which was queued earlier")
+        stream.add(run)
 
     def _in_the_middle(self, device: str) -> None:
-        """The point at which injected faults happen."""
-        if self._ledger.take_fault("copy_fails", device):
+        """The point of a copy at which injected faults happen."""
+        if (fault := self._ledger.take_fault(device)) is None:
+            return
+        row, kind = fault
+        if kind == "copy_fails":
             raise AcceleratorError("an injected fault: the copy failed")
-        if self._ledger.take_fault("poison", device):
+        if kind == "poison":
             raise ContextLost("an injected fault: the context is poisoned")
-        released = self._ledger.one("select value from settings where name = 'released'")
-        if self._ledger.take_fault("hold", device):
-            while self._ledger.one("select value from settings where name = 'released'") == released:
-                if self._closed:
-                    raise AcceleratorError("the runtime was closed")
-                time.sleep(_HOLD_POLL_S)
+        while not self._ledger.one("select 1 from faults where id = ? and released", row):
+            time.sleep(_HOLD_POLL_S)
 
-    def _state(self, event: Event) -> tuple[int, int, str, int]:
+    def _records(self, event: Event) -> tuple[int, int, str, int]:
         """Return the records, the records reached, the error before the last one, and the process that owns the
         event."""
-        if event.row is None:
-            return event.recorded, event.reached, event.error, self.process
-        row = self._ledger.one(
-            "select recorded, reached, error, process, destroyed from events where id = ?", event.row
+        row: tuple[int, int, str, int] | None = self._ledger.one(
+            "select recorded, reached, error, process from events where id = ? and not destroyed", event.row
         )
-        if row is None or row[4]:
+        if row is None:
             raise self._misuse("use_after_free", "an event is used that its process has destroyed")
-        return row[0], row[1], row[2], row[3]
+        if not row[0]:
+            raise self._misuse("never_recorded", "an event is waited for that was never recorded")
+        return row
 
-    def _usable(self, event: Event, device: str, what: str) -> None:
+    def _check_usable(self, event: Event, device: str, what: str) -> None:
+        self.check(device)
         if event.closed:
             raise self._misuse("use_after_close", f"{what}: the event was closed here")
         if event.device != device:
             raise self._misuse("wrong_device", f"{what}: an event of {event.device} on {device}")
 
-    def _misuse(self, kind: str, text: str) -> Misuse:
-        self._ledger.violated(self.process, kind, text)
-        return Misuse(kind, text)
-
-
-def _unpack(handle: bytes, kind: bytes) -> tuple[int, bytes]:
-    try:
-        found, number, token = _HANDLE.unpack(handle)
-    except struct.error:
-        found, number, token = b"", 0, b""
-    if found != kind:
-        raise AcceleratorError("open: this is no handle of this kind")
-    return number, token
+    def _misuse(self, kind: Mistake, text: str) -> Misuse:
+        return self._ledger.misuse(self.process, kind, text)

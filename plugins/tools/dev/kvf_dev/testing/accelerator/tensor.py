@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DeviceTensor:
-    """A view of device memory. `strides` and `offset` are in elements; `dtype` is torch's name of it."""
+    """A view of device memory. `strides` are in elements; `dtype` is torch's name of it."""
 
     def __init__(
         self, runtime: Accelerator, address: int, shape: Sequence[int], strides: Sequence[int], dtype: str
@@ -51,74 +51,58 @@ class DeviceTensor:
         return math.prod(self.shape)
 
     def permute(self, axes: Sequence[int]) -> DeviceTensor:
-        return self._with([self.shape[axis] for axis in axes], [self.strides[axis] for axis in axes])
+        return self.as_strided([self.shape[axis] for axis in axes], [self.strides[axis] for axis in axes])
 
     def unsqueeze(self, axis: int) -> DeviceTensor:
         at = axis if axis >= 0 else len(self.shape) + 1 + axis
-        return self._with([*self.shape[:at], 1, *self.shape[at:]], [*self.strides[:at], 1, *self.strides[at:]])
+        return self.as_strided(_replaced(self.shape, at, [1], drop=0), _replaced(self.strides, at, [1], drop=0))
 
     def narrow(self, axis: int, start: int, length: int) -> DeviceTensor:
-        shape = [*self.shape[:axis], length, *self.shape[axis + 1 :]]
-        return self._with(shape, self.strides, start * self.strides[axis])
+        return self.as_strided(_replaced(self.shape, axis, [length]), self.strides, start * self.strides[axis])
 
     def unflatten(self, axis: int, sizes: Sequence[int]) -> DeviceTensor:
         strides = [each * self.strides[axis] for each in contiguous(sizes)]
-        return self._with(
-            [*self.shape[:axis], *sizes, *self.shape[axis + 1 :]],
-            [*self.strides[:axis], *strides, *self.strides[axis + 1 :]],
-        )
+        return self.as_strided(_replaced(self.shape, axis, sizes), _replaced(self.strides, axis, strides))
 
     def unbind(self, axis: int = 0) -> tuple[DeviceTensor, ...]:
-        shape = [*self.shape[:axis], *self.shape[axis + 1 :]]
-        strides = [*self.strides[:axis], *self.strides[axis + 1 :]]
-        return tuple(self._with(shape, strides, at * self.strides[axis]) for at in range(self.shape[axis]))
+        shape, strides = _replaced(self.shape, axis, []), _replaced(self.strides, axis, [])
+        return tuple(self.as_strided(shape, strides, at * self.strides[axis]) for at in range(self.shape[axis]))
 
-    def as_strided(self, shape: Sequence[int], strides: Sequence[int]) -> DeviceTensor:
-        return self._with(shape, strides)
+    def as_strided(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> DeviceTensor:
+        """Return another view of the memory, from `offset` elements behind the beginning of this one."""
+        return DeviceTensor(self.runtime, self.address + offset * self.element_size(), shape, strides, self.dtype)
 
     def view(self, dtype: object) -> DeviceTensor:
         """Return the same bytes as another dtype; the last axis is dense."""
         name = str(dtype).removeprefix("torch.")
         old, new = dtype_bytes(self.dtype), dtype_bytes(name)
-        return DeviceTensor(
-            self.runtime,
-            self.address,
-            [*self.shape[:-1], self.shape[-1] * old // new],
-            [*(stride * old // new for stride in self.strides[:-1]), 1],
-            name,
-        )
+        shape = [*self.shape[:-1], self.shape[-1] * old // new]
+        strides = [*(stride * old // new for stride in self.strides[:-1]), 1]
+        return DeviceTensor(self.runtime, self.address, shape, strides, name)
 
     # methods for engines
 
     def fill(self, data: bytes) -> None:
         """Write all elements, in row-major order of the axes; blocking."""
-        size = self.element_size()
-        for number, (at, length) in enumerate(self._runs()):
-            self.runtime.write(self.address + at * size, data[number * length * size : (number + 1) * length * size])
+        at = 0
+        for address, nbytes in self._runs():
+            self.runtime.write(address, data[at : at + nbytes])
+            at += nbytes
 
     def content(self) -> bytes:
         """Return all elements in row-major order of the axes; blocking."""
-        size = self.element_size()
-        return b"".join(self.runtime.read(self.address + at * size, length * size) for at, length in self._runs())
+        return b"".join(self.runtime.read(address, nbytes) for address, nbytes in self._runs())
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Return (first element, elements) of each dense run, in row-major order; all of one length."""
-        axes = len(self.shape)
-        length = 1
-        while axes and self.strides[axes - 1] == length:
-            axes -= 1
-            length *= self.shape[axes]
-        starts = [0]
-        for size, stride in zip(self.shape[:axes], self.strides[:axes], strict=True):
-            starts = [start + at * stride for start in starts for at in range(size)]
-        return [(start, length) for start in starts]
-
-    def _with(self, shape: Sequence[int], strides: Sequence[int], offset: int = 0) -> DeviceTensor:
-        return DeviceTensor(self.runtime, self.address + offset * self.element_size(), shape, strides, self.dtype)
+        """Return (address, bytes) of each dense run, in row-major order."""
+        if list(self.strides) == contiguous(self.shape):
+            return [(self.address, self.numel() * self.element_size())]
+        return [run for part in self.unbind() for run in part._runs()]
 
 
 def contiguous(shape: Sequence[int]) -> list[int]:
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * shape[axis + 1]
-    return strides
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def _replaced(values: Sequence[int], at: int, by: Sequence[int], drop: int = 1) -> list[int]:
+    return [*values[:at], *by, *values[at + drop :]]
