@@ -2,13 +2,13 @@
 without what a bug report must not hold: those, digests and the names of models. Pure.
 
 A field is secret by its type: `msgspec.Meta(extra={"secret": "value"})`, or `"url"` for one whose place may be shown.
-The time of a redaction grows with the text and the lengths of models, however many there are: clients choose their
-names.
+The time of a redaction grows with the text, however many models there are: clients choose their names.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import re
@@ -108,33 +108,37 @@ _DIGEST = re.compile(r"(?<![0-9A-Za-z])(?:(?=[0-9]*[a-fA-F])[0-9a-fA-F]{12,}|[0-
 # A long word with letters and some digits, and without the marks between the words of a path: a token, or base64.
 _LONG_WORD = re.compile(r"[A-Za-z0-9+=_-]{20,}")
 _DIGITS_OF_A_TOKEN = 3
-_PERCENT = re.compile("%[0-9A-F]{2}")
+# What a name of a model may be in a line: a whole value, or a word between these marks.
+_WORD = re.compile(r"[^\s\"'`,;=()\[\]{}<>]+")
 # A shorter secret is hidden only where it is a whole word: it is a part of too many others.
 _SHORT = 4
 
 
+def hiding(secret_words: Iterable[str]) -> re.Pattern[str]:
+    """Return the expression that finds secrets as they are, and as they are quoted or encoded."""
+    forms = sorted({form for word in secret_words if word for form in _forms(word)}, key=len, reverse=True)
+    patterns = [re.escape(form) if len(form) >= _SHORT else rf"\b{re.escape(form)}\b" for form in forms]
+    return re.compile("|".join(patterns) or "(?!)")
+
+
 class Redaction:
-    """Hides `secrets` in any of their usual forms, credentials with the host that they are for, and whatever looks like
-    a digest or a token. `models` get numbers in their place, the longest that stands by itself. The same digest has the
-    same name within one report, and another one in the next."""
+    """Hides secrets, credentials with the host that they are for, and whatever looks like a digest or a token. A value
+    or a word that is one of `models` becomes a number. The same digest has the same name within one report, and another
+    one in the next."""
 
     def __init__(self, secret_words: Iterable[str] = (), models: Iterable[str] = ()) -> None:
         self._key = secrets.token_bytes(16)
-        forms = {form for word in secret_words if word for form in _forms(word)}
-        longest_first = sorted((form for form in forms if len(form) >= _SHORT), key=len, reverse=True)
-        self._secrets = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        # What is replaced where it is a whole word.
-        self._words = {form: HIDDEN for form in forms if len(form) < _SHORT}
-        numbered = enumerate(sorted({model for model in models if model}), 1)
-        self._words |= {model: f"<model {number}>" for number, model in numbered}
-        self._lengths = sorted({len(word) for word in self._words}, reverse=True)
-        letters = "".join(re.escape(letter) for letter in sorted({word[0] for word in self._words}))
-        self._begin = re.compile(rf"(?<!\w)[{letters}]" if letters else "(?!)")
-        self._keys: dict[str, str] = {}
+        self._secrets = hiding(secret_words)
+        self._models = {model: f"<model {number}>" for number, model in enumerate(sorted(filter(None, models)), 1)}
+        self._key_text = functools.cache(self.text)  # the records of a list have the same keys
 
     def text(self, text: str) -> str:
         """Return the text without them."""
-        text = self._without_words(text)
+        if text in self._models:
+            return self._models[text]
+        text = self._secrets.sub(HIDDEN, text)
+        if self._models:
+            text = _WORD.sub(lambda found: self._word(found[0]), text)
         text = _CREDENTIALS.sub(f"://{HIDDEN}", text)
         text = _DIGEST.sub(lambda found: f"<digest {self._named(found[0].lower())}>", text)
         return _LONG_WORD.sub(lambda found: self._token(found[0]), text)
@@ -149,37 +153,9 @@ class Redaction:
             return [self.document(each) for each in value]
         return value
 
-    def _key_text(self, key: str) -> str:
-        """Each key's text, made once: the records of a list have the same ones."""
-        if key not in self._keys:
-            self._keys[key] = self.text(key)
-        return self._keys[key]
-
-    def _without_words(self, text: str) -> str:
-        """The text without secrets and models; what a secret and a model share is hidden with both."""
-        found = [(*each.span(), HIDDEN) for each in self._secrets.finditer(text)]
-        found += [(begin, end, self._words[text[begin:end]]) for begin, end in self._spans(text)]
-        if not found:
-            return text
-        pieces, at, shown = [], 0, ""
-        for begin, end, instead in sorted(found):
-            if begin >= at:
-                pieces += [shown, text[at:begin]]
-                at, shown = end, instead
-            else:
-                at, shown = max(at, end), HIDDEN
-        return "".join([*pieces, shown, text[at:]])
-
-    def _spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where whole words stand, from the first on; none within another."""
-        at = 0
-        while (found := self._begin.search(text, at)) is not None:
-            begin, at = found.start(), found.end()
-            for end in (begin + length for length in self._lengths):
-                if text[begin:end] in self._words and _is_end(text, end):
-                    yield begin, end
-                    at = end
-                    break
+    def _word(self, word: str) -> str:
+        name = word.rstrip(".:")
+        return self._models.get(word) or self._models.get(name, name) + word[len(name) :]
 
     def _token(self, word: str) -> str:
         digits = sum(letter.isdigit() for letter in word)
@@ -189,14 +165,15 @@ class Redaction:
         return hashlib.blake2s(word.encode(), key=self._key, digest_size=3).hexdigest()
 
 
-def _is_end(text: str, at: int) -> bool:
-    return at == len(text) or (at < len(text) and not (text[at].isalnum() or text[at] == "_"))
-
-
 def _forms(word: str) -> set[str]:
     raw = word.encode("utf-8", "surrogateescape")
-    plain, urlsafe = base64.b64encode(raw).decode().rstrip("="), base64.urlsafe_b64encode(raw).decode().rstrip("=")
-    in_quotes = (repr(word), ascii(word), repr(raw)[1:], json.dumps(word), json.dumps(word, ensure_ascii=False))
-    in_urls = {quote(raw, safe=""), quote(raw), quote_plus(raw)}
-    in_urls |= {_PERCENT.sub(lambda found: found[0].lower(), form) for form in in_urls}
-    return {word, *(form[1:-1] for form in in_quotes), *in_urls, raw.hex(), raw.hex().upper(), plain, urlsafe}
+    encoded = (base64.b64encode(raw), base64.urlsafe_b64encode(raw))
+    in_quotes = (repr(word), repr(raw)[1:], json.dumps(word), json.dumps(word, ensure_ascii=False))
+    in_urls = (quote(raw, safe=""), quote(raw), quote_plus(raw))
+    return {
+        word,
+        raw.hex(),
+        *(each.decode().rstrip("=") for each in encoded),
+        *(form[1:-1] for form in in_quotes),
+        *in_urls,
+    }

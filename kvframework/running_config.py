@@ -15,7 +15,7 @@ import msgspec
 from kvframework.api.requests import ClientInfo, Handler
 from kvframework.config import Config, Layers, PluginTable, TenantConfig, assemble, toml_value
 from kvframework.config.schema import CodecsConfig
-from kvframework.errors import RequestError
+from kvframework.errors import KVFrameworkError, RequestError
 from kvframework.masking import secrets_of, shown, shown_options
 from kvframework.overdue import call_bounded
 from kvframework.preflight import refusals
@@ -115,8 +115,7 @@ class RunningConfig:
 
     def secrets(self) -> set[str]:
         """Return the texts that `shown` hides."""
-        named = named_tables(self._given)
-        return set().union(*(secrets_of(resolve_table(self._registry, table, kind)[1]) for table, kind in named))
+        return secrets_of_plugins(self._given, self._registry)
 
     def apply(self, config: Config, *, dry_run: bool = False) -> m.ConfigApplied:
         """Change to `config`, all of it or nothing: nothing with `dry_run`, or if any key needs a restart. Raises the
@@ -151,6 +150,17 @@ class RunningConfig:
             raise RequestError(f"no configuration: {error}", where=payload.source[:256]) from None
         layers = Layers({"l1": {}, "hasher": {}} | raw, {}, {}, Path(payload.source), False, ())
         return self.apply(assemble(layers), dry_run=payload.dry_run)
+
+
+def secrets_of_plugins(config: Config, registry: PluginRegistry) -> set[str]:
+    """Return the texts that `shown_config` hides, and all texts of a table that fits no plugin. Blocking."""
+    found: set[str] = set()
+    for table, descriptor in named_tables(config):
+        try:
+            found |= secrets_of(resolve_table(registry, table, descriptor)[1])
+        except KVFrameworkError:
+            found |= {value for value in table.options.values() if isinstance(value, str)}
+    return found
 
 
 def shown_config(config: Config, registry: PluginRegistry) -> dict[str, object]:

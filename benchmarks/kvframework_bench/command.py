@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.api.command import examples
-from kvframework.cli.usage import AsJson as DocumentAsJson
-from kvframework.cli.usage import ConfigFile, Overrides
+from kvframework.api.command import AsJson as DocumentAsJson
+from kvframework.api.command import ConfigFile, Overrides, examples
 
 if TYPE_CHECKING:
     from kvframework_bench.console import Stage
@@ -556,10 +555,12 @@ def gpu_report(
     process with a bound of its own, and what the machine shows of its GPUs. It takes some minutes; nothing else should
     use the GPU. The exit status is 1 where no GPU can be used, or a step failed; the file is written all the same.
     """
-    from kvframework.api.console import stderr
-    from kvframework.cli.console import print_document, print_text
-    from kvframework.cli.dump import BundleFile, secrets_in
+    from kvf_observe.dump import BundleFile
+    from kvframework.api.console import print_document, print_text, stderr
+    from kvframework.config import load_config
     from kvframework.masking import Redaction
+    from kvframework.registry import PluginRegistry
+    from kvframework.running_config import secrets_of_plugins
     from kvframework_bench.gpu_report.contents import StepResult, collect, line_of
     from kvframework_bench.gpu_report.steps import steps
 
@@ -569,7 +570,7 @@ def gpu_report(
     # A step runs in a session of its own: whoever ends this process has to end it, too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with BundleFile(file, "kvframework-gpu-report") as bundle:
-        redaction = Redaction(secrets_in(config, overrides or ()))
+        redaction = Redaction(secrets_of_plugins(load_config(config, tuple(overrides or ())), PluginRegistry()))
         report, files = collect(steps(config, overrides or ()), redaction, told=show)
         bundle.write(files)
     if as_json:
@@ -602,8 +603,7 @@ def compare(
     """
     from rich.console import Console
 
-    from kvframework.api.console import stdout
-    from kvframework.cli.console import WideTable, print_document, print_text
+    from kvframework.api.console import WideTable, print_document, print_text, stdout
     from kvframework_bench.compare.run import compare as compared
     from kvframework_bench.compare.run import read_document
     from kvframework_bench.compare.view import sentences, table_of
@@ -637,8 +637,7 @@ def _run(
     """Look at the machine, run the bench, print. A bench that is terminated leaves no processes behind either."""
     from rich.console import Console
 
-    from kvframework.api.console import stderr, stdout
-    from kvframework.cli.console import WideTable, print_text
+    from kvframework.api.console import WideTable, print_text, stderr, stdout
     from kvframework_bench.console import bars
     from kvframework_bench.document import Document
     from kvframework_bench.machine import BUSY_CORES, LoadMeter, describe_machine

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.core.cli.test_dump import unpacked
 
 from kvframework.masking import Redaction
 from kvframework_bench.gpu_report.child import run_bounded
@@ -16,7 +17,6 @@ from kvframework_bench.gpu_report.contents import collect
 from kvframework_bench.gpu_report.machine import look
 from kvframework_bench.gpu_report.steps import Step, steps
 from tests.core.cli.command import run
-from tests.core.cli.test_dump import unpacked
 from tests.support.waiting import wait_until
 
 SECRET = "hunter2-of-the-tier"

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from benchmarks.tests.test_plot import FIGURES, document
-from kvframework.cli.console import WideTable
+from kvframework.api.console import WideTable
 from kvframework_bench.command import _WIDTH
 from kvframework_bench.console import skipped_table
 from kvframework_bench.errors import Skipped

@@ -1,4 +1,7 @@
-"""The options of a command that asks a server, and the form of its help. Needs no rich, so that help is quick."""
+"""What the commands share and what needs no rich: exit statuses, options, and the form of help texts.
+
+A command's module holds its options alone and imports its work when it runs, so that help and completion are quick.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,19 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from typer._click.core import Context  # typer has its own click, and gives this type no other name
 
-__all__ = ["Endpoint", "EndpointConfig", "QuickGroup", "examples"]
+__all__ = ["AsJson", "ConfigFile", "Endpoint", "EndpointConfig", "Overrides", "QuickGroup", "examples"]
+
+EXIT_UNFORESEEN = 1
+EXIT_FOUND = 1  # a check that found a problem
+EXIT_ERROR = 2
+
+CONFIG_HELP = "The TOML file; without it $KVFRAMEWORK_CONFIG, then the embedded default."
+ConfigFile = Annotated[Path | None, typer.Option("--config", help=CONFIG_HELP)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Override one value of the TOML; repeatable."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document.")]
 
 Endpoint = Annotated[str | None, typer.Option(help="Without it $KVFRAMEWORK_ENDPOINT, then that of the configuration.")]
 EndpointConfig = Annotated[Path | None, typer.Option("--config", help="Take the endpoint from this TOML file.")]

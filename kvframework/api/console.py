@@ -1,17 +1,28 @@
-"""The consoles of commands, one for results and one for errors, and numbers, times and amounts as people read them."""
+"""What commands print: errors, documents, sentences, tables, and numbers, times and amounts as people read them, on one
+console for results and one for errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Collection, Iterable, Sequence
 
-from rich.console import Console, ConsoleOptions, RenderableType
+import msgspec
+import typer
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.segment import Segment
+from rich.table import Column, Table
+from rich.text import Text
 
-from kvframework.text import counted, short_count, short_duration, short_number
+from kvframework.api.command import EXIT_UNFORESEEN
+from kvframework.errors import KVFrameworkError
+from kvframework.text import counted, described, short_count, short_duration, short_number
 
 __all__ = [
     "PlainConsole",
     "counted",
+    "print_document",
+    "print_text",
     "print_view",
     "short_count",
     "short_duration",
@@ -48,6 +59,88 @@ stderr = PlainConsole(stderr=True, soft_wrap=True, highlight=False)
 
 
 def print_view(view: RenderableType) -> None:
-    """Print a view that may contain tables. Into a pipe it is not wrapped, whatever COLUMNS says."""
+    """Print a view that may contain tables, as wide as the terminal. Into a pipe it is not wrapped, whatever COLUMNS
+    says: each row is one line."""
     console = stdout if stdout.is_terminal else PlainConsole(width=PIPE_WIDTH, highlight=False)
     console.print(view, soft_wrap=not stdout.is_terminal)
+
+
+def print_error(error: Exception) -> None:
+    """Print an error in full and never as markup; an unforeseen one on one line, and how to see more."""
+    text = str(error)
+    if not isinstance(error, KVFrameworkError):
+        hint = "run it again as `kvframework --debug ...` for the traceback, and report it"
+        text = f"unforeseen {described(error)}\n  hint: {hint}"
+    stderr.print(Text.assemble(("error: ", "bold red"), text))
+
+
+def print_document(document: object) -> None:
+    """Print a document as indented JSON; a size is its number of bytes."""
+    encoded = msgspec.json.encode(document, enc_hook=_plain)
+    stdout.print(msgspec.json.format(encoded).decode(), markup=False)
+
+
+def _plain(value: object) -> object:
+    return int(value) if isinstance(value, int) else str(value)
+
+
+def print_text(text: Text | str) -> None:
+    """Print a sentence. A terminal's lines end between words; in a pipe it is one line."""
+    stdout.print(Text(text) if isinstance(text, str) else text, soft_wrap=not stdout.is_terminal)
+
+
+def print_rows(heads: Sequence[str], rows: Iterable[Sequence[str | Text]], *, whole: Collection[str] = ()) -> None:
+    """Print a table. Cells are folded, but for those below the heads in `whole`."""
+    table = Table(*(Column(head, overflow="fold", no_wrap=head in whole) for head in heads), box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    print_view(table)
+
+
+def confirm(question: str) -> None:
+    """Ask a question. Raises `typer.Exit` for any answer but yes, `KeyboardInterrupt` for a Ctrl-C."""
+    stderr.print(Text(f"{question} [y/N]: "), end="")
+    answer = sys.stdin.readline() if sys.stdin else ""
+    if answer.strip().lower() in ("y", "yes"):
+        return
+    # Behind a line of the terminal's own the next one begins by itself.
+    stderr.print("not done" if answer.endswith("\n") else "\nnot done, without an answer; --yes asks none")
+    raise typer.Exit(EXIT_UNFORESEEN)
+
+
+_ANY_WIDTH = 10_000
+
+
+class WideTable:
+    """A table as it is where it fits; elsewhere as many tables as it takes, so that no cell is cut off."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        def fits(columns: Sequence[int]) -> bool:
+            wide = options.update(max_width=_ANY_WIDTH)
+            part = self._part(columns)
+            part.title = None  # which is wrapped
+            return Measurement.get(console, wide, part).maximum <= options.max_width
+
+        part = [0]
+        for index in range(1, len(self._table.columns)):
+            if len(part) > 1 and not fits([*part, index]):
+                yield self._part(part)
+                part = [0]
+            part.append(index)
+        yield self._part(part)
+
+    def _part(self, columns: Sequence[int]) -> Table:
+        table, chosen = self._table, [self._table.columns[index] for index in columns]
+        heads = [
+            Column(
+                each.header, justify=each.justify, style=each.style, no_wrap=each.no_wrap and place > 0, overflow="fold"
+            )
+            for place, each in enumerate(chosen)
+        ]
+        part = Table(*heads, title=table.title, box=table.box, pad_edge=table.pad_edge, padding=table.padding)
+        for cells in zip(*(column.cells for column in chosen), strict=True):
+            part.add_row(*cells)
+        return part

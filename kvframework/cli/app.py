@@ -13,9 +13,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvframework import __version__
-from kvframework.api.command import examples
+from kvframework.api.command import EXIT_ERROR, EXIT_UNFORESEEN, examples
 from kvframework.cli.commands import CommandGroup
-from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN
 from kvframework.errors import KVFrameworkError
 from kvframework.overdue import bounded
 
@@ -56,7 +55,7 @@ def run() -> None:
 
 def end_with(error: Exception, *, debug: bool = False) -> NoReturn:
     """End by `SystemExit` after one line for an error, or its traceback."""
-    from kvframework.cli.console import print_error
+    from kvframework.api.console import print_error
 
     if debug:
         import traceback
@@ -69,7 +68,7 @@ def end_with(error: Exception, *, debug: bool = False) -> NoReturn:
 
 def _end_at_once(error: KVFrameworkError) -> None:
     """End the process although its main thread waits, for a plugin that does not return."""
-    from kvframework.cli.console import print_error
+    from kvframework.api.console import print_error
 
     sys.stdout.flush()
     print_error(error)

@@ -7,10 +7,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from kvframework.api.command import Endpoint, EndpointConfig, examples
+from kvframework.api.command import AsJson, Endpoint, EndpointConfig, examples
+from kvframework.api.console import confirm, print_document, print_text
 from kvframework.api.plugin import ByteSize
-from kvframework.cli.console import confirm, print_document, print_text
-from kvframework.cli.usage import AsJson
 from kvframework.client import KVClient
 from kvframework.client.status_source import quiet_connection, server_endpoint
 from kvframework.status import Status

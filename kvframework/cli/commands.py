@@ -43,7 +43,6 @@ CORE = {
         "Run the server of this node in a child process, and keep its L1 over the server's end.",
     ),
     "status": Core("kvframework.cli.status:app", "Show the state of a running server."),
-    "explain": Core("kvframework.cli.explain:app", "Say what requests found in the cache, and why not more."),
     "clear": Core("kvframework.cli.clear:app", "Drop what a running server caches. Engines compute it again."),
     "config": Core("kvframework.cli.config:app", "Check and show the configuration."),
     "keys": Core("kvframework.cli.keys:keys_app", "CURVE keys, for servers at tcp:// endpoints."),
@@ -52,10 +51,6 @@ CORE = {
     "doctor": Core(
         "kvframework.cli.doctor:app",
         "Check this machine, this installation and a configuration, and give advice for each problem.",
-    ),
-    "dump": Core(
-        "kvframework.cli.dump:app",
-        "Write what a bug report needs into one file: of the server, and of this machine.",
     ),
 }
 
@@ -70,6 +65,8 @@ class Known(NamedTuple):
 KNOWN = {
     "bench": Known("kvframework-bench", "Measure this machine, and kvframework next to it."),
     "demo": Known("kvframework-demo", "See it work: a second process skips the prefill."),
+    "dump": Known("kvframework-observe", "Write what a bug report needs into one file."),
+    "explain": Known("kvframework-observe", "Say what requests found in the cache, and why not more."),
     "new": Known("kvframework-dev", "Write a new plugin's distribution, which works as it is."),
     "observe": Known("kvframework-observe", "Serve metrics, health and a live page over HTTP."),
     "plan": Known("kvframework-plan", "Size a cache for a trace and a goal."),

@@ -12,11 +12,19 @@ import msgspec
 import typer
 from rich.text import Text
 
-from kvframework.api.command import Endpoint, QuickGroup, examples
-from kvframework.api.console import stdout
+from kvframework.api.command import (
+    CONFIG_HELP,
+    EXIT_ERROR,
+    EXIT_FOUND,
+    AsJson,
+    ConfigFile,
+    Endpoint,
+    Overrides,
+    QuickGroup,
+    examples,
+)
+from kvframework.api.console import print_document, print_error, print_rows, print_text, stdout
 from kvframework.api.toml import toml_value
-from kvframework.cli.console import print_document, print_error, print_rows, print_text
-from kvframework.cli.usage import CONFIG_HELP, EXIT_ERROR, EXIT_FOUND, AsJson, ConfigFile, Overrides
 from kvframework.client import KVClient
 from kvframework.client.session import ENDPOINT_VARIABLE
 from kvframework.client.status_source import quiet_connection

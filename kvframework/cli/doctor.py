@@ -5,11 +5,9 @@ from __future__ import annotations
 import typer
 from rich.text import Text
 
-from kvframework.api.command import examples
-from kvframework.api.console import stdout
+from kvframework.api.command import EXIT_FOUND, AsJson, ConfigFile, Overrides, examples
+from kvframework.api.console import print_document, print_rows, stdout
 from kvframework.api.plugin import Finding
-from kvframework.cli.console import print_document, print_rows
-from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides
 from kvframework.doctor.checkup import examine
 
 app = typer.Typer()

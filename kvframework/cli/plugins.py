@@ -11,13 +11,11 @@ import msgspec
 import typer
 from rich.text import Text
 
-from kvframework.api.command import examples
-from kvframework.api.console import stdout
+from kvframework.api.command import AsJson, examples
+from kvframework.api.console import print_document, print_rows, print_text, stdout
 from kvframework.api.tier import TierProvider
 from kvframework.api.toml import toml_value
 from kvframework.cli.commands import CommandGroup
-from kvframework.cli.console import print_document, print_rows, print_text
-from kvframework.cli.usage import AsJson
 from kvframework.errors import PluginNotFound
 from kvframework.registry import KINDS, AnyProvider, OptionInfo, PluginInfo, PluginRegistry, describe_options
 

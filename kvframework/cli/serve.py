@@ -10,12 +10,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from kvframework.api.command import Endpoint, EndpointConfig, examples
-from kvframework.api.console import stderr
+from kvframework.api.command import EXIT_FOUND, AsJson, ConfigFile, Endpoint, EndpointConfig, Overrides, examples
+from kvframework.api.console import print_document, print_text, stderr
 from kvframework.api.plugin import ByteSize
-from kvframework.cli.console import print_document, print_text
 from kvframework.cli.serving import ServeOptions, run_server
-from kvframework.cli.usage import EXIT_FOUND, AsJson, ConfigFile, Overrides
 from kvframework.client.status_source import server_endpoint
 from kvframework.config import (
     check_private_directory,

@@ -118,7 +118,7 @@ def run_server(options: ServeOptions) -> None:
         except Exception as error:
             if not json_log:
                 raise
-            from kvframework.cli.usage import EXIT_ERROR, EXIT_UNFORESEEN
+            from kvframework.api.command import EXIT_ERROR, EXIT_UNFORESEEN
 
             # A reader of JSON logs gets the reason as JSON.
             foreseen = isinstance(error, KVFrameworkError)
@@ -130,13 +130,13 @@ def run_server(options: ServeOptions) -> None:
 
 def _end_at_once(json_log: bool, error: KVFrameworkError) -> None:
     """End the process although its main thread waits, for a plugin that does not return."""
-    from kvframework.cli.usage import EXIT_ERROR
+    from kvframework.api.command import EXIT_ERROR
     from kvframework.logs.form import end_logging
 
     if json_log:
         log.critical("%s", error)
     else:
-        from kvframework.cli.console import print_error
+        from kvframework.api.console import print_error
 
         print_error(error)
     end_logging()

@@ -13,11 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvframework.api.command import Endpoint, EndpointConfig, examples
-from kvframework.api.console import print_view, stdout
+from kvframework.api.command import EXIT_FOUND, Endpoint, EndpointConfig, examples
+from kvframework.api.console import WideTable, print_view, stdout
 from kvframework.api.plugin import ByteSize
-from kvframework.cli.console import WideTable
-from kvframework.cli.usage import EXIT_FOUND
 from kvframework.client.status_source import StatusSource, quiet_connection, server_endpoint
 from kvframework.service.health import trouble
 from kvframework.status import Device, Instance, Status, Tier

@@ -1,4 +1,4 @@
-"""What a running server says of itself, again and again, for commands and for `kvframework observe`."""
+"""What a running server says of itself, for commands and, again and again, for `kvframework observe`."""
 
 from __future__ import annotations
 
@@ -46,10 +46,17 @@ class StatusSource:
             self.round_trip_s = client.ping(left())
             return client.request("REPORT_STATUS", m.Empty(), m.StatusReply, timeout=left()).document
 
-    def sampled(self, after: int) -> m.RecentReply:
-        """The finished requests with a trace behind the number `after`. Blocks and raises as `ask`."""
+    def finished(self, after: int = 0, *, request_id: str = "", traced: bool = False) -> m.RecentReply:
+        """The finished requests behind the number `after`, of them those of an id, or those with a trace, which have
+        numbers of their own. Blocks and raises as `ask`."""
         with self._connected() as (client, left):
-            return client.request("RECENT", m.Recent(after, traced=True), m.RecentReply, timeout=left())
+            asked = m.Recent(after, request_id=request_id, traced=traced)
+            return client.request("RECENT", asked, m.RecentReply, timeout=left())
+
+    def dump(self) -> bytes:
+        """What only the server knows for a bug report, as JSON without secrets. Blocks and raises as `ask`."""
+        with self._connected() as (client, left):
+            return client.request("DUMP", m.Empty(), m.DumpReply, timeout=left()).document
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[tuple[KVClient, Callable[[], float]]]:

@@ -20,7 +20,16 @@ from kvframework.api.transport import AnyTransportProvider
 from kvframework.config import Config, PluginTable
 from kvframework.doctor.machine import memlock
 from kvframework.errors import KVFrameworkError
-from kvframework.registry import KINDS, PluginRegistry, check_table, named_tables, resolve_table, server_terms
+from kvframework.masking import HIDDEN, hiding, secrets_of
+from kvframework.registry import (
+    KINDS,
+    AnyProvider,
+    PluginRegistry,
+    check_table,
+    named_tables,
+    resolve_table,
+    server_terms,
+)
 from kvframework.supervise.child import run_isolated
 from kvframework.text import described
 
@@ -103,20 +112,29 @@ def check_plugin() -> None:
     """Find out whether a plugin can be used, and what its own diagnosis says. The request is a `Subject`."""
     started = time.monotonic()
     subject = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Subject)
-    for finding in _findings(subject, started + subject.diagnose_s):
-        _report(msgspec.structs.replace(finding, where=finding.where or subject.table.where))
+    registry = PluginRegistry()
+    try:
+        provider, options = resolve_table(registry, subject.table, KINDS[subject.kind].providers[0])
+    except KVFrameworkError as error:
+        _report(msgspec.structs.replace(refusal(error), where=error.where or subject.table.where))
+        return
+    # A plugin may quote its options, and findings are parts of bug reports.
+    secret = hiding(secrets_of(options))
+    for each in _findings(registry, subject, provider, options, started + subject.diagnose_s):
+        fact, advice = secret.sub(HIDDEN, each.fact), secret.sub(HIDDEN, each.advice)
+        _report(msgspec.structs.replace(each, fact=fact, advice=advice, where=each.where or subject.table.where))
 
 
 def _report(finding: Finding) -> None:
     os.write(int(sys.argv[1]), msgspec.json.encode(finding) + b"\n")
 
 
-def _findings(subject: Subject, deadline: float) -> Iterator[Finding]:
-    use = subject.table.use
+def _findings(
+    registry: PluginRegistry, subject: Subject, provider: AnyProvider, options: Options, deadline: float
+) -> Iterator[Finding]:
+    use, terms = subject.table.use, subject.server
+    replaces, kept = subject.replaces, subject.kept
     try:
-        registry = PluginRegistry()
-        provider, options = resolve_table(registry, subject.table, KINDS[subject.kind].providers[0])
-        terms, replaces, kept = subject.server, subject.replaces, subject.kept
         check_table(registry, subject.table, provider, options, server=terms, replaces=replaces, kept=kept)
     except KVFrameworkError as error:
         yield refusal(error)

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 import kvframework
+from kvf_observe.explain import ANSWERS
+from kvf_observe.explain import PAGE as PAGE_OF_REASONS
 from kvframework.api.counter import Counter, Counts
-from kvframework.cli.explain import ANSWERS
-from kvframework.cli.explain import PAGE as PAGE_OF_REASONS
 from kvframework.config import ObserveConfig
 from kvframework.devices.messages import Start
 from kvframework.devices.supervisor import CopierSupervisor

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from kvframework.cli.dump import versions
+from kvf_observe.dump import versions
 from kvframework.masking import Redaction
 from kvframework.text import short_number
 from kvframework_bench.gpu_report.child import Ran, run_bounded

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
-import kvframework.cli.console  # noqa: F401  its consoles are made here, outside the environments of `run`
+import kvframework.api.console  # noqa: F401  its consoles are made here, outside the environments of `run`
 from kvframework.cli.main import main
 from tests.core.registry.fake_distributions import install
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from kvf_observe.explain import why
 from kvframework.api.requests import CacheKey
-from kvframework.cli.explain import why
 from kvframework.config import read_layers
 from kvframework.errors import AlreadyRegistered, LeaseUnknown
 from kvframework.service.engine_driven import MAX_OF_ASKER

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvframework.api.command import examples
-from kvframework.cli.usage import EXIT_FOUND, AsJson
+from kvframework.api.command import EXIT_FOUND, AsJson, examples
 
 if TYPE_CHECKING:
     from kvf_dev.inspection import Problem, Report
@@ -43,7 +42,7 @@ def check(
     error; warnings alone leave it 0. The conformance kits of kvf_dev.testing check its behaviour.
     """
     from kvf_dev.inspection import inspect_plugin
-    from kvframework.cli.console import print_document
+    from kvframework.api.console import print_document
     from kvframework.config.layers import apply_override
 
     options: dict[str, object] = {}
@@ -62,7 +61,7 @@ def _show_report(report: Report) -> None:
     """Print errors first, then warnings, then notes on unchecked parts, then the totals."""
     from rich.text import Text
 
-    from kvframework.cli.console import print_text
+    from kvframework.api.console import print_text
 
     for problem in sorted(report.problems, key=lambda each: each.severity):
         _show(problem)
@@ -79,8 +78,7 @@ def _show_report(report: Report) -> None:
 def _show(problem: Problem) -> None:
     from rich.text import Text
 
-    from kvframework.api.console import stdout
-    from kvframework.cli.console import print_text
+    from kvframework.api.console import print_text, stdout
 
     stdout.print(
         Text.assemble((problem.severity, _SEVERITY_STYLES[problem.severity]), f" [{problem.id}] {problem.where}")

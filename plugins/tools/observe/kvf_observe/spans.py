@@ -190,12 +190,12 @@ class SpanExport:
 
     def _taken(self) -> list[Finished]:
         """Return the sampled requests that have finished since the last call, and since this process began."""
-        reply = self._source.sampled(self._after)
+        reply = self._source.finished(self._after, traced=True)
         if reply.boot_id != self._boot_id:
             first, self._boot_id, self._wall_offset = not self._boot_id, reply.boot_id, None
             if self._after:
                 self._after = 0
-                reply = self._source.sampled(0)
+                reply = self._source.finished(traced=True)
             if not first:
                 self.counts["forgotten"] += reply.forgotten
         else:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvf_plan.cli.amounts import count_of, seconds_of, size_of
-from kvframework.api.command import examples
-from kvframework.cli.usage import EXIT_FOUND, AsJson
+from kvframework.api.command import EXIT_FOUND, AsJson, examples
 
 if TYPE_CHECKING:
     from kvf_plan.planning.plan import Wanted

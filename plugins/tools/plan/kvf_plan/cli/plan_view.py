@@ -14,9 +14,8 @@ from kvf_plan.planning.catalogue import Engine, catalogue
 from kvf_plan.planning.goal import Row, Shortfall, closest, shortfalls, toml_of
 from kvf_plan.planning.plan import Chunks, Plan
 from kvframework import __version__
-from kvframework.api.console import print_view, stderr
+from kvframework.api.console import WideTable, print_document, print_table, print_text, print_view, stderr
 from kvframework.api.plugin import ByteSize
-from kvframework.cli.console import WideTable, print_document, print_table, print_text
 from kvframework.text import short_count, short_duration, short_number
 
 _LIMITS = {"ttft": "time to the first token", "budget": "cost", "drive_writes": "writes of the whole tier a day"}

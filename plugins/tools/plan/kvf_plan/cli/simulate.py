@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvf_plan.cli.amounts import count_of, size_of
-from kvframework.api.command import examples
-from kvframework.cli.usage import AsJson, ConfigFile, Overrides
+from kvframework.api.command import AsJson, ConfigFile, Overrides, examples
 
 if TYPE_CHECKING:
     from kvf_plan.simulation import Engines
@@ -83,8 +82,7 @@ def simulate(
     from kvf_plan.simulation import Settings
     from kvf_plan.simulation import simulate as run
     from kvf_plan.trace.reading import open_trace
-    from kvframework.api.console import print_view
-    from kvframework.cli.console import print_document
+    from kvframework.api.console import print_document, print_view
     from kvframework.config import load_config
 
     settings = Settings(

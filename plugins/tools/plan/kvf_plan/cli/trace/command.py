@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from kvf_plan.cli.amounts import seconds_of
-from kvframework.api.command import Endpoint, EndpointConfig, QuickGroup, examples
-from kvframework.cli.usage import AsJson
+from kvframework.api.command import AsJson, Endpoint, EndpointConfig, QuickGroup, examples
 
 app = typer.Typer(cls=QuickGroup, help="Traces: when requests came, and what they share.", no_args_is_help=True)
 
@@ -49,7 +48,7 @@ def record(
     what it has written stays, and the server records no more.
     """
     from kvf_plan.cli.trace.recording import Recorder
-    from kvframework.cli.console import print_text
+    from kvframework.api.console import print_text
     from kvframework.client import KVClient
     from kvframework.client.status_source import quiet_connection, server_endpoint
 
@@ -76,7 +75,7 @@ def info(
     from kvf_plan.cli.trace.recording import table_of
     from kvf_plan.trace.reading import open_trace
     from kvf_plan.trace.summary import summarise
-    from kvframework.cli.console import print_document, print_table
+    from kvframework.api.console import print_document, print_table
 
     trace = open_trace(file, chunk_tokens=chunk_tokens, conversations_per_hour=conversations_per_hour)
     summary = summarise(trace)
@@ -96,7 +95,7 @@ def convert(
     """Write a trace of any form that is read as one of ours: JSON lines with a header."""
     from kvf_plan.trace.reading import open_trace
     from kvf_plan.trace.writing import TraceFile
-    from kvframework.cli.console import print_text
+    from kvframework.api.console import print_text
     from kvframework.text import short_count
 
     trace = open_trace(file, chunk_tokens=chunk_tokens, conversations_per_hour=conversations_per_hour)

@@ -11,16 +11,13 @@ import msgspec
 import typer
 from rich.text import Text
 
-from kvframework.api.command import Endpoint, EndpointConfig, examples
+from kvframework.api.command import AsJson, Endpoint, EndpointConfig, examples
+from kvframework.api.console import counted, print_document, print_text, short_number
 from kvframework.api.plugin import ByteSize
-from kvframework.cli.console import print_document, print_text
-from kvframework.cli.usage import AsJson
-from kvframework.client import KVClient
-from kvframework.client.status_source import quiet_connection, server_endpoint
+from kvframework.api.process import one_line
+from kvframework.client import StatusSource, quiet_connection, server_endpoint
 from kvframework.errors import RequestError, UnknownRequest, VersionMismatch
-from kvframework.text import counted, one_line, short_number
-from kvframework.wire import messages as m
-from kvframework.wire.messages import Finished
+from kvframework.status import Finished
 
 app = typer.Typer()
 DEFAULT_LAST = 5
@@ -115,7 +112,27 @@ def explain(
     """
     if request and (last is not None or everything):
         raise typer.BadParameter("name a request, or give --last and --all", param_hint="REQUEST_ID")
-    reply = _ask(server_endpoint(endpoint, config), request, timeout)
+    where = server_endpoint(endpoint, config)
+    quiet_connection()
+    source = StatusSource(where, timeout, name="explain")
+    try:
+        reply = source.finished(request_id=request)
+    except UnknownRequest:
+        raise VersionMismatch(
+            "this server is older: it does not remember requests",
+            where=where,
+            hint="install this release beside the server",
+        ) from None
+    finally:
+        source.close()
+    remembered = counted(reply.last - reply.forgotten, "requests")
+    if request and not reply.records:
+        raise RequestError(
+            f"no finished request has the id {request!r}",
+            where=where,
+            available=f"{remembered} are remembered, {reply.forgotten} are forgotten",
+            hint="see their ids with: kvframework explain --all --last 20",
+        )
     records: Sequence[Finished] = [each for each in reply.records if request or everything or each.reason]
     if not request:
         records = records[-(last or DEFAULT_LAST) :]
@@ -127,32 +144,7 @@ def explain(
         print_explained(records, reply.started_at)
     else:
         what = "no request has finished" if everything else "nothing was missed"
-        remembered = counted(reply.last - reply.forgotten, "requests")
         print_text(f"{what} among the {remembered} that the server remembers")
-
-
-def _ask(endpoint: str, request: str, timeout: float) -> m.RecentReply:
-    """Return the finished requests. Raises `RequestError` if `request` is not among them, `VersionMismatch` for an
-    older server, and what `KVClient` does."""
-    quiet_connection()
-    with KVClient(endpoint, name="explain", connect_timeout_s=timeout) as client:
-        _ = client.hello
-        try:
-            reply = client.request("RECENT", m.Recent(request_id=request), m.RecentReply, timeout=timeout)
-        except UnknownRequest:
-            raise VersionMismatch(
-                "this server is older: it does not remember requests",
-                where=client.endpoint,
-                hint="install this release beside the server",
-            ) from None
-    if request and not reply.records:
-        raise RequestError(
-            f"no finished request has the id {request!r}",
-            where=endpoint,
-            available=f"{min(reply.last, m.MAX_RECENT)} requests are remembered, {reply.forgotten} are forgotten",
-            hint="see their ids with: kvframework explain --all --last 20",
-        )
-    return reply
 
 
 def print_explained(records: Sequence[Finished], started_at: float) -> None:

@@ -10,12 +10,10 @@ import stat
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from kvframework.cli.dump import OF_THE_SERVER, BundleFile
-from kvframework.doctor.checkup import Checkup
+from kvf_observe.dump import OF_THE_SERVER, BundleFile
 from kvframework.errors import ConfigFileError, KVFrameworkError
 from kvframework.messaging.curve import read_secret, write_pair
 from kvframework.wire import messages as m
@@ -112,6 +110,7 @@ def test_a_report_holds_what_helps_and_no_secret(secrets: Secrets, tmp_path: Pat
     assert "serve_forever" in files["threads.txt"]
     assert json.loads(files["versions.json"])["distributions"]["kvframework"]
     assert json.loads(files["doctor.json"])["findings"]
+    assert {each["kind"] for each in json.loads(files["plugins.json"])} > {"tier", "transport"}
     assert os.uname().nodename not in files["versions.json"]
     assert [name for name in OF_THE_SERVER.values() if name not in files or name in said] == []
     lookup = next(each for each in json.loads(files["requests.json"]) if each["request"] == "LOOKUP")
@@ -119,26 +118,18 @@ def test_a_report_holds_what_helps_and_no_secret(secrets: Secrets, tmp_path: Pat
     assert stat.S_IMODE((tmp_path / "report.tar.gz").stat().st_mode) == 0o600
 
 
-@pytest.fixture
-def no_doctor() -> Iterator[None]:
-    """Its checks take seconds, and the first test has them."""
-    with mock.patch("kvframework.cli.dump.examine", return_value=Checkup([], 0, 0, 0)):
-        yield
-
-
-@pytest.mark.usefixtures("no_doctor")
 def test_of_a_dead_server_it_holds_the_rest_and_says_what_is_missing(secrets: Secrets, tmp_path: Path) -> None:
     said, files = dump(tmp_path / "report.tar.gz", f"ipc://{tmp_path}/none.sock", *secrets.settings, timeout="0.2")
     for name, text in files.items():
         assert secrets.found_in(text) == [], name
-    assert {"versions.json", "doctor.json", "config.json", "missing.txt"} == files.keys()
+    assert {"versions.json", "doctor.json", "plugins.json", "config.json", "missing.txt"} == files.keys()
+    assert "redis://***" in files["config.json"]
     for name in OF_THE_SERVER.values():
         assert f"{name}: " in files["missing.txt"]
         assert name in said
     assert "no server answers" in said
 
 
-@pytest.mark.usefixtures("no_doctor")
 def test_a_broken_configuration_is_no_reason_for_no_report(tmp_path: Path) -> None:
     (tmp_path / "kvf.toml").write_text('[l1]\nuse = "nothing"\npassword = "hunter2hunter2"\n')
     bundle = tmp_path / "report.tar.gz"
@@ -147,6 +138,7 @@ def test_a_broken_configuration_is_no_reason_for_no_report(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     files = unpacked(bundle)
     assert "config.json" not in files
+    assert "plugin.not_found" in files["doctor.json"]
     assert "hunter2" not in "".join(files.values())
 
 

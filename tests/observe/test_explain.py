@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from kvf_observe.explain import ANSWERS, clock, headline, print_explained, sentences, why
 from kvframework.api.requests import Handler
-from kvframework.cli.explain import ANSWERS, clock, headline, print_explained, sentences, why
 from kvframework.errors import UnknownRequest
 from kvframework.status import REASONS, Finished
 from kvframework.wire import messages as m
@@ -187,7 +187,7 @@ def test_a_time_of_today_has_no_date() -> None:
 def test_it_fits_80_columns_and_shows_texts_verbatim(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, force_terminal=True, color_system=None, soft_wrap=True, highlight=False)
-    monkeypatch.setattr("kvframework.cli.console.stdout", console)
+    monkeypatch.setattr("kvframework.api.console.stdout", console)
     record = msgspec.structs.replace(
         MISS, reason=reason, request_id="[red]r[/red]", client="a\nb", detail="in what " * 10, by="a model"
     )
