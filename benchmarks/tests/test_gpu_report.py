@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.core.cli.test_dump import unpacked
 
 from kvframework.masking import Redaction
 from kvframework_bench.gpu_report.child import run_bounded
@@ -17,6 +16,7 @@ from kvframework_bench.gpu_report.contents import collect
 from kvframework_bench.gpu_report.machine import look
 from kvframework_bench.gpu_report.steps import Step, steps
 from tests.core.cli.command import run
+from tests.observe.test_dump import unpacked
 from tests.support.waiting import wait_until
 
 SECRET = "hunter2-of-the-tier"

@@ -121,8 +121,10 @@ def check_plugin() -> None:
     # A plugin may quote its options, and findings are parts of bug reports.
     secret = hiding(secrets_of(options))
     for each in _findings(registry, subject, provider, options, started + subject.diagnose_s):
-        fact, advice = secret.sub(HIDDEN, each.fact), secret.sub(HIDDEN, each.advice)
-        _report(msgspec.structs.replace(each, fact=fact, advice=advice, where=each.where or subject.table.where))
+        if isinstance(each.fact, str) and isinstance(each.advice, str):  # else the parent refuses it
+            fact, advice = secret.sub(HIDDEN, each.fact), secret.sub(HIDDEN, each.advice)
+            each = msgspec.structs.replace(each, fact=fact, advice=advice)
+        _report(msgspec.structs.replace(each, where=each.where or subject.table.where))
 
 
 def _report(finding: Finding) -> None:
