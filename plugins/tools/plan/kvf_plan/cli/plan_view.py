@@ -14,7 +14,7 @@ from kvf_plan.planning.catalogue import Engine, catalogue
 from kvf_plan.planning.goal import Row, Shortfall, closest, shortfalls, toml_of
 from kvf_plan.planning.plan import Chunks, Plan
 from kvframework import __version__
-from kvframework.api.console import WideTable, print_document, print_table, print_text, print_view, stderr
+from kvframework.api.console import WideTable, print_document, print_text, print_view, stderr
 from kvframework.api.plugin import ByteSize
 from kvframework.text import short_count, short_duration, short_number
 
@@ -30,7 +30,7 @@ def print_plan(plan: Plan, *, as_json: bool) -> None:
     for chunks in plan.chunks:
         print_text("")
         print_text(_needs(chunks))
-        print_table(_curve(chunks))
+        print_view(_curve(chunks))
     print_view(WideTable(_rows(plan)))
     if not plan.says_a_day and any(row.setting.tier for row in plan.rows):
         print_text(f"size a day: {short_duration(plan.seconds)} are too short a trace to say that")

@@ -75,14 +75,14 @@ def info(
     from kvf_plan.cli.trace.recording import table_of
     from kvf_plan.trace.reading import open_trace
     from kvf_plan.trace.summary import summarise
-    from kvframework.api.console import print_document, print_table
+    from kvframework.api.console import print_document, print_view
 
     trace = open_trace(file, chunk_tokens=chunk_tokens, conversations_per_hour=conversations_per_hour)
     summary = summarise(trace)
     if as_json:
         print_document(msgspec.structs.asdict(trace.header) | msgspec.structs.asdict(summary))
     else:
-        print_table(table_of(trace.header, summary))
+        print_view(table_of(trace.header, summary))
 
 
 @app.command("convert", epilog=examples("kvframework trace convert traces/ agents.jsonl"))
