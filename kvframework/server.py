@@ -27,7 +27,6 @@ from kvframework.api.requests import Handler, RequestsProvider
 from kvframework.api.tier import NodeIdentity, Tier, TierProvider
 from kvframework.api.transport import AnyTransportProvider, ServerTransport
 from kvframework.config import Config, L2Config, ObserveConfig, PluginTable, bytes_of_tenants, default_endpoint
-from kvframework.config.tenants import shares_of_tenants
 from kvframework.devices.endpoints import server_side
 from kvframework.errors import PluginBroken
 from kvframework.logs.form import LogForm, change_logging, chosen_log
@@ -45,7 +44,7 @@ from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l1.journal import Identity
 from kvframework.storage.l1.leases import NOTHING_PINNED
 from kvframework.storage.l2.sealed_tier import CodecTable, L2Store, Watermarks
-from kvframework.storage.l2.writer import WRITE_POLICIES, AttachedTier
+from kvframework.storage.l2.writer import AttachedTier
 from kvframework.storage.manager import PeerExport, StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.storage.recovery import Keeper, Recovery, free_recoverable, recover, this_machine
@@ -296,12 +295,11 @@ class Server:
         )
         return AttachedTier(
             store,
-            WRITE_POLICIES[keys.write_policy](),
+            keys.write_policy,
             keys.write_queue,
             keys.promote,
             loads=keys.loads or provider.loads,
             writes=keys.writes or provider.writes,
-            shares=shares_of_tenants(self._config.tenants),
         )
 
     def _handlers(self, hand_over: HandOver) -> dict[str, Handler[Any]]:

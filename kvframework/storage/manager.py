@@ -16,7 +16,6 @@ from kvframework.config import L2Keys
 from kvframework.errors import TierError
 from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l2.sealed_tier import Shares
 from kvframework.storage.l2.tiers import Tiers
 from kvframework.storage.l2.writer import AttachedTier
 from kvframework.storage.namespaces import HEADER_BYTES, NamespaceRecords, is_record_key, seal
@@ -79,9 +78,6 @@ class StorageManager:
             clock=clock,
         )
         self.tiers = self.table.tiers = Tiers(self.table, tiers, self.records, clock, ring)
-        for tier in tiers:
-            if len(tier.shares[0]) == len(self.table.tenants.names):
-                tier.store.shares = Shares(self.table.tenants.of, *tier.shares)
         if threads:
             self.tiers.start()
             self.table.verification.start()

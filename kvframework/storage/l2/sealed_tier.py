@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -84,126 +82,22 @@ class Watermarks:
     def excess(self, usage: TierUsage, sizes: Iterable[int]) -> int:
         """Return the bytes to delete before values of `sizes` are written, 0 if there is space. Values larger than the
         whole tier are ignored."""
-        wanted = usage.used_bytes + sum(nbytes for nbytes in sizes if nbytes <= self.high * usage.capacity_bytes)
-        if wanted <= self.high * usage.capacity_bytes:
-            return 0
-        return max(wanted - int(self.low * usage.capacity_bytes), 0)
-
-    def at_once(self, usage: TierUsage, sizes: Iterable[int]) -> int:
-        """Return how many values, the first of `sizes`, may be written before space is made again: those that fit below
-        `low`, at least one. Values larger than the whole tier take no space."""
-        space, number = self.low * usage.capacity_bytes, 0
-        for nbytes in sizes:
-            if nbytes <= self.high * usage.capacity_bytes:
-                space -= nbytes
-                if space < 0 and number:
-                    break
-            number += 1
-        return number
+        high = self.high * usage.capacity_bytes
+        wanted = usage.used_bytes + sum(nbytes for nbytes in sizes if nbytes <= high)
+        return max(wanted - int(self.low * usage.capacity_bytes), 0) if wanted > high else 0
 
 
-@dataclass(frozen=True)
-class Shares:
-    """The shares of a tier's capacity that its tenants have, by their numbers, 0 for all without a name: what others do
-    not take from each as long as they have something to give themselves, and the most that each keeps once space is
-    made. `tenant_of` returns the number for a key."""
-
-    tenant_of: Callable[[PackedKey], int] = lambda _key: 0
-    least: Sequence[float] = (0.0,)
-    most: Sequence[float] = (1.0,)
-
-
-def victims(entries: Iterable[TierEntry], nbytes: int, capacity: int, shares: Shares) -> list[PackedKey]:
-    """Return keys with at least `nbytes` in total, if there are as many: first of tenants that have more than their
-    most, then of those that have more than their least, then of any; of each the least recently used first. Memory is
-    bounded by the result and one entry, for each tenant."""
-    found = [_Oldest(nbytes) for _ in shares.least]
+def victims(entries: Iterable[TierEntry], nbytes: int) -> list[PackedKey]:
+    """Return the keys of the least recently used entries, oldest first, with at least `nbytes` in total, if there are
+    as many. Memory is bounded by the result and one entry."""
+    heap: list[tuple[float, int, TierEntry]] = []
+    total = 0
     for number, entry in enumerate(entries):
-        found[shares.tenant_of(entry.key)].add(number, entry)
-    left = list(heapq.merge(*[each.sorted() for each in found], key=_used_at))
-    chosen: list[PackedKey] = []
-    all_of_it = [math.inf] * len(found)
-    for kept in (shares.most, shares.least, ()):
-        spare = [each.total - share * capacity for each, share in zip(found, kept, strict=True)] if kept else all_of_it
-        passed, left = left, []
-        for entry in passed:
-            tenant = shares.tenant_of(entry.key)
-            if nbytes <= 0 or spare[tenant] <= 0:
-                left.append(entry)
-                continue
-            nbytes -= entry.nbytes
-            spare[tenant] -= entry.nbytes
-            found[tenant].total -= entry.nbytes
-            chosen.append(entry.key)
-    return chosen
-
-
-class _Oldest:
-    """The least recently used entries of one tenant with `nbytes` in total, and the bytes of all of them."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.total = 0
-        self._nbytes = nbytes
-        self._held = 0
-        self._heap: list[tuple[float, int, TierEntry]] = []
-
-    def add(self, number: int, entry: TierEntry) -> None:
-        heapq.heappush(self._heap, (-_used_at(entry), number, entry))
-        self.total += entry.nbytes
-        self._held += entry.nbytes
-        while self._heap and self._held - self._heap[0][2].nbytes >= self._nbytes:
-            self._held -= heapq.heappop(self._heap)[2].nbytes
-
-    def sorted(self) -> list[TierEntry]:
-        """Return the entries, the least recently used first."""
-        return [entry for _, _, entry in sorted(self._heap, reverse=True)]
-
-
-def _used_at(entry: TierEntry) -> float:
-    return entry.used_at or 0.0
-
-
-class Space:
-    """Bytes that the writers of one tier have taken and not given back, and bytes that they delete. Thread-safe.
-
-    Each writer asks the tier how full it is between `asking` and `take`. The tier's answer is older than what the
-    others have done meanwhile: of the bytes that they write some are not in it yet, and bytes that they delete still
-    are.
-    """
-
-    def __init__(self) -> None:
-        self._taken = 0
-        # The bytes of the tier once all that was taken is written, and all that was condemned is deleted.
-        self._level = 0
-        self._condemned = 0
-        self._deleted = 0
-        self._lock = threading.Lock()
-
-    def asking(self) -> int:
-        """Return the bytes deleted up to now, for `take`."""
-        with self._lock:
-            return self._deleted
-
-    def take(self, usage: TierUsage, sizes: Sequence[int], watermarks: Watermarks, deleted: int) -> int:
-        """Take space for values of `sizes`; return the bytes that the writer deletes first."""
-        with self._lock:
-            # What another deletes makes this space as well: two that each delete all of it would empty the tier.
-            left = max(usage.used_bytes - (self._condemned - deleted), 0)
-            level = left + min(self._taken, max(self._level - left, 0))
-            excess = watermarks.excess(TierUsage(level, usage.capacity_bytes), sizes)
-            self._level = level - excess + sum(sizes)
-            self._taken += sum(sizes)
-            self._condemned += excess
-        return excess
-
-    def deleted(self, nbytes: int) -> None:
-        """Book bytes of an excess as gone, also those that stay after all."""
-        with self._lock:
-            self._deleted += nbytes
-
-    def release(self, nbytes: int) -> None:
-        with self._lock:
-            self._taken -= nbytes
+        heapq.heappush(heap, (-(entry.used_at or 0.0), number, entry))
+        total += entry.nbytes
+        while total - heap[0][2].nbytes >= nbytes:
+            total -= heapq.heappop(heap)[2].nbytes
+    return [entry.key for _, _, entry in sorted(heap, reverse=True)]
 
 
 T = TypeVar("T")
@@ -267,18 +161,15 @@ class L2Store(TierCalls):
         self.on_sealed: Callable[[Mapping[PackedKey, int]], None] = lambda _checksums: None
         # Receives objects that the tier was asked about, and whether it has each.
         self.on_seen: Callable[[Sequence[PackedKey], Sequence[bool]], None] | None = None
-        # Of a tier that knows its capacity and lists its values.
-        self.shares = Shares()
         self._foreign: set[str] = set()
         self._usage: TierUsage | None = None
         self._problems: list[str] = []
         self._details: Mapping[str, object] = {}
-        self._space = Space()
+        self._making_space = threading.Lock()
         # What loads learn of its speed; whoever uses it holds `pricing`.
         self.speed = TierSpeed(clock())
         self.pricing = threading.Lock()
         self._absences = Absences()
-        self._remembering = threading.Lock()
 
     def clear(self, dropped: Mapping[PackedKey, int], wanted: Callable[[PackedKey], bool]) -> tuple[int, int]:
         """Delete the values under the keys of `dropped`, which have these sizes, and, if the tier can list its values,
@@ -302,7 +193,7 @@ class L2Store(TierCalls):
 
     def lacked(self, keys: Sequence[PackedKey]) -> list[bool]:
         """Return which of `keys` the tier lacked a moment ago, as `Absences` remembers it. Never calls the tier."""
-        with self._remembering:
+        with self._lock:
             now = self._clock()
             return [self._absences.lacked(key, now) for key in keys]
 
@@ -348,8 +239,7 @@ class L2Store(TierCalls):
         return good
 
     def put(self, keys: Sequence[PackedKey], values: Sequence[memoryview]) -> list[bool]:
-        """Store each value behind its header, sent straight from the given memory if no codec packs it. Values that
-        exceed the space of a small tier are sent in several calls, each after making space."""
+        """Store each value behind its header, sent straight from the given memory if no codec packs it."""
         parts: list[list[memoryview]] = []
         plain: dict[PackedKey, int] = {}
         for key, value in zip(keys, values, strict=True):
@@ -360,24 +250,12 @@ class L2Store(TierCalls):
             if name == NO_CODEC:
                 plain[key] = checksum_in(header)
         self.on_sealed(plain)
-        sizes = [
-            self._stands_for(key, sum(part.nbytes for part in each)) for key, each in zip(keys, parts, strict=True)
-        ]
-        stored: list[bool] = []
-        while len(stored) < len(keys):
-            with self._space_for(sizes[len(stored) :]) as number:
-                now = slice(len(stored), len(stored) + number)
-                stored += self._put_together(keys[now], values[now], parts[now])
-        return stored
-
-    def _put_together(
-        self, keys: Sequence[PackedKey], values: Sequence[memoryview], parts: Sequence[Sequence[memoryview]]
-    ) -> list[bool]:
+        self._make_space(keys, parts)
         try:
             outcomes = self._each("put", keys, lambda at: self._tier.put(keys, parts, deadline=at))
         finally:
             # A call that failed may have written.
-            with self._remembering:
+            with self._lock:
                 self._absences.written(keys)
         stored = [outcome is Outcome.STORED for outcome in outcomes]
         sizes = [self._stands_for(key, value.nbytes) for key, value, ok in zip(keys, values, stored, strict=True) if ok]
@@ -516,36 +394,22 @@ class L2Store(TierCalls):
             self._problems.append(f"its `status` raised {type(error).__name__}")
             self._details = {}
 
-    @contextmanager
-    def _space_for(self, sizes: Sequence[int]) -> Iterator[int]:
-        """Yield how many values of `sizes`, the first ones, may be written in the block. Before it, delete the least
-        recently used values if these and those of concurrent writers would fill the tier beyond its high watermark."""
-        if not self._keeps_space:
-            yield len(sizes)
+    def _make_space(self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]]) -> None:
+        """Delete the least recently used values if these would fill the tier beyond its high watermark. One writer does
+        so at a time; the others write meanwhile into what is above the watermark, and what has no space there is
+        refused and tried again."""
+        if not self._keeps_space or not self._making_space.acquire(blocking=False):
             return
-        deleted = self._space.asking()
-        usage = self._ask_usage()
-        number = self.watermarks.at_once(usage, sizes)
-        excess = self._space.take(usage, sizes[:number], self.watermarks, deleted)
         try:
-            if excess:
-                self._delete_oldest(excess, usage.capacity_bytes)
-            yield number
-        finally:
-            self._space.release(sum(sizes[:number]))
-
-    def _delete_oldest(self, nbytes: int, capacity: int) -> None:
-        left = nbytes
-        try:
-            leaving = self._listed(lambda found: victims(found, nbytes, capacity, self.shares))
+            sizes = [
+                self._stands_for(key, sum(part.nbytes for part in each)) for key, each in zip(keys, parts, strict=True)
+            ]
+            excess = self.watermarks.excess(self._ask_usage(), sizes)
+            leaving = self._listed(lambda found: victims(found, excess)) if excess else []
             for first in range(0, len(leaving), DELETE_AT_ONCE):
-                part = leaving[first : first + DELETE_AT_ONCE]
-                self.count(evicted=len(self.delete(part)))
-                gone = nbytes * len(part) // len(leaving)
-                left -= gone
-                self._space.deleted(gone)
+                self.count(evicted=len(self.delete(leaving[first : first + DELETE_AT_ONCE])))
         finally:
-            self._space.deleted(left)
+            self._making_space.release()
 
     def _listed(self, read: Callable[[Iterable[TierEntry]], T]) -> T:
         return self.call("scan", lambda at: read(self._tier.scan(deadline=at)), timeout_s=SCAN_S)
@@ -559,16 +423,12 @@ class L2Store(TierCalls):
 
     def _ask(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> list[R]:
         """Call a reading operation like `_each`, and remember what is missing."""
-        missing: list[PackedKey] = []
-        with self._remembering:
-            question = self._absences.ask()
-        try:
-            outcomes = self._each(name, keys, operation)
-            missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISSING]
-            return outcomes
-        finally:
-            with self._remembering:
-                self._absences.answered(question, missing, self._clock())
+        writes = self._absences.writes
+        outcomes = self._each(name, keys, operation)
+        missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISSING]
+        with self._lock:
+            self._absences.answered(missing, writes, self._clock())
+        return outcomes
 
     def _each(self, name: str, keys: Sequence[PackedKey], operation: Callable[[float], list[R]]) -> list[R]:
         def checked(deadline: float) -> list[R]:

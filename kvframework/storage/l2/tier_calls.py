@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
 from kvframework.api.counter import Histogram
@@ -91,19 +91,13 @@ HOLD_S = 0.5
 MOST = 1 << 14
 
 
-class Question:
-    """One question to the tier that is under way, and what was written meanwhile."""
-
-    def __init__(self) -> None:
-        self.written: set[PackedKey] = set()
-
-
 class Absences:
     """The keys that a tier lacked a moment ago, so that a prompt that several requests look up is not asked for each
     time. Pure; its caller serialises.
 
     An answer is remembered for `hold_s` at most, since other nodes write to a shared tier. What this server writes is
-    forgotten at once, also by questions that are under way. Of more than `most` keys the oldest are forgotten.
+    forgotten at once, and an answer during which it has written is not believed: `writes` counts these. Of more than
+    `most` keys the oldest are forgotten.
     """
 
     def __init__(self, hold_s: float = HOLD_S, most: int = MOST) -> None:
@@ -111,7 +105,7 @@ class Absences:
         self._most = most
         # The time until which each holds, the soonest first.
         self._until: dict[PackedKey, float] = {}
-        self._under_way: set[Question] = set()
+        self.writes = 0
 
     def __len__(self) -> int:
         return len(self._until)
@@ -119,28 +113,22 @@ class Absences:
     def lacked(self, key: PackedKey, now: float) -> bool:
         return self._until.get(key, now) > now
 
-    def ask(self) -> Question:
-        question = Question()
-        self._under_way.add(question)
-        return question
-
-    def answered(self, question: Question, missing: Iterable[PackedKey], now: float) -> None:
-        """End a question, to which the tier answered now that it lacks `missing`; () if it did not answer."""
-        self._under_way.discard(question)
+    def answered(self, missing: Iterable[PackedKey], writes: int, now: float) -> None:
+        """The tier answers now that it lacks keys, to a question that began when there were so many `writes`."""
+        if writes != self.writes:
+            return
         while self._until and self._until[oldest := next(iter(self._until))] <= now:
             del self._until[oldest]
         for key in missing:
-            if key not in question.written:
-                self._until.pop(key, None)
-                self._until[key] = now + self._hold_s
+            self._until.pop(key, None)
+            self._until[key] = now + self._hold_s
         while len(self._until) > self._most:
             del self._until[next(iter(self._until))]
 
-    def written(self, keys: Sequence[PackedKey]) -> None:
+    def written(self, keys: Iterable[PackedKey]) -> None:
+        self.writes += 1
         for key in keys:
             self._until.pop(key, None)
-        for question in self._under_way:
-            question.written.update(keys)
 
 
 R = TypeVar("R")

@@ -12,10 +12,11 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvframework.api.keys import PackedKey
+from kvframework.config.schema import WritePolicyName
 from kvframework.errors import TierError
 from kvframework.storage.l1.leases import PinLease
 from kvframework.storage.l2.sealed_tier import L1, L2Store
@@ -29,103 +30,62 @@ MAX_GHOSTS = 1 << 14
 
 
 class WritePolicy:
-    """Which objects go to an L2 tier, and when: each method takes an event of L1 and returns the keys to write now.
-    Pure; this base class writes everything as soon as it is committed."""
+    """Which objects go to an L2 tier, and when: each method takes an event of L1 and returns the keys to write. Pure.
 
-    name = "write_through"
-    # Whether `used`, `leaving`, `removed` and `written` matter to the policy; they are not called otherwise.
-    watches_l1 = True
+    * `write_through`: each object as soon as it is committed.
+    * `write_through_selective`: at its second use, so that an object used only once costs the tier nothing.
+    * `write_back`: at its eviction from L1, so that the tier holds objects that L1 does not.
+    """
 
-    def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        """Objects that an engine stored."""
-        return keys
-
-    def promoted(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        """Objects that were loaded from a later tier."""
-        return keys
-
-    def used(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        """Objects of L1 that were looked up, read, or stored again."""
-        return ()
-
-    def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        """Objects that L1 is about to evict; it keeps the returned ones until they are written."""
-        return ()
-
-    def written(self, keys: Iterable[PackedKey]) -> None:
-        """Objects whose writing is over: stored, or given up."""
-        return
-
-    def removed(self, key: PackedKey) -> bool:
-        """An object has left L1; returns True if it was still to be written."""
-        return False
-
-
-class WriteThrough(WritePolicy):
-    """Every object, as soon as it is committed."""
-
-    watches_l1 = False
-
-
-class WriteThroughSelective(WritePolicy):
-    """An object at its second use, so that an object used only once costs the tier nothing."""
-
-    name = "write_through_selective"
-
-    def __init__(self) -> None:
-        self._once: set[PackedKey] = set()
+    def __init__(self, name: WritePolicyName = "write_through") -> None:
+        self.name = name
+        # Whether `used`, `leaving`, `removed` and `written` matter to the policy; they are not called otherwise.
+        self.watches_l1 = name != "write_through"
+        # The objects of L1 that were used once, or not written yet.
+        self._open: set[PackedKey] = set()
         self._ghosts: OrderedDict[PackedKey, None] = OrderedDict()
 
     def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        """Objects that an engine stored."""
+        if self.name == "write_through":
+            return keys
         again = [key for key in keys if key in self._ghosts]
         for key in again:
             del self._ghosts[key]
-        self._once.update(set(keys).difference(again))
+        self._open.update(set(keys).difference(again))
         return again
+
+    def promoted(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
+        """Objects that were loaded from a later tier."""
+        return self.committed(keys) if self.name == "write_back" else keys
 
     def used(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        again = [key for key in keys if key in self._once]
-        self._once.difference_update(again)
+        """Objects of L1 that were looked up, read, or stored again."""
+        if self.name != "write_through_selective":
+            return ()
+        again = [key for key in keys if key in self._open]
+        self._open.difference_update(again)
         return again
 
-    def removed(self, key: PackedKey) -> bool:
-        if key in self._once:
-            self._once.discard(key)
-            self._ghosts[key] = None
-            if len(self._ghosts) > MAX_GHOSTS:
-                self._ghosts.popitem(last=False)
-        return False
-
-
-class WriteBack(WritePolicy):
-    """An object at its eviction from L1: the tier holds objects that L1 does not."""
-
-    name = "write_back"
-
-    def __init__(self) -> None:
-        self._unwritten: set[PackedKey] = set()
-
-    def committed(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        self._unwritten.update(keys)
-        return ()
-
-    promoted = committed
-
     def leaving(self, keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-        return [key for key in keys if key in self._unwritten]
+        """Objects that L1 is about to evict; it keeps the returned ones until they are written."""
+        return [key for key in keys if key in self._open] if self.name == "write_back" else ()
 
     def written(self, keys: Iterable[PackedKey]) -> None:
-        self._unwritten.difference_update(keys)
+        """Objects whose writing is over: stored, or given up."""
+        self._open.difference_update(keys)
 
     def removed(self, key: PackedKey) -> bool:
-        lost = key in self._unwritten
-        self._unwritten.discard(key)
-        return lost
-
-
-WRITE_POLICIES: dict[str, type[WritePolicy]] = {
-    policy.name: policy for policy in (WriteThrough, WriteThroughSelective, WriteBack)
-}
+        """An object has left L1; returns True if it was still to be written."""
+        if key not in self._open:
+            return False
+        self._open.discard(key)
+        if self.name == "write_back":
+            return True
+        self._ghosts[key] = None
+        if len(self._ghosts) > MAX_GHOSTS:
+            self._ghosts.popitem(last=False)
+        return False
 
 
 BATCH_OBJECTS = 16
@@ -317,16 +277,14 @@ TOUCH_AT_ONCE = 1024
 @dataclass(frozen=True)
 class AttachedTier:
     """One `[[l2]]`: a store and its settings. `promote` means that it also receives values found in a later tier.
-    `loads` and `writes` bound the batches that are loaded and written at once; `shares` are the least and the most of
-    its capacity that each tenant has, see `Shares`."""
+    `loads` and `writes` bound the batches that are loaded and written at once."""
 
     store: L2Store
-    policy: WritePolicy = field(default_factory=WriteThrough)
+    write_policy: WritePolicyName = "write_through"
     write_queue: int = 1024
     promote: bool = True
     loads: int = 2
     writes: int = 1
-    shares: tuple[Sequence[float], Sequence[float]] = ((0.0,), (1.0,))
 
 
 class TierWriter:
@@ -347,7 +305,7 @@ class TierWriter:
         self.closing = False
         self._l1 = l1
         self._records = records
-        self._policy = tier.policy
+        self._policy = WritePolicy(tier.write_policy)
         self._queue = WriteQueue(self._policy, tier.write_queue, store.count, tier.writes)
         self._clock = clock
         self.watches_removals = self._policy.watches_l1 and not store.read_only

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.requests import PackedKey, Select
+from kvframework.config.schema import WritePolicyName
 from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.eviction import Tenant
 from kvframework.storage.l2.loading import LoadTask
 from kvframework.storage.l2.sealed_tier import L2Store
 from kvframework.storage.l2.tier_calls import Breaker
-from kvframework.storage.l2.writer import WRITE_POLICIES, AttachedTier
+from kvframework.storage.l2.writer import AttachedTier
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.storage.table import Table
@@ -37,7 +38,7 @@ class Node:
         write_queue: int = 256,
         high_watermark: float = 1.0,
         low_watermark: float = 0.9,
-        write_policy: str = "write_through",
+        write_policy: WritePolicyName = "write_through",
         promote: bool = True,
         loads: int = 2,
         writes: int = 1,
@@ -59,8 +60,7 @@ class Node:
             for tier in self.tiers
         ]
         attached = [
-            AttachedTier(store, WRITE_POLICIES[write_policy](), write_queue, promote, loads=loads, writes=writes)
-            for store in self.stores
+            AttachedTier(store, write_policy, write_queue, promote, loads=loads, writes=writes) for store in self.stores
         ]
         options = {} if clock is None else {"clock": clock}
         self.manager = StorageManager(

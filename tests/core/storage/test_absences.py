@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvframework.storage.l2.tier_calls import Absences, Question
+from kvframework.storage.l2.tier_calls import Absences
 
 HOLD_S = 2.0
 MOST = 6
@@ -21,7 +21,7 @@ class AbsencesMachine(RuleBasedStateMachine):
         # The turn in which each key was last written here, in which each question began, and of each answer its time.
         self.turn = 0
         self.written: dict[bytes, int] = {}
-        self.under_way: list[tuple[Question, int]] = []
+        self.under_way: list[tuple[int, int]] = []
         self.told: dict[bytes, tuple[int, float]] = {}
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 2.0, 7.0]))
@@ -31,13 +31,13 @@ class AbsencesMachine(RuleBasedStateMachine):
     @rule()
     def ask(self) -> None:
         self.turn += 1
-        self.under_way.append((self.absences.ask(), self.turn))
+        self.under_way.append((self.absences.writes, self.turn))
 
     @precondition(lambda self: self.under_way)
     @rule(which=st.integers(0, 1 << 16), missing=some_keys)
     def answer(self, which: int, missing: list[bytes]) -> None:
-        question, began = self.under_way.pop(which % len(self.under_way))
-        self.absences.answered(question, missing, self.now)
+        writes, began = self.under_way.pop(which % len(self.under_way))
+        self.absences.answered(missing, writes, self.now)
         for key in missing:
             if self.written.get(key, -1) < began:
                 self.told[key] = (began, self.now)
@@ -53,7 +53,7 @@ class AbsencesMachine(RuleBasedStateMachine):
     @rule(missing=some_keys)
     def one_answer_is_remembered_at_once(self, missing: list[bytes]) -> None:
         self.turn += 1
-        self.absences.answered(self.absences.ask(), missing, self.now)
+        self.absences.answered(missing, self.absences.writes, self.now)
         for key in missing:
             self.told[key] = (self.turn, self.now)
             assert self.absences.lacked(key, self.now)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from kvframework.api.codec import Codec
 from kvframework.api.tier import Outcome, PackedKey, TierEntry, TierUsage
 from kvframework.errors import TierError
-from kvframework.storage.l2.sealed_tier import CodecTable, L2Store, Shares, Watermarks, victims
+from kvframework.storage.l2.sealed_tier import CodecTable, L2Store, Watermarks, victims
 from kvframework.storage.namespaces import HEADER_BYTES
 from tests.core.storage.memory import packed_key
 from tests.core.storage.tier import MemoryTier, in_envelope
@@ -166,107 +164,6 @@ def test_what_failed_stays_and_what_is_damaged_is_deleted(outcome: Outcome) -> N
     assert store.counters["misses"] == 0, "missing is another answer"
 
 
-class Small(MemoryTier):
-    """Of 10,000 bytes, that lists its values."""
-
-    has = frozenset({"scan", "usage"})
-
-    def usage(self, *, deadline: float) -> TierUsage:
-        return TierUsage(sum(map(len, self.values.values())), 10_000)
-
-    def scan(self, *, deadline: float) -> Iterator[TierEntry]:
-        yield from [TierEntry(key, len(value), number) for number, (key, value) in enumerate(self.values.items())]
-
-
-def test_two_writers_do_not_take_the_same_room() -> None:
-    """Each asks how full the tier is before either has written."""
-
-    tier = Small({K[number]: bytes(1000) for number in range(6)})
-    store = store_of(tier, watermarks=Watermarks(0.9, 0.7))
-    value = memoryview(bytes(2000 - HEADER_BYTES))
-    first, second = (_Stepwise(tier, partial(store.put, [key], [value])) for key in K[6:8])
-    first.take(1)
-    # The second one's turn: the first has room, and has written nothing yet.
-    second.take_all()
-    first.take_all()
-    assert sum(map(len, tier.values.values())) <= 9000
-    assert store.counters["evicted"] == 3
-
-
-@pytest.mark.parametrize("steps_before", range(1, 6))
-@pytest.mark.parametrize("steps_between", range(6))
-def test_two_writers_do_not_make_the_same_room_twice(steps_before: int, steps_between: int) -> None:
-    """Whatever the other has done between the question how full the tier is and its answer."""
-    tier = Small({K[number]: bytes(1000) for number in range(9)})
-    store = store_of(tier, watermarks=Watermarks(0.9, 0.5))
-    value = memoryview(bytes(1000 - HEADER_BYTES))
-    first, second = (_Stepwise(tier, partial(store.put, [key], [value])) for key in K[10:12])
-    first.take(steps_before)
-    second.take(1)
-    first.take(steps_between)
-    second.take_all()
-    first.take_all()
-    assert {K[10], K[11]} <= set(tier.values)
-    assert 5 <= store.counters["evicted"] <= 6
-    assert sum(map(len, tier.values.values())) <= 6000
-
-
-def test_what_another_has_written_and_not_given_back_is_counted_once() -> None:
-    """As two writers of a filesystem tier that waited for its first count: the tier then knows of the other's value."""
-
-    class Overlapping(Small):
-        def put(
-            self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
-        ) -> list[Outcome]:
-            stored = super().put(keys, parts, deadline=deadline)
-            if K[11] not in self.values:
-                assert store.put(K[11:12], [value]) == [True]
-            return stored
-
-    tier = Overlapping({K[number]: bytes(1000) for number in range(7)})
-    store = store_of(tier, watermarks=Watermarks(0.9, 0.5))
-    value = memoryview(bytes(1000 - HEADER_BYTES))
-    assert store.put(K[10:11], [value]) == [True]
-    assert store.counters["evicted"] == 0, "9000 bytes fit"
-    assert store.put(K[12:13], [value]) == [True]
-    assert store.counters["evicted"] == 5
-
-
-class _Stepwise(threading.Thread):
-    """A writer that makes each call to the tier when the test says so."""
-
-    def __init__(self, tier: MemoryTier, write: Callable[[], object]) -> None:
-        super().__init__(daemon=True)
-        self._write = write
-        self._ended = False
-        self._go, self._stands = threading.Semaphore(0), threading.Semaphore(0)
-        for name in ("usage", "scan", "delete", "put"):
-            setattr(tier, name, partial(self._call, getattr(tier, name)))
-        self.start()
-        self._stands.acquire()
-
-    def run(self) -> None:
-        self._write()
-        self._ended = True
-        self._stands.release()
-
-    def take(self, number: int) -> None:
-        for _ in range(number):
-            if not self._ended:
-                self._go.release()
-                self._stands.acquire()
-
-    def take_all(self) -> None:
-        while not self._ended:
-            self.take(1)
-
-    def _call(self, call: Callable[..., object], *arguments: object, **named: object) -> object:
-        if threading.current_thread() is self:
-            self._stands.release()
-            self._go.acquire()
-        return call(*arguments, **named)
-
-
 def test_damage_that_shows_without_reading_is_deleted_too() -> None:
     class Answering(MemoryTier):
         def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
@@ -362,25 +259,22 @@ def test_a_full_tier_loses_what_was_used_longest_ago() -> None:
     assert store.status()["usage"] == {"used_bytes": 5000, "capacity_bytes": 10_000}
 
 
-def test_a_batch_beyond_a_small_tier_goes_in_parts() -> None:
-    class Full(Disk):
-        def put(
-            self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
-        ) -> list[Outcome]:
-            outcomes = []
-            for key, each in zip(keys, parts, strict=True):
-                used = sum(map(len, self.values.values()))
-                fits = used + sum(part.nbytes for part in each) <= self.capacity
-                outcomes += super().put([key], [each], deadline=deadline) if fits else [Outcome.FAILED]
-            return outcomes
+def test_one_writer_makes_space_and_others_write_meanwhile() -> None:
+    class Slow(Disk):
+        def scan(self, *, deadline: float) -> Iterator[TierEntry]:
+            if not self.scans:
+                yield from super().scan(deadline=deadline)
+                assert store.put(K[11:12], [value]) == [True], "into what is above the watermark"
 
-    tier = Full(10_000)
-    store = store_of(tier, watermarks=Watermarks(0.9, 0.8))
-    value = memoryview(bytes(1000 - HEADER_BYTES))
-    assert store.put(K[:25], [value] * 25) == [True] * 25
-    assert (store.counters["store_failed"], store.counters["stored"]) == (0, 25)
-    assert list(tier.values)[-1] == K[24]
-    assert store.put(K[30:33], [value, memoryview(bytes(20_000)), value]) == [True, False, True], "only what never fits"
+    tier = Slow(10_000)
+    store = store_of(tier, watermarks=Watermarks(0.9, 0.5))
+    value = memoryview(bytes(900 - HEADER_BYTES))
+    for key in K[:10]:
+        assert store.put([key], [value]) == [True]
+    assert tier.scans == 0
+    assert store.put(K[10:11], [value]) == [True]
+    assert list(tier.values) == [*K[6:10], K[11], K[10]]
+    assert (tier.scans, store.counters["evicted"]) == (1, 6)
 
 
 def test_a_codec_gives_flat_bytes_to_the_tier() -> None:
@@ -411,7 +305,7 @@ def test_a_tier_that_fails_to_make_room_fails_the_write() -> None:
     store = store_of(tier)
     with pytest.raises(TierError, match="cannot list"):
         store.put(K[:2], [memoryview(bytes(600)), memoryview(bytes(600))])
-    assert list(tier.values) == K[:1], "for which there was room"
+    assert not tier.values
 
 
 def test_what_a_tier_can_never_hold_pushes_nothing_out() -> None:
@@ -429,9 +323,9 @@ entries = st.lists(
 
 
 @given(entries, st.integers(1, 400))
-def test_without_tenants_the_victims_are_a_smallest_beginning_by_age(found: list[TierEntry], nbytes: int) -> None:
+def test_the_victims_are_a_smallest_beginning_by_age(found: list[TierEntry], nbytes: int) -> None:
     numbered = [TierEntry(bytes([index]) * 72, entry.nbytes, entry.used_at) for index, entry in enumerate(found)]
-    chosen = victims(numbered, nbytes, 1000, Shares())
+    chosen = victims(numbered, nbytes)
     by_key = {entry.key: entry for entry in numbered}
     picked = [by_key[key] for key in chosen]
     left = [entry for entry in numbered if entry.key not in set(chosen)]
@@ -440,56 +334,6 @@ def test_without_tenants_the_victims_are_a_smallest_beginning_by_age(found: list
     total = sum(entry.nbytes for entry in picked)
     assert total >= nbytes or not left
     assert not picked or total - picked[-1].nbytes < nbytes
-
-
-def entry(tenant: int, number: int, nbytes: int, used_at: float) -> TierEntry:
-    return TierEntry(bytes([tenant, number]) * 36, nbytes, used_at)
-
-
-def chosen_of(found: list[TierEntry], nbytes: int, least: list[float], most: list[float]) -> list[tuple[int, int]]:
-    shares = Shares(lambda key: key[0], least, most)
-    return [(key[0], key[1]) for key in victims(found, nbytes, 100, shares)]
-
-
-# Tenant 1 has 60 of 100 bytes, all older than the 30 of tenant 2.
-SHARED = [entry(1, number, 10, float(number)) for number in range(6)] + [
-    entry(2, number, 10, 10.0 + number) for number in range(3)
-]
-
-
-@pytest.mark.parametrize(
-    ("least", "most", "expected"),
-    [
-        ([0, 0, 0], [1, 1, 1], [(1, 0), (1, 1), (1, 2)]),
-        # What tenant 2 has beyond its most goes first, though it is younger.
-        ([0, 0, 0], [1, 1, 0.15], [(2, 0), (2, 1), (1, 0)]),
-        # Tenant 1 keeps half of the tier while tenant 2 has anything.
-        ([0, 0.5, 0], [1, 1, 1], [(1, 0), (2, 0), (2, 1)]),
-        # Room is made also where all is guaranteed.
-        ([0, 0.6, 0.3], [1, 1, 1], [(1, 0), (1, 1), (1, 2)]),
-    ],
-)
-def test_the_shares_of_tenants(least: list[float], most: list[float], expected: list[tuple[int, int]]) -> None:
-    assert chosen_of(SHARED, 30, least, most) == expected
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 5).map(float)), max_size=25),
-    st.integers(1, 200),
-    st.lists(st.sampled_from([0.0, 0.1, 0.3]), min_size=3, max_size=3),
-)
-def test_room_is_made_and_least_shares_go_last(
-    found: list[tuple[int, int, float]], nbytes: int, least: list[float]
-) -> None:
-    numbered = [entry(tenant, number, size, used) for number, (tenant, size, used) in enumerate(found)]
-    sizes = {(each.key[0], each.key[1]): each.nbytes for each in numbered}
-    chosen = chosen_of(numbered, nbytes, least, [1.0, 1.0, 1.0])
-    assert len(set(chosen)) == len(chosen)
-    assert sum(sizes[each] for each in chosen) >= min(nbytes, sum(sizes.values()))
-    left = [sum(size for key, size in sizes.items() if key[0] == tenant and key not in chosen) for tenant in range(3)]
-    had = [sum(size for key, size in sizes.items() if key[0] == tenant) for tenant in range(3)]
-    if any(left[tenant] < min(had[tenant], least[tenant] * 100) - 20 for tenant in range(3)):
-        assert all(left[tenant] <= least[tenant] * 100 for tenant in range(3))
 
 
 def test_what_a_tier_does_not_have_is_a_miss_also_if_it_is_only_asked_for() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvframework.api.tier import Outcome, PackedKey
-from kvframework.storage.l2.writer import MAX_GHOSTS, WriteBack, WriteThroughSelective
+from kvframework.storage.l2.writer import MAX_GHOSTS, WritePolicy
 from tests.core.storage.memory import packed_key
 from tests.core.storage.node import SIZE, MakeNode, Node
 from tests.core.storage.test_prefetch import filled
@@ -28,7 +28,7 @@ def written(node: Node) -> set[bytes]:
 
 
 def test_write_through_selective_is_asking_again_or_storing_again_after_it_left() -> None:
-    policy = WriteThroughSelective()
+    policy = WritePolicy("write_through_selective")
     assert policy.committed(K[:4]) == []
     assert policy.used(K[2:6]) == K[2:4], "what it never saw committed is another's"
     assert policy.used(K[:4]) == K[:2]
@@ -39,7 +39,7 @@ def test_write_through_selective_is_asking_again_or_storing_again_after_it_left(
 
 
 def test_write_through_selective_remembers_a_bounded_number_of_what_left() -> None:
-    policy = WriteThroughSelective()
+    policy = WritePolicy("write_through_selective")
     keys = [number.to_bytes(72, "big") for number in range(MAX_GHOSTS + 1)]
     policy.committed(keys)
     for key in keys:
@@ -48,8 +48,8 @@ def test_write_through_selective_remembers_a_bounded_number_of_what_left() -> No
 
 
 def test_write_back_names_what_is_not_written_yet() -> None:
-    policy = WriteBack()
-    assert policy.committed(K[:4]) == ()
+    policy = WritePolicy("write_back")
+    assert policy.committed(K[:4]) == []
     assert policy.leaving([K[0], K[2], K[9]]) == [K[0], K[2]]
     policy.written([K[0]])
     assert policy.leaving(K[:4]) == K[1:4]

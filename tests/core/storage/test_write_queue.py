@@ -10,19 +10,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l2.writer import BATCH_OBJECTS, Batch, WriteQueue, WriteThrough
+from kvframework.storage.l2.writer import BATCH_OBJECTS, Batch, WritePolicy, WriteQueue
 from tests.core.storage.memory import packed_key
 
 K = [packed_key(number) for number in range(40)]
 BOUND, WRITERS = 20, 3
 
 
-class Watching(WriteThrough):
+class Watching(WritePolicy):
     """Notes what left L1 while it waited."""
 
-    watches_l1 = True
-
     def __init__(self, holds: Callable[[PackedKey], bool]) -> None:
+        super().__init__("write_back")
         self._holds = holds
 
     def removed(self, key: PackedKey) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvframework.api.keys import PackedKey
-from kvframework.storage.l2.writer import TierWriter, WriteBack
+from kvframework.storage.l2.writer import TierWriter
 from tests.plan.simulation.model import must
 from tests.plan.simulation.tier import SimTier
 
@@ -28,8 +28,8 @@ class Ledger:
     def check(self) -> None:
         counters, pending = self._counters, self._writer.pending
         ended = self.written + counters["write_lost"] + counters["write_given_up"]
-        if isinstance(self._policy, WriteBack):
-            unwritten = len(self._policy._unwritten)
+        if self._policy.name == "write_back":
+            unwritten = len(self._policy._open)
             must(self.entered == ended + unwritten, f"{self.entered} entered, {ended} ended, {unwritten} unwritten")
         else:
             must(self.taken == ended + pending, f"{self.taken} taken on, {ended} ended, {pending} pending")
@@ -46,7 +46,7 @@ class Ledger:
     def _listen(self) -> None:
         queue, policy, counters = self._queue, self._policy, self._counters
         offer, answered = queue.offer, queue.answered
-        committed, promoted = policy.committed, policy.promoted
+        committed = policy.committed
 
         def offered(keys: Iterable[PackedKey]) -> None:
             keys = list(keys)
@@ -63,17 +63,10 @@ class Ledger:
             answered(keys, stored, now)
             self.written += sum(stored)
 
-        def enter(keys: Sequence[PackedKey]) -> None:
-            if isinstance(policy, WriteBack):
-                self.entered += len(set(keys) - policy._unwritten)
-
         def on_commit(keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-            enter(keys)
+            if policy.name == "write_back":  # whose promotions count as commits
+                self.entered += len(set(keys) - policy._open)
             return committed(keys)
 
-        def on_promotion(keys: Sequence[PackedKey]) -> Sequence[PackedKey]:
-            enter(keys)
-            return promoted(keys)
-
         queue.offer, queue.answered = offered, told  # type: ignore[method-assign]
-        policy.committed, policy.promoted = on_commit, on_promotion  # type: ignore[method-assign]
+        policy.committed = on_commit  # type: ignore[method-assign]

@@ -194,9 +194,10 @@ def what_is_written_stays_absent(_original: Any, _absences: Absences, _keys: Seq
 
 
 @plant(Absences, "answered")
-def an_answer_from_before_a_write_is_believed(original: Any, absences: Absences, question: Any, *rest: Any) -> None:
-    question.written.clear()
-    original(absences, question, *rest)
+def an_answer_from_before_a_write_is_believed(
+    original: Any, absences: Absences, missing: Any, _writes: int, now: float
+) -> None:
+    original(absences, missing, absences.writes, now)
 
 
 @plant(Absences, "answered")

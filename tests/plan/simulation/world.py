@@ -6,10 +6,12 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
+from typing import get_args
 from unittest import mock
 
 from kvframework.api.futures import Future
 from kvframework.api.requests import ClientInfo, Message
+from kvframework.config.schema import WritePolicyName
 from kvframework.service.engine_driven import Grants
 from kvframework.service.keys import KeyResolver
 from kvframework.service.lookups import Lookups
@@ -18,7 +20,7 @@ from kvframework.storage import manager
 from kvframework.storage.l1.entries import ALIGNMENT
 from kvframework.storage.l1.leases import INTERNAL_OWNER
 from kvframework.storage.l2.sealed_tier import L2Store, Watermarks
-from kvframework.storage.l2.writer import WRITE_POLICIES, AttachedTier
+from kvframework.storage.l2.writer import AttachedTier
 from kvframework.storage.namespaces import NamespaceRecords
 from tests.plan.simulation.dice import Dice
 from tests.plan.simulation.jobs import Job, Turns
@@ -68,7 +70,7 @@ class World:
         self.now = 1000.0
         self.counts: Counter[str] = Counter()
         self.dice = Dice(0)
-        self._policies = [chance.choice(list(WRITE_POLICIES)) for _ in range(2)]
+        self._policies = [chance.choice(get_args(WritePolicyName)) for _ in range(2)]
         self._queues = [chance.choice([3, 12, 1000]) for _ in range(2)]
         self._promote = chance.random() < 0.8
         self._at_once = [(chance.choice([1, 2, 3]), chance.choice([1, 2, 3])) for _ in range(2)]
@@ -101,7 +103,7 @@ class World:
             for tier in self.tiers
         ]
         attached = [
-            AttachedTier(store, WRITE_POLICIES[policy](), queue, self._promote, loads=loads, writes=writes)
+            AttachedTier(store, policy, queue, self._promote, loads=loads, writes=writes)
             for store, policy, queue, (loads, writes) in zip(
                 self.stores, self._policies, self._queues, self._at_once, strict=True
             )

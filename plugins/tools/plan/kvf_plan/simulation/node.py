@@ -22,7 +22,7 @@ from kvframework.registry.registry import PluginRegistry
 from kvframework.service.lifecycle import CacheService
 from kvframework.service.registration import AttachedTransport
 from kvframework.storage.l2.sealed_tier import L2Store, Watermarks
-from kvframework.storage.l2.writer import WRITE_POLICIES, AttachedTier
+from kvframework.storage.l2.writer import AttachedTier
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecords
 from kvframework.wire import messages as m
@@ -95,7 +95,7 @@ class Node:
                     clock=time.clock,
                     scale=sizes.scale,
                 ),
-                WRITE_POLICIES[each.keys.write_policy](),
+                each.keys.write_policy,
                 each.keys.write_queue,
                 each.keys.promote,
                 loads=each.loads,
