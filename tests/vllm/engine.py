@@ -27,7 +27,8 @@ class Ask:
     too. `embeds`: the seed of embeddings that stand for the prompt; `pool`: the answer is an embedding. `wait_file`:
     waits until it is there, after announcing on stdout that it waits. `adapters`: the prompt is asked once for each of
     them in one batch, [name, number, path] or [] for none, and the answers stand one behind the other. `update`: the
-    weights become those of this folder first; `logprobs`: those of the tokens are told too."""
+    weights become those of a folder first, [how, folder], see `tests.vllm.updates`; `settle`: waits until the
+    connector serves again; `logprobs`: those of the tokens are told too."""
 
     prompt: list[int]
     tokens: int = 32
@@ -39,7 +40,8 @@ class Ask:
     salt: str = ""
     wait_file: str = ""
     adapters: list[list[Any]] = field(default_factory=lambda: [[]])
-    update: str = ""
+    update: list[str] = field(default_factory=list)
+    settle: bool = False
     logprobs: bool = False
 
 
@@ -84,9 +86,11 @@ def main() -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
         if ask.update:
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": ask.update})
+            _update(llm, *ask.update)
         if ask.reset or ask.forget:
             llm.reset_prefix_cache(reset_connector=ask.forget)
+        if ask.settle:
+            _settle(llm)
         extra = {"extra_args": {"kv_transfer_params": ask.params}} if ask.params else {}
         params = SamplingParams(
             temperature=0.0,
@@ -129,6 +133,29 @@ def main() -> None:
             logprobs=_logprobs(outputs) if ask.logprobs else [],
         )
     llm.llm_engine.engine_core.shutdown()
+
+
+def _update(llm: Any, how: str, folder: str) -> None:
+    """Each way in which vLLM changes the weights of a running engine."""
+    if how == "reload":
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    elif how == "load_weights":
+        llm.collective_rpc("load_weights_of", args=(folder,))
+    else:
+        llm.collective_rpc("start_weight_update")
+        llm.collective_rpc("update_weights", args=({"folder": folder},))
+        llm.collective_rpc("finish_weight_update")
+
+
+def _settle(llm: Any) -> None:
+    """Asks prompts that are too short for any hit until the connector says that this is the reason."""
+    from vllm import SamplingParams
+
+    reason = "kvframework:miss_requests|reason=too_short"
+    before, deadline = counters().get(reason, 0), time.monotonic() + 120
+    while counters().get(reason, 0) == before:
+        assert time.monotonic() < deadline, "the connector does not serve again"
+        llm.generate([{"prompt_token_ids": [7] * 9}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
 
 
 def _logprobs(outputs: list[Any]) -> list[float]:

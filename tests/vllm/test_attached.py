@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -442,3 +444,33 @@ def test_an_engine_that_sleeps_is_registered_again_when_it_wakes(make: Any, serv
     assert engine.load(FakeRequest("c", list(range(2 * CHUNK))), [[9, 10, 11, 12]], 2 * CHUNK) == ({"c"}, set())
     assert engine.worker.take_failed_blocks() == set()
     assert torch.equal(engine.kv["l.0"][[9, 10, 11, 12]], engine.kv["l.0"][[1, 2, 3, 4]])
+
+
+def test_an_engine_is_renamed_in_the_background(make: Any, server: ServerProcess) -> None:
+    engine, other = make(), make()
+    request = FakeRequest("a", list(range(2 * CHUNK)))
+    for each in (engine, other):
+        assert each.match(request) == 0
+    before = engine.instance.served
+    hashing = threading.Event()
+
+    def slowly() -> KvIdentity:
+        hashing.wait(60)
+        return KvIdentity("m", "r2")
+
+    overtaken = engine.instance.rename(slowly)
+    naming = engine.instance.rename(lambda: KvIdentity("m", "r3"))
+    assert engine.instance.served == before
+    hashing.set()
+    assert (overtaken.result(60), naming.result(60)) == (False, True)
+    wait_until(lambda: engine.instance.served is not None, what="the registration by the new name")
+    assert engine.instance.served not in (None, before)
+    # The same name again, and one that cannot be found: the registration stays.
+    renamed = engine.instance.served
+    assert engine.instance.rename(lambda: KvIdentity("m", "r3")).result(60)
+    assert not engine.instance.rename(lambda: KvIdentity("m", Path("/nonexistent").read_text())).result(60)
+    assert engine.instance.served is renamed
+    engine.step(StepPlan())
+    engine.compute(request, [[1, 2, 3, 4]])
+    assert engine.match(FakeRequest("b", list(range(2 * CHUNK)))) == 2 * CHUNK
+    assert other.match(FakeRequest("b", list(range(2 * CHUNK)))) == 0

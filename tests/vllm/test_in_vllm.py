@@ -1,18 +1,58 @@
-"""The connector's words in vLLM's own classes, without an engine."""
+"""The connector's words in vLLM's own classes, without an engine: events, statistics and metrics."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
+from kvf_vllm.events import Announcements
+from kvf_vllm.requests import Wish
 from kvf_vllm.step_messages import StepPlan
 from tests.support.lazy import torch
-from tests.vllm.stand_ins import BLOCK, FakeInstance
+from tests.vllm.stand_ins import BLOCK, FakeInstance, FakeRequest
 
 # vLLM's imports take long, and warn.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+
+def features() -> list[Any]:
+    return [
+        SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+        for name, offset, length in (("cat", 3, 6), ("dog", 9, 1), ("bird", 10, 20))
+    ]
+
+
+def test_vllm_names_images_and_salts_alike() -> None:
+    import vllm.v1.core.kv_cache_utils as theirs
+
+    request = FakeRequest("a", list(range(40)), cache_salt="dynamo-cache-salt:t", mm_features=features())
+    mine = Announcements(BLOCK, salts=True).of(request, Wish(), 0, 40)
+    assert mine is not None
+    keys, index = [], 0
+    for start in range(0, 40, BLOCK):
+        found, index = theirs.generate_block_hash_extra_keys(request, start, start + BLOCK, index)
+        keys.append(found)
+    # vLLM before 0.31 had no tags of its own there.
+    assert list(mine.extra_keys) == getattr(theirs, "to_event_extra_keys", list)(keys)
+
+
+def test_subscribers_read_the_salt_where_they_look_for_it() -> None:
+    from vllm.distributed.kv_events import KVEventBatch
+
+    from kvf_vllm.published import published
+
+    request = FakeRequest("a", list(range(8)), cache_salt="tenant")
+    event = Announcements(BLOCK, salts=True).of(request, Wish(), 0, 8)
+    assert event is not None
+    payload = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[published(event)]))
+    (sent,) = msgspec.msgpack.decode(payload)[1]
+    assert (sent["type"], sent["cache_salt"]) == ("BlockStored", "tenant")
+    (read,) = msgspec.msgpack.decode(payload, type=KVEventBatch).events
+    assert list(read.extra_keys) == [("dynamo-cache-salt:tenant",), None]
 
 
 def test_vllms_own_hints_are_read_from_its_own_request() -> None:
@@ -160,6 +200,19 @@ def test_metrics_of_several_engines_are_one_and_what_they_do_not_know_harms_none
     KvFrameworkConnector.build_prom_metrics(config, kinds, ["model_name"], {0: ["m"]}).observe({"errors": 1})
 
 
+def test_the_interface_of_the_last_release_is_the_one_that_is_followed() -> None:
+    import vllm
+    from kvf_vllm.interface import FOLLOWED, installed_fingerprint
+    from kvf_vllm.options import EQUAL
+
+    found = installed_fingerprint()
+    assert len(found) == 32
+    if vllm.__version__.startswith("0.32."):
+        assert found in EQUAL
+    for file in FOLLOWED:
+        assert (Path(vllm.__file__).parent / file).is_file()
+
+
 def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:
     """vLLM starts no pipeline on a CPU: its classes for two stages of two workers, as its own code makes them."""
     from vllm.config import ParallelConfig
@@ -198,20 +251,30 @@ def test_pipeline_stages_are_told_apart_in_vllms_own_configuration() -> None:
     assert {rank: served.stage for rank, served in merged.report.served.items() if served} == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
-def test_without_a_view_of_the_updates_there_is_no_cache(caplog: pytest.LogCaptureFixture) -> None:
+def worker_of(**fields: Any) -> Any:
+    """A worker's connector that has started, without an engine."""
     from kvf_vllm.connector import KvFrameworkConnector
     from kvf_vllm.worker import WorkerSide
     from kvframework.client import ErrorNotes
 
     connector = object.__new__(KvFrameworkConnector)
-    vars(connector).update(
-        _scheduler=None,
-        _client=None,
-        _updates=SimpleNamespace(is_following=False),
-        errors=ErrorNotes(),
-        _worker=WorkerSide(FakeInstance(), block_size=BLOCK),
-        _instance=SimpleNamespace(close=lambda: None),
-    )
+    worker = WorkerSide(FakeInstance(), block_size=BLOCK)
+    given = {"_scheduler": None, "_client": None, "_resets": None, "_updates": None, "errors": ErrorNotes()}
+    vars(connector).update(given, _worker=worker, _instance=SimpleNamespace(close=lambda: None), **fields)
+    return connector
+
+
+def test_beside_other_connectors_weights_that_were_updated_never_have_a_name() -> None:
+    """Those may load what the old ones have computed."""
+    connector = worker_of(_named=object(), _is_beside_others=True)
+    connector._weights_change()
+    connector._weights_changed(1.0)
+    (weights,) = connector._worker.take_report().weights.values()
+    assert (weights.updates, weights.is_shared) == (1, None)
+
+
+def test_without_a_view_of_the_updates_there_is_no_cache(caplog: pytest.LogCaptureFixture) -> None:
+    connector = worker_of(_updates=SimpleNamespace(is_following=False))
     connector.handle_preemptions(SimpleNamespace(plan=StepPlan()))
     assert connector._worker is None
     assert "updates of its weights cannot be seen" in caplog.text

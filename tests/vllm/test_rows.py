@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +16,7 @@ import zmq
 
 from tests.events.node import Router, beginnings
 from tests.support.ports import free_port
+from tests.support.server_process import ServerProcess
 from tests.support.trained_model import asked, trained_folder
 from tests.vllm import rows
 from tests.vllm.cuts import CHUNKS, cuts
@@ -206,30 +209,80 @@ def test_each_tensor_parallel_worker_has_objects_of_its_own(bench: Bench) -> Non
     assert loaded.counters["kvframework:loaded_tokens"] == 2 * TOKENS
 
 
-def test_the_server_announces_what_is_stored_by_the_hashes_of_vllms_own_events(bench: Bench, tmp_path: Path) -> None:
-    folder, port = tempfile.mkdtemp(prefix="kvf-"), free_port()
-    own = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": "kv"}
-    sockets = {"endpoint": "told.sock", "replay": "again.sock"}
-    settings = [f"events.{key}=ipc://{folder}/{name}" for key, name in sockets.items()]
-    with (
-        rows.server_for(*settings, "events.block_size=128", f"events.state={tmp_path}") as server,
-        zmq.Context() as context,
-        context.socket(zmq.SUB) as socket,
-    ):
+def announced(bench: Bench, *asks: Ask, server: ServerProcess | None = None) -> list[dict[str, Any]]:
+    """What subscribers get of an engine that answers `asks`, beside a server."""
+    port = free_port()
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{port}",
+        "topic": "kv",
+    }
+    listening = Bench(**{**vars(bench), "engine": {"kv_events_config": events}})
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket, contextlib.ExitStack() as ends:
+        if server is None:
+            server = ends.enter_context(rows.server_for())
         socket.setsockopt(zmq.SUBSCRIBE, b"kv")
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(f"tcp://127.0.0.1:{port}")
-        replace(bench, engine={"kv_events_config": own}).run(server, bench.ask())
-        by_engine = []
+        listening.run(server, *asks)
+        batches = []
         while socket.poll(2000):
-            by_engine += msgspec.msgpack.decode(socket.recv_multipart()[2])[1]
+            batches.append(msgspec.msgpack.decode(socket.recv_multipart()[2]))
+    return [event for batch in batches for event in batch[1]]
+
+
+def test_routers_are_told_what_is_stored(bench: Bench) -> None:
+    stored = [event for event in announced(bench, bench.ask()) if event["type"] == "BlockStored"]
+    by_medium = {medium: [event for event in stored if event["medium"] == medium] for medium in ("GPU", "CPU")}
+    blocks = {
+        medium: [each for event in events for each in event["block_hashes"]] for medium, events in by_medium.items()
+    }
+    assert len(blocks["CPU"]) == TOKENS // 128
+    # A router finds them by the same hashes as vLLM's own.
+    assert set(blocks["CPU"]) <= set(blocks["GPU"])
+    assert [token for event in by_medium["CPU"] for token in event["token_ids"]] == bench.prompt
+
+
+def test_what_the_server_announces_the_engine_leaves_out(bench: Bench, tmp_path: Path) -> None:
+    folder = tempfile.mkdtemp(prefix="kvf-")
+    events = {"endpoint": "told.sock", "replay": "again.sock"}
+    settings = [f"events.{key}=ipc://{folder}/{name}" for key, name in events.items()]
+    with rows.server_for(*settings, "events.block_size=128", f"events.state={tmp_path}") as server:
+        by_engine = announced(bench, bench.ask(), server=server)
         reader = Router(f"ipc://{folder}/told.sock", f"ipc://{folder}/again.sock")
         try:
             reader.until(beginnings(bench.prompt, block=128))
         finally:
             reader.close()
     assert {event["medium"] for event in by_engine} == {"GPU"}
+    # A router finds the server's blocks by the same hashes as vLLM's own.
     assert reader.held["CPU"] <= {each for event in by_engine for each in event["block_hashes"]}
+
+
+def test_salted_blocks_are_announced_with_their_salt_or_not_at_all(bench: Bench) -> None:
+    asks = [
+        Ask(bench.prompt[: 2 * CHUNK], tokens=1, salt="tenant"),
+        Ask(bench.prompt[: 4 * CHUNK], tokens=1, salt="tenant"),
+        Ask(bench.prompt[: 2 * CHUNK], tokens=1, salt="other", params={"kvframework.salt": "own"}),
+        Ask(bench.prompt[: 2 * CHUNK], tokens=1, params={"kvframework.salt": "own"}),
+    ]
+    silent = announced(bench, *asks)
+    assert [event for event in silent if event["medium"] == "CPU"] == []
+    # vLLM's own say it without a tag, and only in the first block of the prompt.
+    assert [event["extra_keys"][0] for event in silent if event["medium"] == "GPU"][:2] == [["tenant"], None]
+
+    # What takes too long under load is not stored, and so not announced.
+    options = {"kvframework.announce_salts": True, "kvframework.deadline_scale": 50.0}
+    events = announced(Bench(**{**vars(bench), "options": options}), *asks)
+    of_server = [event for event in events if event["medium"] == "CPU"]
+    assert [(event["type"], event["cache_salt"]) for event in of_server] == [("BlockStored", "tenant")] * 2
+    assert [event["extra_keys"] for event in of_server] == [
+        [["dynamo-cache-salt:tenant"], *[None] * 3],
+        [["dynamo-cache-salt:tenant"], *[None] * 7],
+    ]
+    by_vllm = {each for event in events if event["medium"] == "GPU" for each in event["block_hashes"]}
+    assert {each for event in of_server for each in event["block_hashes"]} <= by_vllm
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,136 +1,292 @@
-"""vLLM's calls that change weights, as its classes make them, and what follows in the worker and the scheduler."""
+"""vLLM's calls that change weights, as its classes make them, and what follows in the worker: transfers under way, the
+name, the registration."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvf_vllm.step_messages import StepPlan, StepReport, TransferOp
-from kvf_vllm.weights import WeightUpdates
+from kvf_vllm.identity import Named, identify
+from kvf_vllm.step_messages import LoadOp, StepPlan, StepReport, StoreOp, Weights
+from kvf_vllm.weights import CacheResets, WeightUpdates
 from kvf_vllm.worker import WorkerSide
 from kvframework.api.futures import Future, Promise
 from kvframework.api.transport import LoadOutcome
-from tests.vllm.stand_ins import BLOCK, SERVED, FakeInstance, FakeRequest, computed, scene, table
+from kvframework.client import ModelFacts, model_files
+from kvframework.errors import ConfigFieldError
+from tests.vllm.stand_ins import BLOCK, FakeInstance, FakeRequest, FakeServer, scheduler
 
-LOAD = TransferOp("a", 0, 16, b"d" * 64, "", [[1, 2, 3, 4]], skip=4)
-STORE = TransferOp("b", 0, 8, b"", "", [[5, 6]])
-
-
-class Model:
-    def load_weights(self, weights: Any) -> Any:
-        if weights == ["bad"]:
-            raise RuntimeError("no such weight")
+LOAD = LoadOp("a", 0, 16, 4, b"d" * 64, "", [[1, 2, 3, 4]])
+STORE = StoreOp(0, "b", 0, 8, b"", "", [[5, 6]])
 
 
-class Draft(Model):
-    pass
+# the calls
 
 
-class Runner:
-    def __init__(self) -> None:
-        self.model = Model()
+def vllm_of(*names: str) -> tuple[Any, Any, list[Any]]:
+    """A worker with vLLM's methods, which has started, and what is told of it. `names`: the parameters of its model."""
 
-    def reload_weights(self, weights: Any = ()) -> None:
-        self.model.load_weights(weights)
+    class Model:
+        def named_parameters(self) -> list[tuple[str, None]]:
+            return [(name, None) for name in names]
 
+        def load_weights(self, weights: Any) -> Any:
+            if weights == ["bad"]:
+                raise RuntimeError("no such weight")
+            return set(weights)
 
-class Worker:
-    """With vLLM's methods."""
+    class Draft(Model):
+        pass
 
-    def __init__(self) -> None:
-        self.vllm_config, self.model_runner, self.draft = SimpleNamespace(parallel_config=object()), Runner(), Draft()
+    class Runner:
+        def __init__(self) -> None:
+            self.model = Model()
 
-    def get_model(self) -> Model:
-        return self.model_runner.model
+        def reload_weights(
+            self, weights_iterator: Any = None, weights_path: Any = None, is_checkpoint_format: bool = True
+        ) -> None:
+            if is_checkpoint_format:
+                self.model.load_weights(weights_iterator or weights_path or names)
 
-    def get_draft_model(self) -> Draft:
-        return self.draft
+    class Worker:
+        def __init__(self, config: Any) -> None:
+            self.vllm_config, self.model_runner = config, Runner()
+            self.draft, self._weight_update_active = Draft(), False
 
-    def compile_or_warm_up_model(self) -> str:
-        return "compiled"
+        def get_model(self) -> Model:
+            return self.model_runner.model
 
-    def reload_weights(self, weights: Any = ()) -> None:
-        self.model_runner.reload_weights(weights)
+        def get_draft_model(self) -> Draft:
+            return self.draft
 
-    def start_weight_update(self) -> None: ...
+        def compile_or_warm_up_model(self) -> str:
+            return "compiled"
 
-    def start_draft_weight_update(self) -> None: ...
+        def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+            self.model_runner.reload_weights(*args, **kwargs)
 
-    def update_weights(self, info: Any) -> None:
-        self.get_model().load_weights(info)
+        def start_weight_update(self) -> None:
+            self._weight_update_active = True
 
+        def update_weights(self, info: Any) -> None:
+            if info == ["bad"]:
+                self._weight_update_active = False
+            self.get_model().load_weights(info)
 
-CALLS: list[Callable[[Any], Any]] = [
-    lambda worker: worker.reload_weights(),
-    lambda worker: worker.model_runner.reload_weights(),
-    lambda worker: worker.get_model().load_weights(["w"]),
-    lambda worker: worker.get_draft_model().load_weights(["w"]),
-    lambda worker: worker.start_weight_update(),
-    lambda worker: worker.start_draft_weight_update(),
-    lambda worker: worker.update_weights(["w"]),
-]
+        def finish_weight_update(self) -> None:
+            self._weight_update_active = False
 
+        def start_draft_weight_update(self) -> None:
+            self._weight_update_active = True
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_of_this_engine_that_changes_weights_is_seen(call: Callable[[Any], Any]) -> None:
-    told: list[str] = []
-    worker, other = Worker(), Worker()
-    updates = WeightUpdates(worker.vllm_config, lambda: told.append("begins"))
+    told: list[Any] = []
+    config = SimpleNamespace(parallel_config=object())
+    updates = WeightUpdates(
+        config,
+        begins=lambda: told.append("begins"),
+        ends=lambda began: told.append("tensors" if began is None else "files"),
+    )
     updates.watch(Worker)
+    worker, other = Worker(config), Worker(SimpleNamespace(parallel_config=object()))
     # Before vLLM's start is over, and in another engine of this process, nobody listens.
     worker.get_model().load_weights(["w"])
     assert [each.compile_or_warm_up_model() for each in (other, worker)] == ["compiled"] * 2
+    other.reload_weights()
+    assert told == []
+    assert updates.is_following
+    worker.keeps = updates
+    return worker, other, told
+
+
+CALLS: list[tuple[Callable[[Any], Any], list[str]]] = [
+    (lambda worker: worker.reload_weights(), ["files"]),
+    (lambda worker: worker.model_runner.reload_weights(weights_path=["w", "v", "x"]), ["files"]),
+    (lambda worker: worker.reload_weights(weights_path=["w"]), ["tensors"]),
+    (lambda worker: worker.reload_weights(weights_iterator=["w", "v"]), ["tensors"]),
+    (lambda worker: worker.reload_weights(["w", "v"]), ["tensors"]),
+    (lambda worker: worker.reload_weights(is_checkpoint_format=False), ["tensors"]),
+    (lambda worker: worker.get_model().load_weights(["w", "v"]), ["tensors"]),
+    (lambda worker: worker.get_draft_model().load_weights(["w", "v"]), ["tensors"]),
+]
+
+
+@pytest.mark.parametrize(("call", "ends"), CALLS)
+def test_a_call_begins_and_ends_once(call: Callable[[Any], Any], ends: list[str]) -> None:
+    worker, other, told = vllm_of("w", "v.base_layer.x".removesuffix(".base_layer.x"))
     call(other)
-    assert (told, updates.is_following) == ([], True)
+    assert told == []
     call(worker)
-    assert set(told) == {"begins"}
+    assert told == ["begins", *ends]
+
+
+def test_adapters_do_not_count_among_the_weights_of_files() -> None:
+    worker, _, told = vllm_of("q.base_layer.weight")
+    worker.reload_weights(weights_path=["q.weight"])
+    assert told == ["begins", "files"]
+
+
+def test_an_update_of_several_calls_ends_with_the_last() -> None:
+    worker, _, told = vllm_of("w")
+    worker.start_weight_update()
+    worker.update_weights(["w"])
+    assert told == ["begins"] * 2
+    worker.finish_weight_update()
+    assert told == ["begins"] * 3 + ["tensors"]
+
+
+def test_an_update_that_fails_has_ended_with_unknown_weights() -> None:
+    worker, _, told = vllm_of("w")
     with pytest.raises(RuntimeError, match="no such weight"):
-        worker.reload_weights(["bad"])
+        worker.reload_weights(weights_path=["bad"])
+    worker.start_weight_update()
+    with pytest.raises(RuntimeError, match="no such weight"):
+        worker.update_weights(["bad"])
+    assert told == ["begins", "tensors", "begins", "begins", "tensors"]
 
 
-def test_transfers_under_way_end_when_the_update_begins_and_none_begins_after_it() -> None:
+@pytest.mark.parametrize("of_draft", [lambda worker: worker.start_draft_weight_update(), CALLS[-1][0]])
+def test_files_do_not_name_an_engine_whose_draft_model_was_changed(of_draft: Callable[[Any], Any]) -> None:
+    worker, _, told = vllm_of("w")
+    of_draft(worker)
+    worker.finish_weight_update()
+    del told[:]
+    worker.reload_weights()
+    assert told == ["begins", "tensors"]
+
+
+def test_a_reset_counts_if_it_has_emptied_the_cache_of_this_engine() -> None:
+    class Manager:
+        def __init__(self, answer: bool) -> None:
+            self.answer = answer
+
+        def reset_prefix_cache(self) -> bool:
+            return self.answer
+
+    done: list[str] = []
+    full, other = Manager(False), Manager(True)
+    keeps = CacheResets(full, lambda: done.append("reset"))
+    assert (full.reset_prefix_cache(), other.reset_prefix_cache(), done) == (False, True, [])
+    full.answer = True
+    assert full.reset_prefix_cache()
+    assert (done, keeps is not None) == (["reset"], True)
+
+
+# the worker
+
+
+def test_transfers_under_way_end_when_the_update_begins() -> None:
     cancelled: list[str] = []
     loading: Promise[LoadOutcome] = Promise(lambda: (cancelled.append("load"), loading.set_result(LoadOutcome(False))))
     storing: Promise[LoadOutcome] = Promise(lambda: (cancelled.append("store"), storing.set_result(LoadOutcome(False))))
     futures = [loading, storing]
-    instance = FakeInstance(lambda: futures.pop(0))
-    worker = WorkerSide(instance, block_size=BLOCK)
-    worker.load(StepPlan(loads=[LOAD]))
+    worker = WorkerSide(FakeInstance(lambda: futures.pop(0)), block_size=BLOCK)
+    worker.before_step(StepPlan(step=3))
+    worker.load(StepPlan(loads=[LOAD], step=3))
     # This one has been copied, and vLLM has not been told.
     worker._loading["b"] = replace(LOAD, request_id="b"), Future.resolved(LoadOutcome(True)), 0.0
-    worker.store(StepPlan(stores=[STORE]))
+    worker.store(StepPlan(stores=[STORE], step=3))
     worker.weights_change()
     assert cancelled == ["load", "store"]
     report = worker.take_report()
-    assert (report.updated, report.ended) == (True, {0: 1})
+    assert (report.weights, report.ended) == ({0: Weights(1, 3, None)}, {0: 1})
     worker.finished_loads()
     assert worker.take_report().failed == {"a", "b"}
-    worker.load(StepPlan([LOAD]))
-    worker.store(StepPlan(stores=[replace(STORE, number=1)]))
-    assert worker.finished_loads()[0] == {"a"}
-    report = worker.take_report()
-    assert (report.updated, report.failed, report.unstored, report.ended) == (False, {"a"}, {"b": 0}, {1: 1})
+
+
+def test_what_was_planned_for_other_weights_is_refused() -> None:
+    instance = FakeInstance()
+    worker = WorkerSide(instance, worker=1, block_size=BLOCK)
+    naming: Promise[bool] = Promise()
+    worker.weights_change()
+    worker.weights_changed(naming)
+    for plan in (StepPlan([LOAD], [STORE]), StepPlan([LOAD], [STORE], updates={0: 7, 1: 1})):
+        worker.load(plan)
+        worker.store(plan)
+        assert worker.finished_loads()[0] == {"a"}
+        report = worker.take_report()
+        assert (report.failed, report.unstored, report.ended) == ({"a"}, {"b": 0}, {0: 1})
+    naming.set_result(True)
+    assert worker.take_report().weights == {1: Weights(1, 0, True)}
+    worker.load(StepPlan([LOAD], [STORE], updates={1: 1}))
+    worker.store(StepPlan([LOAD], [STORE], updates={1: 1}))
     assert (len(instance.loads), len(instance.stores)) == (1, 1)
 
 
-def test_the_scheduler_looks_nothing_up_and_stores_nothing_once_it_has_heard() -> None:
-    server, side, running = scene(16, held=32)
-    side.matched_tokens(running, 0)
-    side.heard(StepReport(served={0: SERVED}).merge(StepReport(updated=True)))
-    assert not computed(side, running, 16).stores
-    for request in (FakeRequest("b", list(range(16))), running):
-        asked = len(server.asked)
-        assert side.matched_tokens(request, 0) == (0, False)
-        assert len(server.asked) == asked
-        side.allocated(request, table(16), 0)
-        assert not computed(side, request, 16).stores
-    assert not server.tickets
-    assert side.tally.counts["miss_requests|weights_changed"] == 2
-    # A server that comes back changes nothing.
-    side.heard(StepReport(served={0: None}))
-    side.heard(StepReport(served={0: SERVED}))
-    assert side.matched_tokens(FakeRequest("c", list(range(16))), 0) == (0, False)
+# the scheduler
+
+
+def test_requests_wait_one_step_for_the_workers_word_after_a_reset() -> None:
+    side = scheduler(FakeServer())
+    side.cache_was_reset()
+    request = FakeRequest("a", list(range(17)))
+    assert side.matched_tokens(request, 0) == (None, False)
+    side.plan_step({}, lambda _request_id: None)
+    assert side.matched_tokens(request, 0) == (0, False)
+    assert side.matched_tokens(FakeRequest("b", list(range(17))), 0) == (0, False)
+
+
+def test_images_are_computed_once_weights_were_updated() -> None:
+    """vLLM may still hold what the old weights have made of them."""
+    side = scheduler(FakeServer())
+    side.heard(StepReport(weights={0: Weights(1, 0, True)}))
+    features = [SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=0, length=4))]
+    side.matched_tokens(FakeRequest("a", list(range(17)), mm_features=features), 0)
+    side.matched_tokens(FakeRequest("b", list(range(17))), 0)
+    plan = side.plan_step({"a": 17, "b": 17}, lambda _request_id: [[1, 2, 3, 4, 5]])
+    assert [op.request_id for op in plan.stores] == ["b"]
+
+
+# the name
+
+
+def facts(folder: Path) -> ModelFacts:
+    return ModelFacts(
+        str(folder), "", "", "auto", 0, {"hidden_size": 8}, "float32", {}, model_files(str(folder)), started=time.time()
+    )
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = []
+    for name in ("old", "new"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.safetensors").write_text(name)
+        # Long before anything started.
+        os.utime(folder / "model.safetensors", (1, 1))
+        made.append(folder)
+    return made[0], made[1]
+
+
+def test_weights_from_files_have_the_name_that_an_engine_gives_which_starts_with_them(
+    folders: tuple[Path, Path],
+) -> None:
+    old, new = (facts(folder) for folder in folders)
+    named = Named(old, identify(replace(old, started=float("inf"))))
+    for each in (new, old):
+        assert named.after_update(each, time.time() + 60) == identify(replace(each, started=float("inf")))
+    with pytest.raises(ConfigFieldError, match="not all of them by files"):
+        named.after_update(new, None)
+    with pytest.raises(OSError, match=r"model\.safetensors was changed since"):
+        named.after_update(new, 0.0)
+
+
+def test_the_users_name_for_weights_is_that_of_the_files_of_the_start(folders: tuple[Path, Path]) -> None:
+    old, new = (replace(facts(folder), started=time.time() + 60) for folder in folders)
+    own = {"model": "m", "weights": "first"}
+    named = Named(old, identify(old, **own), **own)
+    late = time.time() + 60
+    other = named.after_update(new, late)
+    assert other == identify(replace(new, started=float("inf")), model="m")
+    assert named.after_update(old, late) == named.identity != other
+    # Files that were written since the start are other ones.
+    changed = Named(replace(old, started=0.0), named.identity, **own)
+    assert changed.after_update(old, late) == identify(replace(old, started=float("inf")), model="m")

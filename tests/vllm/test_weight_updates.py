@@ -1,4 +1,5 @@
-"""Weights that change in a running vLLM: from then on that engine neither loads nor stores, and others go on."""
+"""Weights that change in a running vLLM: nobody loads what other weights have computed, in the updated engine, in
+another one of the same server, and after an update back."""
 
 from __future__ import annotations
 
@@ -16,13 +17,19 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 STORED = 2 * rows.CHUNK
 # One token after the last chunk: it depends on all of the KV.
-PROMPTS = [prompt(STORED + 1, seed=seed) for seed in range(30, 33)]
+PROMPTS = [prompt(STORED + 1, seed=seed) for seed in range(30, 36)]
 NEW = 8
+# The module registers the second's name, too.
+ENGINE = {
+    "worker_extension_cls": "tests.vllm.updates.Updating",
+    "weight_transfer_config": {"backend": "kvf-test-folder"},
+}
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Two with the same configuration, each with the answers of an engine that starts with it, without a connector."""
+    """Two with the same configuration; `old` and `new` are engines that start with them, `cold` their answers by prompt
+    without a connector."""
 
     old: Bench
     new: Bench
@@ -37,7 +44,7 @@ def ask(index: int, **fields: Any) -> Ask:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     directory = tmp_path_factory.mktemp("updates")
     old, new = (
-        Bench(cached("tiny", name=name, seed=seed), directory, [], NEW, rows.PATIENT)
+        Bench(cached("tiny", name=name, seed=seed), directory, [], NEW, rows.PATIENT, ENGINE)
         for name, seed in (("tiny", 1234), ("tiny-4321", 4321))
     )
     cold = {
@@ -54,29 +61,98 @@ def equal(answer: Answer, cold: Answer) -> bool:
     return answer.tokens == cold.tokens and answer.logprobs == pytest.approx(cold.logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_after_an_update_nothing_is_loaded_or_stored(checkpoints: Checkpoints, workers: int) -> None:
-    engine = {} if workers == 1 else {"tensor_parallel_size": 2}
-    cores = checkpoints.old.cores if workers == 1 else "0|1"
-    old, new = (replace(each, engine=engine, cores=cores) for each in (checkpoints.old, checkpoints.new))
-    cold = checkpoints.cold
-    with rows.server_for() as server:
-        old.run(server, ask(1))
-        found = old.run(
-            server,
-            ask(0),
-            # Another engine has stored it.
-            ask(1, update=str(new.model), reset=True),
-            ask(2),
-            # Back to the files of the start.
-            ask(0, update=str(old.model), reset=True),
+@pytest.mark.parametrize("how", ["reload", "load_weights", "session"])
+def test_without_a_reset_nothing_is_loaded_or_stored(checkpoints: Checkpoints, how: str) -> None:
+    """vLLM's own prefix cache still holds KV of the old weights: these prompts are not in it."""
+    cold, found = checkpoints.cold, []
+
+    def updated() -> None:
+        found.extend(
+            checkpoints.old.run(
+                server,
+                ask(0),
+                # The other engine has stored it.
+                ask(1, update=[how, str(checkpoints.new.model)]),
+                ask(2),
+                ask(3, update=["reload", str(checkpoints.old.model)]),
+            )
         )
-        for answer, (weights, index) in zip(found, [("old", 0), ("new", 1), ("new", 2), ("old", 0)], strict=True):
-            assert equal(answer, cold[weights][index])
-        assert [each.cached for each in found] == [0] * 4
-        assert found[2].counters["kvframework:miss_requests|reason=weights_changed"] == 1
-        # What was stored before the update is of use, and nothing else is there.
-        for bench, name, hits in ((old, "old", [STORED, STORED, 0]), (new, "new", [0, 0, 0])):
-            answers = bench.run(server, *(ask(index) for index in range(3)))
-            assert all(equal(answer, cold[name][index]) for index, answer in enumerate(answers))
-            assert [each.cached for each in answers] == hits
+        go.touch()
+
+    with rows.server_for() as server:
+        go = checkpoints.old.directory / f"go-{how}"
+        other = checkpoints.old.run(
+            server, ask(1), ask(3), ask(2, wait_file=str(go)), ask(0, forget=False), on_wait=updated
+        )
+    first, promised, stored, back = found
+    assert equal(first, cold["old"][0])
+    assert equal(promised, cold["new"][1])
+    assert equal(stored, cold["new"][2])
+    assert equal(back, cold["old"][3])
+    assert [each.cached for each in found] == [0] * 4
+    for answer, index in zip(other, (1, 3, 2, 0), strict=True):
+        assert equal(answer, cold["old"][index])
+    # What was stored before the update is of use.
+    assert [each.cached for each in other] == [0, 0, 0, STORED]
+
+
+@pytest.mark.parametrize("reset", ["reset", "forget"])
+def test_after_a_reset_files_have_their_name_and_tensors_one_of_their_own(checkpoints: Checkpoints, reset: str) -> None:
+    cold, found = checkpoints.cold, []
+    old, new = str(checkpoints.old.model), str(checkpoints.new.model)
+
+    def asks() -> list[Ask]:
+        def updated(index: int, *how: str, **fields: Any) -> Ask:
+            return ask(index, update=list(how), **{reset: True}, **fields)
+
+        return [
+            ask(0),
+            updated(1, "reload", new),
+            updated(0, "reload", new, settle=True),
+            ask(2),
+            updated(1, "reload", old, settle=True),
+            updated(1, "load_weights", new, settle=True),
+            ask(3),
+            updated(1, "session", old, settle=True),
+            ask(4),
+            updated(1, "reload", old, settle=True),
+        ]
+
+    def update() -> None:
+        found.extend(checkpoints.old.run(server, *asks()))
+        go.touch()
+
+    with rows.server_for() as server:
+        go = checkpoints.old.directory / f"go-{reset}"
+        other = checkpoints.old.run(server, ask(1), ask(2, wait_file=str(go)), ask(3), ask(4), ask(0), on_wait=update)
+        started_with_new = checkpoints.new.run(server, ask(2), ask(3), ask(0))
+    wanted = [("old", 0), ("new", 1), ("new", 0), ("new", 2), ("old", 1)]
+    wanted += [("new", 1), ("new", 3), ("old", 1), ("old", 4), ("old", 1)]
+    for answer, (weights, index) in zip(found, wanted, strict=True):
+        assert equal(answer, cold[weights][index])
+    # The updates back to the files of the start find what is stored under their name, tensors alike do not.
+    assert [each.cached for each in found] == [0, 0, 0, 0, STORED, 0, 0, 0, 0, STORED]
+    for answer, index in zip(other, (1, 2, 3, 4, 0), strict=True):
+        assert equal(answer, cold["old"][index])
+    assert [each.cached for each in other] == [0, 0, 0, 0, STORED]
+    for answer, index in zip(started_with_new, (2, 3, 0), strict=True):
+        assert equal(answer, cold["new"][index])
+    assert [each.cached for each in started_with_new] == [STORED, 0, STORED]
+
+
+def test_every_worker_of_an_engine_is_updated(checkpoints: Checkpoints) -> None:
+    split = replace(checkpoints.old, engine={**ENGINE, "tensor_parallel_size": 2}, cores="0|1")
+    with rows.server_for() as server:
+        stored, updated, named, back = split.run(
+            server,
+            ask(1),
+            ask(1, update=["reload", str(checkpoints.new.model)], reset=True),
+            ask(2, settle=True),
+            ask(1, update=["session", str(checkpoints.old.model)], reset=True, settle=True),
+        )
+        assert equal(stored, checkpoints.cold["old"][1])
+        assert equal(updated, checkpoints.cold["new"][1])
+        assert equal(named, checkpoints.cold["new"][2])
+        assert (equal(back, checkpoints.cold["old"][1]), back.cached) == (True, 0)
+        other = replace(split, model=checkpoints.new.model).run(server, ask(2))[0]
+        assert (equal(other, checkpoints.cold["new"][2]), other.cached) == (True, STORED)

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvf_vllm.layouts import BlockForm, GroupFacts, group_of_each
 from kvf_vllm.options import VllmOptions
-from kvf_vllm.step_messages import GroupBlocks, Served, TransferOp
-from kvframework.api.futures import Future
+from kvf_vllm.step_messages import GroupBlocks, LoadOp, Served, StoreOp
+from kvframework.api.futures import Future, Promise
 from kvframework.api.layout import NO_BLOCK, LayerTensors
 from kvframework.api.transport import LoadOutcome, Registration, StoreOutcome
 from kvframework.client import Attachment, KVClient, KvIdentity, ModelPart, RequestHashes, WorkerAdapter
-from kvframework.errors import NotRegistered
+from kvframework.errors import KVFrameworkError, NotRegistered
 
 if TYPE_CHECKING:
     import torch
@@ -41,27 +42,15 @@ class AttachedInstance:
         part: ModelPart | None = None,
     ) -> None:
         self._client = client
+        self._identity = identity
         self._stage = stage
         self._form = form
         self._groups = tuple(groups)
         self._num_blocks = num_blocks
         self._timeout_s = options.connect_timeout_s
-        self._adapter = WorkerAdapter(
-            client,
-            instance_id=secrets.randbits(62),
-            model_name=identity.model_name,
-            world_size=world_size,
-            rank=rank,
-            transport=options.transport,
-            transport_options=options.transport_options,
-            layout=form.layout,
-            layout_options=form.options(self._groups),
-            revision=identity.revision,
-            quantization=identity.quantization,
-            model_dtype=identity.dtype,
-            packing=form.packing,
-            part=part,
-        )
+        self._rank, self._world_size, self._part = rank, world_size, part
+        self._options = options
+        self._adapter = self._adapter_of(identity)
         self._group_of_each: tuple[int, ...] = ()
         self._tensors: dict[str, LayerTensors] = {}
         self._attachment = Attachment(
@@ -91,7 +80,33 @@ class AttachedInstance:
         if self._attachment.stopped:
             self._attachment.begin(self._timeout_s)
 
-    def load(self, ops: Sequence[TransferOp], *, in_pieces: bool = False) -> list[Future[LoadOutcome]]:
+    def rename(self, name: Callable[[], KvIdentity]) -> Future[bool]:
+        """Registers the same tensors by the name that `name` gives, in the background. The result is False if it
+        raises: then the name stays. Until there is a result no transfer may begin. Never blocks."""
+        naming: Promise[bool] = Promise()
+
+        def take(stop: threading.Event) -> None:
+            if naming.query():
+                return
+            try:
+                identity = name()
+                if identity != self._identity:
+                    self._attachment.replace(stop, lambda: self._take_name(identity))
+                naming.set_result(not stop.is_set())
+            except Exception as error:
+                known = isinstance(error, KVFrameworkError)
+                what = "updated weights have no name that other engines know"
+                log.warning("%s: %s", what, error, exc_info=None if known else error)
+                naming.set_result(False)
+
+        self._attachment.begin_in_background(take)
+        return naming
+
+    def _take_name(self, identity: KvIdentity) -> None:
+        self._adapter.close()
+        self._identity, self._adapter = identity, self._adapter_of(identity)
+
+    def load(self, ops: Sequence[LoadOp], *, in_pieces: bool = False) -> list[Future[LoadOutcome]]:
         return self._adapter.batched_submit_retrieve(
             [self._request(op) for op in ops],
             [(op.start, op.end) for op in ops],
@@ -100,23 +115,18 @@ class AttachedInstance:
             in_pieces=in_pieces,
         )
 
-    def store(self, ops: Sequence[TransferOp]) -> list[Future[StoreOutcome]]:
+    def store(self, ops: Sequence[StoreOp]) -> list[Future[StoreOutcome]]:
         return self._adapter.batched_submit_store(
             [self._request(op) for op in ops],
             [(op.start, op.end) for op in ops],
             [self._by_layer_group(op.block_ids) for op in ops],
         )
 
-    def nbytes(self, op: TransferOp) -> int:
-        """The bytes of its tokens, and of the state at the end if there is one."""
-        registration = self._registration()
-        chunk, tokens = registration.desc.chunk_tokens, op.end - op.start - op.skip
-        return sum(
-            (op.block_ids[index][-1] != NO_BLOCK) * desc.nbytes if group.state else tokens * desc.nbytes // chunk
-            for index, group, desc in zip(
-                self._group_of_each, registration.layout.groups, registration.desc.groups, strict=True
-            )
-        )
+    def load_bytes(self, op: LoadOp) -> int:
+        return self._nbytes(op, op.end - op.start - op.skip)
+
+    def store_bytes(self, op: StoreOp) -> int:
+        return self._nbytes(op, op.end - op.start)
 
     def collect(self) -> None:
         """Drops transfers that have ended. Never blocks."""
@@ -126,6 +136,24 @@ class AttachedInstance:
     def close(self) -> None:
         """Unregisters, if the server runs. No transfer may be in progress. Idempotent."""
         self.detach()
+
+    def _adapter_of(self, identity: KvIdentity) -> WorkerAdapter:
+        return WorkerAdapter(
+            self._client,
+            instance_id=secrets.randbits(62),
+            model_name=identity.model_name,
+            world_size=self._world_size,
+            rank=self._rank,
+            transport=self._options.transport,
+            transport_options=self._options.transport_options,
+            layout=self._form.layout,
+            layout_options=self._form.options(self._groups),
+            revision=identity.revision,
+            quantization=identity.quantization,
+            model_dtype=identity.dtype,
+            packing=self._form.packing,
+            part=self._part,
+        )
 
     def _register(self) -> Served:
         registration = self._adapter.register_kv_caches(self._tensors, block_size=self._groups[0].block_size)
@@ -154,7 +182,18 @@ class AttachedInstance:
             raise NotRegistered("this worker is not registered")
         return registration
 
-    def _request(self, op: TransferOp) -> RequestHashes:
+    def _nbytes(self, op: LoadOp | StoreOp, tokens: int) -> int:
+        """The bytes of `tokens` tokens, and of the state at the end if there is one."""
+        registration = self._registration()
+        chunk = registration.desc.chunk_tokens
+        return sum(
+            (op.block_ids[index][-1] != NO_BLOCK) * desc.nbytes if group.state else tokens * desc.nbytes // chunk
+            for index, group, desc in zip(
+                self._group_of_each, registration.layout.groups, registration.desc.groups, strict=True
+            )
+        )
+
+    def _request(self, op: LoadOp | StoreOp) -> RequestHashes:
         chunk = self._registration().desc.chunk_tokens
         request = RequestHashes(
             self._client.hasher,
@@ -164,7 +203,7 @@ class AttachedInstance:
             digests=op.digests,
             trace=op.trace,
             retain=op.retain,
-            grants=op.grants,
+            grants=op.grants if isinstance(op, LoadOp) else (),
         )
         # One stage's word is enough, as one rank's is.
         if op.content is not None and not self._stage:

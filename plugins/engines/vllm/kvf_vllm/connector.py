@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -31,7 +32,7 @@ try:
 except ImportError:  # vLLM before 0.32 does not ask for the source of hits
     CacheHitSource = None
 
-from kvf_vllm.adapters import AdapterNames, LoadedAdapters
+from kvf_vllm.adapters import AdapterNames, LoadedAdapters, settings_of
 from kvf_vllm.attach import AttachedInstance
 from kvf_vllm.canonical import CanonicalBlocks, prove_planes
 from kvf_vllm.facts import (
@@ -39,21 +40,22 @@ from kvf_vllm.facts import (
     check_sleep,
     forms_of,
     groups_of,
-    identify,
     model_of,
     packing_of,
     part_of,
     place_of,
     why_unread,
 )
+from kvf_vllm.identity import Named, identify
 from kvf_vllm.layouts import BlockForm, GroupFacts, OpaqueBlocks, only_between_steps
 from kvf_vllm.lookups import ServerLookups
 from kvf_vllm.metrics import Counted, Shown
 from kvf_vllm.options import VllmOptions, caches_adapters_by_path, check_version, parse_options
+from kvf_vllm.published import published
 from kvf_vllm.registration import NAME, join_log, register
 from kvf_vllm.scheduler import SchedulerSide
 from kvf_vllm.step_messages import StepPlan, StepReport
-from kvf_vllm.weights import WeightUpdates
+from kvf_vllm.weights import CacheResets, EngineWeights, WeightUpdates
 from kvf_vllm.worker import WorkerSide
 from kvframework.client import ErrorNotes, KVClient, harmless
 from kvframework.errors import ConfigFieldError, KVFrameworkError
@@ -117,7 +119,10 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._worker: WorkerSide | None = None
         self._instance: AttachedInstance | None = None
         self._unread = why_unread(vllm_config, invariant=bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)))
+        self._named: Named | None = None
         self._updates: WeightUpdates | None = None
+        self._resets: CacheResets | None = None
+        self._is_beside_others = len(_connectors(transfer)) > 1
         if role == KVConnectorRole.SCHEDULER:
             if self._unread:
                 log.warning("nothing is loaded or stored: %s", self._unread)
@@ -149,7 +154,12 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             stores=transfer.is_kv_producer,
             unread=bool(self._unread),
             event_block_size=_event_block_size(config, self._kv_cache_config),
-            adapters=AdapterNames(config.parallel_config.world_size, by_path=caches_adapters_by_path(vllm.__version__)),
+            adapters=AdapterNames(
+                config.parallel_config.world_size,
+                settings=settings_of(config.lora_config),
+                by_path=caches_adapters_by_path(vllm.__version__),
+            ),
+            weights=EngineWeights(caches_prefixes=bool(config.cache_config.enable_prefix_caching)),
         )
 
     def _start(self, what: str, start: Callable[[], None]) -> None:
@@ -197,14 +207,15 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         check_sleep(config.model_config, tells=tells, transport=self._options.transport)
         parallel = config.parallel_config
         place = place_of(parallel, caches)
-        identity = identify(model_of(config), model=self._options.model, weights=self._options.weights)
-        updates = WeightUpdates(config, self._weights_change)
+        facts, own = model_of(config), {"model": self._options.model, "weights": self._options.weights}
+        self._named = Named(facts, identify(facts, **own), **own)
+        updates = WeightUpdates(config, begins=self._weights_change, ends=self._weights_changed)
         updates.watch(resolve_obj_by_qualname(parallel.worker_cls))
         self._client = _connect(self._options, f"vllm worker {parallel.rank}")
         self._instance = AttachedInstance(
             self._client,
             self._options,
-            identity=identity,
+            identity=self._named.identity,
             part=part_of(config.model_config, parallel, place, self._groups),
             groups=self._groups,
             form=self._form_of(kv_caches),
@@ -228,6 +239,15 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def _weights_change(self) -> None:
         if self._worker is not None:
             self._worker.weights_change()
+
+    @harmless()
+    def _weights_changed(self, began: float | None) -> None:
+        """See `WeightUpdates`."""
+        # Other connectors may go on loading what the old weights have computed: then this engine shares no more.
+        if self._worker is None or self._instance is None or self._named is None or self._is_beside_others:
+            return
+        named, facts = self._named, model_of(self._vllm_config)
+        self._worker.weights_changed(self._instance.rename(lambda: named.after_update(facts, began)))
 
     def _form_of(self, kv_caches: dict[str, torch.Tensor]) -> BlockForm:
         """The form of the blocks. Raises `BadLayout` for form canonical if the blocks are not known to convert
@@ -285,6 +305,15 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     # The scheduler's side.
 
     @harmless()
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._resets = CacheResets(kv_cache_manager, self._cache_was_reset)
+
+    @harmless()
+    def _cache_was_reset(self) -> None:
+        self._scheduling().cache_was_reset()
+
+    @harmless()
     def on_new_request(self, request: Any) -> None:
         self._scheduling().came(request)
 
@@ -334,11 +363,11 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._scheduling().reset()
         return True
 
-    @harmless(tuple)
-    def take_events(self) -> Iterable[Any]:
+    @harmless(list)
+    def take_events(self) -> Iterable[KVCacheEvent]:
         # vLLM asks once for each step, when it takes in what that has computed.
         self._scheduling().step_ended()
-        return ()
+        return [published(event) for event in self._scheduling().events.take()]
 
     # Both sides.
 
@@ -361,7 +390,7 @@ class KvFrameworkConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def shutdown(self) -> None:
         parts = (self._scheduler, self._worker, self._instance, self._client)
         self._scheduler = self._worker = self._instance = self._client = None
-        self._updates = None
+        self._updates = self._resets = None
         for part in parts:
             try:
                 if part is not None:

@@ -5,24 +5,24 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from kvf_vllm.step_messages import Served, StepReport
+from kvf_vllm.step_messages import Served, StepReport, Weights
+from kvf_vllm.weights import EngineWeights
 
 log = logging.getLogger(__name__)
 
 
 class EngineNames:
     """The names of `workers`; `serve` is called with those of all stages whenever they change. `served` is the first
-    stage's, None while no name holds: as long as workers disagree, and for ever once weights were `updated`; it stays
-    while a worker has no server. `generation` is a salt for KV that no other engine and no earlier request may find, ""
-    for none."""
+    stage's, None while no name holds. `generation` is a salt for KV that no other engine and no earlier request may
+    find, "" for none."""
 
-    def __init__(self, workers: int, serve: Callable[[Sequence[Served]], None]) -> None:
+    def __init__(self, workers: int, weights: EngineWeights, serve: Callable[[Sequence[Served]], None]) -> None:
         self.served: Served | None = None
         self.generation = ""
-        self.updated = False
+        self.weights = weights
         self._workers = workers
         self._serve = serve
         self._heard: dict[int, Served | None] = {}
@@ -37,7 +37,7 @@ class EngineNames:
     @property
     def why_none(self) -> str:
         """The reason for which no name holds."""
-        if self.updated:
+        if not self.weights.are_alone:
             return "weights_changed"
         return "workers_differ" if self._differ else "no_server"
 
@@ -45,18 +45,45 @@ class EngineNames:
         """Hides all KV so far from this engine."""
         self.generation = secrets.token_hex(8)
 
-    def heard(self, report: StepReport) -> None:
-        """Applies the workers' news."""
+    def heard(self, report: StepReport) -> bool:
+        """Applies the workers' news. Returns True if weights were updated: KV from before has another name."""
+        if not (report.served or report.weights):
+            return False
         self._heard.update(report.served)
-        self.updated = self.updated or report.updated
-        if self.updated:
-            self.served = None
-        elif report.served:
+        is_updated = self._hear_of_weights(report.weights)
+        self._learn()
+        return is_updated
+
+    def cache_was_reset(self, step: int) -> bool:
+        """vLLM holds no KV of this step or an earlier one. Returns True if that was missing."""
+        was_alone = self.weights.are_alone
+        self.weights.cache_was_reset(step)
+        if not was_alone:
             self._learn()
+        return not was_alone
+
+    def _hear_of_weights(self, news: Mapping[int, Weights]) -> bool:
+        """What is named by files is shared again; what is not has a name that no other engine has, for as long as these
+        weights stay."""
+        before, were_changing = self.weights.updates, self.weights.are_changing
+        self.weights.heard(news)
+        is_updated = self.weights.updates != before
+        if is_updated:
+            # Whatever was hidden so far has another name than what comes.
+            self.generation, self.served = "", None
+            log.info("the engine's weights were updated: KV from before is neither loaded nor stored")
+        if (were_changing or is_updated) and not self.weights.are_changing:
+            if not self.weights.are_shared:
+                self.generation = secrets.token_hex(16)
+            if not self.weights.are_alone:
+                log.warning("nothing is loaded or stored until vLLM's prefix cache, which holds older KV, is reset")
+        return is_updated
 
     def _learn(self) -> None:
-        names = self._agreed()
-        if names or self._differ:
+        """Takes the names that hold from now on. None do while workers disagree, or KV of other weights may lie in
+        vLLM's blocks; they stay while a worker has no server."""
+        names = self._agreed() if self.weights.are_alone else ()
+        if names or self._differ or not self.weights.are_alone:
             self.served = names[0] if names else None
         # Two registrations by one name are equal.
         serving = [(each, each.instances) for each in names]

@@ -14,38 +14,9 @@ from typing import Any, NamedTuple
 
 from kvf_vllm.canonical import LayerForm, layer_numbers
 from kvf_vllm.layouts import GroupFacts, packing_name
-from kvframework.client import (
-    EngineKind,
-    KvIdentity,
-    ModelFacts,
-    ModelPart,
-    model_files,
-    model_identity,
-    process_started,
-)
+from kvframework.client import ModelFacts, ModelPart, model_files, process_started
 from kvframework.errors import BadLayout, ConfigFieldError, TransportMismatch
 
-VLLM = EngineKind(
-    b"kvf-vllm-config",
-    frozenset(
-        {
-            "auto",
-            "bitsandbytes",
-            "fastsafetensors",
-            "gguf",
-            "hf",
-            "instanttensor",
-            "mistral",
-            "npcache",
-            "pt",
-            "runai_streamer",
-            "runai_streamer_sharded",
-            "safetensors",
-            "sharded_state",
-        }
-    ),
-    "kv_connector_extra_config",
-)
 # Attention that needs all tokens before a position, as far as the choice of blocks to keep is concerned.
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOW = frozenset({"SlidingWindowSpec"})
@@ -283,11 +254,6 @@ def _release_of(layer: Any) -> str:
     """The release of the package that a layer's class is from. Only its code knows how the numbers of a state lie,
     whose shape may stay the same when they are turned round."""
     return str(getattr(sys.modules.get(type(layer).__module__.partition(".")[0]), "__version__", ""))
-
-
-def identify(facts: ModelFacts, *, model: str = "", weights: str = "") -> KvIdentity:
-    """See `model_identity`."""
-    return model_identity(VLLM, facts, model=model, weights=weights)
 
 
 def model_of(vllm_config: Any) -> ModelFacts:

@@ -10,11 +10,12 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from kvf_vllm.adapters import NOT_LOADED, AdapterNames
+from kvf_vllm.adapters import NO_ADAPTER, Adapted, AdapterNames
 from kvf_vllm.engine_names import EngineNames
+from kvf_vllm.events import Announcements, BlocksStored
 from kvf_vllm.layouts import (
     GroupFacts,
     Handover,
@@ -28,8 +29,9 @@ from kvf_vllm.lookups import LookupService
 from kvf_vllm.options import VllmOptions
 from kvf_vllm.requests import EngineRequest, Wish, chunk_extras, content_of, salted, traceparent, wish_of
 from kvf_vllm.search import PrefixSearch, Waiting
-from kvf_vllm.step_messages import AdapterUse, GroupBlocks, StepPlan, StepReport, TransferOp
+from kvf_vllm.step_messages import GroupBlocks, LoadOp, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
+from kvf_vllm.weights import EngineWeights
 from kvframework.api.keys import ChunkContent
 from kvframework.api.process import LogLimit
 from kvframework.client import EngineSpeed, PrefillMeter, RequestHashes
@@ -46,7 +48,8 @@ class _Tracked:
     """A request from its first mention until vLLM has finished it. `stored` is the token up to which stores were
     planned, `hit_end` the token up to which the last answer to vLLM promised KV, `own_end` the token up to which vLLM
     had computed it or this connector loads it, `loading` the number of workers that still load, `miss` the reason of
-    the last miss. `adapter` is None without one, and as long as it has no name."""
+    the last miss. `in_step`: the load that was promised happens within the step that uses it. `adapter_asked` is the
+    time at which its adapter's name was asked for, `was_asked_again`: it waited a step for news of the weights."""
 
     request: EngineRequest
     wish: Wish
@@ -60,7 +63,10 @@ class _Tracked:
     loading: int = 0
     failed: bool = False
     miss: str = ""
-    adapter: AdapterUse | None = None
+    in_step: bool = False
+    adapter: Adapted = NO_ADAPTER
+    adapter_asked: float | None = None
+    was_asked_again: bool = False
 
 
 @dataclass
@@ -69,12 +75,14 @@ class _Unfinished:
 
     blocks: set[int]
     workers: int
+    stored: int
+    event: BlocksStored | None
 
 
 class SchedulerSide:
     """`workers` is the number of reporting workers; `loads` and `stores` are vLLM's role for this engine; `unread`: it
-    must not use KV that it has not computed itself, so it does neither; `event_block_size` is that of vLLM's block
-    hashes, 0 if its events are off. For one thread."""
+    must not use KV that it has not computed itself, so it does neither; with an `event_block_size` (that of vLLM's
+    block hashes) there are `events`. For one thread."""
 
     def __init__(
         self,
@@ -88,11 +96,13 @@ class SchedulerSide:
         unread: bool = False,
         event_block_size: int = 0,
         adapters: AdapterNames | None = None,
+        weights: EngineWeights | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tally = Tally()
         self._adapters = adapters or AdapterNames(workers)
         self._event_block_size = event_block_size
+        self.events = Announcements(event_block_size, salts=options.announce_salts)
         self._service = service
         self._groups = tuple(groups)
         self._options = options
@@ -103,18 +113,20 @@ class SchedulerSide:
         self._clock = clock
         self._is_async = options.load == "async" or only_between_steps(self._groups)
         self._whole_prompt = self._is_async and whole_prompt_loadable(self._groups)
-        self._names = EngineNames(workers, service.serve)
+        self._names = EngineNames(workers, weights or EngineWeights(), service.serve)
         self._first_asked: float | None = None
         self._tracked: dict[str, _Tracked] = {}
         # The requests that have blocks. A step that computes any is held up by no lookup, others by one at most.
         self._running: set[str] = set()
         self._has_waited = False
-        self._planned_loads: list[TransferOp] = []
+        self._planned_loads: list[LoadOp] = []
         # Blocks that another connector may load into, which begins before vLLM schedules them.
         self._foreign: set[int] = set()
         self._unfinished: dict[int, _Unfinished] = {}
         self._next_store = 0
         self._once = LogLimit.once()
+        self._is_up_to_date = True
+        self._step = 0
         self._meter = PrefillMeter()
         self._waiting = Waiting()
 
@@ -133,8 +145,10 @@ class SchedulerSide:
         tracked.miss, tracked.own_end = "", computed
         if self._unread:
             return self._no_hit(tracked, "no_prefix_caching")
-        if unnamed := self._adapter_lacks(tracked):
-            return self._no_hit(tracked, unnamed)
+        if self._awaits_weights(tracked):
+            return None, False
+        if request.lora_request is not None and self._awaits_adapter(tracked):
+            return None, False
         loads = self._loads and tracked.wish.load
         if (loads or (self._stores and tracked.wish.store)) and self._awaits_names(tracked):
             return None, False
@@ -147,7 +161,12 @@ class SchedulerSide:
             return self._no_hit(tracked, self._names.why_none)
         chunk = self._names.served.chunk_tokens
         start = computed // chunk * chunk
-        end = min(request.num_tokens - (0 if self._whole_prompt else 1), hashes.hashed_tokens) // chunk * chunk
+        is_known = tracked.adapter.use is None or tracked.adapter.is_loaded
+        if not is_known and only_between_steps(self._groups):
+            return self._no_hit(tracked, "lora_not_loaded")
+        tracked.in_step = not (self._is_async and is_known)
+        whole_prompt = self._whole_prompt and not tracked.in_step
+        end = min(request.num_tokens - (0 if whole_prompt else 1), hashes.hashed_tokens) // chunk * chunk
         if end <= computed:
             tracked.search.release()
             return self._no_hit(tracked, "too_short" if not computed else "held_locally")
@@ -156,12 +175,14 @@ class SchedulerSide:
         if hit_end is None:
             self._has_waited = True
             return None, False
+        if not tracked.search.unanswered:
+            self.events.looked_up(request, tracked.wish, hit_end, end)
         external = hit_end - computed
         if external < max(self._options.min_hit_tokens, 1):
             unknown = "no_answer" if tracked.search.unanswered else "not_stored"
             return self._no_hit(tracked, unknown if external < 1 else "too_few")
         tracked.start, tracked.hit_end = start, hit_end
-        return external, self._is_async
+        return external, not tracked.in_step
 
     def allocated(self, request: EngineRequest, table: GroupBlocks, external: int) -> None:
         """vLLM's `update_state_after_alloc`: the request has its blocks, all of them in `table`."""
@@ -180,10 +201,20 @@ class SchedulerSide:
         start, end = tracked.start, tracked.hit_end
         tracked.own_end = end
         self._planned_loads.append(
-            replace(
-                self._op(tracked, tracked.hashes, start, end, blocks_between(self._groups, table, start, end)),
-                skip=end - external - start,
-                grants=tracked.search.take_grants(),
+            LoadOp(
+                request.request_id,
+                start,
+                end,
+                end - external - start,
+                tracked.hashes.digests(end),
+                tracked.hashes.cache_salt,
+                blocks_between(self._groups, table, start, end),
+                tracked.hashes.trace,
+                tracked.in_step,
+                tracked.adapter.use,
+                self._content(tracked, tracked.hashes, start, end),
+                tracked.wish.retain,
+                tracked.search.take_grants(),
             )
         )
         tracked.loading = self._workers
@@ -200,7 +231,7 @@ class SchedulerSide:
         if tracked is None or not external or tracked.loading:
             return
         end = tracked.hit_end
-        self._planned_loads.append(TransferOp(request_id, 0, end, b"", "", table, skip=end - external))
+        self._planned_loads.append(LoadOp(request_id, 0, end, end - external, b"", "", table, "", tracked.in_step))
         tracked.loading = self._workers
 
     def leave_out(self, request_id: str) -> None:
@@ -220,21 +251,22 @@ class SchedulerSide:
         """The plan of the workers for this step, vLLM's `build_connector_meta`. `scheduled` gives the number of
         tokens to compute for each request; `tables` gives a request's blocks; `new_blocks` were given out since the
         last step; `states` are complete after it."""
+        self._count_step(scheduled)
         self._has_waited = False
         written = self._foreign.union(new_blocks)
         self._foreign = set()
         for load in self._planned_loads:
             written.update(_behind(self._groups, load.block_ids, load.skip))
         fence = [number for number, store in self._unfinished.items() if not written.isdisjoint(store.blocks)]
-        stores: list[TransferOp] = []
+        stores: list[StoreOp] = []
         if self._stores and self._names.served is not None:
             for request_id, tokens in scheduled.items():
                 tracked = self._tracked.get(request_id)
                 if tracked is not None and tracked.wish.store:
                     stores += self._plan_store(tracked, tokens, tables, states.get(request_id, ()))
         loads, self._planned_loads = self._planned_loads, []
-        self._begin_step(scheduled, counts=self._is_async or not loads)
-        return StepPlan(loads, stores, fence, bool(scheduled))
+        self._begin_step(scheduled, counts=not any(load.in_step for load in loads))
+        return StepPlan(loads, stores, fence, bool(scheduled), self._step, self._names.weights.updates)
 
     def step_ended(self) -> None:
         """vLLM has taken in what the first step under way has computed."""
@@ -243,16 +275,16 @@ class SchedulerSide:
     def plan_in_doubt(self) -> StepPlan:
         """Replaces `plan_step` after that has raised: planned loads stay, nothing is stored, and all stores end before
         the step, since any of their blocks may be written in it."""
+        self._step += 1
         loads, self._planned_loads = self._planned_loads, []
         self._begin_step({}, counts=False)
         self._foreign = set()
         self._has_waited = False
-        return StepPlan(loads, [], list(self._unfinished))
+        return StepPlan(loads, [], list(self._unfinished), step=self._step, updates=self._names.weights.updates)
 
     def heard(self, report: StepReport) -> None:
         """Applies the report of the workers after a step."""
-        self._names.heard(report)
-        if report.updated:
+        if self._names.heard(report):
             self._leave_all_out("weights_changed")
         for worker, news in report.adapters.items():
             self._adapters.heard(worker, news)
@@ -261,8 +293,11 @@ class SchedulerSide:
             if store is None:
                 continue
             store.workers -= count
+            store.stored += report.stored[number]
             if store.workers <= 0:
                 del self._unfinished[number]
+                if store.event is not None and store.stored >= self._workers:
+                    self.events.stored(store.event)
         for request_id in report.failed:
             if request_id in self._tracked:
                 tracked = self._tracked[request_id]
@@ -285,6 +320,7 @@ class SchedulerSide:
         blocks until the workers have reported its end."""
         self._waiting.gone(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
+        self._adapters.forget(request.request_id)
         self._running.discard(request.request_id)
         if tracked is not None:
             tracked.search.release()
@@ -294,6 +330,13 @@ class SchedulerSide:
         belong to other engines too."""
         self._names.hide()
         self._leave_all_out("reset")
+
+    def cache_was_reset(self) -> None:
+        """vLLM has emptied its own prefix cache, and no request has blocks. Often the weights were updated just before,
+        so the next requests wait a step for the workers' word."""
+        self._is_up_to_date = False
+        if self._names.cache_was_reset(self._step):
+            self._leave_all_out("weights_changed")
 
     def close(self) -> None:
         """Releases all tickets."""
@@ -326,6 +369,9 @@ class SchedulerSide:
         if tracked is None:
             search = PrefixSearch(self._service, deadline_s=self._options.lookup_deadline_s, clock=self._clock)
             wish = wish_of(request)
+            # vLLM may still hold what the old weights made of an image.
+            if request.mm_features and self._names.weights.updates and not wish.reason:
+                wish = Wish(False, False, reason="weights_changed")
             if wish.ignored and self._once.passes("ignored"):
                 log.warning(
                     "kvframework.retain or kv_hints of request %r are ignored, and so are such ones from now on: %s",
@@ -335,8 +381,22 @@ class SchedulerSide:
             tracked = self._tracked[request.request_id] = _Tracked(request, wish, search)
         return tracked
 
+    def _awaits_weights(self, tracked: _Tracked) -> bool:
+        """True once for each request while the next step may bring news of the workers' weights."""
+        if tracked.was_asked_again or (self._is_up_to_date and not self._names.weights.are_changing):
+            return False
+        tracked.was_asked_again = tracked.wish.load or tracked.wish.store
+        return tracked.was_asked_again
+
+    def _count_step(self, scheduled: Mapping[str, int]) -> None:
+        self._step += bool(scheduled or self._planned_loads)
+        self._is_up_to_date = True
+
     def _leave_all_out(self, reason: str) -> None:
         """Ends the part of all requests: their KV may be from before and after. Those without blocks begin again."""
+        self.events.forget()
+        for store in self._unfinished.values():
+            store.event = None
         for request_id, tracked in list(self._tracked.items()):
             tracked.search.release()
             if request_id in self._running:
@@ -354,25 +414,32 @@ class SchedulerSide:
             return False
         return not self._names.have_come if self._names.served is None else self._hashed(tracked) is None
 
-    def _adapter_lacks(self, tracked: _Tracked) -> str:
-        """Return why the request's adapter has no name, "" if it has one, or there is none. A request whose adapter
-        gets none, or another one than before, is left out."""
-        if tracked.request.lora_request is None or not (tracked.wish.load or tracked.wish.store):
-            return ""
-        found = self._adapters.use_of(tracked.request.lora_request)
-        if isinstance(found, AdapterUse):
-            before, tracked.adapter = tracked.adapter, found
-            if before in (None, found):
-                return ""
-            found = "lora_changed"
-        if found != NOT_LOADED:
-            tracked.wish = Wish(False, False, reason=found)
-        return found
+    def _awaits_adapter(self, tracked: _Tracked) -> bool:
+        """True as long as the name of the request's adapter is looked for. A request whose adapter gets none, or
+        another one than before, is left out."""
+        request, now = tracked.request, self._clock()
+        if not (tracked.wish.load or tracked.wish.store):
+            return False
+        if tracked.adapter_asked is None:
+            tracked.adapter_asked = now
+        found = self._adapters.adapted(request.request_id, request.lora_request)
+        if found.use is None and not found.reason:
+            if now - tracked.adapter_asked < self._options.lookup_deadline_s:
+                return True
+            self._adapters.forget(request.request_id)
+            found = Adapted(reason="lora_unnamed")
+        before, tracked.adapter = tracked.adapter.use, found
+        if before not in (None, found.use):
+            found = Adapted(reason="lora_changed")
+        if found.reason:
+            tracked.wish = Wish(False, False, reason=found.reason)
+        return False
 
     def _hashed(self, tracked: _Tracked) -> RequestHashes | None:
         """The request's digests of all tokens that are known now, None as long as they have no name."""
         assert self._names.served is not None
-        if tracked.adapter is None and self._adapter_lacks(tracked):
+        adapter = tracked.adapter.use
+        if tracked.request.lora_request is not None and adapter is None:
             return None
         if tracked.hashes is None:
             salt = salted(tracked.wish.salt, self._names.generation)
@@ -382,7 +449,7 @@ class SchedulerSide:
             )
         if tracked.hashes is not None and tracked.fed < tracked.request.num_tokens:
             tokens = tracked.request.all_token_ids[tracked.fed :]
-            content = tracked.adapter.content if tracked.adapter is not None else ""
+            content = adapter.content if adapter is not None else ""
             has_more = bool(content or tracked.request.mm_features)
             extras = chunk_extras(tracked.request, self._names.served.chunk_tokens, content) if has_more else None
             tracked.hashes.extend(tokens, extras)
@@ -395,7 +462,7 @@ class SchedulerSide:
         scheduled: int,
         tables: Callable[[str], GroupBlocks | None],
         handed: Iterable[Handover],
-    ) -> Iterable[TransferOp]:
+    ) -> Iterable[StoreOp]:
         assert self._names.served is not None
         request, chunk = tracked.request, self._names.served.chunk_tokens
         # Drafted tokens may be rejected: only known tokens count.
@@ -403,7 +470,7 @@ class SchedulerSide:
         # A load of another connector within this step may fail: the next step shows it.
         is_foreign, tracked.own_end = request.num_computed_tokens > tracked.own_end, sys.maxsize
         # So may another worker's part of a load within this step, which spoils what all of them compute.
-        is_open = not self._is_async and tracked.loading > 0 and self._workers > 1
+        is_open = tracked.in_step and tracked.loading > 0 and self._workers > 1
         if end <= tracked.stored or is_foreign or is_open:
             return
         hashes, table = self._hashed(tracked), tables(request.request_id)
@@ -417,28 +484,31 @@ class SchedulerSide:
 
     def _store_up_to(
         self, end: int, tracked: _Tracked, hashes: RequestHashes, table: GroupBlocks, states: Mapping[int, int]
-    ) -> Iterable[TransferOp]:
-        start = tracked.stored
+    ) -> Iterable[StoreOp]:
+        request, start = tracked.request, tracked.stored
         block_ids = storable(self._groups, blocks_between(self._groups, table, start, end), end - start, states)
         tracked.stored = end
         if block_ids is None:
             self.tally.count("unstorable_chunks")
             return
         number, self._next_store = self._next_store, self._next_store + 1
-        self._unfinished[number] = _Unfinished({block for ids in block_ids for block in ids}, self._workers)
-        yield replace(self._op(tracked, hashes, start, end, block_ids), number=number)
-
-    def _op(self, tracked: _Tracked, hashes: RequestHashes, start: int, end: int, block_ids: GroupBlocks) -> TransferOp:
-        return TransferOp(
-            tracked.request.request_id,
+        blocks = {block for ids in block_ids for block in ids}
+        content = self._content(tracked, hashes, start, end)
+        # What the server tells is not announced twice.
+        event = self.events.of(request, tracked.wish, start, end) if content is None else None
+        self._unfinished[number] = _Unfinished(blocks, self._workers, 0, event)
+        digests, salt, adapter = hashes.digests(end), hashes.cache_salt, tracked.adapter.use
+        yield StoreOp(
+            number,
+            request.request_id,
             start,
             end,
-            hashes.digests(end),
-            hashes.cache_salt,
+            digests,
+            salt,
             block_ids,
             hashes.trace,
-            tracked.adapter,
-            self._content(tracked, hashes, start, end),
+            adapter,
+            content,
             tracked.wish.retain,
         )
 
@@ -446,6 +516,7 @@ class SchedulerSide:
         """The content of tokens `[start, end)`, None unless the server tells routers of them."""
         if not self._service.tells(hashes.cache_salt):
             return None
+        adapter = tracked.adapter.use
         return content_of(
             tracked.request,
             tracked.wish,
@@ -453,7 +524,7 @@ class SchedulerSide:
             end,
             chunk_tokens=hashes.chunk_tokens,
             block_size=self._event_block_size,
-            adapter=tracked.adapter.content if tracked.adapter is not None else "",
+            adapter=adapter.content if adapter is not None else "",
         )
 
     def _no_hit(self, tracked: _Tracked, reason: str) -> tuple[int, bool]:

@@ -29,6 +29,15 @@ class Served:
     instances: tuple[int, ...] = field(default=(), compare=False)
 
 
+class Weights(NamedTuple):
+    """A worker's weights: how often they were updated, the last step that wrote KV before, and whether their name is
+    one that other engines know, None as long as this is open."""
+
+    updates: int = 0
+    step: int = 0
+    is_shared: bool | None = True
+
+
 class AdapterUse(NamedTuple):
     """The adapter of a request: vLLM's number of it, and the name of its content."""
 
@@ -45,12 +54,32 @@ class AdapterNews(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TransferOp:
-    """A load of tokens `[start + skip, end)` into `block_ids`, which cover `[start, end)`, or a store of tokens
-    `[start, end)`, which lie there after the step. `digests` cover `[0, end)`. `content` goes to a server that asks for
-    it. `grants` are what a load's lookup has prepared for all workers; `number` of a store is unique in this engine's
-    life."""
+class LoadOp:
+    """Tokens `[start + skip, end)` go into `block_ids`, which cover `[start, end)`. `digests` cover `[0, end)`.
+    `in_step`: the load ends before the step computes. `content` goes to a server that asks for it. `grants` are what
+    the lookup has prepared for all workers."""
 
+    request_id: str
+    start: int
+    end: int
+    skip: int
+    digests: bytes
+    salt: str
+    block_ids: GroupBlocks
+    trace: str = ""
+    in_step: bool = False
+    adapter: AdapterUse | None = None
+    content: ChunkContent | None = None
+    retain: tuple[Retain, ...] = ()
+    grants: tuple[LoadGrant, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoreOp:
+    """Tokens `[start, end)` lie in `block_ids` after the step. `number` is unique in this engine's life. `content` goes
+    to a server that asks for it."""
+
+    number: int
     request_id: str
     start: int
     end: int
@@ -61,20 +90,20 @@ class TransferOp:
     adapter: AdapterUse | None = None
     content: ChunkContent | None = None
     retain: tuple[Retain, ...] = ()
-    skip: int = 0
-    grants: tuple[LoadGrant, ...] = ()
-    number: int = 0
 
 
 @dataclass
 class StepPlan:
     """From the scheduler to each worker. Stores whose numbers are in `fence` must have ended before the step writes
-    anything: their blocks may belong to other requests now. `computes`: requests wait for this step."""
+    anything: their blocks may belong to other requests now. `computes`: requests wait for this step. `step` is the
+    number of steps so far that write KV, `updates` those of the weights, by worker, that the scheduler has heard of."""
 
-    loads: list[TransferOp] = field(default_factory=list)
-    stores: list[TransferOp] = field(default_factory=list)
+    loads: list[LoadOp] = field(default_factory=list)
+    stores: list[StoreOp] = field(default_factory=list)
     fence: list[int] = field(default_factory=list)
     computes: bool = True
+    step: int = 0
+    updates: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -84,8 +113,8 @@ class StepReport:
     `served` holds the news of each worker (by rank) since its last report, None while it has no server. `loaded` and
     `ended` count, by request and by store, the workers that have finished it, `stored` those that stored all of it.
     `failed` are requests with a failed load, `unstored` those with a store that was not sent, with its first token.
-    `adapters` are each worker's news by the adapter's number, None for one that vLLM has dropped. `updated`: since the
-    last report the weights of a worker have changed for the first time.
+    `adapters` are each worker's news by the adapter's number, None for one that vLLM has dropped. `weights` are those
+    of the workers that were updated since the last report.
     """
 
     served: dict[int, Served | None] = field(default_factory=dict)
@@ -95,11 +124,11 @@ class StepReport:
     failed: set[str] = field(default_factory=set)
     unstored: dict[str, int] = field(default_factory=dict)
     adapters: dict[int, dict[int, AdapterNews | None]] = field(default_factory=dict)
-    updated: bool = False
+    weights: dict[int, Weights] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(
-            self.served or self.loaded or self.ended or self.failed or self.unstored or self.adapters or self.updated
+            self.served or self.loaded or self.ended or self.failed or self.unstored or self.adapters or self.weights
         )
 
     def merge(self, other: StepReport) -> StepReport:
@@ -112,7 +141,7 @@ class StepReport:
             self.failed | other.failed,
             _earliest(self.unstored, other.unstored),
             {**self.adapters, **other.adapters},
-            self.updated or other.updated,
+            {**self.weights, **other.weights},
         )
 
 

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from kvf_vllm.adapters import LoadedAdapters
-from kvf_vllm.step_messages import AdapterUse, Served, StepPlan, StepReport, TransferOp
+from kvf_vllm.step_messages import AdapterUse, LoadOp, Served, StepPlan, StepReport, StoreOp
 from kvf_vllm.tally import Tally
+from kvf_vllm.weights import WorkerWeights
 from kvframework.api.futures import Future
 from kvframework.api.transport import LoadOutcome, StoreOutcome, error_code
 from kvframework.errors import KVFrameworkError
@@ -67,6 +68,7 @@ LAST_RESORT_S = 120.0
 # A load that is as old has no bound any more: its pins (`[server] retrieve_lease_s`, 30 s) do not last for ever.
 PATIENCE_S = 10.0
 O = TypeVar("O", LoadOutcome, StoreOutcome)  # noqa: E741
+Op = TypeVar("Op", LoadOp, StoreOp)
 _DONE = {"load": "loaded", "store": "stored"}
 
 
@@ -77,16 +79,17 @@ class Instance(Protocol):
     def served(self) -> Served | None:
         """The names of content, None as long as no server has accepted this worker."""
 
-    def load(self, ops: Sequence[TransferOp], *, in_pieces: bool) -> list[Future[LoadOutcome]]:
+    def load(self, ops: Sequence[LoadOp], *, in_pieces: bool) -> list[Future[LoadOutcome]]:
         """Raises before the first is sent. `in_pieces`: what this thread has to copy waits for `Future.advance`."""
         ...
 
-    def store(self, ops: Sequence[TransferOp]) -> list[Future[StoreOutcome]]:
+    def store(self, ops: Sequence[StoreOp]) -> list[Future[StoreOutcome]]:
         """Raises before the first is sent."""
         ...
 
-    def nbytes(self, op: TransferOp) -> int:
-        """The bytes that it moves."""
+    def load_bytes(self, op: LoadOp) -> int: ...
+
+    def store_bytes(self, op: StoreOp) -> int: ...
 
 
 class WorkerSide:
@@ -114,12 +117,12 @@ class WorkerSide:
         self._block_size = block_size
         self._clock = clock
         self._pace = Pace(clock)
-        self._loading: dict[str, tuple[TransferOp, Future[LoadOutcome], float]] = {}
-        self._storing: dict[int, tuple[TransferOp, Future[StoreOutcome], float]] = {}
+        self._loading: dict[str, tuple[LoadOp, Future[LoadOutcome], float]] = {}
+        self._storing: dict[int, tuple[StoreOp, Future[StoreOutcome], float]] = {}
         self._report = StepReport()
         self._reported: list[tuple[Served | None, tuple[int, ...]]] = []
-        # Once its weights were updated it moves nothing.
-        self._is_updated = self._has_told_updated = False
+        self._weights = WorkerWeights()
+        self._reported_weights = self._weights.now
         self._left: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -129,6 +132,7 @@ class WorkerSide:
     def before_step(self, plan: StepPlan) -> None:
         """Ends the stores whose blocks will be written in this step. Waits for them."""
         self._is_spoiled = False
+        self._weights.begin_step(plan)
         for number in plan.fence:
             entry = self._storing.get(number)
             if entry is None:
@@ -140,7 +144,7 @@ class WorkerSide:
 
     def weights_change(self) -> None:
         """vLLM begins to update its weights. Waits for the transfers under way: what they load is of no use."""
-        self._is_updated = True
+        self._weights.change()
         for request_id, (op, loading, started) in self._loading.items():
             self._end(loading)
             self._loading[request_id] = op, Future.resolved(LoadOutcome(False, "its weights are updated")), started
@@ -148,29 +152,38 @@ class WorkerSide:
             self._end(storing)
         self._settle_stores()
 
+    def weights_changed(self, naming: Future[bool]) -> None:
+        """The update has ended; `naming` will say whether the weights have a name that other engines know."""
+        self._weights.changed(naming)
+
     def load(self, plan: StepPlan) -> None:
-        """Starts the loads; synchronous ones are over when this returns. Of the others a piece is copied."""
+        """Starts the loads; synchronous ones are over when this returns. Of the others a piece is copied. Loads that
+        were planned for other weights fail."""
         self._pace.begin()
-        started = self._clock()
+        started, fits = self._clock(), self._weights.fit(self._worker, plan)
         # A load without digests stands for one that the scheduler could not plan, see
         # `SchedulerSide.allocated_in_vain`.
-        named = [op for op in plan.loads if not self._is_updated and op.digests and self._has(op.adapter)]
-        submitted = self._submitted(named, partial(self._instance.load, in_pieces=self._is_async), LoadOutcome.failed)
-        futures = {op.request_id: future for op, future in zip(named, submitted, strict=True)}
+        named = [op for op in plan.loads if fits and op.digests and self._has(op.adapter)]
+        futures: dict[str, Future[LoadOutcome]] = {}
+        for in_pieces in (True, False):
+            ops = [op for op in named if self._in_step(op) != in_pieces]
+            load = partial(self._instance.load, in_pieces=in_pieces)
+            submitted = self._submitted(ops, load, LoadOutcome.failed)
+            futures.update((op.request_id, future) for op, future in zip(ops, submitted, strict=True))
         for op in plan.loads:
             unnamed = Future.resolved(LoadOutcome(False, "the scheduler could not name it"))
             self._loading[op.request_id] = (op, futures.get(op.request_id, unnamed), started)
-        if not self._is_async:
-            for _, future, _ in self._loading.values():
+        for op, future, _ in self._loading.values():
+            if self._in_step(op):
                 self._wait(future)
         self._advance(computes=plan.computes)
         self._settle_loads()
 
     def store(self, plan: StepPlan) -> None:
         """Starts the stores of the tokens that the step has computed. If a load for this step has failed, the computed
-        KV may be wrong, and updated weights have no name: nothing is stored then."""
+        KV may be wrong, and if the weights are not those of the plan it has another name: nothing is stored then."""
         is_base_spoiled, started = self._adapters.spoils_base(), self._clock()
-        is_spoiled = self._is_spoiled or self._is_updated
+        is_spoiled = self._is_spoiled or not self._weights.fit(self._worker, plan)
         ops = []
         for op in plan.stores:
             if is_spoiled or self._instance.served is None:
@@ -204,7 +217,10 @@ class WorkerSide:
     def take_report(self) -> StepReport:
         """The report for the scheduler since the last call."""
         self._settle_stores()
-        self._report.updated, self._has_told_updated = self._is_updated and not self._has_told_updated, self._is_updated
+        # Before the names: those are new by then.
+        weights = self._weights.now
+        if self._reported_weights != weights:
+            self._reported_weights = self._report.weights[self._worker] = weights
         served = self._instance.served
         # Two registrations by one name are equal.
         state = [(served, served.instances if served is not None else ())]
@@ -245,10 +261,7 @@ class WorkerSide:
         self._pace.end(computes=computes)
 
     def _submitted(
-        self,
-        ops: Sequence[TransferOp],
-        submit: Callable[[Sequence[TransferOp]], list[Future[O]]],
-        failed: Callable[[BaseException], O],
+        self, ops: Sequence[Op], submit: Callable[[Sequence[Op]], list[Future[O]]], failed: Callable[[BaseException], O]
     ) -> list[Future[O]]:
         """The futures of a step's transfers."""
         try:
@@ -263,6 +276,9 @@ class WorkerSide:
             )
             return [Future.resolved(failed(error))]
 
+    def _in_step(self, op: LoadOp) -> bool:
+        return op.in_step or not self._is_async
+
     def _has(self, adapter: AdapterUse | None) -> bool:
         """True if the engine computes with the adapter that the scheduler's name stands for."""
         return adapter is None or self._adapters.holds(adapter)
@@ -273,17 +289,17 @@ class WorkerSide:
                 continue
             del self._loading[request_id]
             self._report.loaded[request_id] += 1
-            if self._is_async:
+            if not self._in_step(op):
                 self._received.add(request_id)
             if request_id in self._left:
                 self._left.discard(request_id)
                 continue
             if _succeeded(future):
-                self._count("load", op, started)
+                self._count("load", self._instance.load_bytes(op), op.end - op.start - op.skip, started)
                 continue
             self.tally.count("failed_loads")
             self._report.failed.add(request_id)
-            self._is_spoiled = self._is_spoiled or not self._is_async
+            self._is_spoiled = self._is_spoiled or self._in_step(op)
             if self._block_size:
                 self._failed_blocks.update(op.block_ids[0][op.skip // self._block_size :])
             else:
@@ -300,13 +316,13 @@ class WorkerSide:
             if not self._stores:
                 continue
             if succeeded:
-                self._count("store", op, started)
+                self._count("store", self._instance.store_bytes(op), op.end - op.start, started)
             else:
                 self.tally.count("failed_stores")
 
-    def _count(self, what: str, op: TransferOp, started: float) -> None:
-        self.tally.count(f"{_DONE[what]}_bytes", self._instance.nbytes(op))
-        self.tally.count(f"{_DONE[what]}_tokens", op.end - op.start - op.skip)
+    def _count(self, what: str, nbytes: int, tokens: int, started: float) -> None:
+        self.tally.count(f"{_DONE[what]}_bytes", nbytes)
+        self.tally.count(f"{_DONE[what]}_tokens", tokens)
         self.tally.took(what, self._clock() - started)
 
     def _wait(self, future: Future[O]) -> None:
