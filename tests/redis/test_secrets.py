@@ -234,6 +234,8 @@ def test_options_that_go_together_are_accepted() -> None:
         {"url": "redis://host", "ttl_s": -1},
         {"url": "redis://host", "connections": 0},
         {"url": "redis://host", "topology": "ring"},
+        {"url": "redis://host", "max_value_bytes": 1000},
+        {"url": "redis://host", "max_value_bytes": 1 << 30},
         {"url": "redis://host", "nodes": "host:1"},
         {"url": "redis://host", "password": WRONG},
     ],

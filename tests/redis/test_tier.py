@@ -341,25 +341,3 @@ def test_the_listing_has_this_prefix_only_as_it_stands(shared: RedisServer, open
         client.flushdb()
         client.lpush(b"g" + key, b"another type")
     assert list(tiers[0].scan(deadline=soon())) == []
-
-
-def test_a_full_server_says_so_until_it_stores_again(tier: Tier, server: RedisServer) -> None:
-    assert put(tier, b"before", b"value") is STORED
-    with server.client() as client:
-        client.config_set("maxmemory", "1")
-        assert put(tier, b"key", bytes(1000)) is FAILED
-        assert ["full" in each for each in tier.problems()] == [True]
-        client.config_set("maxmemory", "0")
-    assert put(tier, b"key", bytes(1000)) is STORED
-    assert tier.problems() == []
-
-
-def test_a_value_that_redis_does_not_take_fails_alone(
-    tier: Tier, server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvf_redis.tier.MOST_VALUE_BYTES", 1000)
-    parts = [[memoryview(bytes(999)), memoryview(b"x")], [memoryview(bytes(999)), memoryview(b"xy")]]
-    assert tier.put([b"largest", b"too large"], parts, deadline=soon()) == [STORED, FAILED]
-    assert ["512 MiB" in each for each in tier.problems()] == [True]
-    with server.client() as client:
-        assert client.keys() == [b"kvf:largest"]

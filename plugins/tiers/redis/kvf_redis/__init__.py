@@ -12,10 +12,14 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from kvframework.api.installing import install_command
-from kvframework.api.plugin import Finding, Options, SecretUrl
+from kvframework.api.plugin import ByteSize, Finding, Options, SecretUrl
 from kvframework.api.tier import TableContext, Tier, TierProvider, hookimpl
 
 _YEAR_S = 365 * 24 * 3600
+
+# Redis closes the connection at a longer value (proto-max-bulk-len), which would fail the whole batch.
+MOST_VALUE_BYTES = ByteSize(512 << 20)
+LEAST_VALUE_BYTES = ByteSize(64 << 10)
 
 
 class RedisOptions(Options, frozen=True):
@@ -71,10 +75,23 @@ class RedisOptions(Options, frozen=True):
             "leave it to the server's maxmemory-policy",
         ),
     ] = 0
+    max_value_bytes: Annotated[
+        ByteSize,
+        Meta(
+            description="larger values are stored in pieces; 64 KiB to 512 MiB, and no more than the server's "
+            "proto-max-bulk-len"
+        ),
+    ] = MOST_VALUE_BYTES
     connections: Annotated[
         int,
         Meta(ge=1, le=64, description="connections to each server at most; a call uses one of each server it needs"),
     ] = 8
+
+    def __post_init__(self) -> None:
+        if not LEAST_VALUE_BYTES <= self.max_value_bytes <= MOST_VALUE_BYTES:
+            raise ValueError(
+                f"max_value_bytes is between {LEAST_VALUE_BYTES} and {MOST_VALUE_BYTES}, found {self.max_value_bytes}"
+            )
 
 
 def _probe() -> str | None:

@@ -6,14 +6,16 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 
-from kvf_redis import RedisOptions
+from kvf_redis import LEAST_VALUE_BYTES, RedisOptions
 from kvf_redis.cluster import Cluster
-from kvf_redis.commands import Command, Count, Get, Length, Page, Set
-from kvf_redis.connect import Sentinels
+from kvf_redis.commands import TRAILER_BYTES, Command, Count, Length, Page, Tail, parse_trailer
+from kvf_redis.connect import Sentinels, rebuilt
 from kvf_redis.node import Node, OneNode, Router
 from kvf_redis.settings import Settings, read_settings
+from kvf_redis.values import Borrowed, Reading, Writing, other_pieces, piece_ttl
 from kvframework.api.keys import PACKED_KEY_BYTES
 from kvframework.api.tier import Outcome, PackedKey, Tier, TierEntry
 from kvframework.errors import TierError
@@ -23,8 +25,8 @@ _SPECIAL = re.compile(rb"[\\*?\[\]]")
 
 
 def pattern_of(prefix: bytes) -> bytes:
-    """The glob of the tier's keys: the prefix as it stands, and as many bytes as a key has, so that no key of a longer
-    prefix matches."""
+    """The glob of the tier's keys: the prefix as it stands, and as many bytes as a key has, so that no piece but the
+    first and no key of a longer prefix matches."""
     return _SPECIAL.sub(rb"\\\g<0>", prefix) + b"?" * PACKED_KEY_BYTES
 
 
@@ -46,20 +48,21 @@ def list_values(router: Router, prefix: bytes, deadline: float) -> Iterator[Tier
 
 
 def _entries(router: Router, keys: list[bytes], prefix_bytes: int, deadline: float) -> Iterator[TierEntry]:
-    lengths = [Length(key) for key in keys]
-    if lengths:
-        router.run(lengths, deadline)
-    for each in lengths:
-        if each.error or not each.answered:
-            raise TierError(f"a listed value cannot be measured: {each.error or 'no answer'}", where="redis")
-        if each.is_string:
-            yield TierEntry(each.key[prefix_bytes:], each.nbytes, used_at=None)
+    sizes = [(Length(key), Tail(key)) for key in keys]
+    if sizes:
+        router.run([command for pair in sizes for command in pair], deadline)
+    for length, tail in sizes:
+        for command in (length, tail):
+            if command.error or not command.answered:
+                raise TierError(f"a listed value cannot be measured: {command.error or 'no answer'}", where="redis")
+        if length.is_string:
+            trailer = parse_trailer(tail.tail)
+            nbytes = trailer.total if trailer else length.nbytes
+            yield TierEntry(length.key[prefix_bytes:], nbytes, used_at=None)
 
 
-# Redis closes the connection at a longer value (proto-max-bulk-len), which would fail the whole batch.
-MOST_VALUE_BYTES = 512 << 20
-_TOO_LARGE = "a value has more than the 512 MiB that Redis takes"
-_FULL = "the server is full, and its maxmemory-policy evicts nothing (OOM)"
+_AT_ONCE = 4096
+_LEAST_PIECE_BYTES = LEAST_VALUE_BYTES - TRAILER_BYTES
 
 
 def open_tier(options: RedisOptions, *, where: str) -> RedisTier:
@@ -79,9 +82,9 @@ class RedisTier(Tier):
         self._turn = threading.Lock() if local else None
         self._prefix = options.prefix.encode()
         self._ttl_s = options.ttl_s
+        self._max_bytes = int(options.max_value_bytes)
         self._closed = False
-        # Why a value of the last `put` was not stored, though the server answers.
-        self._problem = ""
+        self._full = False
 
     def contains(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
         self._check(deadline)
@@ -90,41 +93,60 @@ class RedisTier(Tier):
         return [command.outcome for command in commands]
 
     def delete(self, keys: Sequence[PackedKey], *, deadline: float) -> list[Outcome]:
+        """DELETED: the value can no longer be found. Pieces on a lost node stay there until they expire."""
         self._check(deadline)
-        unlinks = [Count(self._prefix + key, b"UNLINK", Outcome.DELETED) for key in keys]
-        self._run(unlinks, deadline)
+        tails = [Tail(self._prefix + key) for key in keys]
+        unlinks = [_unlink(tail.key) for tail in tails]
+        self._run([command for pair in zip(tails, unlinks, strict=True) for command in pair], deadline)
+        self._try_all((_unlink(key) for tail in tails for key in other_pieces(tail)), deadline)
         return [unlink.outcome for unlink in unlinks]
 
     def touch(self, keys: Sequence[PackedKey], *, deadline: float) -> None:
         """Restarts the TTL of the keys; does nothing without one."""
         self._check(deadline)
-        if self._ttl_s:
-            seconds = b"%d" % self._ttl_s
-            self._run([Count(self._prefix + key, b"EXPIRE", Outcome.FOUND, seconds) for key in keys], deadline)
+        if not self._ttl_s:
+            return
+        tails = [Tail(self._prefix + key) for key in keys]
+        self._run([*tails, *(_expire(tail.key, self._ttl_s) for tail in tails)], deadline)
+        ttl_s = piece_ttl(self._ttl_s)
+        self._try_all((_expire(key, ttl_s) for tail in tails for key in other_pieces(tail)), deadline)
 
     def get_into(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[int | Outcome]:
         self._check(deadline)
-        with _flat(parts) as places:
-            gets = [Get(self._prefix + key, each) for key, each in zip(keys, places, strict=True)]
+        with _borrowed(parts) as values:
+            readings = [
+                Reading(self._prefix + key, value, least=_LEAST_PIECE_BYTES)
+                for key, value in zip(keys, values, strict=True)
+            ]
             with self._own_turn(deadline):
-                self._run(gets, deadline)
-        return [get.received for get in gets]
+                self._run([each.first for each in readings], deadline)
+            waiting = readings
+            while waiting:
+                self._try([piece for each in waiting for piece in each.rest()], deadline)
+                waiting = [each for each in waiting if each.torn()]
+                self._try([each.first for each in waiting], deadline)
+            return [each.received for each in readings]
 
     def put(
         self, keys: Sequence[PackedKey], parts: Sequence[Sequence[memoryview]], *, deadline: float
     ) -> list[Outcome]:
-        """FAILED for a value of more than `MOST_VALUE_BYTES`."""
         self._check(deadline)
-        with _flat(parts) as values:
-            stores = [Set(self._prefix + key, each, self._ttl_s) for key, each in zip(keys, values, strict=True)]
-            fitting = [each for each in stores if each.cost <= MOST_VALUE_BYTES]
-            self._run(fitting, deadline)
-        self._problem = "" if len(fitting) == len(stores) else _TOO_LARGE
-        if any(each.answered and each.outcome is Outcome.FAILED and not each.error for each in fitting):
-            self._problem = _FULL
-        return [each.outcome for each in stores]
+        with _borrowed(parts) as values:
+            writings = [
+                Writing(self._prefix + key, value, max_bytes=self._max_bytes, ttl_s=self._ttl_s)
+                for key, value in zip(keys, values, strict=True)
+            ]
+            failure = self._try([piece for each in writings for piece in each.pieces], deadline)
+            ready = [each for each in writings if each.ready()]
+            if failure is not None and not ready:
+                raise failure
+            self._run([command for each in ready for command in (each.before, each.first)], deadline)
+            self._try_all((_unlink(key) for each in writings for key in each.remains()), deadline)
+            asked = [command for each in writings for command in (*each.pieces, each.first) if command.answered]
+            self._full = any(each.outcome is Outcome.FAILED and not each.error for each in asked)
+            return [each.first.outcome for each in writings]
 
     def scan(self, *, deadline: float) -> Iterator[TierEntry]:
         """Every value under the prefix. When it was used is not known. Measuring a value counts as a use for the
@@ -136,8 +158,8 @@ class RedisTier(Tier):
         return super().capabilities() if self._ttl_s else super().capabilities() - {"touch"}
 
     def problems(self) -> list[str]:
-        """Why values are not stored, until they are again."""
-        return [self._problem] if self._problem else []
+        """That the server is full, until it stores values again."""
+        return ["the server is full, and its maxmemory-policy evicts nothing (OOM)"] if self._full else []
 
     def ping(self, *, deadline: float) -> None:
         self._router.ping(deadline)
@@ -171,6 +193,20 @@ class RedisTier(Tier):
         if commands:
             self._router.run(commands, deadline)
 
+    def _try_all(self, commands: Iterator[Command], deadline: float) -> None:
+        """Carries out the commands, a bounded number at once: a forged trailer may name any number of pieces. Commands
+        left at the deadline are not sent."""
+        while time.monotonic() < deadline and (batch := list(islice(commands, _AT_ONCE))):
+            self._try(batch, deadline)
+
+    def _try(self, commands: Sequence[Command], deadline: float) -> TierError | None:
+        """Returns the error that `_run` raises: these commands may fail without failing the call."""
+        try:
+            self._run(commands, deadline)
+        except TierError as error:
+            return rebuilt(error)
+        return None
+
 
 def _router(settings: Settings, options: RedisOptions, where: str) -> Router:
     connector, places = settings.connector, settings.places
@@ -185,13 +221,15 @@ def _router(settings: Settings, options: RedisOptions, where: str) -> Router:
     return OneNode(Node(lambda end: connector.connect(place, end), options.connections, where=where), where=where)
 
 
+def _unlink(key: bytes) -> Count:
+    return Count(key, b"UNLINK", Outcome.DELETED)
+
+
+def _expire(key: bytes, ttl_s: int) -> Count:
+    return Count(key, b"EXPIRE", Outcome.FOUND, b"%d" % ttl_s)
+
+
 @contextmanager
-def _flat(parts: Sequence[Sequence[memoryview]]) -> Iterator[list[list[memoryview]]]:
-    """The parts of each value as flat bytes, until the block ends: not even an error's traceback keeps them."""
-    views = [[part.cast("B") for part in each if part.nbytes] for each in parts]
-    try:
-        yield views
-    finally:
-        for each in views:
-            for view in each:
-                view.release()
+def _borrowed(parts: Sequence[Sequence[memoryview]]) -> Iterator[list[Borrowed]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Borrowed(each)) for each in parts]
