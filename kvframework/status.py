@@ -147,7 +147,6 @@ class Engine(Part, frozen=True):
     tokens_per_s: float = 0.0
     attention_tokens: float = 0.0
     queued_s: float = 0.0
-    requests_per_s: float = 0.0
 
 
 class Price(Part, frozen=True):

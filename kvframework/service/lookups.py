@@ -220,7 +220,7 @@ class Lookups:
         record = self._storage.records.get(key.namespace)
         asked = PendingLookup(client, key, self._clock(), payload.speed, payload.grant)
         if payload.speed is not None:
-            self.pricing.asked(asked, payload.speed)
+            self.pricing.asked(client, payload.speed)
         owner, request_id = client.session_id, key.request_id
         with self._storage.table.lock:  # whatever changes the ticket afterwards finds its wait
             if record is None:
@@ -348,9 +348,8 @@ class Lookups:
         key, grid, priced = asked.key, asked.grid, asked.priced
         l1_tokens = min(asked.l1_tokens, hit_tokens)
         chunk_tokens = 0 if grid is None else grid.desc.chunk_tokens
-        asked.over = True
         if priced is not None:
-            self.pricing.ended(asked, priced)
+            self.pricing.ended(priced, chunk_tokens)
         if asked.traced:
             self.recording.decided(asked.traced, hit_tokens)
         why, missing = NOT_MISSED, -1

@@ -11,7 +11,7 @@ from kvframework.api.keys import DIGEST_BYTES, NAMESPACE_BYTES, PACKED_KEY_BYTES
 from kvframework.api.layout import GroupDesc, MemoryLayoutDesc
 from kvframework.api.listener import MissReason
 from kvframework.service.records import PendingLookup
-from kvframework.storage.l1.eviction_statistics import CAUSES, EVICTIONS, Ghost
+from kvframework.storage.l1.eviction_statistics import CAUSES, LAST_EVICTION, Cause, Ghost
 from kvframework.storage.manager import StorageManager
 from kvframework.storage.namespaces import NamespaceRecord
 from kvframework.text import timed
@@ -22,7 +22,6 @@ from kvframework.text import timed
 
 # Content of an earlier server is missed for this long after a start; later most prompts are new.
 START_EXPLAINS_S = 3600.0
-_EVICTIONS = frozenset(CAUSES[cause] for cause in EVICTIONS)
 _PLAIN_SALT = bytes(SALT_BYTES)
 _SALT = slice(NAMESPACE_BYTES, NAMESPACE_BYTES + SALT_BYTES)
 _RANK = slice(_SALT.stop, _SALT.stop + 4)
@@ -54,9 +53,9 @@ def decide(facts: Facts) -> MissReason:
     if ghost is not None:
         if facts.tiers_cleared_at >= ghost.at:
             return MissReason("cleared", "from L2, too", facts.tiers_cleared_at)
-        if ghost.cause in _EVICTIONS:
+        if ghost.cause <= LAST_EVICTION:
             return MissReason("evicted", _EVICTED.get(ghost.cause, ""), ghost.at, ghost.idle_s, ghost.by)
-        return MissReason(ghost.cause, "", ghost.at)
+        return MissReason(CAUSES[ghost.cause], "", ghost.at)
     if facts.elsewhere is not None:
         return facts.elsewhere
     if facts.from_before and facts.up_s < START_EXPLAINS_S:
@@ -69,9 +68,9 @@ def decide(facts: Facts) -> MissReason:
 # Of a load that found all its objects.
 _LOAD_REFUSED = MissReason("dropped_share", "its load was refused, as its client keeps its share of L1 from eviction")
 _EVICTED = {
-    "watermark": "to stay below the high watermark",
-    "tenant": "by the share of its tenant",
-    "hinted": "as a request had said that no one asks for it again",
+    Cause.WATERMARK: "to stay below the high watermark",
+    Cause.TENANT: "by the share of its tenant",
+    Cause.HINTED: "as a request had said that no one asks for it again",
 }
 
 
@@ -166,7 +165,7 @@ class MissFacts:
         if unanswered:
             return MissReason("timed_out", "its client did not wait for the end of the load")
         cut = asked.priced
-        if cut is not None and cut.is_cut and asked.missing is not None and asked.missing[0] == cut.chunks:
+        if cut and asked.missing and asked.missing[0] == cut.chunks < cut.found:
             times = f"its load would take {timed(cut.load_s)}, its computation {timed(cut.compute_s)}"
             return MissReason("priced", times)
         refused = asked.grid is not None and asked.task is None and bool(self._storage.tiers.stores)

@@ -176,7 +176,6 @@ class PendingLookup:
     priced: Priced | None = None
     # Its number in the trace that somebody records.
     traced: int = 0
-    over: bool = False
 
     def find(self, row_of: FindRow) -> tuple[int, list[StoredObject]]:
         assert self.grid is not None

@@ -23,7 +23,7 @@ from kvframework.record_ring import NO_RECORDS, RecordRing
 from kvframework.status import L1Counters, zeros
 from kvframework.storage.l1.entries import StoredObject
 from kvframework.storage.l1.eviction import Tenant
-from kvframework.storage.l1.eviction_statistics import MOST_DROPPED, Cause, EvictionStatistics, Ghost
+from kvframework.storage.l1.eviction_statistics import Cause, EvictionStatistics, Ghost
 from kvframework.storage.l1.journal import (
     FIRST_GENERATION,
     Identity,
@@ -52,6 +52,8 @@ AT_ONCE = 512
 TURN_S = 0.001
 # Objects that one tick evicts, a bound on the time it takes from the serving thread.
 EVICT_AT_ONCE = 2048
+# Objects dropped by one store that are remembered: a lookup misses its first chunk first, of some groups.
+MOST_DROPPED = 32
 # Objects that `Verification` pins at once, and until a damaged one that a reader has pinned is tried again.
 VERIFY_AT_ONCE = 16
 AGAIN_S = 0.1
@@ -214,7 +216,8 @@ class Table(ObjectTable):
         self.tiers.writers_ended(self.any_writing)
 
     def was_done(self, key: PackedKey) -> bool:
-        return self._statistics.was_done(key)
+        ghost = self._statistics.ghost(key)
+        return ghost is not None and ghost.cause is Cause.HINTED
 
     # time and ends
 

@@ -329,5 +329,4 @@ def test_an_engine_learns_its_speed_and_tells_it(bench: Bench, tmp_path: Path) -
     measured = sorted(len(bench.prompt) / answer.wall for answer in answers)[len(answers) // 2]
     # The wall also holds four tokens that were generated, and what is around a step.
     assert 0.5 * measured < engine["tokens_per_s"] < 20 * measured
-    assert engine["requests_per_s"] > 0
     print(engine, measured)

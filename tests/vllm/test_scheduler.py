@@ -14,7 +14,7 @@ from kvf_vllm.scheduler import DECIDED_S, SchedulerSide
 from kvf_vllm.search import MISS_HOLDS_S, TICKET_HOLDS_S, Waiting
 from kvf_vllm.step_messages import StepReport
 from kvframework.api.layout import NO_BLOCK
-from kvframework.pricing import EngineSpeed, prefill_s
+from kvframework.pricing import EngineSpeed
 from tests.vllm.stand_ins import (
     BLOCK,
     WINDOWED,
@@ -435,7 +435,7 @@ def test_an_engine_says_how_fast_it_is_once_it_knows() -> None:
             clock.now += 0.001
             began, first = clock.now, request.num_computed_tokens
             computed(side, request, STEP)
-            clock.now = began + prefill_s(first, first + STEP, SPEED, ATTENTION)
+            clock.now = began + EngineSpeed(SPEED, ATTENTION).prefill_s(first, first + STEP)
             side.step_ended()
         side.finished(request)
         clock.now += 1.0
@@ -453,7 +453,7 @@ def test_an_engine_says_how_fast_it_is_once_it_knows() -> None:
     side.matched_tokens(FakeRequest("next", list(range(9000, 9128))), 0)
     speed = server.speeds[-1]
     assert speed is not None
-    assert speed.queued_s == pytest.approx(prefill_s(0, 2048, SPEED, ATTENTION), rel=0.05)
+    assert speed.queued_s == pytest.approx(EngineSpeed(SPEED, ATTENTION).prefill_s(0, 2048), rel=0.05)
 
     # So does what has come and was not asked for yet, until it is, or has ended.
     others = [FakeRequest(f"o{number}", list(range(10_000 * number, 10_000 * number + 1024))) for number in range(3)]
@@ -462,14 +462,14 @@ def test_an_engine_says_how_fast_it_is_once_it_knows() -> None:
     side.matched_tokens(FakeRequest("another", list(range(9000, 9128))), 0)
     speed = server.speeds[-1]
     assert speed is not None
-    waiting_s = prefill_s(0, 2048, SPEED, ATTENTION) + 3 * prefill_s(0, 1024, SPEED, ATTENTION)
+    waiting_s = EngineSpeed(SPEED, ATTENTION).prefill_s(0, 2048) + 3 * EngineSpeed(SPEED, ATTENTION).prefill_s(0, 1024)
     assert speed.queued_s == pytest.approx(waiting_s, rel=0.05)
     side.finished(others[0])
     side.matched_tokens(others[1], 0)
     side.came(others[1])
     speed = server.speeds[-1]
     assert speed is not None
-    waiting_s -= 2 * prefill_s(0, 1024, SPEED, ATTENTION)
+    waiting_s -= 2 * EngineSpeed(SPEED, ATTENTION).prefill_s(0, 1024)
     assert speed.queued_s == pytest.approx(waiting_s, rel=0.05)
 
 
@@ -485,4 +485,6 @@ def test_what_waits_is_the_sum_of_what_came_and_has_not_gone(events: list[tuple[
             model.pop(name, None)
     speed = waiting.behind(EngineSpeed(2.0, attention, 1.0))
     assert len(waiting) == len(model)
-    assert speed.queued_s == pytest.approx(1.0 + sum(prefill_s(0, each, 2.0, attention) for each in model.values()))
+    assert speed.queued_s == pytest.approx(
+        1.0 + sum(EngineSpeed(2.0, attention).prefill_s(0, each) for each in model.values())
+    )

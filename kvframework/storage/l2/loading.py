@@ -18,7 +18,6 @@ from typing import TypeVar
 from kvframework.api.listener import TierCall
 from kvframework.api.requests import PackedKey, PrefetchTask, Select
 from kvframework.errors import TierError
-from kvframework.pricing import Load
 from kvframework.storage.l1.leases import NO_PROMPT, PinLease, PromptPart
 from kvframework.storage.l2.sealed_tier import L1, L2Store
 from kvframework.storage.namespaces import NamespaceRecord, NamespaceRecords
@@ -84,7 +83,7 @@ class LoadTask(PrefetchTask):
     cancelled: bool = field(default=False, init=False)
     calls: list[TierCall] = field(default_factory=list, init=False)
     # What is worth loading and waits for it, by tier.
-    loads: dict[L2Store, Load] = field(default_factory=dict, init=False)
+    waiting_bytes: dict[L2Store, int] = field(default_factory=dict, init=False)
     # Of what was chosen and found.
     pins: list[PinLease] = field(default_factory=list, init=False)
     _available: list[bool] = field(default_factory=list, init=False)
@@ -130,10 +129,11 @@ class LoadTask(PrefetchTask):
 
     def no_longer(self, store: L2Store, nbytes: int | None = None) -> None:
         """So many bytes of a tier wait no longer, None: no byte of it does."""
-        load = self.loads.get(store)
-        if load is not None:
-            with store.pricing:
-                store.speed.gone(load, load.nbytes if nbytes is None else min(nbytes, load.nbytes))
+        with store.pricing:
+            waiting = self.waiting_bytes.get(store, 0)
+            gone = waiting if nbytes is None else min(nbytes, waiting)
+            self.waiting_bytes[store] = waiting - gone
+            store.speed.queued_bytes -= gone
 
     def end(self) -> None:
         """Run the callbacks; a callback added later runs at once."""
@@ -217,7 +217,8 @@ class Loader:
             nbytes = store.scale * sum(task.sizes[index] for index in indices)
             most[store] = _batch_bytes(nbytes, self.at_once[store])
             with store.pricing:
-                task.loads[store] = store.speed.chosen(nbytes, self.clock())
+                task.waiting_bytes[store] = nbytes
+                store.speed.queued_bytes += nbytes
         batches = _batches([index for index in chosen if index in source], source, task.sizes, most)
         if batches:
             yield Apart([self._load_worthy(task, source[batch[0]], batch) for batch in batches])
@@ -326,17 +327,16 @@ class Loader:
 
     def _get(self, task: LoadTask, store: L2Store, places: Sequence[tuple[int, str, memoryview]]) -> list[bool]:
         """Load, and learn the tier's speed from it."""
-        sizes = [store.scale * view.nbytes for _, _, view in places]
         with store.pricing:
-            call = store.speed.begin(sum(sizes), self.clock())
-        loaded = 0
+            began = store.speed.begin(self.clock())
+        good: list[bool] = []
         try:
             good = store.get([task.keys[index] for index, _, _ in places], [view for _, _, view in places])
-            loaded = sum(nbytes for nbytes, ok in zip(sizes, good, strict=True) if ok)
             return good
         finally:
+            nbytes = sum([view.nbytes for _, _, view in places]) if good and all(good) else 0
             with store.pricing:
-                store.speed.end(call, self.clock(), loaded=loaded)
+                store.speed.end(began, self.clock(), nbytes * store.scale)
 
     def _record(self, namespace: bytes) -> LoadSteps[NamespaceRecord | None]:
         for store in self.stores:

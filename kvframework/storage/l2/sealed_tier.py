@@ -317,7 +317,7 @@ class L2Store(TierCalls):
     def status(self) -> dict[str, object]:
         usage = self._usage
         with self.pricing:
-            prices, queued = self.speed.prices(), self.speed.queued_bytes
+            prices, queued = self.speed.price.prices, self.speed.queued_bytes
         return {
             "name": self.name,
             "codec": self._codec,

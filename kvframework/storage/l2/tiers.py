@@ -134,7 +134,7 @@ class Tiers:
 
     def load_s(self) -> float | None:
         """Return the seconds in which the fastest tier loads a byte, as far as any is known."""
-        known = [prices[0] for prices in (store.speed.prices() for store in self.stores) if prices is not None]
+        known = [prices[0] for prices in (store.speed.price.prices for store in self.stores) if prices is not None]
         return min(known, default=None)
 
     def submit_prefetch_task(

@@ -1,101 +1,82 @@
-"""Where a hit is cut: never out of bounds, never dearer than all or nothing, and cheaper tiers load more."""
+"""Where a hit is cut: at the cheapest place, and cheaper tiers load more; the formula of prefill; and that no number of
+an engine is out of bounds."""
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvframework.pricing import MOST_CUTS, EngineSpeed, TierPart, Turns, cut
+from kvframework.pricing import EngineSpeed, cut
 
 CHUNK = 256
-chunk_counts = st.integers(0, 40)
-waits = st.floats(0, 100)
-rates = st.floats(0, 20)
-speeds = st.builds(EngineSpeed, st.floats(100, 1e6), st.just(0.0) | st.floats(1, 1e5), waits)
+seconds = st.floats(0, 100)
+speeds = st.builds(EngineSpeed, st.floats(100, 1e6), st.just(0.0) | st.floats(1, 1e5), seconds)
+tokens = st.integers(0, 1 << 20)
 
 
-@st.composite
-def parts(draw: st.DrawFn, chunks: int) -> list[TierPart]:
-    return [
-        TierPart(
-            Turns(draw(st.lists(waits, max_size=4)), draw(rates), draw(st.floats(0, 2))),
-            [count * draw_s for count in range(chunks + 1)],
-        )
-        for draw_s in draw(st.lists(st.floats(0, 10), min_size=1, max_size=3))
-    ]
+def whole(chunk_s: float, engine: EngineSpeed, chunks: int, *, rest: int = 0) -> int:
+    """The chunks that are loaded of a hit that a tier has all of, which takes so long for each."""
+    counts = range(chunks + 1)
+    computed = [engine.prefill_s(count * CHUNK, chunks * CHUNK + rest) for count in counts]
+    return cut(counts, [count * chunk_s for count in counts], computed, engine.queued_s).chunks
 
 
-def cost(tiers: list[TierPart], engine: EngineSpeed, rate: float, first: int, last: int, count: int) -> float:
-    """The formula once more, word by word."""
-    compute = engine.prefill_s(first + count * CHUNK, last)
-    io = [tier.turns.load_s(tier.load_s[count]) for tier in tiers if tier.load_s[count]]
-    others = compute * rate * (engine.queued_s + compute)
-    others += sum(tier.turns.cost_to_others(tier.load_s[count]) for tier in tiers)
-    return max([engine.queued_s, *io]) + compute + others
-
-
-def whole(tiers: list[TierPart], engine: EngineSpeed, *, rate: float = 0.0, rest: int = 0) -> int:
-    """The chunks that are loaded of a hit that the tiers have all of."""
-    last = (len(tiers[0].load_s) - 1) * CHUNK + rest
-    return cut(tiers, engine, wait_s=engine.queued_s, rate=rate, first=0, last=last, chunk_tokens=CHUNK).chunks
-
-
-@given(st.data(), speeds, rates, chunk_counts, st.integers(0, 1000), st.integers(0, 10_000))
-def test_it_is_the_cheapest(
-    data: st.DataObject, engine: EngineSpeed, rate: float, chunks: int, begin: int, rest: int
+@given(st.lists(st.tuples(seconds, seconds), min_size=2, max_size=40), seconds, st.integers(0, 1000))
+def test_it_is_the_cheapest_and_of_equal_ones_the_longest(
+    costs: list[tuple[float, float]], wait_s: float, begin: int
 ) -> None:
-    tiers = data.draw(parts(chunks))
-    first = begin * CHUNK
-    last = first + chunks * CHUNK + rest
-    wait_s = engine.queued_s
-    found = cut(tiers, engine, wait_s=wait_s, rate=rate, first=first, last=last, chunk_tokens=CHUNK)
-    assert 0 <= found.chunks <= chunks
-    prices = [cost(tiers, engine, rate, first, last, count) for count in range(chunks + 1)]
-    chosen = prices[found.chunks]
-    assert chosen <= min(prices[0], prices[-1]) * (1 + 1e-9)
-    assert chosen == pytest.approx(min(prices))
-    assert found.saved_s == pytest.approx(prices[-1] - chosen, abs=1e-6 * prices[-1])
-    assert found.load_s >= 0
-    assert found.compute_s > 0 or not chunks
-    assert found.saved_s > 0 or found.chunks == chunks
+    load_s, compute_s = sorted(load for load, _ in costs), sorted((compute for _, compute in costs), reverse=True)
+    chunks = range(begin, begin + len(costs))
+    found = cut(chunks, load_s, compute_s, wait_s)
+    totals = [max(load, wait_s) + compute for load, compute in zip(load_s, compute_s, strict=True)]
+    assert totals[found.chunks - begin] == min(totals)
+    assert min(totals) not in totals[found.chunks - begin + 1 :]
+    assert found.found == chunks[-1]
+    assert found.saved_s == totals[-1] - min(totals)
+    first = found.chunks - begin if found.chunks < found.found else 0
+    assert (found.load_s, found.compute_s) == (load_s[-1] - load_s[first], compute_s[first] - compute_s[-1])
 
 
-@given(speeds, rates, st.integers(1, 200), st.floats(1e-6, 1.0), st.floats(1.0, 100.0))
-def test_a_slower_tier_never_loads_more(
-    engine: EngineSpeed, rate: float, chunks: int, chunk_s: float, slower: float
-) -> None:
-    def loaded(seconds: float) -> int:
-        tiers = [TierPart(Turns(), [count * seconds for count in range(chunks + 1)])]
-        return whole(tiers, engine, rate=rate)
-
-    assert loaded(chunk_s * slower) <= loaded(chunk_s)
-
-
-@given(speeds, rates, chunk_counts)
-def test_what_costs_nothing_is_loaded(engine: EngineSpeed, rate: float, chunks: int) -> None:
-    tiers = [TierPart(Turns(), [0.0] * (chunks + 1))]
-    assert whole(tiers, engine, rate=rate, rest=1) == chunks
+@given(speeds, st.integers(1, 200), st.floats(1e-6, 1.0), st.floats(1.0, 100.0))
+def test_a_slower_tier_never_loads_more(engine: EngineSpeed, chunks: int, chunk_s: float, slower: float) -> None:
+    assert whole(chunk_s * slower, engine, chunks) <= whole(chunk_s, engine, chunks)
+    assert whole(0.0, engine, chunks, rest=1) == chunks, "what costs nothing is loaded"
 
 
 def test_what_is_loaded_while_the_engine_is_busy_costs_nothing() -> None:
-    tiers = [TierPart(Turns(), [count * 0.1 for count in range(11)])]
-    idle, busy = EngineSpeed(25_000), EngineSpeed(25_000, 0.0, 0.65)
-    assert whole(tiers, idle) == 0
-    assert whole(tiers, busy) == 6
+    assert whole(0.1, EngineSpeed(25_000), 10) == 0
+    assert whole(0.1, EngineSpeed(25_000, 0.0, 0.65), 10) == 6
 
 
-def test_what_it_costs_others_counts() -> None:
-    tiers = [TierPart(Turns((), 50.0), [count * 0.005 for count in range(11)])]
-    engine = EngineSpeed(25_000)
-    quiet = [TierPart(Turns(), tiers[0].load_s)]
-    assert whole(quiet, engine) == 10
-    assert whole(tiers, engine) < 10
+@given(tokens, tokens, tokens, speeds)
+def test_parts_of_a_prompt_add_up(a: int, b: int, c: int, engine: EngineSpeed) -> None:
+    first, middle, last = sorted((a, b, c))
+    parts = engine.prefill_s(first, middle) + engine.prefill_s(middle, last)
+    assert engine.prefill_s(first, last) == pytest.approx(parts, rel=1e-9)
+    assert engine.prefill_s(first, middle) >= 0
 
 
-def test_of_a_very_long_hit_some_cuts_are_priced() -> None:
-    chunks = 20 * MOST_CUTS + 7
-    tiers = [TierPart(Turns(), [count * 0.1 for count in range(chunks + 1)])]
-    slow, quick = EngineSpeed(1.0), EngineSpeed(1e9)
-    assert whole(tiers, slow) == chunks
-    assert whole(tiers, quick) == 0
+def test_the_formula() -> None:
+    # 8,192 tokens behind 4,096, at 25,000 a second, and twice as slow at 30,000.
+    expected = (8192 + (12288**2 - 4096**2) / 60_000) / 25_000
+    assert EngineSpeed(25_000, 30_000).prefill_s(4096, 12288) == pytest.approx(expected)
+    assert EngineSpeed(25_000).prefill_s(4096, 12288) == pytest.approx(8192 / 25_000)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.0, 1e300])
+@pytest.mark.parametrize("place", range(3))
+def test_numbers_out_of_bounds_are_refused(bad: float, place: int) -> None:
+    numbers = [25_000.0, 30_000.0, 1.0]
+    EngineSpeed(*numbers).check()
+    numbers[place] = bad
+    speed, name = EngineSpeed(*numbers), EngineSpeed.__struct_fields__[place]
+    with pytest.raises(ValueError, match=name):
+        speed.check()
+    with pytest.raises(msgspec.ValidationError, match=name):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(speed), type=EngineSpeed)
+    with pytest.raises(ValueError, match="tokens_per_s"):
+        EngineSpeed(0.0).check()

@@ -19,14 +19,14 @@ from kvframework.service.finished import MOST, FinishedRequests
 from kvframework.service.miss_reasons import START_EXPLAINS_S, Facts, Row, decide, elsewhere
 from kvframework.service.records import MOST_WAITING, RequestLog
 from kvframework.status import REASONS
-from kvframework.storage.l1.eviction_statistics import CAUSES, Ghost
+from kvframework.storage.l1.eviction_statistics import Cause, Ghost
 from kvframework.storage.namespaces import NamespaceRecord
 from tests.support.waiting import wait_until
 
 HERE, THERE = b"h" * 16, b"t" * 16
 DESC = MemoryLayoutDesc(256, (GroupDesc((2, 2, 256, 8), "float16"),))
 RECORD = NamespaceRecord("m", 1, DESC)
-EVICTED = Ghost("room", 50.0, 40.0, "other")
+EVICTED = Ghost(Cause.ROOM, 50.0, 40.0, "other")
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ EVICTED = Ghost("room", 50.0, 40.0, "other")
         ({"from_before": True, "named": False}, "server_started"),
         ({"elsewhere": MissReason("other_salt"), "from_before": True}, "other_salt"),
         ({"ghost": EVICTED, "elsewhere": MissReason("other_salt")}, "evicted"),
-        ({"ghost": Ghost("watermark", 1, 2, "")}, "evicted"),
-        ({"ghost": Ghost("tenant", 1, 2, "")}, "evicted"),
+        ({"ghost": Ghost(Cause.WATERMARK, 1, 2)}, "evicted"),
+        ({"ghost": Ghost(Cause.TENANT, 1, 2)}, "evicted"),
         ({"ghost": EVICTED, "tiers_cleared_at": 49.0}, "evicted"),
         ({"ghost": EVICTED, "tiers_cleared_at": 51.0}, "cleared"),
         ({"ghost": EVICTED, "refused": True}, "timed_out"),
@@ -55,16 +55,16 @@ def test_an_eviction_is_told_with_its_facts() -> None:
     assert decide(Facts(ghost=EVICTED)) == MissReason("evicted", "", 50.0, 40.0, "other")
 
 
-@pytest.mark.parametrize("cause", CAUSES)
-def test_every_cause_of_a_ghost_has_a_reason(cause: str) -> None:
-    assert decide(Facts(ghost=Ghost(cause, 1.0, 0.0, ""))).reason in REASONS
+@pytest.mark.parametrize("cause", Cause)
+def test_every_cause_of_a_ghost_has_a_reason(cause: Cause) -> None:
+    assert decide(Facts(ghost=Ghost(cause, 1.0))).reason in REASONS
 
 
 facts_of_all_kinds = st.builds(
     Facts,
     down=st.sampled_from(["", "disk: its circuit is open"]),
     refused=st.booleans(),
-    ghost=st.none() | st.builds(Ghost, st.sampled_from(CAUSES), st.floats(0, 9), st.floats(0, 9), st.just("")),
+    ghost=st.none() | st.builds(Ghost, st.sampled_from(Cause), st.floats(0, 9), st.floats(0, 9)),
     tiers_cleared_at=st.just(-inf) | st.floats(0, 9),
     elsewhere=st.none() | st.sampled_from([MissReason("other_salt"), MissReason("other_namespace")]),
     named=st.booleans(),

@@ -1,78 +1,78 @@
-"""The ghosts and the stack of evicted bytes against models."""
+"""The ghosts and the capacity curve against models."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvframework.storage.l1.eviction_statistics import Cause, EvictedStack, Facts, Ghosts
+from kvframework.storage.l1.entries import ALIGNMENT, StoredObject
+from kvframework.storage.l1.eviction_statistics import CapacityCurve, Cause, EvictionStatistics
 from tests.core.storage.memory import packed_key
 
 numbers = st.integers(0, 40)
 
 
-@given(most=st.integers(0, 20), moves=st.lists(st.tuples(st.sampled_from(["left", "back", "want"]), numbers)))
+@given(most=st.integers(0, 20), moves=st.lists(st.tuples(st.sampled_from(["left", "lost", "back"]), numbers)))
 def test_the_newer_half_is_there_and_each_ghost_is_what_was_said(most: int, moves: list[tuple[str, int]]) -> None:
-    ghosts, model = Ghosts(most), dict[int, bool]()
-    left: list[int] = []
-    for at, (move, number) in enumerate(moves):
+    now = [0.0]
+    found, model = EvictionStatistics(1 << 20, most, lambda _: "m", lambda: now[0]), dict[int, tuple[Cause, float]]()
+    for move, number in moves:
+        now[0] += 1.0
         key = packed_key(number)
-        known = ghosts.get(key)
-        if known is None:
-            model.pop(number, None)
+        model.pop(number, None)
         match move:
-            case "left" if known is None:
-                ghosts.add(key, Facts(Cause.ROOM, float(at), 0.5, "", number, 1))
-                model[number] = False
-                left.append(number)
-            case "back" if known is not None:
-                ghosts.forget(key)
-                del model[number]
-                assert ghosts.get(key) is None
-            case "want" if known is not None:
-                assert ghosts.want(key) == (*known[:-1], model[number])
-                model[number] = True
-        assert len(ghosts) <= most + 1
-        newest = [each for each in left[-(most // 2) or len(left) :] if each in model]
-        assert all(ghosts.get(packed_key(each)) is not None for each in newest)
-    for number, wanted in model.items():
-        facts = ghosts.get(packed_key(number))
-        assert facts is None or (facts[4], facts[-1]) == (number, wanted)
+            case "left" if found.ghost(key) is None:
+                found.left(StoredObject(key, 0, ALIGNMENT), Cause.ROOM)
+                model[number] = Cause.ROOM, now[0]
+            case "lost":
+                found.lost([key], Cause.REFUSED)
+                model[number] = Cause.REFUSED, now[0]
+            case _:
+                found.back([key])
+                assert found.ghost(key) is None
+        newest = list(model)[-(most // 2) or len(model) :]
+        assert all(found.ghost(packed_key(each)) is not None for each in newest)
+    ghosts = {number: found.ghost(packed_key(number)) for number in range(41)}
+    assert sum(ghost is not None for ghost in ghosts.values()) <= most + 1
+    for number, ghost in ghosts.items():
+        assert ghost is None or ghost[:2] == model[number]
 
 
-@pytest.mark.parametrize("segment", [1, 16])
+@pytest.mark.parametrize("capacity", [32, 512])
 @settings(max_examples=60, deadline=None)
-@given(moves=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), max_size=120))
-def test_the_depth_of_what_left_is_what_left_after_it_and_did_not_come_back(
-    segment: int, moves: list[tuple[int, int]]
-) -> None:
-    stack = EvictedStack(segment)
+@given(moves=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), max_size=200))
+def test_a_capacity_holds_what_left_last_and_did_not_come_back(capacity: int, moves: list[tuple[int, int]]) -> None:
+    curve = CapacityCurve(capacity)
     there: list[tuple[int, int]] = []
-    for units, back in moves:
-        there.append((stack.push(units), units))
+    for nbytes, back in moves:
+        there.append((curve.evicted(nbytes), nbytes))
         if back < len(there):
-            stack.take(*there.pop(-1 - back))
-    depths = list(range(0, 200, 7))
-    places = stack.places(depths)
-    assert places == sorted(places, reverse=True)
-    slack = 2 * segment + 5
+            curve.back(*there.pop(-1 - back))
+    larger = [capacity * (2 ** (step / 4) - 1) for step in range(13)]
+    slack = 2 * (capacity // 32) + 6
     below = 0
-    for place, units in reversed(there):
-        below += units
-        for depth, oldest in zip(depths, places, strict=True):
-            if below + slack <= depth:
-                assert place >= oldest
-            elif below > depth + slack:
-                assert place < oldest
+    for segment, nbytes in reversed(there):
+        below += nbytes
+        step = curve.missed(segment, 1, 0)
+        if step < 0:
+            assert below > larger[-1] - slack
+        else:
+            assert below <= larger[step + 1] + slack
+            assert step == 0 or below > larger[step] - slack
+        assert curve.missed(math.inf, 1, 3) == 3, "what is here"
 
 
 def test_the_oldest_segments_are_forgotten() -> None:
-    stack = EvictedStack(4)
-    first = stack.push(1)
+    curve = CapacityCurve(32)
+    first = curve.evicted(1)
     for _ in range(4000):
-        stack.push(1)
-    (oldest,) = stack.places([1 << 30])
-    assert first < oldest
-    stack.take(first, 1)
-    assert stack.places([1 << 30]) == [oldest]
+        last = curve.evicted(1)
+    assert curve.missed(first, 1, 0) == -1
+    steps = [curve.missed(last - at, 0, 0) for at in range(300)]
+    curve.back(first, 1)
+    last = curve.evicted(1)
+    assert [curve.missed(last - at, 0, 0) for at in range(300)] == steps
+    assert [row["capacity_bytes"] for row in curve.rates(32)] == [32, 38, 45, 54, 64]

@@ -162,7 +162,7 @@ def test_what_the_policy_refused_is_explained() -> None:
     result = storage.table.reserve(items, owner=1, lease_s=None)
     assert (result.dropped, result.refused, result.over_share) == (2, True, False)
     ghosts = [storage.table.absent(key, 0)[0] for key in K[:3]]
-    assert [ghost and ghost.cause for ghost in ghosts] == [None, "refused", "refused"]
+    assert [ghost and ghost.cause for ghost in ghosts] == [None, Cause.REFUSED, Cause.REFUSED]
     storage.close()
 
 

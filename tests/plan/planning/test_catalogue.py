@@ -7,7 +7,7 @@ import pytest
 from kvf_plan.errors import PlanError
 from kvf_plan.planning.catalogue import catalogue, engine, engine_of
 from kvf_plan.planning.estimate import spread
-from kvframework.pricing import prefill_s
+from kvframework.pricing import EngineSpeed
 
 
 def test_everything_has_a_source() -> None:
@@ -39,7 +39,9 @@ def test_the_kv_of_a_token(model: str, nbytes: int) -> None:
 def test_a_measured_speed_is_that_of_its_prompts() -> None:
     known = engine("llama-3-70b", "h100")
     assert (known.gpus, known.basis) == (2, "measured")
-    assert prefill_s(0, 5000, known.tokens_per_s, known.attention_tokens) == pytest.approx(0.40677, rel=1e-3)
+    assert EngineSpeed(known.tokens_per_s, known.attention_tokens).prefill_s(0, 5000) == pytest.approx(
+        0.40677, rel=1e-3
+    )
 
 
 def test_more_gpus_than_published_are_assumed_to_be_as_fast_each() -> None:

@@ -25,7 +25,7 @@ from kvf_plan.planning.offers import Prices
 from kvf_plan.planning.prompts import Prompts, sampled
 from kvf_plan.simulation import Engines, Outcome, Settings, TierSpeed, simulate
 from kvf_plan.trace.form import KVFRAMEWORK, Header, Request
-from kvframework.pricing import prefill_s
+from kvframework.pricing import EngineSpeed
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -49,6 +49,7 @@ def estimate(
     """Estimate for LRU in L1 and, with `l2_chunks`, in a tier that gets all that is stored."""
     free = [0.0] * engines
     chunk_bytes = prompts.chunk_tokens * engine.bytes_per_token
+    speed = EngineSpeed(engine.tokens_per_s, engine.attention_tokens)
     channel = engine_s = 0.0
     l1_tokens = l2_tokens = 0
     ttfts = []
@@ -61,7 +62,7 @@ def estimate(
                 loaded = channel = max(channel, prompt.at) + (hit - in_l1) * chunk_bytes / bytes_per_s
         # A prompt that is all there is computed in its last chunk still: the first token has to come from somewhere.
         known = min(hit * prompts.chunk_tokens, prompt.tokens - 1)
-        seconds = prefill_s(known, prompt.tokens, engine.tokens_per_s, engine.attention_tokens)
+        seconds = speed.prefill_s(known, prompt.tokens)
         first_token = max(heapq.heappop(free), loaded) + seconds
         heapq.heappush(free, first_token)
         engine_s += seconds

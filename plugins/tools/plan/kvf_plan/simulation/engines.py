@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kvf_plan.simulation.events import VirtualTime
 from kvf_plan.simulation.settings import Engines
-from kvframework.pricing import EngineSpeed, prefill_s
+from kvframework.pricing import EngineSpeed
 
 
 class PrefillQueue:
@@ -79,7 +79,7 @@ class Fleet:
 
     def seconds(self, x: int, y: int) -> float:
         """Return how long the tokens from x to y of a prompt take."""
-        return prefill_s(x, y, self._settings.tokens_per_s, self._settings.attention_tokens)
+        return EngineSpeed(self._settings.tokens_per_s, self._settings.attention_tokens).prefill_s(x, y)
 
     def speed(self, queue: PrefillQueue, unasked_s: float) -> EngineSpeed:
         """Return what an engine says of itself with a LOOKUP. `unasked_s` are those of the prompts that wait before
