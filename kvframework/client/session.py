@@ -190,7 +190,7 @@ class ServerSession:
 
     def raise_down(self) -> None:
         """Raise the reason why there is no connection: the server's refusal, or `ServerGone`."""
-        error = self._connection.why_down
+        error = self._connection.last_error
         if isinstance(error, KVFrameworkError) and not isinstance(error, ServerGone):
             raise error
         raise ServerGone(

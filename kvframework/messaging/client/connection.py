@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +43,7 @@ from kvframework.errors import (
 )
 from kvframework.messaging import frames_io
 from kvframework.messaging.client.link import Answer, Link, OnLate, Request
-from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, Reports
+from kvframework.messaging.client.liveness import LivenessLink, Reports, Watch
 from kvframework.messaging.curve import LoadedKeys
 from kvframework.messaging.polling import FOR_A_CONNECTION, as_out_of_resources, need
 from kvframework.supervise.state import Backoff
@@ -59,12 +58,11 @@ State = Literal["up", "suspect", "down"]
 _FIRST_PAUSE_S = 0.05
 _UNREACHABLE_PAUSE_S = 0.25
 _REFUSED_PAUSE_S = 2.0
-_LATER_S = 0.01
 _CLOSE_S = 10.0
 LOG_AGAIN_S = 60.0
 _HELLO_ID, _GOODBYE_ID = 0, 1
 _GOODBYE_MS = 200
-_POLL_S = 0.05
+_POLL_MS = 50
 # The I/O threads of a client's context, as bit masks: big frames never delay small ones, even while they are encrypted.
 CONTROL, BULK = 0b01, 0b10
 IO_THREADS = 2
@@ -99,8 +97,6 @@ class Connection:
         self.reports = Reports()
         # The error of the last attempt to connect, or the reason for the connection's end; None while it is up.
         self.last_error: Exception | None = None
-        # That of the present attempt, if its HELLO gets no answer.
-        self.unanswered: ServerGone | None = None
         self._log_again_at = 0.0
         self._endpoint = endpoint
         self._hello = hello
@@ -111,12 +107,14 @@ class Connection:
         self._keys = keys
         self._pid = os.getpid()
         self._link: Link | None = None
-        self._bulk: BulkSocket | None = None
+        # The second socket of the session, made by the first thread that needs it.
+        self._bulk: Link | None = None
+        self._opening_bulk = threading.Lock()
         self._welcomed = self._was_up = False
+        self._context: zmq.Context[Any] | None = None
         self._closing = threading.Event()
         self._changed = threading.Condition()
         self._starting = threading.Lock()
-        self._start_again_at = math.inf
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -126,13 +124,11 @@ class Connection:
             return
         try:
             if self._thread is None and not self._closing.is_set():
-                self._start_again_at = math.inf
                 self._thread = threading.Thread(target=self._supervise, name="kvf-connection", daemon=True)
                 self._thread.start()
         except RuntimeError as error:
             self._thread = None
             self._note(error)
-            self._start_again_at = time.monotonic() + _UNREACHABLE_PAUSE_S
         finally:
             self._starting.release()
 
@@ -143,7 +139,7 @@ class Connection:
         deadline = time.monotonic() + timeout
         with self._changed:
             while self.state != "up" and not self._closing.is_set() and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(min(left, max(self._start_again_at - time.monotonic(), 0.0) + _LATER_S))
+                self._changed.wait(min(left, _UNREACHABLE_PAUSE_S))
         return self.state == "up"
 
     @property
@@ -152,10 +148,10 @@ class Connection:
         "down": there is no server."""
         link = self._link
         if link is None or not self._welcomed or not link.alive or os.getpid() != self._pid:
-            if time.monotonic() >= self._start_again_at and os.getpid() == self._pid:
+            if self._thread is None and os.getpid() == self._pid:
                 self.start()
             return "down"
-        return "suspect" if link.silence.suspect else "up"
+        return "suspect" if link.watch.suspect else "up"
 
     @property
     def was_up(self) -> bool:
@@ -167,13 +163,6 @@ class Connection:
         """That of the connected server."""
         link = self._link
         return link.boot_id if link is not None and link.alive else None
-
-    @property
-    def why_down(self) -> Exception | None:
-        """The most specific reason: a refusal before silence, silence before a server that was not found."""
-        if self.last_error is not None and not isinstance(self.last_error, ServerGone):
-            return self.last_error
-        return self.unanswered or self.last_error
 
     def liveness_fd(self) -> int | None:
         """Return a descriptor that, while it is open, keeps the server from taking this process for dead (None over
@@ -224,9 +213,7 @@ class Connection:
         """
         try:
             spec = self._spec(name, buffers)
-            if bulk:
-                return self._bulk_of_session().begin(spec, payload, buffers, timeout)
-            link = self._usable(urgent, silence_s)
+            link = self._bulk_link() if bulk else self._usable(urgent, silence_s)
         except KVFrameworkError as error:
             return Future.failed(error.with_traceback(None))
         return link.begin(spec, payload, buffers, timeout=timeout, turn=turn, on_late=on_late)
@@ -280,16 +267,37 @@ class Connection:
         if thread is not None and not within:
             thread.join(_CLOSE_S)
 
-    def _bulk_of_session(self) -> BulkSocket:
-        bulk = self._bulk
-        if bulk is None or self.state == "down":
-            raise ServerGone(f"the connection is {self.state}", where=self._endpoint)
-        return bulk
+    def _bulk_link(self) -> Link:
+        """Return the session's second socket, after a handshake if there is none. Any failure on it discards it: its
+        requests in flight fail with `ServerGone`, and no late frame of it can pass for another answer."""
+        control = self._usable(urgent=False, silence_s=math.inf)
+        with self._opening_bulk:
+            bulk = self._bulk
+            if not control.alive:
+                raise control.gone()
+            if bulk is not None:
+                if bulk.alive and not bulk.watch.suspect:
+                    return bulk
+                bulk.close()
+            hello = msgspec.structs.replace(self._hello, session=self._hello.replaces, replaces=b"")
+            try:
+                need(descriptors=FOR_A_CONNECTION)
+                dealer, _ = self._dial(hello, lambda: not control.alive, BULK)
+                self._bulk = _linked(dealer, control.boot_id)
+            except Exception as error:
+                failure = error if isinstance(error, KVFrameworkError) else as_out_of_resources(error)
+                if failure is None:
+                    raise
+                # These errors would refuse a new session too.
+                if not isinstance(failure, (ServerGone, ServerFull, OutOfResources)):
+                    control.close()  # the session refuses another socket: only a new session can help
+                raise failure from None
+            return self._bulk
 
     def _usable(self, urgent: bool, silence_s: float = 0.0) -> Link:
         link, state = self._link, self.state
         allowed = state == "up" or (urgent and os.getpid() == self._pid)
-        if link is None or not (allowed or (state == "suspect" and link.silence.seconds() < silence_s)):
+        if link is None or not (allowed or (state == "suspect" and link.watch.silent_s(time.monotonic()) < silence_s)):
             raise ServerGone(f"the connection is {state}", where=self._endpoint)
         return link
 
@@ -302,14 +310,13 @@ class Connection:
         return spec
 
     def _supervise(self) -> None:
-        context = None
         backoff = Backoff(_FIRST_PAUSE_S, _REFUSED_PAUSE_S)
         try:
             while not self._closing.is_set():
                 try:
-                    context = context or make_context()
+                    self._context = self._context or make_context()
                     need(descriptors=FOR_A_CONNECTION)
-                    self._connect_once(context)
+                    self._connect_once()
                     backoff.reset()
                     self._closing.wait(_FIRST_PAUSE_S)
                 except Exception as error:  # noqa: BLE001 (kept, logged and tried again)
@@ -317,15 +324,13 @@ class Connection:
                     most = self._note(error)
                     self._closing.wait(min(backoff.delay(time.monotonic()), most))
         finally:
-            if context is not None:
-                context.destroy(0)
+            if self._context is not None:
+                self._context.destroy(0)
 
-    def _connect_once(self, context: zmq.Context[Any]) -> None:
+    def _connect_once(self) -> None:
         """Run one connection, from HELLO to its end. Raises if it did not come up."""
         deadlines = self._deadlines
-        reach = partial(dial, context, self._endpoint, timeout=deadlines.hello_s, keys=self._keys)
-        dealer, reply = reach(self._hello, closing=self._closing.is_set, waiting=self._wait_for_hello)
-        self.unanswered = None
+        dealer, reply = self._dial(self._hello, self._closing.is_set, CONTROL)
         self._hello = msgspec.structs.replace(self._hello, replaces=reply.session)
         with contextlib.ExitStack() as undo:
             undo.callback(dealer.close, 0)
@@ -336,21 +341,11 @@ class Connection:
                 undo.callback(liveness.close)
                 if arena_fd is not None:
                     undo.callback(os.close, arena_fd)
-            heartbeat = Heartbeat(deadlines.ping_every_s, deadlines.silent_s, time.monotonic())
-            link = Link(
-                dealer,
-                liveness,
-                reply.boot_id,
-                heartbeat,
-                self._notify,
-                gone_s=deadlines.gone_s,
-                reports=self.reports,
-            )
+            watch = Watch(deadlines.ping_every_s, deadlines.silent_s, time.monotonic(), self._notify)
+            link = Link(dealer, liveness, reply.boot_id, watch, gone_s=deadlines.gone_s, reports=self.reports)
             link.start()
             undo.pop_all()
-        joining = msgspec.structs.replace(self._hello, session=reply.session, replaces=b"")
-        bulk = BulkSocket(link, lambda: reach(joining, closing=lambda: not link.alive, io_thread=BULK)[0])
-        self._link, self._bulk = link, bulk
+        self._link = link
         if self._closing.is_set():
             link.close()
         try:
@@ -367,8 +362,11 @@ class Connection:
         finally:
             up, self._welcomed = self._welcomed, False
             link.close()
-            self._link = self._bulk = None
-            bulk.close()
+            self._link = None
+            with self._opening_bulk:
+                if self._bulk is not None:
+                    self._bulk.close()
+                self._bulk = None
         if up:
             if not self._closing.is_set():
                 self.last_error = link.gone()
@@ -378,9 +376,6 @@ class Connection:
             except Exception as error:
                 self.last_error = error
                 logger.exception("on_down failed")
-
-    def _wait_for_hello(self, unanswered: ServerGone) -> None:
-        self.unanswered = unanswered
 
     def _notify(self) -> None:
         with self._changed:
@@ -400,66 +395,55 @@ class Connection:
                 logger.error("the server at %s cannot be used: %s", self._endpoint, error)
             else:
                 logger.error("connecting to %s failed", self._endpoint, exc_info=error)
-        self.last_error, self.unanswered = error, None
+        self.last_error = error
         return _UNREACHABLE_PAUSE_S if isinstance(error, (ServerGone, OutOfResources)) else _REFUSED_PAUSE_S
 
+    def _dial(self, hello: Hello, closing: Callable[[], bool], io_thread: int) -> tuple[frames_io.Socket, HelloReply]:
+        """One attempt to reach the server, blocking: return a connected DEALER, which the caller owns, and HELLO's
+        answer. It never reconnects, so that no message for one server reaches another.
 
-class BulkSocket:
-    """The second socket of a session, for bulk: no small request waits behind big frames. Thread-safe.
-
-    The first thread that needs it opens it: `join()` makes a DEALER that has joined the session, and blocks for one
-    handshake. Any failure on it discards it: its requests in flight fail with `ServerGone`, and no late frame of it can
-    pass for another answer. It ends with the `control` link.
-    """
-
-    def __init__(self, control: Link, join: Callable[[], frames_io.Socket]) -> None:
-        self._control = control
-        self._join = join
-        self._lock = threading.Lock()
-        self._link: Link | None = None
-        self._closed = False
-
-    def begin(self, spec: RequestSpec, payload: Message, buffers: Sequence[Buffer], timeout: float) -> Future[Answer]:
-        """Send a request like `Link.begin`, after a handshake if there is no socket. Never raises."""
-        try:
-            link = self._opened()
-        except Exception as error:
-            failure = error if isinstance(error, KVFrameworkError) else as_out_of_resources(error)
-            if failure is None:
-                raise
-            # These errors would refuse a new session too.
-            if not isinstance(failure, (ServerGone, ServerFull, OutOfResources)):
-                self._control.close()  # the session refuses another socket: only a new session can help
-            return Future.failed(failure.with_traceback(None))
-        return link.begin(spec, payload, buffers, timeout=timeout)
-
-    def close(self) -> None:
-        """Close the socket. Idempotent. Waits for a handshake in progress."""
-        with self._lock:
-            self._closed = True
-            if self._link is not None:
-                self._link.close()
-
-    def _opened(self) -> Link:
-        with self._lock:
-            if self._closed or not self._control.alive:
-                raise ServerGone("the connection was closed")
-            link = self._link
-            if link is not None and link.alive and not link.silence.suspect:
-                return link
-            if link is not None:
-                link.close()
-            need(descriptors=FOR_A_CONNECTION)
-            heartbeat = Heartbeat(_BULK_PING_S, _BULK_PING_S, time.monotonic())
-            dealer = self._join()
+        Raises `ServerGone` without a listener, without an answer in time, or on `closing()`; `EndpointError` for an
+        ipc:// endpoint in a directory that others may write to; else the server's refusal.
+        """
+        address = _probe(self._endpoint, self._deadlines.hello_s)
+        unanswered = ServerGone("no answer to HELLO", where=self._endpoint, hint=_hint(address, self._keys))
+        assert self._context is not None
+        with contextlib.ExitStack() as undo:
+            dealer = self._context.socket(zmq.DEALER)
+            undo.callback(dealer.close, 0)
+            # A process that is killed still accepts connections for a moment: else the caller would wait in vain.
+            hung_up = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             try:
-                link = Link(dealer, None, self._control.boot_id, heartbeat, lambda: None)
-                link.start()
-            except BaseException:
-                dealer.close(0)
-                raise
-            self._link = link
-            return link
+                frames_io.bound(dealer)
+                dealer.setsockopt(zmq.LINGER, 0)
+                dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+                dealer.setsockopt(zmq.AFFINITY, io_thread)
+                if address is not None:
+                    frames_io.over_tcp(dealer, address.host)
+                    if self._keys is not None:
+                        self._keys.apply(dealer)
+                dealer.connect(self._endpoint)
+                frames_io.send(dealer, join(_HELLO_ID, "HELLO", hello))
+                deadline = time.monotonic() + self._deadlines.hello_s
+                poller = zmq.Poller()
+                poller.register(dealer, zmq.POLLIN)
+                poller.register(hung_up, zmq.POLLIN)
+                while dealer not in dict(poller.poll(_POLL_MS)):
+                    gone = hung_up.poll(0) and not dealer.poll(0)
+                    if gone or closing() or time.monotonic() >= deadline:
+                        raise unanswered
+                envelope = split(frames_io.receive(dealer, frames_io.HEAD_FRAMES) or [])
+            except zmq.Again:
+                # The server hung up before HELLO was sent, as it does with clients that have no keys.
+                raise unanswered from None
+            except zmq.ZMQError as error:
+                raise ServerGone(f"cannot connect: {error}", where=self._endpoint) from None
+            finally:
+                dealer.disable_monitor()
+                hung_up.close(0)
+            reply = _accepted(dealer, envelope, hello)
+            undo.pop_all()
+        return dealer, reply
 
 
 def make_context() -> zmq.Context[Any]:
@@ -475,73 +459,38 @@ def make_context() -> zmq.Context[Any]:
     return context
 
 
-def dial(
-    context: zmq.Context[Any],
-    endpoint: str,
-    hello: Hello,
-    *,
-    timeout: float,
-    closing: Callable[[], bool],
-    keys: LoadedKeys | None = None,
-    io_thread: int = CONTROL,
-    waiting: Callable[[ServerGone], None] = lambda _: None,
-) -> tuple[frames_io.Socket, HelloReply]:
-    """One attempt to reach a server, blocking: return a connected DEALER, which the caller owns, and HELLO's answer.
-    It never reconnects, so that no message for one server reaches another. `context` has `IO_THREADS`.
-
-    Raises `ServerGone` without a listener, without an answer in time, or on `closing()`; `EndpointError` for an ipc://
-    endpoint in a directory that others may write to; else the server's refusal. `waiting` is called once HELLO has been
-    sent, with the error that is raised if no answer comes.
-    """
-    address = _probe(endpoint, timeout)
-    unanswered = ServerGone("no answer to HELLO", where=endpoint, hint=_hint(address, keys))
-    dealer = context.socket(zmq.DEALER)
-    # A process that is killed still accepts connections for a moment: without this, the caller would wait in vain.
-    hung_up = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+def _linked(dealer: frames_io.Socket, boot_id: bytes) -> Link:
+    """Return a running link for the bulk of a session."""
     try:
-        frames_io.bound(dealer)
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
-        dealer.setsockopt(zmq.AFFINITY, io_thread)
-        if address is not None:
-            frames_io.over_tcp(dealer, address.host)
-            if keys is not None:
-                keys.apply(dealer)
-        dealer.connect(endpoint)
-        frames_io.send(dealer, join(_HELLO_ID, "HELLO", hello))
-        deadline = time.monotonic() + timeout
-        waiting(unanswered)
-        poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN)
-        poller.register(hung_up, zmq.POLLIN)
-        while dealer not in dict(poller.poll(int(_POLL_S * 1000))):
-            gone = hung_up.poll(0) and not dealer.poll(0)
-            if gone or closing() or time.monotonic() >= deadline:
-                raise unanswered
-        envelope = split(frames_io.receive(dealer, frames_io.HEAD_FRAMES) or [])
-        if envelope.type == ERROR_TYPE:
-            raise error_from(decode(envelope.payload, ErrorPayload, where="HELLO"))
-        try:
-            return dealer, _accepted(envelope, hello)
-        except ProtocolError as error:
-            with contextlib.suppress(zmq.ZMQError):
-                frames_io.send(dealer, join(_GOODBYE_ID, "GOODBYE", Goodbye(error.code, error.fact)))
-            dealer.close(_GOODBYE_MS)
-            raise
-    except zmq.Again:
-        # The server hung up before HELLO was sent, as it does with clients that have no keys.
-        dealer.close(0)
-        raise unanswered from None
-    except zmq.ZMQError as error:
-        dealer.close(0)
-        raise ServerGone(f"cannot connect: {error}", where=endpoint) from None
+        link = Link(dealer, None, boot_id, Watch(_BULK_PING_S, _BULK_PING_S, time.monotonic()))
+        link.start()
     except BaseException:
         dealer.close(0)
         raise
-    finally:
-        if not dealer.closed:
-            dealer.disable_monitor()
-        hung_up.close(0)
+    return link
+
+
+def _accepted(dealer: frames_io.Socket, envelope: Envelope, hello: Hello) -> HelloReply:
+    """Return the server's answer to HELLO, after a GOODBYE if this client cannot use it. Raises its refusal, and
+    `ProtocolError`."""
+    if envelope.type == ERROR_TYPE:
+        raise error_from(decode(envelope.payload, ErrorPayload, where="HELLO"))
+    try:
+        if (envelope.request_id, envelope.type) != (_HELLO_ID, "HELLO"):
+            raise ProtocolError(f"the server answered HELLO with {envelope.type!r}")
+        reply = decode(envelope.payload, HelloReply, where="HELLO")
+        if not hello.min_version <= reply.version <= hello.max_version:
+            raise VersionMismatch(
+                f"the server chose protocol version {reply.version}",
+                available=f"{hello.min_version} to {hello.max_version}",
+                hint="install the same kvframework release beside the engine and the server",
+            )
+    except ProtocolError as error:
+        with contextlib.suppress(zmq.ZMQError):
+            frames_io.send(dealer, join(_GOODBYE_ID, "GOODBYE", Goodbye(error.code, error.fact)))
+        dealer.close(_GOODBYE_MS)
+        raise
+    return reply
 
 
 def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:
@@ -554,44 +503,23 @@ def _hint(address: Endpoint | None, keys: LoadedKeys | None) -> str:
 
 def _probe(endpoint: str, timeout: float) -> Endpoint | None:
     """Raise if there is no listener, which ZMQ would not report; return the address of a tcp:// endpoint."""
-    address = None
+    address, family = None, socket.AF_UNIX
+    place: Any = ""
     if endpoint.startswith("ipc://"):
-        path = ipc_path(endpoint)
-        if os.path.exists(path + FULL_SUFFIX) and not os.path.exists(path):
+        place = ipc_path(endpoint)
+        if os.path.exists(place + FULL_SUFFIX) and not os.path.exists(place):
             raise ServerFull("the server accepts no client at the moment: its descriptors run low", where=endpoint)
-        _knock(socket.AF_UNIX, path, endpoint, 0.0)
-        try:
-            # A user who may write there could replace the socket by that of another server.
-            check_private_directory(Path(path).parent, owner=trusted_server_uid())
-        except OSError as error:
-            raise ServerGone(f"no server listens: {error.strerror}", where=endpoint) from None
     else:
         address = parse_endpoint(endpoint)
-        try:
+    try:
+        if address is not None:
             family, _, _, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
-        except OSError as error:
-            raise ServerGone(f"there is no such host: {error.strerror}", where=endpoint) from None
-        _knock(family, place, endpoint, timeout)
-    return address
-
-
-def _knock(family: socket.AddressFamily, place: Any, endpoint: str, timeout: float) -> None:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.settimeout(timeout)
-        try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(timeout if address else 0.0)
             probe.connect(place)
-        except OSError as error:
-            raise ServerGone(f"no server listens: {error.strerror or error}", where=endpoint) from None
-
-
-def _accepted(envelope: Envelope, hello: Hello) -> HelloReply:
-    if (envelope.request_id, envelope.type) != (_HELLO_ID, "HELLO"):
-        raise ProtocolError(f"the server answered HELLO with {envelope.type!r}")
-    reply = decode(envelope.payload, HelloReply, where="HELLO")
-    if not hello.min_version <= reply.version <= hello.max_version:
-        raise VersionMismatch(
-            f"the server chose protocol version {reply.version}",
-            available=f"{hello.min_version} to {hello.max_version}",
-            hint="install the same kvframework release beside the engine and the server",
-        )
-    return reply
+        if address is None:
+            # A user who may write there could replace the socket by that of another server.
+            check_private_directory(Path(place).parent, owner=trusted_server_uid())
+    except OSError as error:
+        raise ServerGone(f"no server listens: {error.strerror or error}", where=endpoint) from None
+    return address

@@ -4,7 +4,7 @@ The I/O thread owns the liveness socket, the PINGs and all deadlines except thos
 receive by themselves. Other callers append to an outbox and wake the I/O thread, which receives the answers that no
 caller waits for. Any thread sends what is in the outbox ahead of a message of its own, so that the requests of one
 thread keep their order. When the link ends, for any reason, every future of it fails with `ServerGone`; a link is never
-used again.
+used again. A signal's handler that raises in a caller ends it: half a message may be under way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvframework.errors import (
 )
 from kvframework.logs.limit import LogLimit
 from kvframework.messaging import frames_io
-from kvframework.messaging.client.liveness import Heartbeat, LivenessLink, Reports, Silence
+from kvframework.messaging.client.liveness import LivenessLink, Reports, Watch
 from kvframework.messaging.frames_io import SharedDealer, milliseconds
 from kvframework.messaging.polling import Deadlines, Wakeup
 from kvframework.wire.frames import ERROR_TYPE, NO_ANSWER, Envelope, ErrorPayload, decode, error_from, join, split
@@ -68,16 +68,10 @@ class Request(Promise[Answer]):
     """A request and the future of its answer; `deadline` is on the monotonic clock. `on_late` receives an answer that
     arrives after it. `cancel()` asks the server, which answers the request as always."""
 
-    __slots__ = ("_send_cancel", "deadline", "frames", "on_late", "request_id", "resting", "spec", "timeout")
+    __slots__ = ("_link", "deadline", "frames", "late", "on_late", "request_id", "spec", "timeout")
 
     def __init__(
-        self,
-        request_id: int,
-        frames: list[Any],
-        spec: RequestSpec,
-        timeout: float,
-        on_late: OnLate | None,
-        send_cancel: Callable[[int], Future[Answer]],
+        self, link: Link, request_id: int, frames: list[Any], spec: RequestSpec, timeout: float, on_late: OnLate | None
     ) -> None:
         super().__init__()
         self.request_id = request_id
@@ -86,22 +80,16 @@ class Request(Promise[Answer]):
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout
         self.on_late = on_late
-        self.resting = False  # whether its caller only waits, so that a signal may interrupt it without harm
-        self._send_cancel = send_cancel
+        self.late = False  # whether it was given up
+        self._link = link
 
     def cancel(self) -> None:
         if not self.query():
-            self._send_cancel(self.request_id)
+            self.cancelled()
 
     def cancelled(self) -> Future[Answer]:
         """See `Connection.cancel`."""
-        return self._send_cancel(self.request_id)
-
-    def rest(self, timeout: float) -> None:
-        """Wait until it is resolved, at most `timeout` seconds."""
-        self.resting = True
-        self.wait(max(timeout, 0.0))
-        self.resting = False
+        return self._link.begin(_CANCEL, Cancel(self.request_id), timeout=_CANCEL.deadline_s + _AFTER_THE_SERVER_S)
 
     def answer(self, envelope: Envelope) -> Answer:
         """Return the server's response. Raises the error that it named, and `ProtocolError` for a reply that does not
@@ -159,22 +147,16 @@ class Pending:
                 self._deadlines.set(item.request_id, item.deadline)
 
     def take(self, request_id: int) -> Request | None:
-        """Remove a request; None if another thread has taken it, or it was given up."""
+        """Remove a request, also one that is `late`; None if another thread has taken it."""
         with self._lock:
             self._deadlines.discard(request_id)
-            return self._items.pop(request_id, None)
-
-    def take_late(self, request_id: int) -> Request | None:
-        """Remove a request that was given up, and has an `on_late`."""
-        with self._lock:
-            return self._late.pop(request_id, None)
+            return self._items.pop(request_id, None) or self._late.pop(request_id, None)
 
     def give_up(self, item: Request) -> bool:
-        """Remove a request that no caller waits for any more; False if another thread has taken it."""
+        """Remove a request whose caller's deadline has passed; False if another thread has taken it."""
         with self._lock:
             if self._items.pop(item.request_id, None) is None:
                 return False
-            self._deadlines.discard(item.request_id)
             self._keep_late(item)
             return True
 
@@ -199,6 +181,7 @@ class Pending:
             return items
 
     def _keep_late(self, item: Request) -> None:
+        item.late = True
         if item.on_late is not None:
             self._late[item.request_id] = item
             if len(self._late) > _MAX_LATE:
@@ -206,21 +189,20 @@ class Pending:
 
 
 class Link:
-    """One connection. The I/O thread calls `changed()` when `suspect` has changed and when the link has ended."""
+    """One connection. `watch.changed()` is called when the server's silence has changed and when the link has ended."""
 
     def __init__(
         self,
         dealer: frames_io.Socket,
         liveness: LivenessLink | None,
         boot_id: bytes,
-        heartbeat: Heartbeat,
-        changed: Callable[[], None],
+        watch: Watch,
         *,
         gone_s: float = math.inf,
         reports: Reports | None = None,
     ) -> None:
         self.boot_id = boot_id
-        self.silence = Silence(changed)
+        self.watch = watch
         self.reason: KVFrameworkError | None = None
         self.ended = threading.Event()
         # Until when the server may have released pins by an END_SESSION of this session, of the monotonic clock.
@@ -231,8 +213,6 @@ class Link:
         self._reports.begin()
         self._dealer = SharedDealer(dealer)
         self._liveness = liveness
-        self._heartbeat = heartbeat
-        self._changed = changed
         self._clock = time.monotonic
         self._ids = itertools.count(int.from_bytes(os.urandom(7), "little") + 1)
         # Guards _closed and the way into _outbox. Reentrant: a signal's handler may close.
@@ -292,7 +272,7 @@ class Link:
             item = self._request(spec, payload, buffers, timeout, on_late)
         except KVFrameworkError as error:
             return Future.failed(error.with_traceback(None))
-        if turn > 0 and self._prompt and not self.silence.suspect and not self.runs_here():
+        if turn > 0 and self._prompt and not self.watch.suspect and not self.runs_here():
             self._wait_here(item, min(item.deadline, self._clock() + turn))
             return item
         entered = self._enter()
@@ -316,8 +296,8 @@ class Link:
             self._dealer.send(frames)
         except zmq.ZMQError:
             return False
-        except BaseException as error:  # a signal's handler raised: half a message may have been sent
-            self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
+        except BaseException as error:
+            self._interrupted(error)
             raise
         finally:
             self._leave(entered)
@@ -341,9 +321,7 @@ class Link:
 
     def close(self) -> None:
         """End the link and wait for its thread, unless called by it. Idempotent."""
-        with self._lock:
-            self._closed = True
-        self._wakeup.signal()
+        self._stop()
         if not self.runs_here():
             self._thread.join()
 
@@ -355,27 +333,27 @@ class Link:
     def _wait_here(self, item: Request, until: float) -> None:
         """Send the request and wait. Afterwards the future is resolved, or pending and served by the I/O thread, if
         `until` is before its deadline."""
-        entered, given_on = self._enter(), False
+        entered = self._enter()
         try:
             self._exchange(item, until)
-            if not item.query():
-                if until < item.deadline:
-                    self._prompt = False
-                    given_on = True
-                    self._pending.watch(item)
-                    self._wakeup.signal()
-                else:
-                    self._expire_here(item)
+            if item.query():
+                return
+            if until < item.deadline:
+                self._prompt = False
+                self._pending.watch(item)
+            elif self._pending.give_up(item):
+                self.watch.doubt(item.deadline - item.timeout, self._clock())
+                item.expire()
+            else:
+                item.wait(_LAST_RESORT_S)  # another thread is about to resolve it
+                item.expire()
+            self._wakeup.signal()
         except BaseException as error:
-            # A signal's handler raised. Outside of a wait, half a message may have been sent or received.
             self._dealer.follow()
-            if not item.resting:
-                self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
+            self._interrupted(error)
             raise
         finally:
             self._leave(entered)
-            if not given_on and self._pending.give_up(item):
-                self._ask_now()
 
     def _exchange(self, item: Request, until: float) -> None:
         if self._closed or not self._pending.add(item, watched=False):
@@ -397,7 +375,7 @@ class Link:
                     if self._pending:
                         self._wakeup.signal()  # no thread receives the answers that others wait for
             else:
-                item.rest(until - self._clock())
+                item.wait(max(until - self._clock(), 0.0))
                 if self._clock() >= until:
                     self._receive()
             if self._clock() >= until:
@@ -405,24 +383,10 @@ class Link:
 
     def _receive_until(self, item: Request, until: float) -> None:
         while not item.query():
-            item.resting = True
             self._dealer.wait(until, self._callers)
-            item.resting = False
             self._receive(leading=True)
             if self._clock() >= until:
                 return
-
-    def _expire_here(self, item: Request) -> None:
-        if self._pending.give_up(item):
-            self.silence.begin(item.deadline - item.timeout)
-            self._ask_now()
-        else:
-            item.rest(_LAST_RESORT_S)  # another thread is about to resolve it
-        item.expire()
-
-    def _ask_now(self) -> None:
-        self._heartbeat.ask_now()
-        self._wakeup.signal()
 
     # in any thread
 
@@ -436,10 +400,7 @@ class Link:
             raise
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidPayload(str(error), where=spec.name) from error
-        return Request(request_id, frames, spec, timeout, on_late, self._cancel)
-
-    def _cancel(self, request_id: int) -> Future[Answer]:
-        return self.begin(_CANCEL, Cancel(request_id), timeout=_CANCEL.deadline_s + _AFTER_THE_SERVER_S)
+        return Request(self, request_id, frames, spec, timeout, on_late)
 
     def _enter(self) -> bool:
         caller = threading.get_ident()
@@ -451,6 +412,9 @@ class Link:
     def _leave(self, entered: bool) -> None:
         if entered:
             self._within.discard(threading.get_ident())
+
+    def _interrupted(self, error: BaseException) -> None:
+        self._stop(ServerGone(f"{type(error).__name__} interrupted a message"))
 
     def _send_outbox(self) -> None:
         """Send what `begin` has left, oldest first. Raises `zmq.ZMQError` once the link has ended."""
@@ -493,7 +457,7 @@ class Link:
     def _receive(self, *, leading: bool = False) -> None:
         messages = self._dealer.receive(_MESSAGES_PER_ROUND)
         if messages:
-            self.silence.heard_at = self._clock()
+            self.watch.heard_at = self._clock()
             self._prompt = True
         for frames in messages:
             try:
@@ -503,9 +467,7 @@ class Link:
                 continue
             item = self._pending.take(envelope.request_id)
             if item is not None:
-                self._on_answer(item, envelope)
-            elif (late := self._pending.take_late(envelope.request_id)) is not None:
-                self._on_late(late, envelope)
+                (self._on_late if item.late else self._on_answer)(item, envelope)
         if messages and not leading:
             self._dealer.interrupt()
 
@@ -540,15 +502,15 @@ class Link:
             return  # the link ends
         if error is None:
             self._reports.answered(ping)
-        self._heartbeat.answered()
-        self.silence.end()
+        self.watch.answered(self._clock())
 
     def _full(self, item: Request) -> KVFrameworkError:
-        self.silence.begin()
+        now = self._clock()
+        self.watch.doubt(now, now)
         return ServerGone("the server accepts no more messages", where=item.spec.name)
 
-    def _stop(self, reason: KVFrameworkError) -> None:
-        self.reason = reason
+    def _stop(self, reason: KVFrameworkError | None = None) -> None:
+        self.reason = self.reason or reason
         with self._lock:
             self._closed = True
         self._wakeup.signal()
@@ -574,7 +536,7 @@ class Link:
         return poller
 
     def _round(self, idle: zmq.Poller, leading: zmq.Poller) -> None:
-        wake_at = min(self._heartbeat.next_at(), self._pending.next_deadline() or math.inf)
+        wake_at = min(self.watch.next_at, self._pending.next_deadline() or math.inf)
         leads = bool(self._pending) and self._dealer.lead()
         try:
             if leads:
@@ -596,39 +558,36 @@ class Link:
         if now >= wake_at:
             self._receive()  # this process may have been stopped: answers that have arrived by now were not late
             for item in self._pending.due(now):
-                self.silence.begin(item.deadline - item.timeout)
-                self._heartbeat.ask_now()
+                self.watch.doubt(item.deadline - item.timeout, now)
                 item.expire()
             self._beat(now)
 
     def _beat(self, now: float) -> None:
-        self.silence.log(now)
-        overdue = self._heartbeat.overdue(now)
-        if overdue:
-            silence = self._heartbeat.silence(now)
+        self.watch.log(now)
+        silence = self.watch.unanswered_s(now)
+        if silence:
             if self._liveness is None and silence >= self._gone_s:
                 self._stop(ServerGone(f"the server has answered no PING for {silence:.0f} s"))
                 return
-            self.silence.begin(now - silence)  # silence is not death
-        if not self._heartbeat.due(now):
+            self.watch.doubt(now - silence, now)
+        if now < self.watch.next_at:
             return
         ping, free = self._reports.ping(), self._reports.take_freed()
         self._send_outbox()  # requests that name those tickets
         item = self._request(_PING, replace(ping, free=free) if free else ping, (), math.inf, None)
         item.add_done_callback(lambda reply: self._on_pong(ping, reply))
         self._pending.add(item, watched=False)
-        self._heartbeat.sent(now)  # before another thread can have its answer
+        self.watch.pinged(now)  # before another thread can have its answer
         try:
             self._dealer.send(item.frames)
         except zmq.Again:
             self._reports.free(free)
             self._pending.take(item.request_id)
-            if overdue:
+            if silence:
                 self._stop(ServerGone("the connection is broken"))
 
     def _end(self) -> None:
-        with self._lock:
-            self._closed = True
+        self._stop()
         unanswered = self._pending.close()
         with self._sending:
             unanswered += self._outbox
@@ -640,4 +599,4 @@ class Link:
             self._liveness.close()
         self._wakeup.close()
         self.ended.set()
-        self._changed()
+        self.watch.changed()

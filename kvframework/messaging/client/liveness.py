@@ -1,4 +1,4 @@
-"""Whether a client's server lives: the schedule of PINGs and what they carry, the server's silence, and the liveness
+"""Whether a client's server lives: the server's silence and the schedule of PINGs, what they carry, and the liveness
 socket, which brings the arena's descriptor, and whose end means the server's death. Engine process."""
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import os
 import socket
 import struct
 import threading
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from kvframework.api.transport import LostKind
@@ -21,7 +20,6 @@ from kvframework.messaging.polling import WITH_ARENA, WITHOUT_ARENA, close_after
 from kvframework.supervise.state import Backoff
 from kvframework.wire.messages import (
     LOST_AMOUNTS,
-    LOST_CALLS,
     MAX_FREED,
     MAX_LOST,
     MAX_LOST_CODE,
@@ -38,98 +36,66 @@ SILENCE_S = 1.0  # silence shorter than this is not logged
 _OTHERS = "other"  # the code of losses for which there is no entry of their own
 
 
-class Heartbeat:
-    """When to PING. One PING is outstanding at a time; an unanswered one is repeated at growing intervals, so that none
-    pile up. `answered` and `ask_now` may be called from any thread."""
+class Watch:
+    """Whether the server of a link answers, and when to PING it. Pure but for its log lines: the time is passed in.
 
-    def __init__(self, interval: float, timeout: float, now: float) -> None:
-        self._interval = interval
-        self._timeout = timeout
-        self._next = now + interval
-        self._repeat = Backoff(timeout, max(_SLOWEST_S, timeout))
-        self._waiting_since: float | None = None
+    One PING is outstanding at a time; an unanswered one is repeated at growing intervals. The server is `suspect` from
+    a request or PING that was not answered in time until a PING is answered: silence is not death. `changed()` is
+    called when that has changed. Any thread may call; `next_at` is when to PING, or to look for silence, next.
+    """
 
-    def next_at(self) -> float:
-        """Return the time at which `due` or `overdue` may next become true."""
-        return self._next
-
-    def due(self, now: float) -> bool:
-        return now >= self._next
-
-    def overdue(self, now: float) -> bool:
-        """Whether a PING has been unanswered for the timeout."""
-        since = self._waiting_since
-        return since is not None and now >= since + self._timeout
-
-    def silence(self, now: float) -> float:
-        """Return the seconds for which the oldest PING has been unanswered."""
-        since = self._waiting_since
-        return now - since if since is not None else 0.0
-
-    def sent(self, now: float) -> None:
-        """Record that a PING was sent, or could not be sent."""
-        if self._waiting_since is None:
-            self._waiting_since = now
-        self._next = now + self._repeat.delay(now)
-
-    def answered(self) -> None:
-        since = self._waiting_since
-        if since is not None:
-            self._next = since + self._interval
-            self._waiting_since = None
-            self._repeat.reset()
-
-    def ask_now(self) -> None:
-        """Make a PING due now, after another request was not answered, unless a PING is outstanding."""
-        if self._waiting_since is None:
-            self._next = 0.0
-
-
-class Silence:
-    """Whether a server has left a request unanswered, since when, and the log lines about it. Thread-safe.
-
-    `changed` is called when `suspect` has changed, in the thread that changes it. Silence is not death: a link ends
-    for other reasons."""
-
-    def __init__(self, changed: Callable[[], None]) -> None:
+    def __init__(self, interval: float, timeout: float, now: float, changed: Callable[[], None] = lambda: None) -> None:
         self.suspect = False
         # When a message of the server arrived: the link sets it, at every message.
         self.heard_at = 0.0
-        self._changed = changed
-        # Guards `suspect`. Reentrant: a signal's handler may ask.
-        self._lock = threading.RLock()
-        self._suspect_since = 0.0
-        self._unanswered_since = 0.0
+        self.next_at = now + interval
+        self._interval = interval
+        self._timeout = timeout
+        self.changed = changed
+        self._repeat = Backoff(timeout, max(_SLOWEST_S, timeout))
+        self._pinged_at: float | None = None  # the oldest unanswered PING
+        self._suspect_since = self._unanswered_since = 0.0
         self._logged = False
 
-    def seconds(self) -> float:
+    def silent_s(self, now: float) -> float:
         """Return the seconds for which the server has answered nothing despite a request; 0 if it is not suspect."""
+        return max(now - max(self._unanswered_since, self.heard_at), 0.0) if self.suspect else 0.0
+
+    def unanswered_s(self, now: float) -> float:
+        """Return the seconds for which the oldest PING has been unanswered, 0 while that is not overdue."""
+        since = self._pinged_at
+        return now - since if since is not None and now >= since + self._timeout else 0.0
+
+    def doubt(self, since: float, now: float) -> None:
+        """Mark the server as suspect: a request of the time `since` was not answered, or could not be sent."""
+        self.ask_now()
         if not self.suspect:
-            return 0.0
-        return max(time.monotonic() - max(self._unanswered_since, self.heard_at), 0.0)
-
-    def begin(self, since: float | None = None) -> None:
-        """Mark the server as suspect. `since` is the time of the first unanswered request; None: now."""
-        with self._lock:
-            if self.suspect:
-                return
-            self._suspect_since = time.monotonic()
-            self._unanswered_since = self._suspect_since if since is None else since
+            self._suspect_since, self._unanswered_since = now, since
             self.suspect = True
-        self._changed()
+            self.changed()
 
-    def end(self) -> None:
+    def ask_now(self) -> None:
+        """Make a PING due now, unless one is outstanding."""
+        if self._pinged_at is None:
+            self.next_at = 0.0
+
+    def pinged(self, now: float) -> None:
+        """Record that a PING was sent, or could not be sent."""
+        if self._pinged_at is None:
+            self._pinged_at = now
+        self.next_at = now + self._repeat.delay(now)
+
+    def answered(self, now: float) -> None:
         """Record that the server's loop has answered a PING."""
-        with self._lock:
-            if not self.suspect:
-                return
+        since, self._pinged_at = self._pinged_at, None
+        self.next_at = (now if since is None else since) + self._interval
+        self._repeat.reset()
+        if self.suspect:
             self.suspect = False
-        if self._logged:
-            self._logged = False
-            logger.info("the server answers again after %.1f s", time.monotonic() - self._suspect_since)
-        else:
-            logger.debug("one answer was late, the server answers")
-        self._changed()
+            if self._logged:
+                self._logged = False
+                logger.info("the server answers again after %.1f s", now - self._suspect_since)
+            self.changed()
 
     def log(self, now: float) -> None:
         """Log a silence once it has lasted: a single late answer needs no action of an operator."""
@@ -142,23 +108,23 @@ class Reports:
     """What the PINGs of a client's sessions carry besides: its losses, and the tickets to free. Thread-safe, and a
     signal's handler may use it.
 
-    Losses are failed calls by kind and error code. A PING has the totals of its session, unless an answered one had the
+    Losses are failed calls by error code and kind. A PING has the totals of its session, unless an answered one had the
     same: a repeated one counts once. Tickets go along with a LOOKUP or a PING, and no caller waits; they end with their
     session.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._lost: dict[str, Lost] = {}
+        self._lost: dict[str, Counter[str]] = {}
         self._answered: tuple[Lost, ...] = ()
         self._freed: deque[str] = deque()
 
     def begin(self) -> None:
         """Start a new session: its totals are what no earlier one has reported and heard to have arrived."""
         with self._lock:
-            known = {each.code: each for each in self._answered}
-            left = [_combined(lost, known[code], -1) if code in known else lost for code, lost in self._lost.items()]
-            self._lost = {lost.code: lost for lost in left if any(getattr(lost, name) for name in LOST_CALLS)}
+            for each in self._answered:
+                self._lost[each.code] -= Counter({name: getattr(each, name) for name in LOST_AMOUNTS})
+            self._lost = {code: left for code, left in self._lost.items() if left}
             self._answered = ()
             self._freed.clear()
 
@@ -168,13 +134,15 @@ class Reports:
         with self._lock:
             if code not in self._lost and len(self._lost) >= MAX_LOST - 1:
                 code = _OTHERS
-            one = Lost(code, nbytes=nbytes, **{kind: 1})
-            self._lost[code] = _combined(self._lost.get(code) or Lost(code), one, 1)
+            self._lost.setdefault(code, Counter()).update({kind: 1, "nbytes": nbytes})
 
     def ping(self) -> Ping:
         """Return a PING with all that the server of this session does not know yet."""
         with self._lock:
-            lost = tuple(self._lost.values())
+            lost = tuple(
+                Lost(code, **{name: min(count, MOST_LOST) for name, count in counts.items()})
+                for code, counts in self._lost.items()
+            )
             return Ping(() if lost == self._answered else lost)
 
     def answered(self, ping: Ping) -> None:
@@ -193,11 +161,6 @@ class Reports:
             return ()
         with self._lock:
             return tuple(self._freed.popleft() for _ in range(min(len(self._freed), MAX_FREED)))
-
-
-def _combined(one: Lost, other: Lost, sign: int) -> Lost:
-    amounts = {name: min(max(getattr(one, name) + sign * getattr(other, name), 0), MOST_LOST) for name in LOST_AMOUNTS}
-    return Lost(one.code, **amounts)
 
 
 class LivenessLink:

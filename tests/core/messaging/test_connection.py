@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import zmq
@@ -334,3 +336,25 @@ def test_a_second_socket_that_does_not_come_in_costs_the_session_nothing(lab: La
         assert len(lab.server.sessions) == 1
         files.show(True)
         assert connection.begin("test.ECHO", Text("big"), timeout=60, bulk=True).result(20).payload == Text("big")
+
+
+@pytest.mark.timeout(120)
+def test_a_server_that_hangs_up_is_not_waited_for(tmp_path: Path) -> None:
+    """As a process that is being killed."""
+    tmp_path.chmod(0o700)
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def hang_up() -> None:
+            for _ in range(2):  # the probe, and ZMQ's own
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1)
+
+        ending = threading.Thread(target=hang_up)
+        ending.start()
+        with connected(f"ipc://{path}", up=False, hello_s=3600.0) as connection:
+            wait_until(lambda: "no answer to HELLO" in str(connection.last_error))
+        ending.join()

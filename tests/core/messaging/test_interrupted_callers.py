@@ -142,15 +142,15 @@ def test_what_comes_while_its_caller_gives_up_is_late_once(lab: Lab) -> None:
         leader = Waiter(connection, "leader")
         wait_until(lambda: lab.work.open, what="the leader's request")
         link = link_of(connection)
-        notify = link.silence._changed
+        notify = link.watch.changed
 
         def given_up() -> None:
-            link.silence._changed = notify
+            link.watch.changed = notify
             lab.work.resolve("late")
             for _ in range(3):  # the I/O thread has seen to all that came before
                 ask_urgently(connection)
 
-        link.silence._changed = given_up
+        link.watch.changed = given_up
         late = Waiter(connection, "late", timeout=0.2)
         assert isinstance(late.ended(), DeadlineExceeded)
         wait_until(lambda: late.late, what="the late answer")

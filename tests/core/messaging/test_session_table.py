@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from kvframework.errors import HelloRequired, ProtocolError, ServerFull
-from kvframework.messaging.client.liveness import Heartbeat
+from kvframework.messaging.client.liveness import Watch
 from kvframework.messaging.polling import Deadlines
 from kvframework.messaging.server.sessions import MAX_IDENTITIES, PRESSED_S, ClientSession, SessionTable
 from kvframework.wire.messages import Hello
@@ -150,33 +150,67 @@ def test_discarded_deadlines_do_not_pile_up() -> None:
     assert len(deadlines._heap) < 200
 
 
-def test_a_heartbeat_asks_again_ever_more_slowly_until_it_is_answered() -> None:
-    heart = Heartbeat(interval=0.2, timeout=0.5, now=0.0)
-    assert not heart.due(0.1)
-    sent = []
-    now = 0.0
-    while now < 20:
-        now = heart.next_at()
-        assert heart.overdue(now) == (len(sent) > 0)
-        assert heart.due(now)
-        heart.sent(now)
-        sent.append(now)
-    gaps = [after - before for before, after in itertools.pairwise(sent)]
+class Server:
+    """A server under a watch, with a clock of its own: it answers PINGs while it is not `silent`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.changes = 0
+        self.silent = True
+        self.pinged: list[float] = []
+        self.watch = Watch(interval=0.2, timeout=0.5, now=0.0, changed=self._changed)
+
+    def run(self, seconds: float) -> None:
+        """As the link does, whenever it is time."""
+        until = self.now + seconds
+        while self.watch.next_at <= until:
+            self.now = max(self.watch.next_at, self.now)
+            if silence := self.watch.unanswered_s(self.now):
+                self.watch.doubt(self.now - silence, self.now)
+            self.watch.log(self.now)
+            self.pinged.append(self.now)
+            self.watch.pinged(self.now)
+            if not self.silent:
+                self.watch.answered(self.now)
+        self.now = until
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+
+def test_a_silent_server_is_asked_ever_more_slowly_and_in_doubt_until_it_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    server = Server()
+    server.run(0.6)
+    assert (server.watch.suspect, server.watch.silent_s(0.6)) == (False, 0.0)
+    server.run(20)
+    gaps = [after - before for before, after in itertools.pairwise(server.pinged)]
+    assert server.pinged[0] == pytest.approx(0.2)
     assert gaps[:3] == pytest.approx([0.5, 1.0, 2.0])
     assert max(gaps) == pytest.approx(2.0)
-    heart.answered()
-    assert not heart.overdue(now)
-    heart.sent(now)
-    assert heart.next_at() == pytest.approx(now + 0.5)
+    assert server.watch.suspect
+    assert server.watch.silent_s(server.now) == pytest.approx(server.now - 0.2)
+    server.watch.heard_at = server.now - 1.0
+    assert server.watch.silent_s(server.now) == pytest.approx(1.0)
+    server.silent = False
+    server.run(3)
+    assert (server.watch.suspect, server.changes) == (False, 2)
+    assert server.pinged[-1] - server.pinged[-2] == pytest.approx(0.2), "at the usual pace again"
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
 
 
-def test_a_heartbeat_can_be_hurried_but_not_doubled() -> None:
-    heart = Heartbeat(interval=1.0, timeout=0.5, now=0.0)
-    heart.ask_now()
-    assert heart.due(0.0)
-    heart.sent(0.0)
-    heart.ask_now()
-    assert not heart.due(0.4)
+def test_one_late_answer_is_asked_about_at_once_once_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server()
+    server.watch.doubt(since=-0.1, now=0.0)
+    assert server.watch.suspect
+    server.run(0.0)
+    server.watch.ask_now()
+    server.run(0.4)
+    assert server.pinged == [0.0], "one PING at a time"
+    server.watch.answered(server.now)
+    assert (server.watch.suspect, server.changes, caplog.records) == (False, 2, [])
 
 
 def test_silent_strangers_go_sooner_when_there_are_many() -> None:

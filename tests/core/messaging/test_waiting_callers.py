@@ -180,9 +180,9 @@ def test_a_connection_is_closed_while_a_caller_waits_also_by_what_it_receives(la
     )
 
 
-def test_a_signal_ends_the_wait_and_what_was_granted_is_given_back(lab: Lab) -> None:
-    late: list[object] = []
+def test_a_signal_ends_the_wait_and_the_session_with_all_that_was_granted(lab: Lab) -> None:
     with connected(lab.endpoint, ping_every_s=0.05) as connection:
+        session = lab.server.sessions[0]
 
         def interrupt() -> None:
             wait_until(lambda: lab.work.open, what="the request")
@@ -190,7 +190,7 @@ def test_a_signal_ends_the_wait_and_what_was_granted_is_given_back(lab: Lab) -> 
 
         threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
-            connection.ask("test.DEFERRED", Text("a"), timeout=60, on_late=late.append)
-        lab.work.resolve("a")
-        wait_until(lambda: late == [Text("a")], what="the answer to nobody")
+            connection.ask("test.DEFERRED", Text("a"), timeout=60)
+        wait_until(lambda: lab.work.ended == [session], what="the end of the session")
+        assert connection.wait_up(20)
         assert waiting(connection, "ECHO", "on") == "on"

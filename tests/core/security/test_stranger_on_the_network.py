@@ -195,24 +195,6 @@ class Mute(TcpPeer):
                 time.sleep(0.01)
 
 
-def test_a_wait_that_ends_first_still_says_what_was_found() -> None:
-    """Silence after a connection tells more than that nobody was there, however short the wait."""
-    with Mute() as peer, KVClient(f"tcp://127.0.0.1:{peer.port}", connect_timeout_s=0.3) as client:
-        wait_until(lambda: client._connection.why_down is not None)
-        assert client._connection.last_error is None, "the attempt is still under way"
-        with pytest.raises(errors.ServerGone, match="no answer to HELLO") as caught:
-            client.raise_down()
-        assert "kvframework keys" in caught.value.hint
-
-
-def test_a_refusal_is_not_forgotten_over_a_silence() -> None:
-    why = Connection("ipc:///nowhere/s", m.Hello("c", 1), table={}, on_up=lambda *_: None, on_down=lambda: None)
-    why.last_error, why.unanswered = errors.VersionMismatch("refused"), errors.ServerGone("no answer to HELLO")
-    assert why.why_down is why.last_error
-    why.last_error = errors.ServerGone("nobody serves")
-    assert why.why_down is why.unanswered
-
-
 def test_keys_are_made_for_their_owner(tmp_path: Path) -> None:
     before = os.umask(0)
     try:

@@ -61,7 +61,7 @@ def test_without_keys_nothing_is_ever_answered(server: RemoteServer) -> None:
     with pytest.raises(TimeoutError):
         WireClient(server.tcp, timeout=1.0).close()
     with KVClient(server.tcp, connect_timeout_s=0.1) as client:
-        wait_until(lambda: client._connection.why_down is not None)
+        wait_until(lambda: client._connection.last_error is not None)
         with pytest.raises(ServerGone, match="no answer to HELLO") as caught:
             _ = client.hello
         assert "kvframework keys" in caught.value.hint
@@ -76,7 +76,7 @@ def test_a_client_that_is_not_admitted_is_counted_and_never_answered(server: Rem
     stranger = server.keys.add("stranger", admitted=False)
     with server.connect() as admitted, KVClient(server.tcp, curve=stranger, connect_timeout_s=0.1) as client:
         assert admitted.wait_up(20)
-        wait_until(lambda: client._connection.why_down is not None)
+        wait_until(lambda: client._connection.last_error is not None)
         with pytest.raises(ServerGone) as caught:
             _ = client.hello
         assert "that the server admits" in caught.value.hint
